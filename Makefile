@@ -1,0 +1,28 @@
+# Each target does its own set-up: a virtual environment in .venv with everything the project needs.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: test train lint clean
+
+train: $(READY)
+	$(BIN)/python scripts/get_smollm2.py
+	$(BIN)/paceline demo --model .models/smollm2.gguf
+
+test: $(READY)
+	$(BIN)/ruff check paceline tests benchmarks scripts
+	$(BIN)/mypy
+	-$(BIN)/python scripts/get_smollm2.py
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check paceline tests benchmarks scripts
+	$(BIN)/mypy
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv .models build *.egg-info

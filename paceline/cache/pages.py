@@ -1,0 +1,130 @@
+"""Who holds which page. Reference counts, prompts shared between requests, eviction of what nobody holds. No torch.
+
+A page is free (nothing in it), held (reference count > 0), or kept: nobody holds it, but it carries a known prefix that a
+later request may want. Kept pages count as available and are given away oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_ROOT = 0
+_Key = tuple[int, tuple[int, ...]]
+
+
+class PrefixMatch(NamedTuple):
+    """Pages found for the beginning of a text; the caller holds a reference to each of them."""
+
+    pages: list[int]
+    """Full pages, to be shared as they are."""
+    tail: int | None
+    """A page whose first `num_tail` tokens fit too, to be copied (its owner goes on writing behind them)."""
+    num_tail: int
+
+
+class PageAllocator:
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"cache: {num_pages} pages of {page_size} tokens cannot hold anything")
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: low pages first, so memory is touched as needed
+        self._refs = [0] * num_pages
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        # A prefix is a chain of pages: key = (node of the page before, tokens of this page). Exact, not a hash.
+        self._nodes: dict[_Key, tuple[int, int]] = {}  # key -> (node, page)
+        self._keys: dict[int, _Key] = {}  # page -> key
+        self._next_node = _ROOT + 1
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._kept)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with one reference each, or None and nothing changed."""
+        if count > self.num_available:
+            return None
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._kept.popitem(last=False)
+                self._forget(page)
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One reference less; pages with a known prefix are kept until somebody needs the room."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} released too often"
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if page in self._keys:
+                    self._kept[page] = None
+                else:
+                    self._free.append(page)
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest known prefix of `tokens`; takes a reference to every page it returns."""
+        size, node, pages = self.page_size, _ROOT, []
+        for start in range(0, len(tokens) - size + 1, size):
+            found = self._nodes.get((node, tuple(tokens[start : start + size])))
+            if found is None:
+                break
+            node, page = found
+            pages.append(self._hold(page))
+        rest = tuple(tokens[len(pages) * size :])
+        found = self._nodes.get((node, rest)) if 0 < len(rest) < size else None
+        if found is None:
+            return PrefixMatch(pages, None, 0)
+        return PrefixMatch(pages, self._hold(found[1]), len(rest))
+
+    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """`pages` hold the finished KV of `tokens` (the last page perhaps in part): others may share it from now on."""
+        size, node = self.page_size, _ROOT
+        for index, page in enumerate(pages[: self.pages_for(len(tokens))]):
+            key = (node, tuple(tokens[index * size : (index + 1) * size]))
+            found = self._nodes.get(key)
+            if found is None:
+                assert self._refs[page] > 0, f"page {page} published by somebody who does not hold it"
+                self._forget(page)
+                found = self._nodes[key] = (self._next_node, page)
+                self._keys[page] = key
+                self._next_node += 1
+            node = found[0]
+
+    def drop_prefixes(self) -> None:
+        """Nothing cached is valid any more (the weights changed); held pages stay with their holders."""
+        self._nodes.clear()
+        self._keys.clear()
+        self._free.extend(self._kept)
+        self._kept.clear()
+
+    def check_integrity(self) -> None:
+        """Every page is in exactly one state, and the prefix index agrees with itself."""
+        free, kept = set(self._free), set(self._kept)
+        held = {page for page, refs in enumerate(self._refs) if refs > 0}
+        assert all(refs >= 0 for refs in self._refs), "negative reference count"
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & kept and not free & held and not kept & held, "a page is in two states"
+        assert len(free) + len(kept) + len(held) == self.num_pages, "a page is lost"
+        assert kept <= self._keys.keys(), "a page without a prefix is kept"
+        assert not free & self._keys.keys(), "a free page has a prefix"
+        assert {key: page for page, key in self._keys.items()} == {k: page for k, (_, page) in self._nodes.items()}
+
+    def _hold(self, page: int) -> int:
+        if self._refs[page] == 0:
+            del self._kept[page]
+        self._refs[page] += 1
+        return page
+
+    def _forget(self, page: int) -> None:
+        key = self._keys.pop(page, None)
+        if key is not None:
+            del self._nodes[key]

@@ -1,0 +1,70 @@
+"""What lies in the pages: keys and values of every layer, hidden features, and the drafter's own keys and values.
+
+All of it is indexed by the same token slot (page * page_size + offset), so sharing, copying, compaction and migration of
+a request move everything that belongs to a token together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerStore(NamedTuple):
+    k: Tensor  # [T, Hkv, D]
+    v: Tensor
+
+
+class PagedStore:
+    def __init__(self, num_pages: int, page_size: int, layers: list[tuple[int, int]], feature_size: int,
+                 dtype: torch.dtype, device: torch.device | str) -> None:
+        """layers: (kv heads, head size) of each layer, the drafter's last. One page more than the allocator knows of:
+        padding rows write there."""
+        self.page_size = page_size
+        self.trash = num_pages * page_size
+        total = (num_pages + 1) * page_size
+        # Left uninitialised on purpose: pages cost memory when they are first written, not before.
+        self.layers = [LayerStore(*(torch.empty(total, heads, dim, dtype=dtype, device=device) for _ in "kv"))
+                       for heads, dim in layers]
+        self.features = torch.empty(total, feature_size, dtype=dtype, device=device) if feature_size else None
+        self.tokens = torch.zeros(total, dtype=torch.int64, device=device)
+        for tensor in self._tensors():
+            tensor[self.trash :].zero_()
+
+    @staticmethod
+    def bytes_per_token(layers: list[tuple[int, int]], feature_size: int, dtype: torch.dtype) -> int:
+        return (sum(2 * heads * dim for heads, dim in layers) + feature_size) * dtype.itemsize
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """(from, to), whole pages."""
+        for source, target in pairs:
+            a, b, size = source * self.page_size, target * self.page_size, self.page_size
+            for tensor in self._tensors():
+                tensor[b : b + size].copy_(tensor[a : a + size])
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Token slots [N] -> [N]; all are read before any is written."""
+        for tensor in self._tensors():
+            tensor[target] = tensor[source]
+
+    def export_request(self, pages: list[int], num_tokens: int) -> list[Tensor]:
+        """Everything stored for a request's first `num_tokens` tokens, for another worker's `import_request`."""
+        slots = self.slots(pages, num_tokens)
+        return [tensor[slots].cpu() for tensor in self._tensors()]
+
+    def import_request(self, pages: list[int], tensors: list[Tensor]) -> None:
+        slots = self.slots(pages, len(tensors[0]))
+        for mine, theirs in zip(self._tensors(), tensors, strict=True):
+            mine[slots] = theirs.to(mine.device, mine.dtype)
+
+    def slots(self, pages: list[int], num_tokens: int) -> Tensor:
+        """Token slots [num_tokens] of the positions 0, 1, … of a request that holds `pages`."""
+        base = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
+        device = self.layers[0].k.device
+        return (base + torch.arange(self.page_size)).flatten()[:num_tokens].to(device)
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [self.tokens, *(tensor for layer in self.layers for tensor in layer)]
+        return tensors if self.features is None else [*tensors, self.features]

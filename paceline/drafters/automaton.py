@@ -1,0 +1,228 @@
+"""A generalised suffix automaton in flat arrays: every substring of several growing texts, and how often each was
+followed by what. Knows nothing of requests or drafts.
+
+A state is a set of substrings that end at the same places; its suffix link leads to the longest shorter suffix that
+also ended elsewhere. A text is extended from the state of its whole self (`last`), so texts may grow in turns and may
+share a beginning. Counts sit on edges: count(u, c) = how often the strings of u were followed by c, which is the number
+of end positions of the edge's target. They are exact for the `COUNT_HOPS` longest suffixes of every position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+LEN, LINK, HEAD = 0, 1, 2  # columns of `states`: longest string, suffix link (-1 at the root), first edge (-1: none)
+STATE, TOKEN, TARGET, NEXT, PREV, COUNT = 0, 1, 2, 3, 4, 5  # columns of `edges`; NEXT, PREV: latest use first
+NUM_STATES, NUM_EDGES = 0, 1  # entries of `sizes`
+ROOT = 0
+COUNT_HOPS = 32
+"""Suffixes of a new position that are counted; a bound, because a text like aaaa... has as many as tokens."""
+
+_GROWTH = 1.5
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiplicative hashing
+
+
+class Automaton:
+    """Arrays that grow by half when full. A table entry is an edge's number; the key is compared in the edge itself."""
+
+    def __init__(self, num_tokens: int = 64) -> None:
+        """`num_tokens`: how many are expected."""
+        num_tokens = max(16, num_tokens)
+        self.states = np.empty((num_tokens * 3 // 2 + 2, 3), dtype=np.int32)
+        self.edges = np.empty((num_tokens * 2, 6), dtype=np.int32)
+        self.table = _empty_table(len(self.edges))
+        self.sizes = np.array([1, 0], dtype=np.int64)
+        self.states[ROOT] = (0, -1, -1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes + self.edges.nbytes + self.table.nbytes + self.sizes.nbytes
+
+    def extend(self, last: int, tokens: NDArray[np.int32]) -> int:
+        """Append `tokens` to the text whose state is `last` (ROOT: a new text) and return the text's new state."""
+        done = 0
+        while True:
+            done, last = _extend(self.states, self.edges, self.table, self.sizes, last, tokens, done)
+            if done == len(tokens):
+                return last
+            self._grow()
+
+    def _grow(self) -> None:
+        num_states, num_edges = int(self.sizes[NUM_STATES]), int(self.sizes[NUM_EDGES])
+        if num_states + 2 > len(self.states):
+            self.states = _enlarged(self.states, num_states)
+        else:
+            self.edges = _enlarged(self.edges, num_edges)
+            self.table = _empty_table(len(self.edges))
+            _fill_table(self.edges, self.table, num_edges)
+
+
+def _enlarged(rows: NDArray[np.int32], used: int) -> NDArray[np.int32]:
+    larger = np.empty((int(len(rows) * _GROWTH) + 64, rows.shape[1]), dtype=rows.dtype)
+    larger[:used] = rows[:used]
+    return larger
+
+
+def _empty_table(num_edges: int) -> NDArray[np.int32]:
+    """At most two thirds full."""
+    return np.full(1 << (num_edges * 3 // 2).bit_length(), -1, dtype=np.int32)
+
+
+@njit(cache=True)
+def _slot(table, state, token):
+    key = (np.uint64(state) << np.uint64(32)) | np.uint64(token)
+    return np.int64(((key * np.uint64(_GOLDEN)) >> np.uint64(32)) & np.uint64(len(table) - 1))
+
+
+@njit(cache=True)
+def _fill_table(edges, table, num_edges):
+    for edge in range(num_edges):
+        _enter(edges, table, edge)
+
+
+@njit(cache=True)
+def _enter(edges, table, edge):
+    slot = _slot(table, edges[edge, STATE], edges[edge, TOKEN])
+    while table[slot] >= 0:
+        slot = (slot + 1) & (len(table) - 1)
+    table[slot] = edge
+
+
+@njit(cache=True)
+def _find(edges, table, state, token):
+    """The edge's number, or -1."""
+    slot = _slot(table, state, token)
+    while True:
+        edge = table[slot]
+        if edge < 0 or (edges[edge, STATE] == state and edges[edge, TOKEN] == token):
+            return edge
+        slot = (slot + 1) & (len(table) - 1)
+
+
+@njit(cache=True)
+def _extend(states, edges, table, sizes, last, tokens, done):
+    """Insert tokens[done:] until the arrays are full; returns (how many are inserted now, state of the text)."""
+    while done < len(tokens):
+        token = tokens[done]
+        # Read only: suffixes of the text that never were followed by `token`, then the longest that was.
+        missing, prefix, edge = 0, last, _find(edges, table, last, token)
+        while edge < 0:
+            missing += 1
+            prefix = states[prefix, LINK]
+            if prefix < 0:
+                break
+            edge = _find(edges, table, prefix, token)
+        target, split, num_copied = -1, False, 0
+        if edge >= 0:
+            target = edges[edge, TARGET]
+            split = states[target, LEN] != states[prefix, LEN] + 1
+            if split:
+                num_copied = _num_edges_of(states, edges, target) + 1
+        if sizes[NUM_STATES] + 2 > len(states) or sizes[NUM_EDGES] + missing + num_copied > len(edges):
+            break
+        # Write. The new edges come before the split: the state to be split may be one that just got one.
+        new = -1
+        if missing > 0:
+            new = _add_state(states, sizes, states[last, LEN] + 1, ROOT)
+            source = last
+            for _ in range(missing):
+                _add_edge(states, edges, table, sizes, source, token, new)
+                source = states[source, LINK]
+        suffix = target
+        if split:
+            suffix = _split(states, edges, table, sizes, target, states[prefix, LEN] + 1)
+        if edge >= 0:
+            _count(states, edges, table, prefix, token, target, suffix)
+        if missing > 0:
+            states[new, LINK] = max(suffix, ROOT)
+        last = new if missing > 0 else suffix
+        done += 1
+    return done, last
+
+
+@njit(cache=True)
+def _num_edges_of(states, edges, state):
+    num, edge = 0, states[state, HEAD]
+    while edge >= 0:
+        num += 1
+        edge = edges[edge, NEXT]
+    return num
+
+
+@njit(cache=True)
+def _add_state(states, sizes, length, link):
+    state = sizes[NUM_STATES]
+    sizes[NUM_STATES] += 1
+    states[state, LEN] = length
+    states[state, LINK] = link
+    states[state, HEAD] = -1
+    return state
+
+
+@njit(cache=True)
+def _add_edge(states, edges, table, sizes, state, token, target):
+    edge = sizes[NUM_EDGES]
+    sizes[NUM_EDGES] += 1
+    edges[edge, STATE] = state
+    edges[edge, TOKEN] = token
+    edges[edge, TARGET] = target
+    edges[edge, COUNT] = 1
+    _push_front(states, edges, state, edge)
+    _enter(edges, table, edge)
+
+
+@njit(cache=True)
+def _push_front(states, edges, state, edge):
+    head = states[state, HEAD]
+    edges[edge, NEXT] = head
+    edges[edge, PREV] = -1
+    if head >= 0:
+        edges[head, PREV] = edge
+    states[state, HEAD] = edge
+
+
+@njit(cache=True)
+def _split(states, edges, table, sizes, state, length):
+    """A new state for the strings of `state` up to `length`: they are about to end where the longer ones do not. It
+    gets the same continuations, equally often."""
+    short = _add_state(states, sizes, length, states[state, LINK])
+    states[state, LINK] = short
+    tail, original = -1, states[state, HEAD]
+    while original >= 0:
+        edge = sizes[NUM_EDGES]
+        sizes[NUM_EDGES] += 1
+        edges[edge] = edges[original]
+        edges[edge, STATE] = short
+        edges[edge, PREV] = tail
+        edges[edge, NEXT] = -1
+        if tail < 0:
+            states[short, HEAD] = edge
+        else:
+            edges[tail, NEXT] = edge
+        _enter(edges, table, edge)
+        tail, original = edge, edges[original, NEXT]
+    return short
+
+
+@njit(cache=True)
+def _count(states, edges, table, prefix, token, target, suffix):
+    """`prefix` and its suffixes were followed by `token` once more; those that led to `target` lead to `suffix` now."""
+    hops = 0
+    while prefix >= 0:
+        edge = _find(edges, table, prefix, token)
+        redirect = target != suffix and edges[edge, TARGET] == target
+        if hops >= COUNT_HOPS and not redirect:
+            return
+        if redirect:
+            edges[edge, TARGET] = suffix
+        edges[edge, COUNT] += 1
+        if states[prefix, HEAD] != edge:
+            following, previous = edges[edge, NEXT], edges[edge, PREV]
+            edges[previous, NEXT] = following
+            if following >= 0:
+                edges[following, PREV] = previous
+            _push_front(states, edges, prefix, edge)
+        prefix = states[prefix, LINK]
+        hops += 1

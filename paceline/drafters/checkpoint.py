@@ -1,0 +1,112 @@
+"""Learned drafters on disk, in the layout that vLLM, SGLang and SpecForge read: `config.json` and `model.safetensors`.
+
+The policy's embedding is never stored, its head only when the drafter has one of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.drafters.eagle import Eagle, EagleConfig, Form
+from paceline.models.decoder import Decoder
+
+_PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_proj.weight",
+          "mlp.down.weight": "layers.0.mlp.down_proj.weight", "mlp_norm": "layers.0.post_attention_layernorm.weight",
+          "input_norm": "layers.0.input_layernorm.weight", "hidden_norm": "layers.0.hidden_norm.weight",
+          "norm": "norm.weight", "head.weight": "lm_head.weight"}
+_FUSED = {"attention.qkv.weight": [f"layers.0.self_attn.{x}_proj.weight" for x in "qkv"],
+          "mlp.gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]}
+_IGNORED = {"embed_tokens.weight", "t2d", "fc.bias", "d2t"}
+
+
+def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
+    """A drafter for this policy, in its dtype and on its device; ValueError names what does not fit."""
+    folder = Path(folder)
+    config, tensors = _read(folder)
+    form: Form = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
+    aux = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
+    draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else None
+    if draft_ids is not None and not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < policy.config.vocab_size:
+        raise ValueError(f"{folder}: d2t points outside the policy's vocabulary of {policy.config.vocab_size}")
+    own_head = form == "eagle3" and "lm_head.weight" in tensors
+    module = Eagle(EagleConfig.for_policy(policy.config, form, aux), draft_ids, own_head)
+    wanted = {name: parameter for name, parameter in module.named_parameters()}
+    known = {_PLAIN[name] for name in wanted if name in _PLAIN} | {part for parts in _FUSED.values() for part in parts}
+    unknown = sorted(tensors.keys() - known - _IGNORED - {"lm_head.weight"})
+    if unknown:
+        raise ValueError(f"{folder}: tensor {unknown[0]} is not part of a one-layer {form} drafter")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(_assemble(name, parameter, tensors, folder))
+    weight = policy.norm
+    return module.to(weight.device, weight.dtype).requires_grad_(False)
+
+
+def save_eagle(module: Eagle, folder: str | Path) -> None:
+    """Whole or not at all: each file is written beside and renamed."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    model = module.config.model
+    for name, parameter in module.named_parameters():
+        value = parameter.detach().cpu()
+        if name in _FUSED:
+            head = model.head_dim
+            sizes = ([model.num_heads * head, model.num_kv_heads * head, model.num_kv_heads * head] if "qkv" in name
+                     else [model.intermediate_size] * 2)
+            tensors |= dict(zip(_FUSED[name], (part.contiguous() for part in value.split(sizes)), strict=True))
+        else:
+            tensors[_PLAIN[name]] = value.contiguous()
+    if module.draft_ids is not None:
+        ids = module.draft_ids.cpu()  # type: ignore[operator]
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    for name, write in (("model.safetensors", lambda path: save_file(tensors, path)),
+                        ("config.json", lambda path: path.write_text(json.dumps(_config(module), indent=2)))):
+        temporary = folder / f".{name}.tmp"
+        write(temporary)
+        temporary.replace(folder / name)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder}: not a drafter folder, {Path(error.filename or '').name} is missing") from None
+    except (json.JSONDecodeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: damaged drafter checkpoint ({error})") from None
+    return config, {name.replace("midlayer.", "layers.0.").removeprefix("model."): t for name, t in tensors.items()}
+
+
+def _assemble(name: str, parameter: Tensor, tensors: dict[str, Tensor], folder: Path) -> Tensor:
+    parts = _FUSED.get(name, [_PLAIN.get(name, name)])
+    missing = [part for part in parts if part not in tensors]
+    if missing:
+        raise ValueError(f"{folder}: tensor {missing[0]} is missing")
+    value = torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
+    if value.shape != parameter.shape:
+        raise ValueError(f"{folder}: {parts[0]} has shape {list(value.shape)}, this policy needs {list(parameter.shape)}")
+    return value
+
+
+def _config(module: Eagle) -> dict[str, Any]:
+    model, three = module.config.model, module.config.form == "eagle3"
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if three else "EagleLlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size, "num_hidden_layers": 1,
+        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size, "rms_norm_eps": model.rms_eps, "rope_theta": model.rope.theta,
+        "max_position_embeddings": model.max_context, "hidden_act": "silu", "tie_word_embeddings": False}
+    if three:
+        layers = list(module.config.feature_layers)
+        config["draft_vocab_size"] = model.vocab_size if module.draft_ids is None else len(module.draft_ids)  # type: ignore[arg-type]
+        config["eagle_aux_hidden_state_layer_ids"] = layers  # the input of layer i
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # the output
+    return config

@@ -1,0 +1,107 @@
+"""The learned drafter: one decoder layer on the policy's own hidden states, in EAGLE and EAGLE-3 form.
+
+Row i of the drafter combines the policy's features at position i with the token at i + 1 and predicts the token at i + 2.
+Embedding and head are the policy's own tensors, never copies that could drift (a reduced vocabulary gathers its rows of the
+head anew after every weight update).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.kernels import Ops
+from paceline.models.attend import Attend
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import MLP, Attention, Decoder, Linear
+
+Form = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    form: Form
+    model: ModelConfig
+    """Shape of the one layer: Llama type, sizes of the policy."""
+    feature_layers: tuple[int, ...]
+    """Whose hidden states it reads: i is the input of layer i, -1 the final norm's output."""
+
+    @classmethod
+    def for_policy(cls, policy: ModelConfig, form: Form = "eagle", feature_layers: tuple[int, ...] = ()) -> EagleConfig:
+        from dataclasses import replace
+
+        layer = replace(policy, architecture="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False,
+                        qk_norm=False)
+        if form == "eagle":
+            return cls(form, layer, (-1,))
+        count = policy.num_layers
+        default = (2, count // 2, count - 3) if count >= 6 else (0, count // 2, count - 1)
+        return cls(form, layer, tuple(feature_layers) or default)
+
+
+class Eagle(nn.Module):
+    """fc, one layer, and for EAGLE-3 its norms. `draft_ids` [DV]: the target ids of a reduced vocabulary."""
+
+    def __init__(self, config: EagleConfig, draft_ids: Tensor | None = None, own_head: bool = False) -> None:
+        super().__init__()
+        model = config.model
+        hidden, three = model.hidden_size, config.form == "eagle3"
+        self.config = config
+        self.fc = Linear(len(config.feature_layers) * hidden if three else 2 * hidden, hidden, bias=False)
+        self.attention = Attention(model, 0, input_size=2 * hidden if three else hidden)
+        self.mlp_norm = nn.Parameter(torch.ones(hidden))
+        self.mlp = MLP(model)
+        self.input_norm = nn.Parameter(torch.ones(hidden)) if three else None
+        self.hidden_norm = nn.Parameter(torch.ones(hidden)) if three else None
+        self.norm = nn.Parameter(torch.ones(hidden)) if three else None
+        self.register_buffer("draft_ids", draft_ids)
+        vocabulary = model.vocab_size if draft_ids is None else len(draft_ids)
+        self.head = Linear(hidden, vocabulary, bias=False) if own_head else None
+        self._gathered: Tensor | None = None
+
+    @classmethod
+    def random(cls, config: EagleConfig, seed: int = 0, std: float = 0.02, dtype: torch.dtype = torch.float32,
+               device: torch.device | str = "cpu", draft_ids: Tensor | None = None) -> Eagle:
+        module = cls(config, draft_ids).to(device, dtype)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, std, generator=generator)
+        return module.requires_grad_(False)
+
+    def encode(self, features: Tensor, ops: Ops) -> Tensor:
+        """Policy features [R, F] -> what the layer feeds back to itself later [R, H]."""
+        return features if self.config.form == "eagle" else self.fc(features, ops)
+
+    def forward(self, embedded: Tensor, state: Tensor, attend: Attend) -> Tensor:
+        """Embedding of the next token [R, H] and state (encoded features or own output) [R, H] -> own output [R, H]."""
+        ops, eps = attend.ops, self.config.model.rms_eps
+        if self.config.form == "eagle":
+            residual = self.fc(torch.cat([embedded, state], dim=-1), ops)
+            x = residual
+        else:
+            assert self.input_norm is not None and self.hidden_norm is not None
+            residual = state
+            x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), ops.rms_norm(state, self.hidden_norm, eps)], dim=-1)
+        x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, eps)
+        return self.mlp(x, ops) + residual
+
+    def logits(self, out: Tensor, policy: Decoder, ops: Ops) -> Tensor:
+        """[R, H] -> [R, V or DV]."""
+        if self.norm is not None:
+            out = ops.rms_norm(out, self.norm, self.config.model.rms_eps)
+        if self.head is not None:
+            return self.head(out, ops)
+        if self.draft_ids is None:
+            return policy.logits(out, ops)
+        if self._gathered is None:
+            self._gathered = policy.head.weight[self.draft_ids].contiguous()  # type: ignore[index]
+        return ops.linear(out, self._gathered)
+
+    def policy_changed(self) -> None:
+        """The policy's head has new values: gather a reduced vocabulary's rows again."""
+        self._gathered = None

@@ -1,0 +1,159 @@
+"""Drafting with the learned drafter: bring its cache up to date, then grow a tree level by level, all on the device.
+
+Children are ranked with the noise the policy will use: log q(v) / tau + G(seed, position, v) guesses what *will* be drawn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.tree import Drafts
+from paceline.kernels import Ops, PagedCache, Segments
+from paceline.models.attend import PagedAttend
+from paceline.models.decoder import Decoder, Rope
+
+
+class DraftView(NamedTuple):
+    """What drafting reads of the step's decode requests (each has at least one committed token)."""
+
+    slots: Tensor  # [B] int64
+    context: Tensor  # [B] int64 committed tokens
+    last_token: Tensor  # [B] int64 the token at position `context`
+    seed: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32
+    tokens: Tensor  # [T] int64 committed token of every token slot
+    features: Tensor  # [T, F] the policy's hidden states of every token slot
+    cache: PagedCache  # the drafter's own layer
+
+
+class EagleDrafter:
+    def __init__(self, module: Eagle, policy: Decoder, rope: Rope, ops: Ops, columns: Tensor | None, tau: float) -> None:
+        """columns: where the drafter's features lie among those captured (None: they are all of them)."""
+        self.module, self.policy, self.rope, self.ops, self.tau = module, policy, rope, ops, tau
+        self._columns = columns
+
+    def draft(self, view: DraftView, missing: list[int], depth: int, width: int, budget: int) -> Drafts:
+        """missing: committed positions of each request that the drafter has not seen yet (at least 1)."""
+        state = self.catch_up(view, missing)  # [B, H]
+        width = min(width, self._vocabulary())
+        batch, device = len(missing), state.device
+        level = self._children(view, state[:, None], torch.zeros(batch, 1, device=device), 1, width)
+        tokens, scores = [level.tokens.flatten(1)], [level.scores.flatten(1)]
+        parents = [torch.full((batch, width), -1, device=device)]
+        # Scratch of the tree: node j of level d lies at context + (d - 1) * width + j; words of its ancestors' bits.
+        bits = torch.zeros(batch, 1, 2, dtype=torch.int64, device=device)
+        first = 0  # index of the newest level's first candidate
+        for d in range(1, depth):
+            score, pick = level.scores.flatten(1).topk(width, dim=1)  # [B, W] the beam, among W or W * W candidates
+            above = torch.div(pick, width, rounding_mode="floor")
+            chosen = level.tokens.flatten(1).gather(1, pick)
+            state = level.state.gather(1, above[..., None].expand(-1, -1, level.state.shape[-1]))
+            bits = bits.gather(1, above[..., None].expand(-1, -1, 2)) | _bit(torch.arange(width, device=device) + (d - 1) * width)
+            state = self._level(view, chosen, state, bits, d, width)
+            level = self._children(view, state, score, d + 1, width)
+            parents.append((first + pick).repeat_interleave(width, dim=1))
+            first += tokens[-1].shape[1]
+            tokens.append(level.tokens.flatten(1))
+            scores.append(level.scores.flatten(1))
+        return _best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), [t.shape[1] for t in tokens], budget)
+
+    def catch_up(self, view: DraftView, missing: list[int]) -> Tensor:
+        """Runs the drafter over committed positions it has not seen; returns its output at each request's last one."""
+        device, batch = view.slots.device, len(missing)
+        counts = torch.tensor(missing, device=device)
+        ends = counts.cumsum(0)
+        request = torch.repeat_interleave(torch.arange(batch, device=device), counts, output_size=sum(missing))
+        start = view.context - counts
+        position = start[request] + torch.arange(len(request), device=device) - (ends - counts)[request]
+        write = _cache_index(view, request, position)
+        follows = position + 1
+        is_last = follows == view.context[request]
+        known = view.tokens[_cache_index(view, request, torch.where(is_last, position, follows))]
+        tokens = torch.where(is_last, view.last_token[request], known)
+        features = view.features[write] if self._columns is None else view.features[write][:, self._columns]
+        segments = Segments(row=(ends - counts).int(), length=counts.int(), slot=view.slots.int(), context=start.int(),
+                            causal=torch.ones(batch, dtype=torch.bool, device=device),
+                            mask=torch.zeros(len(request), 2, dtype=torch.int64, device=device))
+        out = self._run(tokens, self.module.encode(features, self.ops), position, write, segments, view.cache)
+        return out[ends - 1]
+
+    def _level(self, view: DraftView, tokens: Tensor, state: Tensor, bits: Tensor, d: int, width: int) -> Tensor:
+        """The beam at depth d [B, W] -> the drafter's output there [B, W, H]."""
+        batch, device = len(view.slots), view.slots.device
+        request = torch.arange(batch, device=device).repeat_interleave(width)
+        place = torch.arange(width, device=device).repeat(batch) + (d - 1) * width
+        write = _cache_index(view, request, view.context[request] + place)
+        position = view.context[request] - 1 + d
+        starts = torch.arange(batch, device=device) * width
+        segments = Segments(row=starts.int(), length=torch.full_like(starts, width).int(), slot=view.slots.int(),
+                            context=view.context.int(), causal=torch.zeros(batch, dtype=torch.bool, device=device),
+                            mask=bits.flatten(0, 1))
+        return self._run(tokens.flatten(), state.flatten(0, 1), position, write, segments, view.cache).unflatten(0, (batch, width))
+
+    def _run(self, tokens: Tensor, state: Tensor, position: Tensor, write: Tensor, segments: Segments, cache: PagedCache) -> Tensor:
+        attend = PagedAttend(self.ops, [cache], *self.rope(position), write, segments)
+        return self.module(self.policy.embed(tokens), state, attend)
+
+    def _children(self, view: DraftView, state: Tensor, score: Tensor, depth: int, width: int) -> _Level:
+        """state [B, N, H] at nodes with log-survival `score` [B, N] -> their best children at `depth`."""
+        nodes = state.shape[1]
+        wide = torch.float64 if state.dtype == torch.float64 else torch.float32
+        temperature = view.temperature.to(wide).repeat_interleave(nodes)[:, None]
+        logits = self.module.logits(state.flatten(0, 1), self.policy, self.ops).to(wide)
+        log_q = torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0), dim=-1)
+        ranked = self._with_noise(view, log_q, nodes, depth)
+        top, index = ranked.topk(width, dim=-1)
+        # Chance that this child is the one: its share of all ranked, shrunk a little so that children lose to parents.
+        share = top - ranked.logsumexp(dim=-1, keepdim=True) - 1e-3
+        tokens = index if self.module.draft_ids is None else self.module.draft_ids[index]  # type: ignore[index]
+        shape = (len(view.slots), nodes, width)
+        return _Level(tokens.view(shape), (score.flatten()[:, None] + share).view(shape).float(), state)
+
+    def _with_noise(self, view: DraftView, log_q: Tensor, nodes: int, depth: int) -> Tensor:
+        """log q / tau + G where the request is sampled; log q where it is greedy or tau is 0."""
+        if self.tau == 0:
+            return log_q
+        ids = self.module.draft_ids
+        if ids is None:
+            ids = torch.arange(log_q.shape[-1], device=log_q.device)
+        position = (view.context + depth).repeat_interleave(nodes)
+        noise = self.ops.gumbel(view.seed.repeat_interleave(nodes), position, ids)  # type: ignore[arg-type]
+        sampled = (view.temperature > 0).repeat_interleave(nodes)[:, None]
+        return torch.where(sampled, log_q / self.tau + noise, log_q)
+
+    def _vocabulary(self) -> int:
+        ids = self.module.draft_ids
+        return self.policy.config.vocab_size if ids is None else len(ids)  # type: ignore[arg-type]
+
+
+class _Level(NamedTuple):
+    tokens: Tensor  # [B, N, W]
+    scores: Tensor  # [B, N, W] log-survival
+    state: Tensor  # [B, N, H] of the parents
+
+
+def _best(tokens: Tensor, parents: Tensor, scores: Tensor, sizes: list[int], budget: int) -> Drafts:
+    """The `budget` likeliest candidates. A child scores lower than its parent, so the choice is a tree."""
+    count = min(budget, tokens.shape[1])
+    keep = scores.topk(count, dim=1).indices.sort(dim=1).values  # levels in order: parents before children
+    rank = torch.full_like(tokens, -1).scatter_(1, keep, torch.arange(count, device=keep.device).expand_as(keep))
+    parent = parents.gather(1, keep)
+    level = torch.repeat_interleave(torch.arange(1, len(sizes) + 1), torch.tensor(sizes)).to(keep.device)
+    return Drafts(tokens.gather(1, keep), torch.where(parent < 0, -1, rank.gather(1, parent.clamp_min(0))), level[keep],
+                  scores.gather(1, keep).exp(), torch.full((len(tokens),), count, device=keep.device))
+
+
+def _bit(index: Tensor) -> Tensor:
+    """[W] -> [W, 2] int64 words with that one bit."""
+    one = torch.ones_like(index)
+    return torch.stack([torch.where(index < 64, one << index.clamp_max(63), 0),
+                        torch.where(index >= 64, one << (index - 64).clamp_min(0), 0)], dim=-1)
+
+
+def _cache_index(view: DraftView, request: Tensor, position: Tensor) -> Tensor:
+    size = view.cache.page_size
+    return view.cache.page_table[view.slots[request], position // size].long() * size + position % size

@@ -1,0 +1,109 @@
+"""Draft trees for a batch: a flat list of rows, every request's last token first and its drafted nodes behind it.
+
+Trees come from drafters as padded arrays (`Drafts`), are merged and trimmed there, and become rows (`DraftTree`) only once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Drafts(NamedTuple):
+    """Drafted nodes of B requests, padded to N; parents stand before their children."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64: node index in the same row, -1 = child of the root
+    depths: Tensor  # [B, N] int64: 1 = child of the root
+    survival: Tensor  # [B, N] float32: estimated chance that the node is accepted
+    count: Tensor  # [B] int64: nodes that are real
+
+
+class DraftTree(NamedTuple):
+    """The decode rows of one step. Row order: requests as planned, root first, then nodes."""
+
+    tokens: Tensor  # [R] int64; roots hold anything (the device knows each request's last token)
+    parents: Tensor  # [R] int64 absolute row of the parent; a root is its own
+    depths: Tensor  # [R] int64; 0 = root
+    node: Tensor  # [R] int64 place within the request's rows; 0 = root
+    request: Tensor  # [R] int64 which of the step's decode requests
+    mask: Tensor  # [R, 2] int64 rows of the same request that this row sees
+
+
+def roots_only(num_requests: int, device: torch.device | str) -> DraftTree:
+    """No speculation: one row per request."""
+    rows = torch.arange(num_requests, device=device)
+    zeros = torch.zeros_like(rows)
+    return DraftTree(zeros, rows, zeros, zeros, rows, torch.stack([torch.ones_like(rows), zeros], dim=1))
+
+
+def flatten(drafts: Drafts, counts: list[int], max_depth: int) -> DraftTree:
+    """Padded drafts -> rows. `counts` is what the host knows of `drafts.count` (equal to it): shapes come from there."""
+    device = drafts.tokens.device
+    lengths = torch.tensor([1 + count for count in counts], device=device)
+    starts = lengths.cumsum(0) - lengths
+    num_rows = len(counts) + sum(counts)
+    request = torch.repeat_interleave(torch.arange(len(counts), device=device), lengths, output_size=num_rows)
+    node = torch.arange(num_rows, device=device) - starts[request]  # 0 = root
+    is_root = node == 0
+    index = (node - 1).clamp_min(0)
+    if drafts.tokens.shape[1] == 0:
+        return roots_only(len(counts), device)
+    tokens = torch.where(is_root, 0, drafts.tokens[request, index])
+    depths = torch.where(is_root, 0, drafts.depths[request, index])
+    parents = torch.where(is_root, starts[request], starts[request] + 1 + drafts.parents[request, index])
+    return DraftTree(tokens, parents, depths, node, request, ancestor_masks(parents, node, max_depth))
+
+
+def ancestor_masks(parents: Tensor, node: Tensor, max_depth: int) -> Tensor:
+    """[R, 2] int64: bit i is set when node i of the same request lies on the way from the root to this row."""
+    one = torch.ones_like(node)
+    own = torch.stack([torch.where(node < 64, one << node.clamp_max(63), 0),
+                       torch.where(node >= 64, one << (node - 64).clamp_min(0), 0)], dim=1)
+    mask, above = own, parents
+    for _ in range(max_depth):  # walk up one generation at a time; roots stay where they are
+        mask = mask | own[above]
+        above = parents[above]
+    return mask
+
+
+def merge(a: Drafts, b: Drafts, budget: int) -> Drafts:
+    """Both drafters' trees as one: nodes that spell the same path are one node (its survival: either may be right), the
+    `budget` likeliest remain. A few dozen nodes per request: plain Python is quick enough."""
+    rows = [_merge_one(_paths(a, i), _paths(b, i), budget) for i in range(len(a.count))]
+    width = max((len(row) for row in rows), default=0)
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    parents, depths = torch.full_like(tokens, -1), torch.zeros_like(tokens)
+    survival = torch.zeros(len(rows), width)
+    for i, row in enumerate(rows):
+        index = {path: j for j, (path, _) in enumerate(row)}
+        for j, (path, chance) in enumerate(row):
+            tokens[i, j], depths[i, j], survival[i, j] = path[-1], len(path), chance
+            parents[i, j] = index.get(path[:-1], -1)
+    count = torch.tensor([len(row) for row in rows])
+    device = a.tokens.device
+    return Drafts(*(t.to(device) for t in (tokens, parents, depths, survival, count)))
+
+
+_Path = tuple[int, ...]
+
+
+def _paths(drafts: Drafts, i: int) -> dict[_Path, float]:
+    count = int(drafts.count[i])
+    tokens, parents = drafts.tokens[i, :count].tolist(), drafts.parents[i, :count].tolist()
+    chance = drafts.survival[i, :count].tolist()
+    paths: list[_Path] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, chance, strict=True))
+
+
+def _merge_one(a: dict[_Path, float], b: dict[_Path, float], budget: int) -> list[tuple[_Path, float]]:
+    both = {path: 1 - (1 - a.get(path, 0.0)) * (1 - b.get(path, 0.0)) for path in a | b}
+    for path in sorted(both, key=len):  # a child is never likelier than its parent
+        if len(path) > 1:
+            both[path] = min(both[path], both[path[:-1]])
+    best = sorted(both.items(), key=lambda item: (-item[1], len(item[0])))[:budget]
+    return sorted(best, key=lambda item: len(item[0]))

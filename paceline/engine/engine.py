@@ -1,0 +1,307 @@
+"""The engine: requests in, rollouts out. `step` is the whole story; everything else feeds it or reads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.cache import PageAllocator, PagedStore
+from paceline.config import EngineConfig
+from paceline.drafters.checkpoint import load_eagle
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.speculate import EagleDrafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.drafting import Drafting
+from paceline.engine.finish import append, final_text
+from paceline.engine.request import Request, Status
+from paceline.engine.runner import Runner, StepOutput
+from paceline.engine.scheduler import Scheduler, StepPlan
+from paceline.engine.seeds import derive_seed
+from paceline.engine.state import SlotState
+from paceline.engine.stats import Counters
+from paceline.kernels import ops_for
+from paceline.models.decoder import Decoder, Rope
+from paceline.models.names import load_state
+from paceline.models.weights import load_model
+from paceline.strategy import Selector, make_selector
+from paceline.types import (EngineStats, FeatureRecord, FinishReason, Rollout, RolloutGroup, SamplingParams, StepResult,
+                            StepView, Strategy)
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages."""
+
+
+class Engine:
+    def __init__(self, model: Decoder, tokenizer: Any = None, drafter: str | Path | Eagle | None = "suffix",
+                 strategy: str | Strategy | Selector = "auto", config: EngineConfig | None = None) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+        self.select = make_selector(strategy)
+        self.version = 0
+        self._counters, self._ids, self._groups = Counters(), count(), count()
+        self._requests: dict[int, Request] = {}
+        self._eos = frozenset(model.config.eos_token_ids)
+        self._build(*_make_drafters(drafter, model, self.config))
+
+    @classmethod
+    def load(cls, source: str | Path, device: str = "cpu", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
+             strategy: str | Strategy | Selector = "auto", **options: Any) -> Engine:
+        """`source`: a Hugging Face folder, a hub id or a GGUF file; `drafter`: "suffix", "none", or a learned drafter's
+        folder (the suffix drafter stays beside it); `options`: fields of EngineConfig."""
+        config = EngineConfig(**options)
+        model, tokenizer = load_model(source, device, dtype)
+        return cls(model, tokenizer, drafter, strategy, config)
+
+    def step(self) -> StepResult:
+        """One pass of the policy over all that is ready. Draft, verify, book."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule(self.select(self._view()))
+        for request in plan.admitted:
+            self.drafting.begin(request)
+        self.state.admit(plan.admitted)
+        self.state.set_pages(self.scheduler.running)
+        self.store.copy_pages(plan.copies)
+        drafted = self.drafting.draft(plan)
+        want_raw = any(item.request.params.raw_logprobs for item in plan.decode)
+        output = self.runner.run(plan, drafted.tree, drafted.max_depth, want_raw) if plan else None
+        self.drafting.prefilled(plan.prefill)
+        self.scheduler.commit(plan)
+        tokens, finished, accepted = self._book(plan, output)
+        result = StepResult(
+            step=self._counters.steps, strategy=plan.strategy, num_requests=len(plan.decode),
+            num_rows=len(drafted.tree.tokens) + plan.num_prefill_rows, num_prefill_rows=plan.num_prefill_rows,
+            drafted=sum(drafted.counts), accepted=accepted, tokens=tokens, finished=finished,
+            ms=(time.perf_counter() - began) * 1e3)
+        self._counters.record(result, sum(n > 0 for n in drafted.counts))
+        return result
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
+            seeds: Sequence[int] | None = None) -> list[int]:
+        """Queues n answers of one prompt and returns their request ids. Each answer's seed derives from (params.seed, key or
+        prompt, its number) unless `seeds` gives them."""
+        params = params or SamplingParams()
+        prompt_ids = self.encode(prompt)
+        self._check(prompt_ids, params, n)
+        if seeds is None:
+            seeds = [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        group = next(self._groups)
+        requests = [Request(next(self._ids), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
+                    for sample, seed in enumerate(seeds)]
+        for request in requests:
+            self._requests[request.id] = request
+            self.scheduler.add(request)
+        return [request.id for request in requests]
+
+    def generate(self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1,
+                 keys: Sequence[str] | None = None, on_step: Callable[[StepResult], None] | None = None) -> list[RolloutGroup]:
+        """All answers of all prompts. A prompt that cannot be served gives rollouts that say why; the others finish."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts) or (keys is not None and len(keys) != len(prompts)):
+            raise ValueError(f"generate: {len(prompts)} prompts, but {len(each)} params and {len(keys or prompts)} keys")
+        groups, owner = [], {}
+        for index, prompt in enumerate(prompts):
+            try:
+                ids = self.add(prompt, each[index], n, None if keys is None else keys[index])
+            except ValueError as error:
+                failed = [_failed(sample, str(error)) for sample in range(n)]
+                groups.append(RolloutGroup([], failed))
+                continue
+            groups.append(RolloutGroup(self._requests[ids[0]].prompt_ids))
+            owner.update(dict.fromkeys(ids, index))
+        self._run_until_done(owner, groups, on_step)
+        return groups
+
+    def abort(self, request_ids: Iterable[int]) -> list[Rollout]:
+        """Ends them where they are; returns what they have. Ids that are already finished are passed over."""
+        found = [self._requests[i] for i in request_ids if i in self._requests]
+        return [self._finish(request, "abort") for request in found]
+
+    def update_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
+        """New policy weights, in place, from the next step on. Cached prefixes are dropped; requests in flight go on with
+        the keys and values they have, or prefill again (`EngineConfig.on_update`)."""
+        load_state(self.model, state)
+        self.ops.weights_changed()
+        self.version = self.version + 1 if version is None else version
+        if self.drafting.eagle is not None:
+            self.drafting.eagle.module.policy_changed()
+        if self.config.on_update == "recompute":
+            for request in list(self.scheduler.running):
+                self.scheduler.preempt(request)
+        self.scheduler.drop_prefixes()
+
+    def stats(self) -> EngineStats:
+        c, scheduler = self._counters, self.scheduler
+        return EngineStats(
+            steps=c.steps, prompt_tokens=c.prompt_tokens, cached_prompt_tokens=scheduler.num_cached_tokens,
+            generated_tokens=c.generated_tokens, drafted=c.drafted, accepted=c.accepted, verifications=c.verifications,
+            preemptions=scheduler.num_preemptions, seconds=c.seconds, strategy_steps=dict(c.strategy_steps),
+            num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
+            free_pages=scheduler.pages.num_available, total_pages=scheduler.pages.num_pages, version=self.version)
+
+    def reset_stats(self) -> None:
+        self._counters = Counters()
+        self.scheduler.num_preemptions = self.scheduler.num_cached_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt given as text, chat messages or ids."""
+        if isinstance(prompt, str):
+            return list(self._need_tokenizer("text").encode(prompt))
+        if prompt and isinstance(prompt[0], Mapping):
+            tokenizer = self._need_tokenizer("messages")
+            return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False))
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+    def _view(self) -> StepView:
+        scheduler = self.scheduler
+        prefilling = sum(r.num_to_prefill for r in scheduler.running if r.status is Status.PREFILL)
+        return self._counters.view(sum(r.status is Status.DECODE for r in scheduler.running), prefilling,
+                                   self.drafting.available, scheduler.pages.num_available)
+
+    def _book(self, plan: StepPlan, output: StepOutput | None) -> tuple[dict[int, list[int]], list[Rollout], int]:
+        """What was drawn, appended to its requests: (request -> tokens, finished rollouts, accepted nodes)."""
+        if output is None:
+            return {}, [], 0
+        counts, tokens, logprobs = output.count.tolist(), output.tokens.tolist(), output.logprobs.tolist()
+        raw = None if output.raw_logprobs is None else output.raw_logprobs.tolist()
+        appended, finished = {}, []
+        for i, (request, _) in enumerate(plan.decode):
+            drawn = tokens[i][: counts[i]]
+            failed = -1 in drawn
+            drawn = drawn[: drawn.index(-1)] if failed else drawn
+            taken, reason = append(request, drawn, self.scheduler.max_length, self.tokenizer)
+            request.num_computed = len(request.tokens) - 1
+            request.logprobs += logprobs[i][:taken]
+            request.versions += [self.version] * taken
+            if raw is not None and request.params.raw_logprobs:
+                request.raw_logprobs += raw[i][:taken]
+            appended[request.id] = drawn[:taken]
+            self.drafting.extend(request, drawn[:taken])
+            if failed and reason is None:
+                reason, request.error = "error", f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
+            if reason is not None:
+                finished.append(self._finish(request, reason))
+        return appended, finished, sum(counts) - len(counts)
+
+    def _finish(self, request: Request, reason: FinishReason) -> Rollout:
+        request.finish_reason = reason
+        rollout = Rollout(
+            request_id=request.id, sample=request.sample, prompt_ids=request.prompt_ids, token_ids=request.output_ids,
+            logprobs=request.logprobs, text=final_text(request, self.tokenizer), finish_reason=reason,
+            versions=request.versions, seed=request.params.seed, error=request.error, features=self._features(request),
+            raw_logprobs=request.raw_logprobs if request.params.raw_logprobs else None,
+            num_preemptions=request.num_preemptions)
+        self.drafting.end(request)
+        self.scheduler.finish(request)
+        del self._requests[request.id]
+        return rollout
+
+    def _features(self, request: Request) -> FeatureRecord | None:
+        """Hidden states of every token that was fed, as captured on the way."""
+        wanted = self.config.capture
+        if not wanted or self.store.features is None or request.slot < 0:
+            return None
+        stored = self.store.features[self.store.slots(request.pages, request.num_computed)]
+        columns = _columns(self.runner.capture, wanted, self.model.config.hidden_size)
+        return FeatureRecord(request.tokens[: request.num_computed + 1], stored[:, columns.to(stored.device)], wanted,
+                             request.versions, len(request.prompt_ids))
+
+    def _run_until_done(self, owner: dict[int, int], groups: list[RolloutGroup],
+                        on_step: Callable[[StepResult], None] | None) -> None:
+        """Steps until every owned request is finished; on any way out the rest is aborted, so nothing leaks."""
+        left = set(owner)
+        try:
+            while left:
+                result = self.step()
+                for rollout in result.finished:
+                    if rollout.request_id in left:
+                        left.remove(rollout.request_id)
+                        groups[owner[rollout.request_id]].rollouts.append(rollout)
+                if on_step is not None:
+                    on_step(result)
+        finally:
+            self.abort(left)
+        for group in groups:
+            group.rollouts.sort(key=lambda rollout: rollout.sample)
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams, n: int) -> None:
+        vocabulary, limit = self.model.config.vocab_size, self.scheduler.max_length
+        if n < 1:
+            raise ValueError(f"n: {n} is not an integer >= 1")
+        if not prompt_ids:
+            raise ValueError("prompt: it is empty")
+        wrong = next((token for token in prompt_ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"prompt: token id {wrong} is outside the vocabulary of {vocabulary}")
+        if len(prompt_ids) >= limit:
+            raise ValueError(f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of {limit}")
+        if params.stop:
+            self._need_tokenizer("stop strings")
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(f"{what}: the model came without a tokenizer; pass token ids")
+        return self.tokenizer
+
+    def _build(self, suffix: SuffixDrafter | None, eagle: Eagle | None) -> None:
+        """Storage sized by the configuration, and the parts of a step around it."""
+        config, shape, weight = self.config, self.model.config, self.model.norm
+        device, dtype = weight.device, weight.dtype
+        capture = tuple(dict.fromkeys((*config.capture, *(eagle.config.feature_layers if eagle else ()))))
+        bad = [layer for layer in capture if not -1 <= layer < shape.num_layers]
+        if bad:
+            raise ValueError(f"capture: layer {bad[0]} is not in -1..{shape.num_layers - 1}")
+        layers = [(shape.num_kv_heads, shape.head_dim)] * (shape.num_layers + (eagle is not None))
+        width = len(capture) * shape.hidden_size
+        context = min(config.max_context or shape.max_context, shape.max_context)
+        num_pages = _num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
+        self.ops = ops_for(device, dtype)
+        self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), config.max_batch,
+                                   max(config.max_rows, config.max_batch), context)
+        length = self.scheduler.max_length
+        self.store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
+        self.state = SlotState(config.max_batch, -(-length // config.page_size), device)
+        rope = Rope(shape, length + 1, dtype, device)
+        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, config.row_sizes)
+        learned = None
+        if eagle is not None:
+            columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
+            learned = EagleDrafter(eagle.to(device, dtype), self.model, rope, self.ops, columns, config.tau)
+        self.drafting = Drafting(self.state, self.store, suffix, learned, config.suffix_tau)
+
+
+def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,
+                   config: EngineConfig) -> tuple[SuffixDrafter | None, Eagle | None]:
+    if drafter is None or drafter == "none":
+        return None, None
+    suffix = SuffixDrafter(max_tokens=config.suffix_tokens)
+    if drafter == "suffix":
+        return suffix, None
+    return suffix, drafter if isinstance(drafter, Eagle) else load_eagle(drafter, model)
+
+
+def _num_pages(config: EngineConfig, bytes_per_token: int, context: int) -> int:
+    """As configured, but no more than every slot at full context could use."""
+    tokens = config.kv_tokens or int(config.kv_memory_gb * 2**30 / bytes_per_token)
+    return max(1, min(tokens, config.max_batch * (context + config.page_size)) // config.page_size)
+
+
+def _columns(stored: tuple[int, ...], wanted: tuple[int, ...], hidden: int) -> Tensor:
+    """Columns of the stored features that belong to the wanted layers, in their order."""
+    return torch.cat([torch.arange(hidden) + stored.index(layer) * hidden for layer in wanted])
+
+
+def _failed(sample: int, error: str) -> Rollout:
+    return Rollout(request_id=-1, sample=sample, prompt_ids=[], token_ids=[], logprobs=[], text="", finish_reason="error",
+                   versions=[], error=error)

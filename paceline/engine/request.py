@@ -1,0 +1,61 @@
+"""One answer on its way: what it was asked, what it has, where its pages are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paceline.types import FinishReason, SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: int
+    group: int
+    sample: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    status: Status = Status.WAITING
+
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and answer."""
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    slot: int = -1
+    """Its row in the page table and in the per-request device state; -1 while waiting."""
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Committed tokens in the cache. While decoding that is all but the last: a step feeds the last token and draws."""
+    num_in_flight: int = 0
+    """Tokens that a step not yet read may still add, at most."""
+    stale: bool = False
+    """Part of its cache was written by earlier weights: not to be shared."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens whose KV must be there before the last one can be fed."""
+        return len(self.tokens) - 1 - self.num_computed
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]

@@ -1,0 +1,72 @@
+"""What the device knows of every running request, by slot. The step reads and advances it without asking the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.request import Request
+
+
+class SlotState:
+    """One row per slot and one more for padding. On a CPU the tensors share memory with the host's arrays."""
+
+    def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
+        self.device = device
+        slots = max_batch + 1
+        self.padding = max_batch
+        self._host = {
+            "context": np.zeros(slots, np.int64),
+            "last_token": np.zeros(slots, np.int64),
+            "seed": np.zeros(slots, np.int64),
+            "temperature": np.zeros(slots, np.float32),
+            "top_k": np.zeros(slots, np.int32),
+            "top_p": np.ones(slots, np.float32),
+            "min_p": np.zeros(slots, np.float32),
+        }
+        self._host_pages = np.zeros((slots, max_pages), np.int32)
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in self._host.items()}
+        self.context: Tensor = tensors["context"]  # [slots] int64 committed tokens in the cache
+        self.last_token: Tensor = tensors["last_token"]  # [slots] int64 drawn, not yet fed
+        self.seed: Tensor = tensors["seed"]
+        self.temperature: Tensor = tensors["temperature"]
+        self.top_k: Tensor = tensors["top_k"]
+        self.top_p: Tensor = tensors["top_p"]
+        self.min_p: Tensor = tensors["min_p"]
+        self.page_table: Tensor = torch.from_numpy(self._host_pages).to(device)  # [slots, pages] int32
+        self._num_pages = [0] * slots
+
+    def admit(self, requests: list[Request]) -> None:
+        """New in their slots."""
+        for request in requests:
+            slot, params = request.slot, request.params
+            seed = params.seed & (2**64 - 1)
+            values = (len(request.tokens) - 1, request.tokens[-1], seed - 2**64 if seed >= 2**63 else seed,
+                      params.temperature, params.top_k, params.top_p, params.min_p)
+            for array, value in zip(self._host.values(), values, strict=True):
+                array[slot] = value
+            self._num_pages[slot] = 0
+        if self.device.type != "cpu" and requests:
+            slots = [request.slot for request in requests]
+            index = torch.tensor(slots, device=self.device)
+            for name, array in self._host.items():
+                getattr(self, name)[index] = torch.from_numpy(array[slots]).to(self.device)
+
+    def set_pages(self, requests: list[Request]) -> None:
+        """Pages were added to these requests since the last step."""
+        changed = []
+        for request in requests:
+            known, slot = self._num_pages[request.slot], request.slot
+            if len(request.pages) != known:
+                self._host_pages[slot, known : len(request.pages)] = request.pages[known:]
+                self._num_pages[slot] = len(request.pages)
+                changed.append(slot)
+        if changed and self.device.type != "cpu":
+            index = torch.tensor(changed, device=self.device)
+            self.page_table[index] = torch.from_numpy(self._host_pages[changed]).to(self.device)
+
+    def cache_index(self, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
+        """Token slot in the paged store of (request, position), element by element."""
+        pages = self.page_table[slots, positions // page_size]
+        return pages.long() * page_size + positions % page_size

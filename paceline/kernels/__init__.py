@@ -1,0 +1,19 @@
+"""Attention over a paged cache with a tree mask, shared-noise sampling, and the small operations between matrix products."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kernels.base import Ops, PagedCache, SamplingTensors, Segments
+from paceline.kernels.torch_ops import TorchOps, apply_rope
+
+__all__ = ["Ops", "PagedCache", "SamplingTensors", "Segments", "TorchOps", "apply_rope", "ops_for"]
+
+
+def ops_for(device: torch.device | str, dtype: torch.dtype) -> Ops:
+    """The fastest family for this device and dtype. Ask once and hand it to the model."""
+    if torch.device(device).type == "cpu" and dtype in (torch.float32, torch.float64, torch.bfloat16):
+        from paceline.kernels.cpu_ops import CpuOps  # numba takes a second to import: only where it is used
+
+        return CpuOps()
+    return TorchOps()

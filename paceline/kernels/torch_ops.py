@@ -1,0 +1,141 @@
+"""The reference family: plain torch, any device and dtype. What the fast families must equal; slow and readable."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels.noise import gumbel, gumbel_all
+
+
+class TorchOps:
+    """See `base.Ops`. Differentiable: linear, rms_norm, add_rms_norm, silu_mul."""
+
+    name = "torch"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normalise(_up(x), weight, eps).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = _up(gate_up).chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+                   cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
+        _, num_kv_heads, head_dim = cache.k.shape
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k = _up(q), _up(k)
+        if q_norm is not None:
+            q = _normalise(q, q_norm, eps)
+        if k_norm is not None:
+            k = _normalise(k, k_norm, eps)
+        cache.k[write] = apply_rope(k, cos, sin).to(cache.k.dtype)
+        cache.v[write] = v.to(cache.v.dtype)
+        return apply_rope(q, cos, sin).to(qkv.dtype)
+
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float) -> Tensor:
+        out = torch.zeros_like(q)
+        rows, lengths = segments.row.tolist(), segments.length.tolist()
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if length > 0:
+                out[row : row + length] = attend_segment(q[row : row + length], cache, segments, i, scale)
+        return out
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        logits = _up(logits)
+        greedy = params.temperature == 0
+        scaled = logits / torch.where(greedy, 1.0, params.temperature).to(logits.dtype)[:, None]
+        kept = torch.where(scaled >= thresholds(scaled, params)[:, None], scaled, -torch.inf)  # [R, V]
+        noise = torch.where(greedy[:, None], 0.0, gumbel_all(params.seed, params.position, logits.shape[1]))
+        token = (kept + noise).argmax(dim=-1)  # the lowest index wins a tie
+        logprob = scaled.gather(1, token[:, None])[:, 0] - kept.logsumexp(dim=-1)
+        logprob = torch.where(greedy, 0.0, logprob)
+        bad = ~scaled.amax(dim=-1).isfinite()  # amax is NaN where any logit is
+        return torch.where(bad, -1, token), torch.where(bad, torch.nan, logprob)
+
+    def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
+        return gumbel(seed, position, token_ids)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D/2), the convention of Llama in transformers. x [R, H, D]; cos, sin [R, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend_segment(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale: float) -> Tensor:
+    """Attention of segment i's rows q [n, H, D] over its committed context and each other."""
+    length, num_heads, head_dim = q.shape
+    num_kv_heads = cache.k.shape[1]
+    index, visible = cache_index(cache, segments, i), visibility(segments, i)  # [L], [n, L]
+    k, v = _up(cache.k[index]), _up(cache.v[index])  # [L, Hkv, D]
+    # Heads of one group share a key/value head: [n, Hkv, G, D]
+    grouped = _up(q).view(length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = torch.einsum("nhgd,lhd->hgnl", grouped, k) * scale
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hgnl,lhd->nhgd", weights, v).reshape(length, num_heads, head_dim).to(q.dtype)
+
+
+def cache_index(cache: PagedCache, segments: Segments, i: int) -> Tensor:
+    """Where in the cache the keys of segment i lie, in logical order: [context + length]."""
+    position = torch.arange(int(segments.context[i]) + int(segments.length[i]), device=cache.k.device)
+    page = cache.page_table[int(segments.slot[i])].long()[position // cache.page_size]
+    return page * cache.page_size + position % cache.page_size
+
+
+def visibility(segments: Segments, i: int) -> Tensor:
+    """Which keys each row of segment i sees: [length, context + length] bool."""
+    row, length, context = int(segments.row[i]), int(segments.length[i]), int(segments.context[i])
+    device = segments.mask.device
+    inside = torch.arange(length, device=device)
+    if bool(segments.causal[i]):
+        within = inside[None, :] <= inside[:, None]
+    else:
+        assert length <= 128, "a tree mask has 128 bits"
+        words = segments.mask[row : row + length][:, inside // 64]  # [length, length]
+        within = ((words >> (inside % 64)) & 1).bool()
+    return torch.cat((torch.ones(length, context, dtype=torch.bool, device=device), within), dim=1)
+
+
+def thresholds(scaled: Tensor, params: SamplingTensors) -> Tensor:
+    """top-k, then top-p of what is left, then min-p: a row keeps exactly its scaled logits >= threshold. [R]"""
+    vocab = scaled.shape[1]
+    bound = scaled.new_full((scaled.shape[0],), -torch.inf)
+    on = params.temperature > 0
+    top_k = on & (params.top_k > 0) & (params.top_k < vocab)
+    top_p = on & (params.top_p < 1)
+    rows = (top_k | top_p).nonzero()[:, 0]
+    if len(rows):
+        ordered = scaled[rows].sort(dim=-1, descending=True).values
+        k = torch.where(top_k[rows], params.top_k[rows].long(), vocab)
+        kth = ordered.gather(1, k[:, None] - 1)  # [n, 1]
+        # Probabilities summed in float64: a sum of many float32 would drift past top_p.
+        mass = ordered.double().masked_fill(ordered < kth, -torch.inf).softmax(dim=-1).cumsum(dim=-1)
+        num_kept = ((mass < params.top_p[rows, None].double()).sum(dim=-1, keepdim=True) + 1).clamp(max=vocab)
+        last = ordered.gather(1, num_kept - 1)
+        bound[rows] = torch.where(top_p[rows, None], torch.maximum(last, kth), kth)[:, 0]
+    rows = (on & (params.min_p > 0)).nonzero()[:, 0]
+    if len(rows):
+        floor = scaled[rows].amax(dim=-1) + params.min_p[rows].double().log().to(scaled.dtype)
+        bound[rows] = torch.maximum(bound[rows], floor)
+    return bound
+
+
+def _up(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.to(x.dtype)

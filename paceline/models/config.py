@@ -1,0 +1,106 @@
+"""What a policy looks like: one frozen record for Llama, Qwen2 and Qwen3, read from a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    """Context the model was trained for before scaling (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """yarn: multiplies cos and sin; None derives it from the factor."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    architecture: Literal["llama", "qwen2", "qwen3"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    max_context: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads: {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is odd, rotary embedding needs pairs")
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """From the contents of a `config.json` (old `rope_scaling` or new `rope_parameters` spelling)."""
+        names = raw.get("architectures") or [f"(model_type {raw.get('model_type')})"]
+        kind = ARCHITECTURES.get(names[0])
+        if kind is None:
+            raise ValueError(f"architectures: {names[0]} is not supported; known: {', '.join(ARCHITECTURES)}")
+        if raw.get("use_sliding_window") or (names[0] == "MistralForCausalLM" and raw.get("sliding_window")):
+            raise ValueError("use_sliding_window: sliding-window attention is not supported")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act: {raw['hidden_act']} is not supported, only silu")
+        try:
+            heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+            context = raw.get("max_position_embeddings", 2048)
+            eos = raw.get("eos_token_id")
+            return cls(
+                architecture=kind,  # type: ignore[arg-type]
+                vocab_size=raw["vocab_size"], hidden_size=hidden, intermediate_size=raw["intermediate_size"],
+                num_layers=raw["num_hidden_layers"], num_heads=heads,
+                num_kv_heads=raw.get("num_key_value_heads") or heads,
+                head_dim=raw.get("head_dim") or hidden // heads,
+                rms_eps=raw.get("rms_norm_eps", 1e-6), rope=_rope(raw, context),
+                qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias")),
+                o_bias=kind != "qwen2" and bool(raw.get("attention_bias")),
+                mlp_bias=bool(raw.get("mlp_bias")), qk_norm=kind == "qwen3",
+                tie_embeddings=bool(raw.get("tie_word_embeddings", False)), max_context=context,
+                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+            )
+        except KeyError as error:
+            raise ValueError(f"config.json: key {error} is missing") from None
+
+
+def _rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
+    scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ValueError(f"rope_scaling: {kind} is not supported; known: default, linear, llama3, yarn")
+    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+        raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
+    return RopeConfig(
+        theta=theta, kind=kind, factor=scaling.get("factor", 1.0),
+        original_context=scaling.get("original_max_position_embeddings") or context,
+        low_freq_factor=scaling.get("low_freq_factor", 1.0), high_freq_factor=scaling.get("high_freq_factor", 4.0),
+        beta_fast=scaling.get("beta_fast") or 32.0, beta_slow=scaling.get("beta_slow") or 1.0,
+        attention_factor=scaling.get("attention_factor"), mscale=scaling.get("mscale"),
+        mscale_all_dim=scaling.get("mscale_all_dim"), truncate=scaling.get("truncate", True),
+    )

@@ -1,0 +1,130 @@
+"""The one decoder: Llama, Qwen2 and Qwen3 differ by flags. It knows rows, not requests: what a row may see is `attend`'s
+business, so the same module serves generation (paged cache) and training (packed sequences)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.kernels import Ops
+from paceline.models.attend import Attend
+from paceline.models.config import ModelConfig
+from paceline.models.rope import rope_table
+
+
+class Hidden(NamedTuple):
+    final: Tensor  # [R, hidden] after the final norm
+    features: Tensor | None  # [R, hidden * captured layers]
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose product is the kernel family's; a LoRA wrapper passes `ops` through."""
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:  # type: ignore[override]
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    """Projections around `attend`. `input_size` differs from hidden_size only in drafters."""
+
+    def __init__(self, config: ModelConfig, index: int, input_size: int | None = None) -> None:
+        super().__init__()
+        self.index, self.eps = index, config.rms_eps
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = Linear(input_size or config.hidden_size, rows, bias=config.qkv_bias)
+        self.o = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.q_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        return self.o(attend(self, self.qkv(x, attend.ops)), attend.ops)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return self.down(ops.silu_mul(self.gate_up(x, ops)), ops)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.eps = config.rms_eps
+        self.attention_norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.attention = Attention(config, index)
+        self.mlp_norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The sum x + residual is the stream; it is added up inside the norm kernel."""
+        ops = attend.ops
+        if residual is None:
+            residual, x = x, ops.rms_norm(x, self.attention_norm, self.eps)
+        else:
+            x, residual = ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
+        x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, self.eps)
+        return self.mlp(x, ops), residual
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    @classmethod
+    def random(cls, config: ModelConfig, seed: int = 0, std: float = 0.02, dtype: torch.dtype = torch.float32,
+               device: torch.device | str = "cpu") -> Decoder:
+        """Random weights: for tests, benchmarks and training from nothing."""
+        with torch.device(device):
+            model = cls(config).to(dtype)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, std, generator=generator)
+                elif name.endswith(".bias"):
+                    parameter.zero_()
+        return model.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, attend: Attend, capture: tuple[int, ...] = ()) -> Hidden:
+        """tokens [R] -> final hidden states [R, H]; `capture` lists layers whose input is wanted too (-1: final)."""
+        x, residual = self.embed(tokens), None
+        kept: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in capture:
+                kept[index] = x if residual is None else x + residual
+            x, residual = layer(x, residual, attend)
+        final, _ = attend.ops.add_rms_norm(x, residual, self.norm, self.config.rms_eps)
+        kept[-1] = final
+        return Hidden(final, torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
+
+    def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
+        """[R, H] -> [R, V]."""
+        return self.head(hidden, ops)
+
+
+class Rope(nn.Module):
+    """cos and sin by position, in the precision the kernels compute in; not part of any checkpoint."""
+
+    def __init__(self, config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        cos, sin = rope_table(config.rope, config.head_dim, length)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.register_buffer("cos", cos.to(device, wide), persistent=False)
+        self.register_buffer("sin", sin.to(device, wide), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions], self.sin[positions]  # type: ignore[index]

@@ -1,0 +1,189 @@
+"""Names of weights: which rows of which of our parameters a Hugging Face (or GGUF) tensor is, and copying by that map.
+
+Ours fuses q, k, v into `attention.qkv` and gate, up into `mlp.gate_up`; a slot is a slice of such a parameter along
+dimension 0. This file knows names and shapes, not files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+
+_PREFIXES = ("model.", "module.", "_orig_mod.")
+_SHOWN = 4  # names listed in an error
+
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+_GGUF_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+class Slot(NamedTuple):
+    """Rows start .. start + length of one of our parameters."""
+
+    param_name: str
+    start: int
+    length: int
+
+
+def hf_layout(config: ModelConfig) -> dict[str, Slot]:
+    """Every tensor of a Hugging Face checkpoint of this model, and where it lies in ours. No `lm_head` when tied."""
+    slots = {"model.embed_tokens.weight": Slot("embed.weight", 0, config.vocab_size)}
+    for index in range(config.num_layers):
+        slots |= _layer_layout(config, index)
+    slots["model.norm.weight"] = Slot("norm", 0, config.hidden_size)
+    if not config.tie_embeddings:
+        slots["lm_head.weight"] = Slot("head.weight", 0, config.vocab_size)
+    return slots
+
+
+def _layer_layout(config: ModelConfig, index: int) -> dict[str, Slot]:
+    theirs, ours = f"model.layers.{index}.", f"layers.{index}."
+    slots: dict[str, Slot] = {}
+
+    def linear(param: str, block: str, parts: dict[str, int], bias: bool) -> None:
+        for kind in ("weight", "bias") if bias else ("weight",):
+            start = 0
+            for part, rows in parts.items():
+                slots[f"{theirs}{block}.{part}.{kind}"] = Slot(f"{ours}{param}.{kind}", start, rows)
+                start += rows
+
+    def vector(param: str, name: str, rows: int) -> None:
+        slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{param}", 0, rows)
+
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    vector("attention_norm", "input_layernorm", config.hidden_size)
+    linear("attention.qkv", "self_attn", {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, config.qkv_bias)
+    linear("attention.o", "self_attn", {"o_proj": config.hidden_size}, config.o_bias)
+    if config.qk_norm:
+        vector("attention.q_norm", "self_attn.q_norm", config.head_dim)
+        vector("attention.k_norm", "self_attn.k_norm", config.head_dim)
+    vector("mlp_norm", "post_attention_layernorm", config.hidden_size)
+    inner = config.intermediate_size
+    linear("mlp.gate_up", "mlp", {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
+    linear("mlp.down", "mlp", {"down_proj": config.hidden_size}, config.mlp_bias)
+    return slots
+
+
+def gguf_to_hf(name: str) -> str:
+    """Hugging Face's name of a llama.cpp tensor; a name we do not know comes back as it is."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match and match[2] in _GGUF_LAYER:
+        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+    return _GGUF_TOP.get(name, name)
+
+
+def load_state(model: Decoder, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], strict: bool = True,
+               source: str = "weights") -> None:
+    """Copy tensors into the model, in place, converting device and dtype. Names may be Hugging Face's or ours.
+
+    A mapping is checked as a whole before anything is copied, an iterable tensor by tensor (one is held at a time).
+    `strict` refuses missing and unknown tensors; a wrong shape is always refused. `source` starts the error line.
+    """
+    if isinstance(named_tensors, Mapping):
+        check_shapes(model, {name: tensor.shape for name, tensor in named_tensors.items()}, strict, source)
+        named_tensors = named_tensors.items()
+    intake = _Intake(model, strict, source)
+    for name, tensor in named_tensors:
+        slot = intake.place(name, tensor.shape)
+        intake.raise_wrong()
+        if slot is not None:
+            with torch.no_grad():
+                intake.params[slot.param_name][slot.start : slot.start + slot.length].copy_(tensor)
+    intake.raise_missing()
+
+
+def check_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], strict: bool = True,
+                 source: str = "weights") -> None:
+    """What `load_state` checks, from shapes alone."""
+    intake = _Intake(model, strict, source)
+    for name, shape in shapes.items():
+        intake.place(name, shape)
+    intake.raise_wrong()
+    intake.raise_missing()
+
+
+def export_state(model: Decoder) -> dict[str, Tensor]:
+    """The weights under Hugging Face's names: views of the parameters, for saving and for weight sync."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return {
+        name: params[slot.param_name][slot.start : slot.start + slot.length]
+        for name, slot in hf_layout(model.config).items()
+    }
+
+
+class _Intake:
+    """Tensors arriving for one model: where each goes, which have come, what was wrong."""
+
+    def __init__(self, model: Decoder, strict: bool, source: str) -> None:
+        self.params = dict(model.named_parameters())
+        self.strict, self.source = strict, source
+        self._tied = model.config.tie_embeddings
+        layout = hf_layout(model.config)
+        self._slots = {_bare(name): slot for name, slot in layout.items()}
+        self._slots |= {name: Slot(name, 0, param.shape[0]) for name, param in self.params.items()}
+        self._awaited: dict[str, dict[str, Slot]] = {}  # parameter -> checkpoint name -> slot, until it has come
+        for name, slot in layout.items():
+            self._awaited.setdefault(slot.param_name, {})[name] = slot
+        self._unknown: list[str] = []
+        self._wrong: list[str] = []
+        self._twice: list[str] = []
+
+    def place(self, name: str, shape: Sequence[int]) -> Slot | None:
+        """Where the tensor goes; None when it is not ours to copy (ignored, unknown or wrong)."""
+        bare = _bare(name)
+        if bare.endswith("rotary_emb.inv_freq") or (self._tied and bare in ("lm_head.weight", "head.weight")):
+            return None
+        slot = self._slots.get(bare)
+        if slot is None:
+            self._unknown.append(f"{name} {list(shape)}")
+            return None
+        expected = (slot.length, *self.params[slot.param_name].shape[1:])
+        if tuple(shape) != expected:
+            self._wrong.append(f"{name} is {list(shape)}, expected {list(expected)}")
+            return None
+        awaited = self._awaited[slot.param_name]
+        covered = [key for key, part in awaited.items() if slot.start <= part.start < slot.start + slot.length]
+        for key in covered:
+            del awaited[key]
+        if not covered:
+            self._twice.append(name)
+        return slot if covered else None
+
+    def raise_wrong(self) -> None:
+        if self._wrong:
+            raise ValueError(f"{self.source}: {len(self._wrong)} tensor(s) of the wrong shape: {_some(self._wrong)}")
+        if self._twice:
+            raise ValueError(f"{self.source}: {len(self._twice)} tensor(s) given twice: {_some(self._twice)}")
+        if self._unknown and self.strict:
+            raise ValueError(f"{self.source}: {len(self._unknown)} unknown tensor(s): {_some(self._unknown)}")
+
+    def raise_missing(self) -> None:
+        names = [f"{name} {[slot.length, *self.params[slot.param_name].shape[1:]]}"
+                 for awaited in self._awaited.values() for name, slot in awaited.items()]
+        if names and self.strict:
+            raise ValueError(f"{self.source}: {len(names)} tensor(s) missing: {_some(names)}")
+
+
+def _bare(name: str) -> str:
+    """Without the prefixes that wrappers add."""
+    while name.startswith(_PREFIXES):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def _some(lines: list[str]) -> str:
+    return "; ".join(lines[:_SHOWN]) + (" ..." if len(lines) > _SHOWN else "")

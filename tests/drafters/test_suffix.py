@@ -1,0 +1,271 @@
+"""The suffix drafter: counts equal brute force, trees are well formed, repetition is found, memory and cost bounded."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafters.suffix import SuffixDrafter, SuffixDrafts, _gumbel
+
+VOCAB = 1000
+
+
+def draft(drafter: SuffixDrafter, request_ids: list[int], depth=8, width=2, budget=16, *, seed=0, position=0,
+          temperature=0.0, tau=0.0) -> SuffixDrafts:
+    size = len(request_ids)
+    return drafter.draft(request_ids, depth, width, np.full(size, budget), np.full(size, seed), np.full(size, position),
+                         np.full(size, temperature), tau)
+
+
+def random_text(seed: int, size: int, vocab: int = VOCAB) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, size).tolist()
+
+
+def path(drafts: SuffixDrafts, row: int, node: int) -> list[int]:
+    """Tokens from the root to a node."""
+    tokens = []
+    while node >= 0:
+        tokens.append(int(drafts.tokens[row, node]))
+        node = int(drafts.parents[row, node])
+    return tokens[::-1]
+
+
+def main_path(drafts: SuffixDrafts, row: int = 0) -> list[int]:
+    """Tokens of the deepest node."""
+    if drafts.count[row] == 0:
+        return []
+    return path(drafts, row, int(np.argmax(drafts.depths[row, :drafts.count[row]])))
+
+
+def check_trees(drafts: SuffixDrafts, depth: int, width: int, budgets, min_survival: float) -> None:
+    for row, count in enumerate(drafts.count):
+        assert count <= budgets[row]
+        siblings: dict[int, list[int]] = {}
+        for node in range(count):
+            parent, survival = drafts.parents[row, node], drafts.survival[row, node]
+            assert -1 <= parent < node
+            assert drafts.depths[row, node] == (1 if parent < 0 else drafts.depths[row, parent] + 1) <= depth
+            assert min_survival - 1e-6 <= survival <= (1.0 if parent < 0 else drafts.survival[row, parent])
+            siblings.setdefault(parent, []).append(int(drafts.tokens[row, node]))
+        assert all(len(s) == len(set(s)) <= width for s in siblings.values())
+
+
+def brute_force(prompt: list[int], answers: list[list[int]], text: list[int]) -> Counter:
+    """What followed the longest suffix of `text` that was followed by anything; how often. The prompt counts once."""
+    for length in range(len(text), 0, -1):
+        found: Counter = Counter()
+        for i, answer in enumerate([[], *answers]):
+            whole = prompt + answer
+            for end in range(length, len(whole)):
+                if whole[end - length:end] == text[len(text) - length:] and (i == 0 or end >= len(prompt)):
+                    found[whole[end]] += 1
+        if found:
+            return found
+    return Counter()
+
+
+small_text = st.lists(st.integers(0, 2), max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompt=small_text, pieces=st.lists(st.tuples(st.integers(0, 2), small_text), max_size=10),
+       finished=st.sets(st.integers(0, 1)))
+def test_drafts_equal_brute_force_counts(prompt, pieces, finished):
+    drafter = SuffixDrafter(min_survival=0.0)
+    answers: list[list[int]] = [[], [], []]
+    for i in range(3):
+        drafter.start(i, prompt)
+    for i, piece in pieces:
+        drafter.extend(i, piece)
+        answers[i] += piece
+    for i in finished:
+        drafter.finish(i)
+    live = [i for i in range(3) if i not in finished]
+    drafts = draft(drafter, live, depth=3, width=8, budget=64)
+    check_trees(drafts, 3, 8, [64] * len(live), 0.0)
+    for row, i in enumerate(live):
+        for node in range(-1, drafts.count[row]):
+            if node >= 0 and drafts.depths[row, node] == 3:
+                continue
+            wanted = brute_force(prompt, answers, prompt + answers[i] + path(drafts, row, node))
+            children = np.flatnonzero(drafts.parents[row, :drafts.count[row]] == node)
+            got = dict(zip(drafts.tokens[row, children].tolist(), drafts.survival[row, children], strict=True))
+            assert got.keys() == wanted.keys()
+            if wanted:
+                shares = np.array([got[t] for t in wanted]) / sum(got.values())
+                np.testing.assert_allclose(shares, np.array(list(wanted.values())) / wanted.total(), rtol=1e-4)
+                assert wanted[int(drafts.tokens[row, children[0]])] == max(wanted.values())
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.4, 1.0])
+def test_trees_are_well_formed(tau):
+    drafter = SuffixDrafter(min_survival=0.01)
+    for i in range(6):
+        drafter.start(i, [1, 2, 3] if i < 4 else [4, 5], random_text(i, 300, vocab=4))
+    budgets = np.array([0, 1, 5, 40, 64, 17])
+    for depth, width in ((1, 1), (4, 2), (16, 4), (3, 64)):
+        drafts = drafter.draft([5, 0, 3, 1, 4, 2], depth, width, budgets, np.arange(6) - 3, np.full(6, 305),
+                               np.array([0, 1, 1, 1, 0.5, 1]), tau)
+        assert drafts.tokens.shape == (6, 64) and drafts.tokens.dtype == np.int64
+        check_trees(drafts, depth, width, budgets, 0.01)
+        assert drafts.count[0] == 0 and drafts.count[3] > 0
+    empty = draft(drafter, [])
+    assert empty.tokens.shape[0] == 0 and len(empty.count) == 0
+
+
+def test_periodic_text_is_predicted_fully():
+    drafter = SuffixDrafter()
+    period = [7, 3, 9, 9, 1]
+    drafter.start(0, [2], period * 6)
+    assert main_path(draft(drafter, [0], depth=16, width=1)) == (period * 4)[:16]
+
+
+def test_group_mates_help_while_they_are_live():
+    drafter, answer = SuffixDrafter(), random_text(1, 200)
+    drafter.start(0, [1, 2, 3])
+    drafter.start(1, [1, 2, 3])
+    drafter.extend(1, answer[50:70])  # another beginning, the same passage
+    for token in answer[:100]:
+        drafter.extend(0, [token])
+    assert main_path(draft(drafter, [1], depth=10)) == answer[70:80]
+    drafter.start(2, [9, 9], answer[50:70])
+    assert draft(drafter, [2]).count[0] == 0, "another prompt shares nothing"
+
+
+def test_earlier_rollouts_help_until_reset():
+    drafter, answer, prompt = SuffixDrafter(), random_text(2, 500), random_text(3, 50)
+    drafter.start(0, prompt, answer)
+    drafter.finish(0)
+    drafter.start(1, prompt)
+    assert main_path(draft(drafter, [1])) == answer[:8]
+    drafter.extend(1, answer[:40])
+    assert main_path(draft(drafter, [1])) == answer[40:48]
+    drafter.reset()
+    assert drafter.num_tokens == 90
+    assert len(main_path(draft(drafter, [1]))) <= 1, "at most what followed one equal token"
+    drafter.extend(1, answer[:20])
+    assert main_path(draft(drafter, [1])) == answer[20:28], "its own text stayed"
+
+
+def test_gumbel_is_philox():
+    bits = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's vector for key 0, counter 0
+    wanted = [-math.log(-math.log1p(-(x + 0.5) * 2.0**-32)) for x in bits]
+    np.testing.assert_allclose([_gumbel(np.uint64(0), 0, token) for token in range(4)], wanted)
+
+
+def test_shared_noise_guesses_the_sample():
+    """Eight continuations, equally frequent: counts guess one in eight, the noise knows better."""
+    drafter, rng, seed = SuffixDrafter(min_survival=0.0), np.random.default_rng(0), np.uint64(5)
+    choices = np.arange(100, 108)
+    drafter.start(0, [1], [t for c in rng.permutation(np.repeat(choices, 8)) for t in (50, 51, int(c))] + [99, 50, 51])
+    hits = {0.0: 0, 1.0: 0}
+    for position in range(200):
+        sampled = choices[np.argmax([_gumbel(seed, position, c) for c in choices])]
+        for tau in hits:
+            drafts = draft(drafter, [0], depth=1, width=1, seed=seed, position=position, temperature=1.0, tau=tau)
+            hits[tau] += drafts.count[0] > 0 and drafts.tokens[0, 0] == sampled
+    assert hits[1.0] > 190 and hits[0.0] < 60
+
+
+def test_random_text_drafts_nearly_nothing():
+    drafter, text, drafted = SuffixDrafter(), random_text(4, 6000), []
+    drafter.start(0, [1])
+    for i in range(0, len(text), 2):
+        drafted.append(draft(drafter, [0]).count[0])
+        drafter.extend(0, text[i:i + 2])
+    assert np.mean(drafted[400:]) < 0.1
+
+
+def test_trust_comes_back():
+    """Contexts that are no longer drafted from are still watched."""
+    drafter, text = SuffixDrafter(), random_text(4, 2000)
+    drafter.start(0, [1])
+    for token in text:
+        draft(drafter, [0])
+        drafter.extend(0, [token])
+    accepted = 0
+    for token in random_text(5, 40) * 12:
+        drafts = draft(drafter, [0], depth=1, width=1)
+        accepted += drafts.count[0] > 0 and drafts.tokens[0, 0] == token
+        drafter.extend(0, [token])
+    assert accepted > 400
+
+
+def test_memory_is_bounded():
+    drafter = SuffixDrafter(max_tokens=20_000, max_tokens_per_prompt=6_000)
+    most_bytes = 0
+    for i in range(200):
+        drafter.start(i, random_text(i % 25, 40), random_text(1000 + i, 100))
+        for k in range(4):
+            drafter.extend(i, random_text(i * 4 + k, 120))
+            assert drafter.num_tokens <= 20_000
+        drafter.finish(i)
+        most_bytes = max(most_bytes, drafter.nbytes)
+    assert drafter.num_tokens > 10_000 and most_bytes < 20_000 * 250
+    drafter.start(1000, random_text(199 % 25, 40))
+    assert main_path(draft(drafter, [1000], depth=4)) == random_text(1000 + 199, 100)[:4], "the newest stayed"
+
+
+def test_full_prompt_keeps_the_newest():
+    drafter, prompt = SuffixDrafter(max_tokens_per_prompt=4_000), random_text(0, 30)
+    for i in range(30):
+        drafter.start(i, prompt, random_text(100 + i, 500))
+        drafter.finish(i)
+        assert drafter.num_tokens <= 4_000
+    drafter.start(99, prompt, [VOCAB] + random_text(100 + 29, 500)[:20])
+    assert main_path(draft(drafter, [99])) == random_text(100 + 29, 500)[20:28]
+    drafter.extend(99, [VOCAB + 1] + random_text(100, 500)[:20])
+    assert draft(drafter, [99]).count[0] == 0, "the oldest did not"
+
+
+def test_live_texts_alone_are_bounded_and_keep_their_end():
+    drafter = SuffixDrafter(max_tokens=3_000, max_tokens_per_prompt=1_000)
+    loop = random_text(1, 20)
+    for i in range(8):
+        drafter.start(i, [i], [])
+    for _ in range(100):
+        for i in range(8):
+            drafter.extend(i, loop)
+            assert drafter.num_tokens <= 3_000
+    drafts = draft(drafter, list(range(8)))
+    assert all(main_path(drafts, row) == loop[:8] for row in range(8))
+    for i in range(8):
+        drafter.finish(i)
+    drafter.start(9, random_text(9, 5_000), random_text(10, 5_000))
+    assert drafter.num_tokens <= 3_000
+
+
+def test_requests_are_checked():
+    drafter = SuffixDrafter()
+    drafter.start(0, [], [])
+    assert draft(drafter, [0]).count[0] == 0
+    with pytest.raises(ValueError, match="request_id"):
+        drafter.start(0, [1])
+    with pytest.raises(KeyError):
+        drafter.extend(1, [1])
+    with pytest.raises(ValueError, match="max_tokens"):
+        SuffixDrafter(max_tokens=0)
+
+
+def test_cost_per_token_does_not_grow_with_history():
+    text = random_text(7, 230_000, vocab=200)
+
+    def seconds(history: int) -> float:
+        drafter, best = SuffixDrafter(), math.inf
+        drafter.start(0, [1], text[:history])
+        for i in range(history, history + 8_000, 1_000):
+            start = time.perf_counter()
+            for k in range(i, i + 1_000, 4):
+                draft(drafter, [0])
+                drafter.extend(0, text[k:k + 4])
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    seconds(100)  # compiles
+    assert seconds(200_000) < 3 * seconds(2_000)

@@ -1,0 +1,490 @@
+"""Loading and saving: every source gives the same model, and whatever is wrong with one is said in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from paceline.kernels.torch_ops import TorchOps
+from paceline.models.attend import PackedAttend
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.decoder import Decoder, Rope
+from paceline.models.names import export_state, gguf_to_hf, hf_layout, load_state
+from paceline.models.weights import empty_model, load_model, save_model
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4,
+         "num_kv_heads": 2, "head_dim": 8, "max_context": 256}
+CONFIGS = {
+    "llama": ModelConfig("llama", **SIZES, eos_token_ids=(3, 5)),
+    "llama-tied": ModelConfig("llama", **SIZES, tie_embeddings=True, rms_eps=1e-5),
+    "llama-bias": ModelConfig("llama", **SIZES, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "llama3": ModelConfig("llama", **(SIZES | {"head_dim": 16}), rope=RopeConfig(5000.0, "llama3", 8.0, 64)),
+    "qwen2": ModelConfig("qwen2", **SIZES, qkv_bias=True, rope=RopeConfig(1e6)),
+    "qwen2-tied-yarn": ModelConfig("qwen2", **SIZES, qkv_bias=True, tie_embeddings=True,
+                                   rope=RopeConfig(10000.0, "yarn", 4.0, 64)),
+    "qwen3": ModelConfig("qwen3", **(SIZES | {"head_dim": 16}), qk_norm=True, eos_token_ids=(7,)),
+    "qwen3-128": ModelConfig("qwen3", **(SIZES | {"head_dim": 128}), qk_norm=True),
+    "qwen3-linear": ModelConfig("qwen3", **SIZES, qk_norm=True, rope=RopeConfig(10000.0, "linear", 2.0)),
+}
+
+
+def make(name: str) -> Decoder:
+    """Random in every parameter, vectors too."""
+    model = Decoder.random(CONFIGS[name], seed=1, std=0.2)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+@torch.no_grad()
+def logits_of(model: Decoder, tokens: Tensor, last: int = 0) -> Tensor:
+    """Of all positions, or of the last few."""
+    rope = Rope(model.config, model.config.max_context, model.embed.weight.dtype, "cpu")
+    attend = PackedAttend(TorchOps(), *rope(torch.arange(len(tokens))), (len(tokens),))
+    return model.logits(model(tokens, attend).final[-last:], attend.ops)
+
+
+@torch.no_grad()
+def their_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return model.eval()(tokens[None]).logits[0]
+
+
+def some_tokens(vocab_size: int = SIZES["vocab_size"], length: int = 100) -> Tensor:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(3))
+
+
+def assert_same(model: Decoder, other: Decoder) -> None:
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+# --- names
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layout_covers_every_row_of_every_parameter_once(name: str) -> None:
+    covered: dict[str, list[int]] = {}
+    for slot in hf_layout(CONFIGS[name]).values():
+        covered.setdefault(slot.param_name, []).extend(range(slot.start, slot.start + slot.length))
+    rows = {key: list(range(parameter.shape[0])) for key, parameter in Decoder(CONFIGS[name]).named_parameters()}
+    assert covered == rows
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_export_and_load_round_trip(name: str) -> None:
+    model, state = make(name), export_state(make(name))
+    forms = {
+        "mapping": state, "stream": iter(state.items()), "own names": dict(model.named_parameters()),
+        "bare": {key.removeprefix("model."): tensor for key, tensor in state.items()},
+        "wrapped": {f"module._orig_mod.{key}": tensor for key, tensor in state.items()},
+        "own names wrapped": {f"model.{key}": tensor for key, tensor in model.state_dict().items()},
+        "float64": {key: tensor.double() for key, tensor in state.items()},
+        "with extras": state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)},
+    }
+    for form in forms.values():
+        empty = Decoder.random(CONFIGS[name], seed=9)
+        load_state(empty, form)
+        assert_same(empty, model)
+
+
+def test_export_gives_views() -> None:
+    model = make("qwen2")
+    export_state(model)["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
+    assert (model.layers[1].attention.qkv.weight[32:48] == 7.0).all()
+    assert not (model.layers[1].attention.qkv.weight[:32] == 7.0).any()
+
+
+def test_tied_head_in_a_checkpoint_is_ignored() -> None:
+    model, state = make("llama-tied"), export_state(make("llama-tied"))
+    load_state(model, state | {"lm_head.weight": torch.zeros(61, 32)})
+    assert_same(model, make("llama-tied"))
+
+
+def test_wrong_tensors_are_named_and_nothing_is_copied() -> None:
+    model, state = make("qwen3"), {key: torch.zeros_like(value) for key, value in export_state(make("qwen3")).items()}
+    cases = {
+        r"weights: 1 tensor\(s\) of the wrong shape: model.norm.weight is \[3\], expected \[32\]":
+            state | {"model.norm.weight": torch.zeros(3)},
+        r"1 unknown tensor\(s\): model.extra.weight \[2, 3\]": state | {"model.extra.weight": torch.zeros(2, 3)},
+        r"1 tensor\(s\) missing: lm_head.weight \[61, 32\]":
+            {key: value for key, value in state.items() if key != "lm_head.weight"},
+        r"23 tensor\(s\) missing: model.embed_tokens.weight .* \.\.\.": {"norm": torch.zeros(32), "lm_head.weight":
+            torch.zeros(61, 32)},
+        r"1 tensor\(s\) given twice: norm": state | {"norm": torch.zeros(32)},
+    }
+    for message, tensors in cases.items():
+        with pytest.raises(ValueError, match=message):
+            load_state(model, tensors)
+        assert_same(model, make("qwen3"))
+    with pytest.raises(ValueError, match="expected"):
+        load_state(model, iter([("norm", torch.zeros(3))]))
+    with pytest.raises(ValueError, match="missing"):
+        load_state(model, iter([("norm", torch.ones(32))]))
+
+
+def test_not_strict_takes_a_part_but_no_wrong_shape() -> None:
+    model = make("llama")
+    load_state(model, {"model.norm.weight": torch.full((32,), 4.0), "other": torch.zeros(1)}, strict=False)
+    assert (model.norm == 4.0).all()
+    with pytest.raises(ValueError, match="wrong shape"):
+        load_state(model, {"model.norm.weight": torch.zeros(5)}, strict=False)
+
+
+# --- saving
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_folder_loads_here_and_in_transformers(name: str, tmp_path: Path) -> None:
+    model, tokens = make(name), some_tokens()
+    save_model(model, None, tmp_path / "out")
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert theirs.dtype == torch.float32
+    torch.testing.assert_close(logits_of(model, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
+    again, tokenizer = load_model(tmp_path / "out")
+    assert tokenizer is None and again.config.eos_token_ids == model.config.eos_token_ids
+    assert again.config.max_context == model.config.max_context
+    assert_same(again, model)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_saved_sharded_in_bfloat16(tmp_path: Path) -> None:
+    model = make("llama").bfloat16()
+    save_model(model, None, tmp_path / "out", max_shard_bytes=8000)
+    shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
+    assert len(shards) > 2 and all(shard.stat().st_size < 9500 for shard in shards)
+    assert_same(load_model(tmp_path / "out")[0], model)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    tokens = some_tokens()
+    wide, _ = load_model(tmp_path / "out", dtype="float32")
+    torch.testing.assert_close(logits_of(wide, tokens), their_logits(theirs.float(), tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_saving_replaces_only_when_asked_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "out"
+    save_model(make("llama"), None, folder)
+    with pytest.raises(ValueError, match="out: exists and is not an empty folder"):
+        save_model(make("qwen3"), None, folder)
+    save_model(make("qwen3"), None, folder, overwrite=True)
+    assert load_model(folder)[0].config.architecture == "qwen3"
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("paceline.models.weights.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_model(make("llama"), None, folder, overwrite=True)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert load_model(folder)[0].config.architecture == "qwen3"
+
+
+def test_what_hugging_face_cannot_say_is_refused(tmp_path: Path) -> None:
+    odd = Decoder.random(ModelConfig("llama", **SIZES, qkv_bias=True))
+    with pytest.raises(ValueError, match="qkv_bias: LlamaForCausalLM cannot say True"):
+        save_model(odd, None, tmp_path / "out")
+
+
+def test_tokenizer_travels_with_the_folder(tmp_path: Path) -> None:
+    save_model(make("llama"), tiny_tokenizer(), tmp_path / "out")
+    _, tokenizer = load_model(tmp_path / "out")
+    assert tokenizer is not None
+    assert tokenizer("b a c").input_ids == [1, 0, 2]
+    assert tokenizer.decode([2, 0]) == "c a"
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    raw = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "<unk>": 3}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+
+
+# --- folders
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(make("llama"), None, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_model(make("llama"), None, tmp_path / "model", max_shard_bytes=8000)
+    return tmp_path / "model"
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def refused(source: Path | str, message: str, **options: object) -> None:
+    """Refused with exactly one line."""
+    with pytest.raises(ValueError, match=message) as info:
+        load_model(source, **options)
+    assert "\n" not in str(info.value)
+
+
+def test_eos_ids_come_from_both_files(folder: Path) -> None:
+    edit_json(folder / "config.json", eos_token_id=3)
+    edit_json(folder / "generation_config.json", eos_token_id=[9, 3, 4])
+    assert load_model(folder)[0].config.eos_token_ids == (3, 9, 4)
+
+
+def test_old_rope_spelling_is_the_same_model(tmp_path: Path) -> None:
+    model, folder, tokens = make("llama3"), tmp_path / "model", some_tokens()
+    save_model(model, None, folder)
+    scaling = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    old = {key: value for key, value in scaling.items() if key != "rope_theta"}
+    edit_json(folder / "config.json", rope_parameters=..., rope_scaling=old, rope_theta=5000.0)
+    torch.testing.assert_close(logits_of(load_model(folder)[0], tokens), logits_of(model, tokens))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp32", "float64", "bf16", "bfloat16", "float16", "fp16", torch.float64])
+def test_dtypes(folder: Path, dtype: str | torch.dtype) -> None:
+    model, _ = load_model(folder, "cpu", dtype)
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    assert str(model.embed.weight.dtype).endswith(short.get(str(dtype), str(dtype).removeprefix("torch.")))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_wrong_arguments(folder: Path) -> None:
+    refused(folder, "dtype: int8 is not supported; known: auto, float32", dtype="int8")
+    refused(folder, "dtype: torch.int8 is not supported", dtype=torch.int8)
+    refused(folder, "max_context: 257 is not within 1 .. 256", max_context=257)
+    assert load_model(folder, max_context=32)[0].config.max_context == 32
+
+
+def test_lower_max_context_is_not_saved_as_the_models(folder: Path, tmp_path: Path) -> None:
+    model, _ = load_model(folder, max_context=32)
+    save_model(model, None, tmp_path / "again")
+    assert load_model(tmp_path / "again")[0].config.max_context == 256
+
+
+def test_tied_parameters_stay_one_tensor() -> None:
+    model = empty_model(CONFIGS["llama-tied"], torch.float32, "cpu")
+    assert model.head.weight is model.embed.weight
+
+
+BROKEN_FOLDERS: dict[str, Callable[[Path], object]] = {
+    r"config.json: no such file": lambda f: (f / "config.json").unlink(),
+    r"config.json: not JSON": lambda f: (f / "config.json").write_text("{"),
+    r"config.json: not a JSON object": lambda f: (f / "config.json").write_text("[]"),
+    r"config.json: architectures: GPT2LMHeadModel is not supported; known: LlamaForCausalLM":
+        lambda f: edit_json(f / "config.json", architectures=["GPT2LMHeadModel"]),
+    r"config.json: config.json: key 'hidden_size' is missing": lambda f: edit_json(f / "config.json", hidden_size=...),
+    r"config.json: quantization_config": lambda f: edit_json(f / "config.json", quantization_config={"bits": 4}),
+    r"neither model.safetensors nor model.safetensors.index.json is there": lambda f: (f / "model.safetensors").unlink(),
+    r"model.safetensors: truncated": lambda f: cut(f / "model.safetensors", 0.7),
+    r"model.safetensors: truncated, or": lambda f: cut(f / "model.safetensors", 0.01),
+    r"model.safetensors: truncated, or not": lambda f: (f / "model.safetensors").write_bytes(b"not a tensor file" * 9),
+    r"1 tensor\(s\) missing: model.norm.weight \[32\]": lambda f: without(f / "model.safetensors", "model.norm.weight"),
+    r"2 tensor\(s\) of the wrong shape: .*embed_tokens.weight is \[61, 32\], expected \[60, 32\]":
+        lambda f: edit_json(f / "config.json", vocab_size=60),
+    r"9 unknown tensor\(s\): model.layers.1": lambda f: edit_json(f / "config.json", num_hidden_layers=1),
+}
+
+
+def cut(file: Path, share: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share)])
+
+
+def without(file: Path, name: str) -> None:
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("message", BROKEN_FOLDERS)
+def test_broken_folder(folder: Path, message: str) -> None:
+    BROKEN_FOLDERS[message](folder)
+    refused(folder, message)
+
+
+def test_broken_shards(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    good, shard = index.read_text(), sorted(sharded.glob("model-*.safetensors"))[1]
+    raw = json.loads(good)
+    raw["weight_map"]["model.ghost.weight"] = shard.name
+    index.write_text(json.dumps(raw))
+    refused(sharded, f"{shard.name}: truncated, or not what its index says .*model.ghost.weight")
+    index.write_text("{}")
+    refused(sharded, "weight_map is missing")
+    index.write_text(good)
+    shard.unlink()
+    refused(sharded, f"{shard.name}: this shard is named in model.safetensors.index.json and missing")
+
+
+def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(tmp_path / "nothing", "nothing: no such folder or file, and not a hub id")
+    refused(tmp_path / "nothing.gguf", "nothing.gguf: no such file")
+    refused("nobody/no-such-model", "nobody/no-such-model: no such folder here, not in the hub's cache, and the hub is "
+            "not reached")
+    refused("../nobody/x", "not a hub id")
+    (tmp_path / "file.bin").write_bytes(b"")
+    refused(tmp_path / "file.bin", "file.bin: neither a model folder nor a .gguf file")
+
+
+# --- GGUF
+
+
+def write_gguf(model: Decoder, file: Path, half: bool = False, changes: dict[str, object] | None = None,
+               divisors: Tensor | None = None) -> None:
+    """As llama.cpp's converter writes it: its names, and q and k interleaved for the llama architecture."""
+    config, arch = model.config, model.config.architecture
+    writer = gguf.GGUFWriter(file, (changes or {}).get("arch", arch))
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    if config.rope.kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope.kind))
+        writer.add_rope_scaling_factor(config.rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(config.rope.original_context)
+    writer.add_eos_token_id(3)
+    writer.add_eot_token_id(5)
+    theirs = {gguf_to_hf(name): name for name in gguf_names(config.num_layers)}
+    for name, tensor in export_state(model).items():
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_heads if "q_proj" in name else config.num_kv_heads
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        small = half and tensor.dim() == 2
+        writer.add_tensor(theirs[name], np.ascontiguousarray(tensor.numpy().astype(np.float16 if small else np.float32)))
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_names(num_layers: int) -> list[str]:
+    """llama.cpp's own list, not ours."""
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
+    bases = {name for _, name in table.mapping.values()}
+    return [f"{base}.{kind}" for base in bases for kind in ("weight", "bias")]
+
+
+def test_gguf_names_are_llama_cpps() -> None:
+    for arch in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.QWEN2, gguf.MODEL_ARCH.QWEN3):
+        table = gguf.get_tensor_name_map(arch, 2)
+        for config in CONFIGS.values():
+            for name in hf_layout(config):
+                if "_norm" in name and "layernorm" not in name and arch is not gguf.MODEL_ARCH.QWEN3:
+                    continue
+                assert gguf_to_hf(table.get_name(name, (".weight", ".bias"))) == name
+    assert gguf_to_hf("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gguf_of_every_family(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    write_gguf(model, tmp_path / "model.gguf", divisors=llama3_divisors(model.config))
+    ours, tokenizer = load_model(tmp_path / "model.gguf")
+    assert tokenizer is None and ours.config.eos_token_ids == (3, 5)
+    assert_same(ours, model)
+    tokens = some_tokens()
+    torch.testing.assert_close(logits_of(ours, tokens), logits_of(model, tokens), atol=1e-5, rtol=1e-5)
+
+
+def llama3_divisors(config: ModelConfig) -> Tensor | None:
+    """convert_hf_to_gguf.py's formula."""
+    if config.rope.kind != "llama3":
+        return None
+    rope, out = config.rope, []
+    for i in range(0, config.head_dim, 2):
+        wavelength = 2 * np.pi * rope.theta ** (i / config.head_dim)
+        smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor)
+        out.append(1 / ((1 - min(max(smooth, 0), 1)) / rope.factor + min(max(smooth, 0), 1)))
+    return torch.tensor(out)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3-128"])  # transformers takes 128 for granted in qwen3
+@pytest.mark.parametrize("half", [False, True])
+def test_gguf_equals_transformers(name: str, half: bool, tmp_path: Path) -> None:
+    write_gguf(make(name), tmp_path / "model.gguf", half)
+    ours, _ = load_model(tmp_path / "model.gguf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    tokens = some_tokens()
+    torch.testing.assert_close(logits_of(ours, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_broken_gguf(tmp_path: Path) -> None:
+    file, model = tmp_path / "model.gguf", make("llama")
+    write_gguf(model, file)
+    whole = file.read_bytes()
+    for share in (0.0, 0.0001, 0.002, 0.01, 0.03, 0.5, 0.99):
+        file.write_bytes(whole[: int(len(whole) * share)])
+        refused(file, "model.gguf: truncated, or not a GGUF file")
+    file.write_bytes(b"GGML" + whole[4:])
+    refused(file, "model.gguf: truncated, or not a GGUF file")
+    write_gguf(model, file, changes={"arch": "gemma3"})
+    refused(file, "model.gguf: general.architecture: gemma3 is not supported; known: llama, qwen2, qwen3")
+    write_gguf(make("llama"), file, divisors=torch.tensor([1.0, 2.0, 1.5, 9.0]))
+    refused(file, "model.gguf: rope_freqs.weight does not follow the llama3 rule")
+    write_gguf(make("llama"), file, divisors=torch.ones(3))
+    refused(file, r"model.gguf: rope_freqs.weight is \[3\], expected \[4\]")
+
+
+# --- the real model
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> tuple[Decoder, PreTrainedTokenizerFast]:
+    return load_model(smollm2_path)
+
+
+def test_smollm2_equals_transformers(smollm2: tuple[Decoder, PreTrainedTokenizerFast], smollm2_path: Path) -> None:
+    model, tokenizer = smollm2
+    assert model.embed.weight.dtype == torch.float32 and model.config.eos_token_ids == (tokenizer.eos_token_id,)
+    tokens = torch.tensor(tokenizer("The capital of France is Paris, and 17 + 25 makes 42.").input_ids)
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(model, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_smollm2_speaks(smollm2: tuple[Decoder, PreTrainedTokenizerFast]) -> None:
+    model, tokenizer = smollm2
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    start = len(tokens)
+    while len(tokens) < start + 10 and tokens[-1] not in model.config.eos_token_ids:
+        tokens.append(int(logits_of(model, torch.tensor(tokens), last=1).argmax()))
+    assert "Paris" in tokenizer.decode(tokens[start:])
+
+
+def test_smollm2_saved_as_a_folder(smollm2: tuple[Decoder, PreTrainedTokenizerFast], tmp_path: Path) -> None:
+    model, tokenizer = smollm2
+    save_model(model, tokenizer, tmp_path / "out", max_shard_bytes=200_000_000)
+    again, tokenizer_again = load_model(tmp_path / "out")
+    assert_same(again, model)
+    text = "Hello, wörld!\n\tdef f(x): return x<|im_end|>"
+    assert tokenizer_again(text).input_ids == tokenizer(text).input_ids
+    assert tokenizer_again.chat_template == tokenizer.chat_template
+    shutil.rmtree(tmp_path / "out")  # half a gigabyte

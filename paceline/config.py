@@ -31,6 +31,8 @@ class EngineConfig(Config):
     """Layers whose hidden states are kept with each rollout: i is the input of layer i, -1 the final norm's output."""
     on_update: Literal["continue", "recompute"] = "continue"
     """What requests in flight do after a weight update: go on with the keys and values they have, or prefill again."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """The fastest kernels for the device, or the plain torch reference."""
     tau: float = Field(0.35, ge=0, le=1)
     """How much the learned drafter's own spread is believed when it guesses with the shared noise; 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)

@@ -118,7 +118,8 @@ class Drafting:
         if self.eagle is None:
             raise ValueError(f"strategy {plan.strategy}: the engine was loaded without a learned drafter")
         requests, strategy = [item.request for item in items], plan.strategy
-        missing = [request.num_computed - self._seen[request.id] for request in requests]
+        # At least the last position: its output is where the tree starts from.
+        missing = [max(1, request.num_computed - self._seen[request.id]) for request in requests]
         drafts = self.eagle.draft(self._view(requests), missing, strategy.depth, strategy.width, strategy.budget)
         for request in requests:
             self._seen[request.id] = request.num_computed

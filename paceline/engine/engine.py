@@ -26,7 +26,7 @@ from paceline.engine.scheduler import Scheduler, StepPlan
 from paceline.engine.seeds import derive_seed
 from paceline.engine.state import SlotState
 from paceline.engine.stats import Counters
-from paceline.kernels import ops_for
+from paceline.kernels import TorchOps, ops_for
 from paceline.models.decoder import Decoder, Rope
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
@@ -266,7 +266,7 @@ class Engine:
         width = len(capture) * shape.hidden_size
         context = min(config.max_context or shape.max_context, shape.max_context)
         num_pages = _num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
-        self.ops = ops_for(device, dtype)
+        self.ops = TorchOps() if config.kernels == "torch" else ops_for(device, dtype)
         self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), config.max_batch,
                                    max(config.max_rows, config.max_batch), context)
         length = self.scheduler.max_length

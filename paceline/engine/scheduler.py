@@ -138,9 +138,10 @@ class Scheduler:
             return 0
         nodes = max(0, min(strategy.budget, rows_left, self.max_length - start - 1))
         scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
-        if nodes and self._grow(request, min(start + 1 + max(nodes, scratch), self.max_length)):
+        wanted = start + 1 + max(nodes, scratch)
+        if nodes and wanted <= self.max_length and self._grow(request, wanted):
             return nodes
-        room = len(request.pages) * self.pages.page_size - start - 1
+        room = min(len(request.pages) * self.pages.page_size, self.max_length) - start - 1
         return min(nodes, room) if scratch <= room else 0
 
     def _grow(self, request: Request, length: int) -> bool:

@@ -17,6 +17,7 @@ import struct
 from array import array
 from collections.abc import Callable
 from functools import cache as memoise
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
@@ -272,7 +274,15 @@ def _double(x: float) -> int:
 
 # Regrouping and fusing may change the last bit, but infinities and NaN keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
-_NO_NAN = {"nnan", "nsz"}  # lets LLVM vectorise a maximum
+
+# Every helper is inlined by LLVM. Otherwise a fresh process may call a separately optimised copy where one that reads the
+# cache on disk does not, and sums differ in the last bit. (numba's own inline="always" would impose the caller's flags.)
+_INLINE = {"forceinline": True, "error_model": "numpy"}  # numpy: no test for division by zero, which stops vectorising
+_inlined = partial(njit, **_INLINE)
+_fast = partial(njit, fastmath=_FAST, **_INLINE)
+
+# NOTE: numba lets indices count from the end; LLVM vectorises a loop only where it can see that none is negative. So inner
+# loops index by plain loop variables into arrays of the right shape, never by sums or products.
 
 
 @intrinsic
@@ -326,14 +336,18 @@ def _ordered(x: Any) -> Any:
     """Integer that sorts as the float does; NaN of either sign lies beyond the infinities."""
 
 
-@overload(_up)
+def _from_ordered(x: Any) -> Any:
+    """The float whose `_ordered` this is: the map is its own inverse on the bits."""
+
+
+@overload(_up, jit_options=_INLINE)
 def _up_impl(x):  # type: ignore[no-untyped-def]
     if x == types.uint16:
         return lambda x: _float32(np.int32(np.uint32(x) << np.uint32(16)))
     return lambda x: x
 
 
-@overload(_down)
+@overload(_down, jit_options=_INLINE)
 def _down_impl(x, store):  # type: ignore[no-untyped-def]
     if store.dtype != types.uint16:
         return lambda x, store: x
@@ -354,10 +368,9 @@ _E0, _E1, _E2, _E3, _E4, _E5 = (np.float32(c) for c in (
 _EXP_MIN, _ONE = np.float32(-87.0), np.float32(1.0)
 
 
-@njit(fastmath={"contract"})
+@_inlined(fastmath={"contract"})
 def _exp32(x):  # type: ignore[no-untyped-def]
-    """Cephes expf. 2^n is built in the exponent bits; below e^-87 it is 0. Never inlined by numba, which would give it the
-    caller's fast-math flags and so cancel adding and subtracting _ROUND; LLVM inlines it as it is."""
+    """Cephes expf. 2^n is built in the exponent bits; below e^-87 it is 0."""
     c = x if x > _EXP_MIN else _EXP_MIN
     t = c * _LOG2E + _ROUND
     n = t - _ROUND
@@ -368,37 +381,156 @@ def _exp32(x):  # type: ignore[no-untyped-def]
     return y if x > _EXP_MIN else np.float32(0.0)
 
 
-@overload(_exp)
+@overload(_exp, jit_options=_INLINE)
 def _exp_impl(x):  # type: ignore[no-untyped-def]
     if x == types.float32:
         return lambda x: _exp32(x)
     return lambda x: math.exp(x)
 
 
-@overload(_ordered)
+@_inlined
+def _flip32(bits):  # type: ignore[no-untyped-def]
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_inlined
+def _flip64(bits):  # type: ignore[no-untyped-def]
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@overload(_ordered, jit_options=_INLINE)
 def _ordered_impl(x):  # type: ignore[no-untyped-def]
     if x == types.float32:
-        return lambda x: np.int32(_bits32(x) ^ ((_bits32(x) >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-    return lambda x: _bits64(x) ^ ((_bits64(x) >> 63) & 0x7FFFFFFFFFFFFFFF)
+        return lambda x: _flip32(_bits32(x))
+    return lambda x: _flip64(_bits64(x))
 
 
-@njit
+@overload(_from_ordered, jit_options=_INLINE)
+def _from_ordered_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.int32:
+        return lambda x: _float32(_flip32(x))
+    return lambda x: _float64(_flip64(x))
+
+
+@_inlined
 def _real(word):  # type: ignore[no-untyped-def]
     return _float64(word)
 
 
-@njit(fastmath=_NO_NAN)
+@_inlined
 def _largest(x, n):  # type: ignore[no-untyped-def]
-    best = x[0]
+    """Through integers, which vectorise without promising LLVM that there is no NaN."""
+    best = _ordered(x[0])
     for i in range(1, n):
-        best = x[i] if x[i] > best else best
-    return best
+        best = max(best, _ordered(x[i]))
+    return _from_ordered(best)
+
+
+# -- 512-bit vectors, where loops of 64 elements are too short for LLVM's own vectoriser (it checks overlap at run time)
+
+
+def _vector_type(scalar: Any) -> Any:
+    return ir.VectorType(ir.FloatType(), 16) if scalar == types.float32 else ir.VectorType(ir.DoubleType(), 8)
+
+
+def _vector_at(builder: Any, address: Any, index: Any, vector: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, vector.as_pointer()), [index])
+
+
+def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+
+def _lanes(acc: Any) -> int:
+    """Elements of a vector of this type."""
+    return 0
+
+
+def _lanes_of(array: Any) -> int:
+    return 0
+
+
+@overload(_lanes, jit_options=_INLINE)
+def _lanes_impl(acc):  # type: ignore[no-untyped-def]
+    lanes = 512 // acc.dtype.bitwidth
+    return lambda acc: lanes
+
+
+@overload(_lanes_of, jit_options=_INLINE)
+def _lanes_of_impl(array):  # type: ignore[no-untyped-def]
+    lanes = 512 // array.dtype.bitwidth
+    return lambda array: lanes
+
+
+@intrinsic
+def _vector_load(typingctx, source, target, count, store, acc):  # type: ignore[no-untyped-def]
+    """Copy `count` vectors from one address to another, widening bfloat16."""
+    vector, wide = _vector_type(acc.dtype), store.dtype == types.uint16
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        with cgutils.for_range(builder, args[2]) as loop:
+            if wide:
+                halves, words = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(32), 16)
+                x = builder.load(_vector_at(builder, args[0], loop.index, halves), align=2)
+                x = builder.shl(builder.zext(x, words), ir.Constant(words, [16] * 16))
+                x = builder.bitcast(x, vector)
+            else:
+                x = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
+            builder.store(x, _vector_at(builder, args[1], loop.index, vector), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, store, acc), codegen
+
+
+@intrinsic
+def _vector_dot(typingctx, x, y, count, like):  # type: ignore[no-untyped-def]
+    """Dot product of `count` vectors at two addresses; element type as in the array `like`."""
+    vector = _vector_type(like.dtype)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        total = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * vector.count))
+        builder.store(ir.Constant(vector, [0.0] * vector.count), total)
+        with cgutils.for_range(builder, args[2]) as loop:
+            u = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
+            v = builder.load(_vector_at(builder, args[1], loop.index, vector), align=4)
+            builder.store(_multiply_add(builder, u, v, builder.load(total)), total)
+        name = f"llvm.vector.reduce.fadd.v{vector.count}f{like.dtype.bitwidth}"
+        kind = ir.FunctionType(vector.element, [vector.element, vector])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(reduce, [ir.Constant(vector.element, 0.0), builder.load(total)], fastmath=("reassoc", "nsz"))
+
+    return like.dtype(types.int64, types.int64, types.int64, like), codegen
+
+
+@intrinsic
+def _vector_add4(typingctx, out, rows, width, count, p0, p1, p2, p3):  # type: ignore[no-untyped-def]
+    """out += p0 * row 0 + ... + p3 * row 3: four rows of `width` elements at address `rows`, `count` vectors of each."""
+    vector = _vector_type(p0)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        bytes_ = builder.mul(args[2], ir.Constant(ir.IntType(64), p0.bitwidth // 8))
+        weights = []
+        for p in args[4:]:
+            single = builder.insert_element(ir.Constant(vector, ir.Undefined), p, ir.Constant(ir.IntType(32), 0))
+            zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+            weights.append(builder.shuffle_vector(single, single, zeros))
+        with cgutils.for_range(builder, args[3]) as loop:
+            target = _vector_at(builder, args[0], loop.index, vector)
+            total, row = builder.load(target, align=4), args[1]
+            for weight in weights:
+                x = builder.load(_vector_at(builder, row, loop.index, vector), align=4)
+                total = _multiply_add(builder, weight, x, total)
+                row = builder.add(row, bytes_)
+            builder.store(total, target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, p0, p0, p0, p0), codegen
 
 
 # -- elementwise kernels. store: element type in memory (uint16 for bfloat16); acc: type computed with
 
 
-@njit(fastmath=_FAST)
+@_fast
 def _rms_norm(block, store, acc):  # type: ignore[no-untyped-def]
     a = carray(block, 9, np.int64)
     num_rows, width, eps = a[6], a[7], acc(_real(a[8]))
@@ -425,65 +557,63 @@ def _rms_norm(block, store, acc):  # type: ignore[no-untyped-def]
             out[row, i] = _down(_up(source[row, i]) * factor * _up(weight[i]), store)
 
 
-@njit(fastmath=_FAST)
+@_fast
 def _silu_mul(block, store, acc):  # type: ignore[no-untyped-def]
     a = carray(block, 5, np.int64)
     num_rows, width = a[3], a[4]
-    x, out = carray(_pointer(a[1]), (num_rows, 2 * width), store), carray(_pointer(a[2]), (num_rows, width), store)
+    x, out = carray(_pointer(a[1]), (num_rows, 2, width), store), carray(_pointer(a[2]), (num_rows, width), store)
     while True:
         row = _next_item(block)
         if row >= num_rows:
             return
         for i in range(width):
-            gate = _up(x[row, i])
+            gate = _up(x[row, 0, i])
             # exp of minus the magnitude cannot overflow: silu(g) = g / (1 + e^-|g|) * (1 if g > 0 else e^-|g|)
             e = _exp(-abs(gate))
             top = gate if gate > acc(0) else gate * e
-            out[row, i] = _down(top / (acc(1) + e) * _up(x[row, width + i]), store)
+            out[row, i] = _down(top / (acc(1) + e) * _up(x[row, 1, i]), store)
 
 
-@njit(fastmath=_FAST)
-def _rotate(source, weight, has_weight, eps, cos, sin, target, head_dim, store, acc):  # type: ignore[no-untyped-def]
-    """One head: normalise if it has a weight, rotate pairs (i, i + D/2), store."""
-    half, factor = head_dim // 2, acc(1)
+@_fast
+def _rotate(source, weight, has_weight, eps, cos, sin, target, store, acc):  # type: ignore[no-untyped-def]
+    """One head [2, D/2]: normalise if it has a weight, rotate pairs (i, i + D/2), store."""
+    half, factor = len(cos), acc(1)
     if has_weight:
         squares = acc(0)
-        for i in range(head_dim):
-            squares += _up(source[i]) * _up(source[i])
-        factor = acc(1) / acc(math.sqrt(squares / acc(head_dim) + eps))
+        for i in range(half):
+            first, second = _up(source[0, i]), _up(source[1, i])
+            squares += first * first + second * second
+        factor = acc(1) / acc(math.sqrt(squares / acc(2 * half) + eps))
     for i in range(half):
-        first, second = _up(source[i]), _up(source[half + i])
+        first, second = _up(source[0, i]), _up(source[1, i])
         if has_weight:
-            first, second = first * factor * _up(weight[i]), second * factor * _up(weight[half + i])
-        target[i] = _down(first * cos[i] - second * sin[i], store)
-        target[half + i] = _down(second * cos[i] + first * sin[i], store)
+            first, second = first * factor * _up(weight[0, i]), second * factor * _up(weight[1, i])
+        target[0, i] = _down(first * cos[i] - second * sin[i], store)
+        target[1, i] = _down(second * cos[i] + first * sin[i], store)
 
 
-@njit
+@_inlined
 def _rope_write(block, store, acc):  # type: ignore[no-untyped-def]
     a = carray(block, 15, np.int64)
-    num_rows, num_heads, num_kv_heads, head_dim, eps = a[10], a[11], a[12], a[13], acc(_real(a[14]))
-    half = head_dim // 2
-    qkv = carray(_pointer(a[1]), (num_rows, num_heads + 2 * num_kv_heads, head_dim), store)
-    q = carray(_pointer(a[2]), (num_rows, num_heads, head_dim), store)
+    num_rows, num_heads, num_kv_heads, half, eps = a[10], a[11], a[12], a[13] // 2, acc(_real(a[14]))
+    qkv = carray(_pointer(a[1]), (num_rows, num_heads + 2 * num_kv_heads, 2, half), store)
+    q = carray(_pointer(a[2]), (num_rows, num_heads, 2, half), store)
     write = carray(_pointer(a[5]), num_rows, np.int64)
     cos, sin = carray(_pointer(a[6]), (num_rows, half), acc), carray(_pointer(a[7]), (num_rows, half), acc)
-    q_norm, k_norm = carray(_pointer(a[8]), head_dim, store), carray(_pointer(a[9]), head_dim, store)
+    q_norm, k_norm = carray(_pointer(a[8]), (2, half), store), carray(_pointer(a[9]), (2, half), store)
+    size = num_kv_heads * 2 * half * _size(store)  # bytes of one cache entry
     while True:
         row = _next_item(block)
         if row >= num_rows:
             return
-        for h in range(num_heads):
-            _rotate(qkv[row, h], q_norm, a[8] != 0, eps, cos[row], sin[row], q[row, h], head_dim, store, acc)
-        # The cache's length is not needed: its rows are reached by their index.
-        size = num_kv_heads * head_dim
-        k = carray(_pointer(a[3]), ((write[row] + 1) * num_kv_heads, head_dim), store)
-        v = carray(_pointer(a[4]), (write[row] + 1) * size, store)
+        k = carray(_pointer(a[3] + write[row] * size), (num_kv_heads, 2, half), store)
+        v = carray(_pointer(a[4] + write[row] * size), (num_kv_heads, 2, half), store)
+        for h in range(num_heads + num_kv_heads):
+            is_q = h < num_heads
+            _rotate(qkv[row, h], q_norm if is_q else k_norm, (a[8] if is_q else a[9]) != 0, eps, cos[row], sin[row],
+                    q[row, h] if is_q else k[h - num_heads], store, acc)
         for h in range(num_kv_heads):
-            _rotate(qkv[row, num_heads + h], k_norm, a[9] != 0, eps, cos[row], sin[row],
-                    k[write[row] * num_kv_heads + h], head_dim, store, acc)
-            for i in range(head_dim):
-                v[write[row] * size + h * head_dim + i] = qkv[row, num_heads + num_kv_heads + h, i]
+            v[h] = qkv[row, num_heads + num_kv_heads + h]
 
 
 # -- attention
@@ -492,7 +622,7 @@ _BLOCK = 64  # keys at a time; blocks start at multiples of it, so a row's resul
 _TILE = 24  # query vectors that share a block of keys: a row has num_heads / num_kv_heads of them
 
 
-@njit
+@_inlined
 def _attention(block, store, acc):  # type: ignore[no-untyped-def]
     """Work item: (segment, key/value head, tile of rows). Keys and values are read where they lie, a block at a time,
     for all query vectors of the tile; softmax runs online."""
@@ -505,8 +635,9 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
     causal_of = carray(_pointer(a[18]), num_segments, np.uint8)
     group = num_heads // num_kv_heads
     tile_rows = max(1, _TILE // group)
-    num_queries = tile_rows * group
-    scratch = np.empty(2 * num_queries * head_dim + num_queries * (_BLOCK + 2) + 2 * _BLOCK * head_dim, acc)
+    n = tile_rows * group
+    q, o, s = np.empty((n, head_dim), acc), np.empty((n, head_dim), acc), np.empty((n, _BLOCK), acc)
+    k, v, state = np.empty((_BLOCK, head_dim), acc), np.empty((_BLOCK, head_dim), acc), np.empty((n, 2), acc)
     item, claimed = 0, _next_item(block)
     for i in range(num_segments):
         length = length_of[i]
@@ -516,57 +647,51 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
             for head in range(num_kv_heads):
                 if item == claimed:
                     _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile, length,
-                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, scratch)
+                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, state)
                     claimed = _next_item(block)
                 item += 1
 
 
-@njit
-def _attend(a, store, acc, scale, row, num_rows, first, length, context, slot, causal, head, group, scratch):  # type: ignore[no-untyped-def]
-    """Rows row..row+num_rows (numbers first.. of their segment) against one key/value head."""
-    num_heads, num_kv_heads, d = a[8], a[9], a[10]
+@_inlined
+def _attend(a, store, acc, scale, row, num_rows, first, length, context, slot, causal, head, group,  # type: ignore[no-untyped-def]
+            q, o, s, k, v, state):
+    """Rows row..row+num_rows (numbers first.. of their segment) against one key/value head. Scratch: q, o [n, D]
+    (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2]."""
+    num_heads, d = a[8], a[10]
     n = num_rows * group
-    q_all = carray(_pointer(a[1] + (row * num_heads + head * group) * d * _size(store)),
-                   (num_rows, num_heads * d), store)  # a row's stride; only its group's first group * d are ours
-    out_all = carray(_pointer(a[2] + (row * num_heads + head * group) * d * _size(store)),
-                     (num_rows, num_heads * d), store)
+    offset = (row * num_heads + head * group) * d * _size(store)
+    stride = num_heads * d * _size(store)
     mask = carray(_pointer(a[19] + row * 16), (num_rows, 2), np.int64)
-    q, o = scratch[: n * d], scratch[n * d : 2 * n * d]
-    s = scratch[2 * n * d : 2 * n * d + n * _BLOCK]
-    high, total = scratch[n * (2 * d + _BLOCK) :], scratch[n * (2 * d + _BLOCK + 1) :]
-    k_block = scratch[n * (2 * d + _BLOCK + 2) :]
-    v_block = scratch[n * (2 * d + _BLOCK + 2) + _BLOCK * d :]
     for r in range(num_rows):
-        for i in range(group * d):
-            q[r * group * d + i] = _up(q_all[r, i]) * scale
-    o[:] = acc(0)
-    high[:n] = -np.inf
-    total[:n] = acc(0)
+        source = carray(_pointer(a[1] + offset + r * stride), (group, d), store)
+        for g in range(group):
+            _load(source[g], q[r * group + g], scale)
+    for i in range(n):
+        state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
+        o[i] = acc(0)
     end = context + (first + num_rows if causal else length)
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
-        _load_block(a, store, a[3], slot, head, start, size, k_block)
-        _load_block(a, store, a[4], slot, head, start, size, v_block)
+        _load_block(a, store, acc, slot, head, start, size, k, v)
         if d == 64:
-            _scores64(q, k_block, s, n, size, d)
+            _scores(q, k, s, n, size, 64)
         elif d == 128:
-            _scores128(q, k_block, s, n, size, d)
+            _scores(q, k, s, n, size, 128)
         else:
-            _scores(q, k_block, s, n, size, d)
+            _scores(q, k, s, n, size, d)
         if start + size > context:
             for r in range(num_rows):
                 for j in range(max(0, context - start), size):
                     other = start + j - context  # number of the key's row within the segment
                     if (other > first + r) if causal else ((mask[r, other >> 6] >> (other & 63)) & 1) == 0:
                         for g in range(group):
-                            s[(r * group + g) * _BLOCK + j] = -np.inf
+                            s[r * group + g, j] = -np.inf
         for i in range(n):
-            _softmax_step(s[i * _BLOCK : i * _BLOCK + size], v_block, o[i * d : i * d + d], high, total, i, size, d, acc)
+            _softmax_step(s[i], v, o[i], state[i], size, d, acc)
     for r in range(num_rows):
+        target = carray(_pointer(a[2] + offset + r * stride), (group, d), store)
         for g in range(group):
-            factor = acc(1) / total[r * group + g]
-            for i in range(d):
-                out_all[r, g * d + i] = _down(o[(r * group + g) * d + i] * factor, store)
+            _store(o[r * group + g], target[g], acc(1) / state[r * group + g, 1], store)
 
 
 def _size(store: Any) -> int:
@@ -574,104 +699,108 @@ def _size(store: Any) -> int:
     return 0
 
 
-@overload(_size)
+@overload(_size, jit_options=_INLINE)
 def _size_impl(store):  # type: ignore[no-untyped-def]
     size = store.dtype.bitwidth // 8
     return lambda store: size
 
 
-@njit
-def _load_block(a, store, base, slot, head, start, size, out):  # type: ignore[no-untyped-def]
-    """Copy one head of keys (or values) start..start+size through the page table, as numbers to compute with."""
+@_inlined
+def _load(source, out, factor):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = _up(source[i]) * factor
+
+
+@_inlined
+def _store(source, out, factor, store):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = _down(source[i] * factor, store)
+
+
+@_inlined
+def _load_block(a, store, acc, slot, head, start, size, k, v):  # type: ignore[no-untyped-def]
+    """Copy one head's keys and values start..start+size through the page table, as numbers to compute with."""
     stride, page_size, num_kv_heads, d = a[6], a[7], a[9], a[10]
     table = carray(_pointer(a[5] + slot * stride * 4), stride, np.int32)
+    vectors = d // _lanes(acc)
     for j in range(size):
-        position = start + j
-        index = np.int64(table[position // page_size]) * page_size + position % page_size
-        source = carray(_pointer(base + (index * num_kv_heads + head) * d * _size(store)), d, store)
-        for i in range(d):
-            out[j * d + i] = _up(source[i])
+        page, rest = divmod(start + j, page_size)
+        offset = ((table[page] * page_size + rest) * num_kv_heads + head) * d * _size(store)
+        _vector_load(a[3] + offset, k[j].ctypes.data, vectors, store, acc)
+        _vector_load(a[4] + offset, v[j].ctypes.data, vectors, store, acc)
+        for c in range(vectors * _lanes(acc), d):
+            k[j, c] = _up(carray(_pointer(a[3] + offset), d, store)[c])
+            v[j, c] = _up(carray(_pointer(a[4] + offset), d, store)[c])
 
 
-def _scores_of(width: int) -> Any:
-    """s[i, j] = q_i · k_j; a width known when compiling unrolls the dot product (0: any)."""
-    @njit(fastmath=_FAST)
-    def scores(q, k, s, n, size, d):  # type: ignore[no-untyped-def]
-        d = width if width else d
-        for i in range(n):
-            for j in range(size):
-                dot = q[0] * 0
-                for c in range(d):
-                    dot += q[i * d + c] * k[j * d + c]
-                s[i * _BLOCK + j] = dot
-
-    return scores
+@_fast
+def _scores(q, k, s, n, size, d):  # type: ignore[no-untyped-def]
+    """s[i, j] = q_i · k_j; called with a constant d, LLVM unrolls the dot product."""
+    lanes, row = _lanes_of(q), q.strides[0]
+    for i in range(n):
+        for j in range(size):
+            dot = _vector_dot(q.ctypes.data + i * row, k.ctypes.data + j * row, d // lanes, q)
+            for c in range(d // lanes * lanes, d):
+                dot += q[i, c] * k[j, c]
+            s[i, j] = dot
 
 
-_scores64, _scores128, _scores = _scores_of(64), _scores_of(128), _scores_of(0)
-
-
-@njit(fastmath=_FAST)
-def _softmax_step(s, v, o, high, total, i, size, d, acc):  # type: ignore[no-untyped-def]
-    """Fold a block of scores and values into query vector i's running maximum, sum and output."""
-    top = max(high[i], _largest(s, size))
+@_fast
+def _softmax_step(s, v, o, state, size, d, acc):  # type: ignore[no-untyped-def]
+    """Fold a block of scores and values into one query vector's running maximum, sum and output."""
+    top = max(state[0], _largest(s, size))
     if top == -np.inf:
         return  # nothing of this block is visible, nor of those before
-    factor = acc(0) if high[i] == -np.inf else _exp(high[i] - top)
-    high[i] = top
+    factor = acc(0) if state[0] == -np.inf else _exp(state[0] - top)
     part = acc(0)
     for j in range(size):
         p = _exp(s[j] - top)
         s[j] = p
         part += p
-    total[i] = total[i] * factor + part
-    if factor != acc(1):
-        for c in range(d):
-            o[c] *= factor
-    j = 0
-    while j + 4 <= size:
-        p0, p1, p2, p3 = s[j], s[j + 1], s[j + 2], s[j + 3]
-        b0, b1, b2, b3 = j * d, (j + 1) * d, (j + 2) * d, (j + 3) * d
-        for c in range(d):
-            o[c] += (p0 * v[b0 + c] + p1 * v[b1 + c]) + (p2 * v[b2 + c] + p3 * v[b3 + c])
-        j += 4
-    while j < size:
-        p0 = s[j]
-        for c in range(d):
-            o[c] += p0 * v[j * d + c]
-        j += 1
+    state[0], state[1] = top, state[1] * factor + part
+    for j in range(size, (size + 3) // 4 * 4):
+        s[j] = acc(0)  # values are added four at a time: one load and store of o for four products
+        v[j] = acc(0)
+    for c in range(len(o)):
+        o[c] *= factor
+    vectors = d // _lanes(acc)
+    for j in range(0, size, 4):
+        _vector_add4(o.ctypes.data, v[j].ctypes.data, d, vectors, s[j], s[j + 1], s[j + 2], s[j + 3])
+        for c in range(vectors * _lanes(acc), d):
+            o[c] += (s[j] * v[j, c] + s[j + 1] * v[j + 1, c]) + (s[j + 2] * v[j + 2, c] + s[j + 3] * v[j + 3, c])
 
 
 # -- noise: the definition in noise.py, operation by operation, without any fast-math flag
 
 _M0, _M1 = np.uint64(PHILOX_M[0]), np.uint64(PHILOX_M[1])
-_W0, _W1 = np.uint32(PHILOX_W[0]), np.uint32(PHILOX_W[1])
+_W0, _W1 = np.uint64(PHILOX_W[0]), np.uint64(PHILOX_W[1])
+_32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 _HALF, _W_SCALE, _W_MAX, _W_NEAR = np.float32(0.5), np.float32(W_SCALE), np.float32(W_MAX), np.float32(W_NEAR)
 _LOG_P = tuple(np.float32(c) for c in LOG_P)
 _P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7, _P8 = _LOG_P
 _LN2_LOW, _LN2_HIGH, _SQRT_HALF = np.float32(LN2_LOW), np.float32(LN2_HIGH), np.int32(SQRT_HALF_BITS)
 
 
-@njit(inline="always")
+@_inlined
 def _philox(c0, c1, k0, k1):  # type: ignore[no-untyped-def]
-    """Counter (c0, c1, 0, 0), all uint32 -> four uint32."""
-    c2, c3 = np.uint32(0), np.uint32(0)
+    """Counter (c0, c1, 0, 0), all uint32 -> four uint32. Held in uint64, as the products need: faster vector code."""
+    c0, c1, c2, c3 = np.uint64(c0), np.uint64(c1), np.uint64(0), np.uint64(0)
+    k0, k1 = np.uint64(k0), np.uint64(k1)
     for _ in range(10):
-        p0, p1 = np.uint64(c0) * _M0, np.uint64(c2) * _M1
-        c0, c1 = np.uint32(np.uint32(p1 >> np.uint64(32)) ^ c1 ^ k0), np.uint32(p1)
-        c2, c3 = np.uint32(np.uint32(p0 >> np.uint64(32)) ^ c3 ^ k1), np.uint32(p0)
-        k0, k1 = np.uint32(k0 + _W0), np.uint32(k1 + _W1)
-    return c0, c1, c2, c3
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return np.uint32(c0), np.uint32(c1), np.uint32(c2), np.uint32(c3)
 
 
-@njit(inline="always")
+@_inlined
 def _split(x):  # type: ignore[no-untyped-def]
     bits = _bits32(x)
     k = np.int32(np.int32(bits - _SQRT_HALF) >> np.int32(23))
     return np.float32(k), _float32(np.int32(bits - np.int32(k << np.int32(23)))) - _ONE
 
 
-@njit(inline="always")
+@_inlined
 def _log_reduced(k, f):  # type: ignore[no-untyped-def]
     z = f * f
     p = _P0 * f + _P1
@@ -690,7 +819,7 @@ def _log_reduced(k, f):  # type: ignore[no-untyped-def]
     return y + k * _LN2_HIGH
 
 
-@njit(inline="always")
+@_inlined
 def _gumbel_from_bits(x):  # type: ignore[no-untyped-def]
     w = (np.float32(x) + _HALF) * _W_SCALE
     w = w if w < _W_MAX else _W_MAX
@@ -701,18 +830,43 @@ def _gumbel_from_bits(x):  # type: ignore[no-untyped-def]
     return -_log_reduced(k, f)
 
 
-@njit
-def _philox_block(first, count, position, k0, k1, out):  # type: ignore[no-untyped-def]
-    """Words of counters first..first+count: out [4 * count] uint32, in token order."""
-    for j in range(count):
-        x0, x1, x2, x3 = _philox(np.uint32(first + j), position, k0, k1)
-        out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3] = x0, x1, x2, x3
-
-
 _NOISE = 256  # tokens whose noise is made at a time
 
 
-@njit
+@intrinsic
+def _interleave(typingctx, lanes, out):  # type: ignore[no-untyped-def]
+    """out[4 j + i] = lanes[i, j] for lanes [4, _NOISE / 4], both addresses of uint32."""
+    vector, wide = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.IntType(32), 64)
+
+    def indices(numbers):  # type: ignore[no-untyped-def]
+        numbers = list(numbers)
+        return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), numbers)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        vectors = _NOISE // 64  # of each lane
+        for j in range(vectors):
+            x = [builder.load(_vector_at(builder, args[0], ir.Constant(ir.IntType(64), i * vectors + j), vector), align=4)
+                 for i in range(4)]
+            pairs = [builder.shuffle_vector(u, v, indices(range(32))) for u, v in (x[:2], x[2:])]
+            both = builder.shuffle_vector(*pairs, indices(16 * (i % 4) + i // 4 for i in range(64)))
+            builder.store(both, _vector_at(builder, args[1], ir.Constant(ir.IntType(64), j), wide), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@_inlined
+def _philox_block(first, position, k0, k1, scratch, out):  # type: ignore[no-untyped-def]
+    """Words of the _NOISE tokens from 4 * first on, in out [_NOISE] uint32, as scratch. Storing in token order at once would
+    keep LLVM from vectorising the rounds; a constant shape shows it that the four lanes do not overlap."""
+    base = np.uint32(first)
+    lanes = carray(_pointer(scratch.ctypes.data), (4, _NOISE // 4), np.uint32)
+    for j in range(_NOISE // 4):
+        lanes[0, j], lanes[1, j], lanes[2, j], lanes[3, j] = _philox(np.uint32(base + np.uint32(j)), position, k0, k1)
+    _interleave(scratch.ctypes.data, out.ctypes.data)
+
+
+@_inlined
 def _gumbel(block, store, acc):  # type: ignore[no-untyped-def]
     """Work item: row. Token ids 0..V-1 share Philox calls in fours; other lists take one call each."""
     a = carray(block, 7, np.int64)
@@ -722,7 +876,7 @@ def _gumbel(block, store, acc):  # type: ignore[no-untyped-def]
     strays = 0
     for i in range(vocab):
         strays += ids[i] != i
-    words = np.empty(_NOISE, np.uint32)
+    words, scratch = np.empty(_NOISE, np.uint32), np.empty(_NOISE, np.uint32)
     while True:
         row = _next_item(block)
         if row >= num_rows:
@@ -732,21 +886,22 @@ def _gumbel(block, store, acc):  # type: ignore[no-untyped-def]
         for start in range(0, vocab, _NOISE):
             size = min(_NOISE, vocab - start)
             if strays == 0:
-                _philox_block(start // 4, (size + 3) // 4, position, k0, k1, words)
+                _philox_block(start // 4, position, k0, k1, scratch, words)
             else:
                 for i in range(size):
                     token = ids[start + i]
                     x0, x1, x2, x3 = _philox(np.uint32(token >> 2), position, k0, k1)
                     low, high = (x1 if token & 1 else x0), (x3 if token & 1 else x2)
                     words[i] = high if token & 2 else low
+            target = out[row, start : start + size]
             for i in range(size):
-                out[row, start + i] = _gumbel_from_bits(words[i])
+                target[i] = _gumbel_from_bits(words[i])
 
 
 # -- sampling
 
 
-@njit
+@_inlined
 def _sample(block, store, acc):  # type: ignore[no-untyped-def]
     """Work item: row. See `_draw` for how the noise of most tokens is never turned into a Gumbel number."""
     a = carray(block, 12, np.int64)
@@ -778,7 +933,7 @@ def _sample(block, store, acc):  # type: ignore[no-untyped-def]
         logprob[row] = scaled[chosen] - (scaled[best] + acc(math.log(mass)))
 
 
-@njit
+@_inlined
 def _scale(logits, temperature, scaled, acc):  # type: ignore[no-untyped-def]
     """scaled = logits / temperature; whether its maximum is finite and nothing is NaN. Integers vectorise without
     fast-math, and NaN of either sign lies outside the infinities."""
@@ -792,7 +947,7 @@ def _scale(logits, temperature, scaled, acc):  # type: ignore[no-untyped-def]
     return _ordered(acc(-np.inf)) <= low and _ordered(acc(-np.inf)) < high and high < _ordered(acc(np.inf))
 
 
-@njit
+@_inlined
 def _first_largest(x):  # type: ignore[no-untyped-def]
     best = _largest(x, len(x))
     for i in range(len(x)):
@@ -801,7 +956,7 @@ def _first_largest(x):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit
+@_inlined
 def _draw(s, best, bound, seed, position, acc):  # type: ignore[no-untyped-def]
     """(argmax of s + G over s >= bound, sum of exp(s - s[best]) over the same).
 
@@ -810,8 +965,9 @@ def _draw(s, best, bound, seed, position, acc):  # type: ignore[no-untyped-def]
     exp(s - b) above the smallest w, 2^-33, is passed over without making its bits."""
     top, vocab = s[best], len(s)
     k0, k1 = np.uint32(seed), np.uint32(seed >> 32)
-    words, e = np.empty(_NOISE, np.uint32), np.empty(_NOISE, acc)
-    _philox_block(best // 4, 1, position, k0, k1, words)
+    words, scratch = np.empty(_NOISE, np.uint32), np.empty(_NOISE, np.uint32)
+    e = np.empty(_NOISE, acc)
+    _philox_block(best // 4, position, k0, k1, scratch, words)
     value = s[best] + _gumbel_from_bits(words[best % 4])
     slack = 1e-3 + 4e-7 * abs(top)  # far more than the roundings of s, of s + G and of the logarithms
     reach = acc(math.exp(np.float64(top - value) + slack))
@@ -821,7 +977,7 @@ def _draw(s, best, bound, seed, position, acc):  # type: ignore[no-untyped-def]
         mass += _exp_block(s[start : start + size], top, bound, e, acc)
         if _largest(e, size) * reach < acc(2.0**-33):
             continue
-        _philox_block(start // 4, (size + 3) // 4, position, k0, k1, words)
+        _philox_block(start // 4, position, k0, k1, scratch, words)
         if _count_near(words, e, size, reach) == 0:
             continue
         for i in range(size):
@@ -833,7 +989,7 @@ def _draw(s, best, bound, seed, position, acc):  # type: ignore[no-untyped-def]
     return best, mass
 
 
-@njit(fastmath=_FAST)
+@_fast
 def _exp_block(s, top, bound, e, acc):  # type: ignore[no-untyped-def]
     total = acc(0)
     for i in range(len(s)):
@@ -844,7 +1000,7 @@ def _exp_block(s, top, bound, e, acc):  # type: ignore[no-untyped-def]
     return np.float64(total)
 
 
-@njit
+@_inlined
 def _count_near(words, e, size, reach):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(size):
@@ -852,7 +1008,7 @@ def _count_near(words, e, size, reach):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit
+@_inlined
 def _threshold(s, top, top_k, top_p, min_p, acc):  # type: ignore[no-untyped-def]
     """What `torch_ops.thresholds` gives for one row, without sorting it all."""
     vocab = len(s)
@@ -869,22 +1025,43 @@ def _threshold(s, top, top_k, top_p, min_p, acc):  # type: ignore[no-untyped-def
         rest = np.sort(s[s >= bound])
         bound = rest[len(rest) - top_k]
     if top_p < 1:
-        mass = 0.0
-        e = np.empty(_NOISE, acc)
-        for start in range(0, vocab, _NOISE):
-            mass += _exp_block(s[start : start + _NOISE], top, bound, e, acc)
-        # Tokens below (1 - p) mass / vocab together weigh less than 1 - p: the prefix ends before them.
-        least = max(bound, acc(top + math.log((1 - top_p) * mass / vocab) - 1e-3))
-        rest = np.sort(s[s >= least])
-        reached = 0.0
-        for i in range(len(rest) - 1, -1, -1):
-            bound = rest[i]
-            reached += math.exp(np.float64(rest[i]) - np.float64(top))
-            if reached >= top_p * mass:
-                break
+        bound = _top_p_bound(s, top, top_p, bound, acc)
     if min_p > 0:
         bound = max(bound, acc(top + acc(math.log(min_p))))
     return bound
+
+
+@_inlined
+def _top_p_bound(s, top, top_p, bound, acc):  # type: ignore[no-untyped-def]
+    """Weigh bins an eighth of a nat wide, find the one in which top_p is reached, and sort that one alone."""
+    bins, e, mass = np.zeros(256), np.empty(_NOISE, acc), 0.0
+    for start in range(0, len(s), _NOISE):
+        part = s[start : start + _NOISE]
+        mass += _exp_block(part, top, bound, e, acc)
+        for i in range(len(part)):
+            if e[i] > acc(0):
+                bins[_bin(part[i], top)] += e[i]
+    target, reached, chosen = top_p * mass, 0.0, 0
+    while chosen < 255 and reached + bins[chosen] < target:
+        reached += bins[chosen]
+        chosen += 1
+    members, count = np.empty(len(s), acc), 0
+    for i in range(len(s)):
+        if s[i] >= bound and s[i] > -np.inf and _bin(s[i], top) == chosen:
+            members[count] = s[i]
+            count += 1
+    members = np.sort(members[:count])
+    for i in range(count - 1, -1, -1):
+        bound = members[i]
+        reached += math.exp(np.float64(members[i]) - np.float64(top))
+        if reached >= target:
+            break
+    return bound
+
+
+@_inlined
+def _bin(x, top):  # type: ignore[no-untyped-def]
+    return min(np.int64(min((np.float64(top) - np.float64(x)) * 8.0, 255.0)), 255)
 
 
 # One entry per kernel and element type, each on its own line: numba's cache tells lambdas apart by it.

@@ -88,24 +88,32 @@ def attend_segment(q: Tensor, cache: PagedCache, segments: Segments, i: int, sca
 
 
 def cache_index(cache: PagedCache, segments: Segments, i: int) -> Tensor:
-    """Where in the cache the keys of segment i lie, in logical order: [context + length]."""
-    position = torch.arange(int(segments.context[i]) + int(segments.length[i]), device=cache.k.device)
+    """Where in the cache the keys of segment i lie, in logical order: [context + span]."""
+    position = torch.arange(int(segments.context[i]) + span(segments, i), device=cache.k.device)
     page = cache.page_table[int(segments.slot[i])].long()[position // cache.page_size]
     return page * cache.page_size + position % cache.page_size
 
 
 def visibility(segments: Segments, i: int) -> Tensor:
-    """Which keys each row of segment i sees: [length, context + length] bool."""
+    """Which keys each row of segment i sees: [length, context + span] bool."""
     row, length, context = int(segments.row[i]), int(segments.length[i]), int(segments.context[i])
     device = segments.mask.device
-    inside = torch.arange(length, device=device)
+    inside = torch.arange(span(segments, i), device=device)
     if bool(segments.causal[i]):
         within = inside[None, :] <= inside[:, None]
     else:
-        assert length <= 128, "a tree mask has 128 bits"
-        words = segments.mask[row : row + length][:, inside // 64]  # [length, length]
+        words = segments.mask[row : row + length][:, inside // 64]  # [length, span]
         within = ((words >> (inside % 64)) & 1).bool()
     return torch.cat((torch.ones(length, context, dtype=torch.bool, device=device), within), dim=1)
+
+
+def span(segments: Segments, i: int) -> int:
+    """How far behind the context segment i looks: its own rows, or up to the highest bit in their masks."""
+    row, length = int(segments.row[i]), int(segments.length[i])
+    if bool(segments.causal[i]):
+        return length
+    words = segments.mask[row : row + length].tolist()
+    return max((low & (2**64 - 1) | (high & (2**64 - 1)) << 64).bit_length() for low, high in words)
 
 
 def thresholds(scaled: Tensor, params: SamplingTensors) -> Tensor:

@@ -243,7 +243,7 @@ def _named(file: Path, make: Any, *args: Any) -> Any:
     try:
         return make(*args)
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{file}: {_one_line(error)}") from None
+        raise ValueError(f"{file}: {_one_line(error).removeprefix(f'{file.name}: ')}") from None
 
 
 def _one_line(error: BaseException) -> str:
@@ -414,7 +414,8 @@ def _dequantised(tensor: ReaderTensor) -> Tensor:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         raise ValueError(f"tensor {tensor.name}: {tensor.tensor_type.name} is not supported") from None
-    return torch.from_numpy(numpy.require(values, numpy.float32, ["C", "W"]))  # float32 data is the read-only file itself
+    # A copy only where needed: float32 data is the file itself, read-only.
+    return torch.from_numpy(numpy.require(values, numpy.float32, ["C", "W"]))
 
 
 # --- writing
@@ -513,7 +514,9 @@ def _hf_rope(rope: RopeConfig) -> dict[str, Any]:
     }[rope.kind]
     values = {key: getattr(rope, key) for key in keys}
     raw = {"rope_type": rope.kind, "rope_theta": rope.theta} | {k: v for k, v in values.items() if v is not None}
-    return raw | ({"original_max_position_embeddings": rope.original_context} if rope.kind in ("llama3", "yarn") else {})
+    if rope.kind in ("llama3", "yarn"):
+        raw["original_max_position_embeddings"] = rope.original_context
+    return raw
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

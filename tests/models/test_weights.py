@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -36,6 +36,15 @@ CONFIGS = {
     "qwen3-128": ModelConfig("qwen3", **(SIZES | {"head_dim": 128}), qk_norm=True),
     "qwen3-linear": ModelConfig("qwen3", **SIZES, qk_norm=True, rope=RopeConfig(10000.0, "linear", 2.0)),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On cores shared with others a second torch thread makes a small model's step ten times slower, not faster."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make(name: str) -> Decoder:
@@ -288,9 +297,10 @@ BROKEN_FOLDERS: dict[str, Callable[[Path], object]] = {
     r"config.json: not a JSON object": lambda f: (f / "config.json").write_text("[]"),
     r"config.json: architectures: GPT2LMHeadModel is not supported; known: LlamaForCausalLM":
         lambda f: edit_json(f / "config.json", architectures=["GPT2LMHeadModel"]),
-    r"config.json: config.json: key 'hidden_size' is missing": lambda f: edit_json(f / "config.json", hidden_size=...),
+    r"model/config.json: key 'hidden_size' is missing": lambda f: edit_json(f / "config.json", hidden_size=...),
     r"config.json: quantization_config": lambda f: edit_json(f / "config.json", quantization_config={"bits": 4}),
-    r"neither model.safetensors nor model.safetensors.index.json is there": lambda f: (f / "model.safetensors").unlink(),
+    r"neither model.safetensors nor model.safetensors.index.json is there":
+        lambda f: (f / "model.safetensors").unlink(),
     r"model.safetensors: truncated": lambda f: cut(f / "model.safetensors", 0.7),
     r"model.safetensors: truncated, or": lambda f: cut(f / "model.safetensors", 0.01),
     r"model.safetensors: truncated, or not": lambda f: (f / "model.safetensors").write_bytes(b"not a tensor file" * 9),
@@ -343,6 +353,16 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(tmp_path / "file.bin", "file.bin: neither a model folder nor a .gguf file")
 
 
+def test_hub_id_from_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "cache" / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert_same(load_model("someone/tiny")[0], make("llama"))
+
+
 # --- GGUF
 
 
@@ -373,8 +393,8 @@ def write_gguf(model: Decoder, file: Path, half: bool = False, changes: dict[str
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_heads if "q_proj" in name else config.num_kv_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        small = half and tensor.dim() == 2
-        writer.add_tensor(theirs[name], np.ascontiguousarray(tensor.numpy().astype(np.float16 if small else np.float32)))
+        kind = np.float16 if half and tensor.dim() == 2 else np.float32
+        writer.add_tensor(theirs[name], np.ascontiguousarray(tensor.numpy().astype(kind)))
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.numpy().astype(np.float32))
     writer.write_header_to_file()

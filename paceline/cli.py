@@ -1,0 +1,127 @@
+"""The command line. Arguments in, exit code out; torch and the engine are imported by the commands that need them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from paceline.types import SamplingParams
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
+
+_DEFAULT = SamplingParams()
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its home differs between versions of typer
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Whatever is wrong with the input is one line on stderr and exit code 2."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(args=args, standalone_mode=False, prog_name="paceline")
+    except _UsageError as error:
+        code = _fail(error.format_message())  # type: ignore[attr-defined]
+    except (ValueError, OSError) as error:
+        code = _fail(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    sys.exit(code)
+
+
+def _fail(error: object) -> int:
+    print("paceline:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
+    return 2
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"paceline {version('paceline')}")
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            from paceline import __version__
+
+            print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
+                                                  help="Print the version and exit.")] = False) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
+    prompts: Annotated[str, typer.Option(help="JSON lines: prompt, messages or token_ids, optional id, seed; - is stdin.")],
+    out: Annotated[Path, typer.Option(help="JSON lines, one a rollout. Run again, only the rest is done.")],
+    n: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="Rollouts' seeds derive from this, id or prompt, and sample.")] = _DEFAULT.seed,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = _DEFAULT.top_p,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = _DEFAULT.top_k,
+    min_p: Annotated[float, typer.Option(help="0 keeps all.")] = _DEFAULT.min_p,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = _DEFAULT.max_new_tokens,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end-of-text tokens.")] = False,
+    raw_logprobs: Annotated[bool, typer.Option("--raw-logprobs", help="Also those of the unfiltered distribution.")] = False,
+    strategy: Annotated[str, typer.Option(help="off, auto, or like suffix:d8w2v16, eagle:d6w4v32, both:d6w4v32: depth, "
+                                               "children per node, nodes verified. Changes no token.")] = "auto",
+    drafter: Annotated[str, typer.Option(help="suffix, none, or a learned drafter's folder.")] = "suffix",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    max_batch: Annotated[int | None, typer.Option(min=1, help="Answers that run at once [engine's default].")] = None,
+    kv_memory_gb: Annotated[float | None, typer.Option(help="Memory of the cache [engine's default].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [torch's default].")] = None,
+) -> int:
+    """Rollouts of a file of prompts."""
+    from paceline.commands.generate import GenerateOptions
+    from paceline.commands.generate import generate as run
+
+    if kv_memory_gb is not None and not kv_memory_gb > 0:
+        raise ValueError(f"--kv-memory-gb: {kv_memory_gb} is not > 0")
+    sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
+                            seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
+    return run(GenerateOptions(model, prompts, out, n, params, strategy, drafter, dtype, device, threads,
+                               {name: size for name, size in sizes.items() if size is not None}))
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
+    out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
+    n: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of all rollouts.")] = 7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [torch's default].")] = None,
+) -> int:
+    """A dozen prompts with and without speculation: the same tokens, and what each took."""
+    from paceline.commands.demo import DemoOptions
+    from paceline.commands.demo import demo as run
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    try:
+        return run(DemoOptions(model, out, n, params, dtype, device, threads))
+    except KeyboardInterrupt:
+        print("paceline: interrupted; nothing was written, run it again", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    main()

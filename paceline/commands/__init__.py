@@ -1,0 +1,1 @@
+"""What the command line does. `cli.py` reads the arguments; the work is here."""

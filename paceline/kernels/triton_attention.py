@@ -1,0 +1,200 @@
+# mypy: allow-untyped-defs
+"""Attention over paged keys with a tree mask: flash-decoding, split along the context, heads of a group packed together.
+
+A program holds one tile of queries (rows x heads of one key/value head) and walks over its share of the keys, first those
+every row sees, then, with masks, those of this step. Where a tile has several splits, each leaves its part and the last to
+finish merges them (or a second kernel does). Everything is read from a `Plan`; nothing is read by the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.triton_plan import BLOCK_N, Plan, Prefill
+
+LOG2_E = 1.4426950408889634
+
+
+def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scale: float, fused: bool = True,
+              num_warps: int = 4, num_stages: int = 3) -> Tensor:
+    """Rows of `plan`. fused: the last split merges; otherwise a second launch does. Same numbers either way."""
+    q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
+    num_kv_heads, splits = cache.k.shape[1], plan.num_splits
+    padded = max(triton.next_power_of_2(head_dim), 16)
+    out = torch.empty_like(q)
+    if num_rows == 0:
+        return out
+    part = torch.empty((num_rows, num_heads, splits, padded) if splits > 1 else 1, dtype=torch.float32, device=q.device)
+    stats = torch.empty((num_rows, num_heads, splits, 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
+    _attend_kernel[(num_rows, num_kv_heads, splits)](
+        q, cache.k, cache.v, cache.page_table, segments.mask, plan.record, plan.counter, out, part, stats,
+        scale * LOG2_E, cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, TILE_ROWS=plan.tile_rows,
+        BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, SPLITS=splits, FUSED=fused, PRECISION=precision_of(q), num_warps=num_warps,
+        num_stages=num_stages)
+    if splits > 1 and not fused:
+        _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, DIM=head_dim, DIM_PADDED=padded,
+                                             HEADS=num_heads, SPLITS=splits, FIXED=False, num_warps=4)
+    return out
+
+
+def prefill_attention(q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:
+    """Prompt chunks [sum of rows, H, D], causal, each behind its own context: PyTorch's variable-length attention. Keys and
+    values are gathered from their pages first; chunks see their own rows there too."""
+    k, v = cache.k[prefill.where], cache.v[prefill.where]
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        max_q, max_k = (max(sizes) for sizes in zip(*prefill.lengths, strict=True))
+        # `varlen_attn` is a wrapper of this operator whose signature changed in 2.11 and 2.12; the operator's did not.
+        # Causal is aligned at the end of the keys, heads may be grouped.
+        return torch.ops.aten._flash_attention_forward(q, k, v, prefill.cum_q, prefill.cum_k, max_q, max_k, 0.0, True, False,
+                                                       scale=scale)[0]
+    parts, row, key = [], 0, 0
+    for rows, keys in prefill.lengths:
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+        mine = (q[row : row + rows], k[key : key + keys], v[key : key + keys])
+        a, b, c = (x.transpose(0, 1)[None] for x in mine)
+        parts.append(F.scaled_dot_product_attention(a, b, c, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        row, key = row + rows, key + keys
+    return torch.cat(parts)
+
+
+def precision_of(x: Tensor) -> str:
+    """float32 models get float32 products, not tf32."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, part, stats, scale, table_stride, k_stride,
+                   v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                   PAGE: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   SPLITS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr):
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    led = tl.load(record + row * 8)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_PADDED)
+    r, head = m // GROUP, kv_head * GROUP + m % GROUP
+    place = (row + r).to(tl.int64) * HEADS + head  # which (row, head) each line of the tile is
+    inside = (r < led)[:, None] & (d < DIM)[None, :]
+    if led < 0:  # padding: something finite
+        if split == 0:
+            tl.store(out + place[:, None] * DIM + d[None, :], tl.zeros([BLOCK_M, DIM_PADDED], out.dtype.element_ty),
+                     mask=(r < 1)[:, None] & (d < DIM)[None, :])
+        return
+    keys, chunk = tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
+    start = split * chunk
+    if (led == 0) | (start >= keys):
+        return
+    first, slot = tl.load(record + row * 8 + 1), tl.load(record + row * 8 + 2)
+    context, causal = tl.load(record + row * 8 + 3), tl.load(record + row * 8 + 6) != 0
+    shared = tl.load(record + row * 8 + 7)
+    end = tl.minimum(start + chunk, keys)
+    table = page_table + slot.to(tl.int64) * table_stride
+    k_head, v_head = k_cache + kv_head * DIM, v_cache + kv_head * DIM
+    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    every = start + tl.maximum(tl.minimum(end, shared) - start, 0) // BLOCK_N * BLOCK_N
+    for p in range(start, every, BLOCK_N):
+        position = p + n
+        token = tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+        top, total, acc = attend_block(query, k_head, v_head, token, n >= 0, n[None, :] >= 0, top, total, acc, scale, d,
+                                       k_stride, v_stride, DIM, DIM_PADDED, False, PRECISION)
+    low = tl.load(mask + 2 * (row + r), mask=r < led, other=0)[:, None]
+    high = tl.load(mask + 2 * (row + r) + 1, mask=r < led, other=0)[:, None]
+    for p in range(every, end, BLOCK_N):
+        position = p + n
+        bit = (position - context)[None, :]
+        word = tl.where(bit < 64, low, high)
+        in_step = tl.where(causal, bit <= first + r[:, None], ((word >> (bit & 63).to(tl.int64)) & 1) != 0)
+        visible = ((bit < 0) | in_step) & (position < end)[None, :] & (r < led)[:, None]
+        needed = tl.max(visible.to(tl.int32), axis=0) != 0  # what no row sees is not read: it may be anything
+        token = tl.load(table + position // PAGE, mask=needed, other=0).to(tl.int64) * PAGE + position % PAGE
+        top, total, acc = attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d,
+                                       k_stride, v_stride, DIM, DIM_PADDED, True, PRECISION)
+    active = (keys + chunk - 1) // chunk
+    if active == 1:
+        value = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + place[:, None] * DIM + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+    elif SPLITS > 1:
+        where = place * SPLITS
+        tl.store(part + (where + split)[:, None] * DIM_PADDED + d[None, :], acc, mask=(r < led)[:, None])
+        tl.store(stats + (where + split) * 2, top, mask=r < led)
+        tl.store(stats + (where + split) * 2 + 1, total, mask=r < led)
+        if FUSED:
+            tl.debug_barrier()  # every thread's part is written before the counter says so
+            done = tl.atomic_add(counter + row * KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+            if done == active - 1:
+                tl.store(counter + row * KV_HEADS + kv_head, 0)  # ready for the next layer
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                for s in range(active):
+                    top = tl.maximum(top, tl.load(stats + (where + s) * 2, mask=r < led, other=0.0, cache_modifier=".cg"))
+                total = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+                for s in range(active):
+                    at = where + s
+                    weight = tl.exp2(tl.load(stats + at * 2, mask=r < led, other=0.0, cache_modifier=".cg") - top)
+                    total += weight * tl.load(stats + at * 2 + 1, mask=r < led, other=1.0, cache_modifier=".cg")
+                    acc += weight[:, None] * tl.load(part + at[:, None] * DIM_PADDED + d[None, :], mask=(r < led)[:, None],
+                                                     other=0.0, cache_modifier=".cg")
+                value = acc / tl.where(total > 0, total, 1.0)[:, None]
+                tl.store(out + place[:, None] * DIM + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d, k_stride, v_stride,
+                 DIM: tl.constexpr, DIM_PADDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax over BLOCK_N keys at cache index `token`. Scores carry log2(e)."""
+    k_at = k_head + token[:, None] * k_stride + d[None, :]
+    v_at = v_head + token[:, None] * v_stride + d[None, :]
+    if MASKED or DIM != DIM_PADDED:
+        wanted = needed[:, None] & (d < DIM)[None, :]
+        k = tl.load(k_at, mask=wanted, other=0.0)
+        v = tl.load(v_at, mask=wanted, other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    score = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+    if MASKED:
+        score = tl.where(visible, score, float("-inf"))
+    new = tl.maximum(top, tl.max(score, axis=1))
+    if MASKED:
+        shift = tl.where(new == float("-inf"), 0.0, new)
+    else:
+        shift = new
+    fade = tl.exp2(top - shift)
+    weight = tl.exp2(score - shift[:, None])
+    total = total * fade + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return new, total, acc
+
+
+@triton.jit
+def _merge_kernel(part, stats, record, out, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
+                  SPLITS: tl.constexpr, FIXED: tl.constexpr):
+    """Program: one head of one row. FIXED (deterministic): one split is merged too, and rows are merged by themselves."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    led, keys, chunk = tl.load(record + row * 8), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
+    active = (keys + chunk - 1) // chunk
+    if (led < 0) | ((active == 1) & (not FIXED)):
+        return
+    d = tl.arange(0, DIM_PADDED)
+    where = (row.to(tl.int64) * HEADS + head) * SPLITS
+    top = tl.full([], float("-inf"), tl.float32)
+    for s in range(active):
+        top = tl.maximum(top, tl.load(stats + (where + s) * 2))
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([DIM_PADDED], tl.float32)
+    for s in range(active):
+        weight = tl.exp2(tl.load(stats + (where + s) * 2) - top)
+        total += weight * tl.load(stats + (where + s) * 2 + 1)
+        acc += weight * tl.load(part + (where + s) * DIM_PADDED + d)
+    value = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)

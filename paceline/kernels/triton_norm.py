@@ -1,0 +1,137 @@
+# mypy: allow-untyped-defs
+"""The small operations between matrix products: RMS norm with the residual added on the way, the gated activation, and
+head norm + rotation + cache write. One launch each, one read and one write of every element, all capturable."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.base import PagedCache
+
+SILU_BLOCK = 1024
+ROPE_HEADS = 4
+"""Heads per program of the rotation: small, so that one row alone still spreads over several processors."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    if x.numel():
+        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, width, eps, RESIDUAL=False, **_norm_launch(width))
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[-1]
+    if x.numel():
+        _rms_norm_kernel[(x.numel() // width,)](x, residual, weight, out, total, width, eps, RESIDUAL=True,
+                                                **_norm_launch(width))
+    return out, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    if out.numel():
+        grid = (out.numel() // width, triton.cdiv(width, SILU_BLOCK))
+        _silu_mul_kernel[grid](gate_up, out, width, BLOCK=SILU_BLOCK, num_warps=4)
+    return out
+
+
+def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
+               sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
+    _, num_kv_heads, head_dim = cache.k.shape
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    num_rows, half = qkv.shape[0], head_dim // 2
+    q = qkv.new_empty((num_rows, num_heads, head_dim))
+    if num_rows:
+        grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, ROPE_HEADS))
+        _rope_write_kernel[grid](
+            qkv, q, cache.k, cache.v, write, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+            eps, cache.k.stride(0), cache.v.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=half,
+            HALF_PADDED=triton.next_power_of_2(half), Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+            TILE=ROPE_HEADS, num_warps=1 if half <= 32 else 2)
+    return q
+
+
+def _norm_launch(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+@triton.jit
+def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)  # the stream is kept in the model's precision; the norm sees that
+        tl.store(total + row * width + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    tl.store(out + row * width + column, (value * factor * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    silu = gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * width + column, (silu * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_norm, eps, k_stride, v_stride,
+                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr):
+    """Program: one row, TILE of its H + 2 Hkv heads. A head is held as its two halves, the pairs that rotate together."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, HALF_PADDED)
+    all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
+    inside = (head < all_heads)[:, None] & (i < HALF)[None, :]
+    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    source = qkv + row * (all_heads * 2 * HALF) + head[:, None] * (2 * HALF) + i[None, :]
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)[None, :]
+    s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    if Q_NORM:
+        a, b = _normalise(a, b, q_norm, is_q, i, eps, HALF)
+    if K_NORM:
+        a, b = _normalise(a, b, k_norm, is_k, i, eps, HALF)
+    x = tl.where(is_v[:, None], a, a * c - b * s)
+    y = tl.where(is_v[:, None], b, b * c + a * s)
+    target = q_out + row * (HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + i[None, :]
+    tl.store(target, x.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
+    tl.store(target + HALF, y.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
+    place = tl.load(write + row)
+    target = k_cache + place * k_stride + (head - HEADS)[:, None] * (2 * HALF) + i[None, :]
+    tl.store(target, x.to(k_cache.dtype.element_ty), mask=inside & is_k[:, None])
+    tl.store(target + HALF, y.to(k_cache.dtype.element_ty), mask=inside & is_k[:, None])
+    target = v_cache + place * v_stride + (head - HEADS - KV_HEADS)[:, None] * (2 * HALF) + i[None, :]
+    tl.store(target, x.to(v_cache.dtype.element_ty), mask=inside & is_v[:, None])
+    tl.store(target + HALF, y.to(v_cache.dtype.element_ty), mask=inside & is_v[:, None])
+
+
+@triton.jit
+def _normalise(a, b, weight, chosen, i, eps, HALF: tl.constexpr):
+    """RMS norm of the chosen heads of a tile held as two halves."""
+    factor = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
+    low = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    return tl.where(chosen[:, None], a * factor * low, a), tl.where(chosen[:, None], b * factor * high, b)

@@ -1,0 +1,128 @@
+"""The CUDA family: Triton kernels for bfloat16, float16 and float32; everything else falls through to torch.
+
+Nothing here reads the device, and every grid follows from shapes alone, so all of it can be captured in a CUDA graph
+(prompt chunks excepted: their lengths are the host's). Import this module only where Triton is installed: `ops_for` does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from paceline.kernels import (triton_attention, triton_attention_fixed, triton_draft, triton_linear, triton_move,
+                              triton_noise, triton_norm, triton_plan, triton_sample)
+from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels.draft_rank import Ranked, draft_topk
+from paceline.kernels.torch_ops import TorchOps
+from paceline.kernels.triton_move import Movables
+from paceline.kernels.triton_plan import Plan, Prefill
+
+_OURS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonOps(TorchOps):
+    """See `base.Ops`. Falls back to torch where a gradient is asked for or a dtype is not ours. One object per stream: it
+    owns the counters by which programs of one product find out who is last."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False, max_context: int = 32768,
+                 block_m: int = 16) -> None:
+        """max_context: the longest context of any request; in deterministic mode it fixes the order of sums.
+        block_m: queries (rows x heads of a group) of one attention tile; more suit wide trees, fewer plain decoding."""
+        self.deterministic, self.block_m = deterministic, block_m
+        self._chunk = triton_plan.fixed_chunk(max_context)
+        self._max_chunks = triton.cdiv(max_context + triton_plan.MASK_BITS, self._chunk)
+        self._counters = torch.zeros(triton_linear.MAX_TILES, dtype=torch.int32, device=device)
+
+    # -- matrix products
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not _ours(x, weight) or x.dim() != 2:
+            assert not self.deterministic or _needs_grad(x, weight) or x.dtype == torch.float64, (x.shape, x.dtype)
+            return F.linear(x, weight, bias)
+        if self.deterministic:
+            return triton_linear.fixed_linear(x, weight, bias, self._counters)
+        padded = max(16, triton.next_power_of_2(x.shape[0]))
+        config = triton_linear.TUNED.get((padded, *weight.shape))
+        if config is None:
+            return F.linear(x, weight, bias)
+        return triton_linear.linear(x, weight, bias, config, self._counters)
+
+    # -- between the products
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return triton_norm.rms_norm(x, weight, eps) if _ours(x, weight) else super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if _ours(x, residual, weight):
+            return triton_norm.add_rms_norm(x, residual, weight, eps)
+        return super().add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return triton_norm.silu_mul(gate_up) if _ours(gate_up) else super().silu_mul(gate_up)
+
+    def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+                   cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
+        if not _ours(qkv, cache.k) or cos.dtype != torch.float32:
+            return super().rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache)
+        return triton_norm.rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache)
+
+    # -- attention
+
+    def plan(self, segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int,
+             prefill: Prefill | None = None) -> Plan:
+        """What `attention` reads in every layer of a step: make it once, inside the graph. prefill: the segments behind
+        `prefill.first_row` are prompt chunks (see `triton_plan.prefill_chunks`); never captured."""
+        if self.deterministic:
+            return triton_plan.make_plan(segments, num_rows, num_heads, num_kv_heads, triton_attention_fixed.BLOCK_M,
+                                         self._max_chunks, self._chunk)
+        rows = num_rows if prefill is None else prefill.first_row
+        splits = triton_plan.default_splits(max(rows, 1), num_kv_heads)
+        plan = triton_plan.make_plan(segments, rows, num_heads, num_kv_heads, self.block_m, splits)
+        return plan._replace(prefill=prefill)
+
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Plan | None = None) -> Tensor:
+        if not _ours(q, cache.k):
+            return super().attention(q, cache, segments, scale)
+        if plan is None:
+            plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1])
+        if plan.chunk:
+            return triton_attention_fixed.attention(q, cache, segments, plan, scale)
+        if plan.prefill is None:
+            return triton_attention.attention(q, cache, segments, plan, scale)
+        first = plan.prefill.first_row
+        prompts = self.prefill_attention(q[first:], cache, plan.prefill, scale)
+        if first == 0:
+            return prompts
+        return torch.cat([triton_attention.attention(q[:first], cache, segments, plan, scale), prompts])
+
+    def prefill_attention(self, q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:
+        """q: the rows of the prompt chunks only."""
+        return triton_attention.prefill_attention(q, cache, prefill, scale)
+
+    # -- sampling and drafting
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        return triton_sample.sample(logits, params) if _ours(logits) else super().sample(logits, params)
+
+    def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
+        return triton_noise.gumbel(seed, position, token_ids)
+
+    def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
+                   token_ids: Tensor | None = None) -> Ranked:
+        rank = triton_draft.draft_topk if _ours(logits) and k <= triton_draft.MAX_K else draft_topk
+        return rank(logits, seed, position, temperature, tau, k, token_ids)
+
+    def move_tokens(self, where: Movables, source: Tensor, target: Tensor) -> None:
+        triton_move.move_tokens(where, source, target)
+
+
+def _ours(*tensors: Tensor) -> bool:
+    return all(tensor.dtype in _OURS for tensor in tensors) and not _needs_grad(*tensors)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,149 @@
+# mypy: allow-untyped-defs
+"""What attention needs to know of a step's segments, worked out on the device once and read by every layer.
+
+A tile is up to `tile_rows` neighbouring rows of one segment; its first row leads it. The grid of the attention kernels is
+(rows, kv heads, splits): a program of a row that leads no tile leaves at once, so nothing depends on the segments but the
+numbers in `record`, and one captured launch serves every mix of trees, plain rows and padding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.base import PagedCache, Segments
+
+BLOCK_N = 64
+"""Keys per step of the inner loop."""
+MIN_CHUNK = 128
+"""A split of fewer keys costs more to merge than it saves."""
+TARGET_PROGRAMS = 264
+"""Two per processor of an H200: with fewer tiles than that, contexts are split further."""
+MASK_BITS = 128
+CONTEXT_PROGRAMS = 32
+"""Deterministic mode: most chunks of a context, the longest the engine allows."""
+
+
+class Prefill(NamedTuple):
+    """Prompt chunks at the end of a step's rows, with lengths the host knows. One per step, shared by its layers."""
+
+    first_row: int
+    where: Tensor  # [K] int64 cache index of every key of every chunk, in logical order
+    cum_q: Tensor  # [P + 1] int32
+    cum_k: Tensor  # [P + 1] int32
+    lengths: tuple[tuple[int, int], ...]  # (rows, keys) of each chunk
+
+
+class Plan(NamedTuple):
+    """Tensors are filled by a kernel: captured with the step, they follow the segments at every replay."""
+
+    # [R, 8] int32: rows led (0: none, -1: in no segment), first row in segment, slot, context, keys of the tile, keys per
+    # split, causal, keys that every row of the tile sees in logical order
+    record: Tensor
+    path: Tensor  # [R, 128] int32 deterministic mode: the row's visible in-step positions, in order; else [1]
+    counter: Tensor  # [R, Hkv] int32 zero: splits of a tile that have finished
+    tile_rows: int
+    block_m: int
+    num_splits: int
+    chunk: int  # deterministic mode: keys per split, the same for every row; else 0
+    prefill: Prefill | None = None
+
+
+def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, block_m: int, num_splits: int,
+              chunk: int = 0) -> Plan:
+    """Rows [0, num_rows) of the step. chunk > 0 asks for deterministic mode."""
+    group = num_heads // num_kv_heads
+    block_m = max(block_m, 16, triton.next_power_of_2(group))
+    tile_rows, device = block_m // group, segments.row.device
+    record = torch.empty(num_rows, 8, dtype=torch.int32, device=device)
+    counter = torch.empty(num_rows, num_kv_heads, dtype=torch.int32, device=device)
+    path = torch.empty(num_rows if chunk else 1, MASK_BITS, dtype=torch.int32, device=device)
+    num_segments = segments.row.shape[0]
+    if num_rows:
+        _plan_kernel[(num_rows,)](
+            segments.row, segments.length, segments.slot, segments.context, segments.causal, segments.mask, record, path,
+            counter, num_segments, num_rows, TARGET_PROGRAMS, SEGMENTS=max(triton.next_power_of_2(num_segments), 16),
+            TILE_ROWS=tile_rows, TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows), KV_HEADS=num_kv_heads,
+            KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N, MIN_CHUNK=MIN_CHUNK, SPLITS=num_splits,
+            CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
+    return Plan(record, path, counter, tile_rows, block_m, num_splits, chunk)
+
+
+def default_splits(num_rows: int, num_kv_heads: int) -> int:
+    """Splits a launch offers; the device uses as many as its tiles call for (`num_rows` rows may be one request's tree)."""
+    return min(32, max(4, triton.next_power_of_2(triton.cdiv(2 * TARGET_PROGRAMS, num_rows * num_kv_heads))))
+
+
+def fixed_chunk(max_context: int) -> int:
+    """Deterministic mode: keys per split. A constant of the engine, so no row's order depends on the batch."""
+    return max(256, triton.next_power_of_2(triton.cdiv(max_context + MASK_BITS, CONTEXT_PROGRAMS)))
+
+
+def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: PagedCache) -> Prefill:
+    """chunks: (slot, start, count), as the scheduler planned them: nothing is read from the device."""
+    device, size = cache.k.device, cache.page_size
+    rows, keys = [count for _, _, count in chunks], [start + count for _, start, count in chunks]
+    cum_q, cum_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (rows, keys))
+    slots = torch.repeat_interleave(torch.tensor([slot for slot, _, _ in chunks]), torch.tensor(keys))
+    position = torch.cat([torch.arange(n) for n in keys])
+    slots, position = slots.to(device, non_blocking=True), position.to(device, non_blocking=True)
+    where = cache.page_table[slots, position // size].long() * size + position % size
+    both = torch.tensor([cum_q, cum_k], dtype=torch.int32).to(device, non_blocking=True)
+    return Prefill(first_row, where, both[0], both[1], tuple(zip(rows, keys, strict=True)))
+
+
+@triton.jit
+def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record, path, counter, num_segments, num_rows,
+                 target, SEGMENTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_ROWS_PADDED: tl.constexpr,
+                 KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr, BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr,
+                 SPLITS: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr):
+    row = tl.program_id(0)
+    s = tl.arange(0, SEGMENTS)
+    first_row = tl.load(row_of + s, mask=s < num_segments, other=2147483647)
+    length = tl.load(length_of + s, mask=s < num_segments, other=0)
+    length = tl.where(first_row < num_rows, length, 0)
+    found = tl.max(tl.where((first_row <= row) & (row - first_row < length), s, -1), axis=0)
+    segment = tl.maximum(found, 0)
+    start, count = tl.load(row_of + segment), tl.load(length_of + segment)
+    context, causal = tl.load(context_of + segment), tl.load(causal_of + segment).to(tl.int32)
+    j = row - start
+    first = j // TILE_ROWS * TILE_ROWS
+    led = tl.minimum(count - first, TILE_ROWS)
+    # How far the tile's rows see: the highest bit of their masks, or the last of them.
+    t = tl.arange(0, TILE_ROWS_PADDED)
+    valid = (t < led) & (found >= 0)
+    low = tl.load(mask + 2 * (start + first + t), mask=valid, other=0)[:, None]
+    high = tl.load(mask + 2 * (start + first + t) + 1, mask=valid, other=0)[:, None]
+    bit = tl.arange(0, BITS)[None, :]
+    seen = (tl.where(bit < 64, low, high) >> (bit & 63).to(tl.int64)) & 1
+    extent = tl.max(tl.max(tl.where(seen != 0, bit + 1, 0), axis=1), axis=0)
+    keys = context + tl.where(causal != 0, first + led, extent)
+    shared = context + tl.where(causal != 0, first + 1, 0)
+    if CHUNK > 0:
+        chunk = CHUNK
+        i = tl.arange(0, BITS)
+        word = tl.where(i < 64, tl.load(mask + 2 * row), tl.load(mask + 2 * row + 1))
+        own = ((word >> (i & 63).to(tl.int64)) & 1).to(tl.int32)
+        # Parents stand before their children, so ascending bits are the path from the root.
+        tl.store(path + row * BITS + tl.cumsum(own, axis=0) - 1, i, mask=(own != 0) & (found >= 0))
+        # The row's own number of keys, not its tile's: every row is merged by itself.
+        keys = context + tl.where(causal != 0, j + 1, tl.sum(own, axis=0))
+    else:
+        tiles = tl.sum((length + TILE_ROWS - 1) // TILE_ROWS, axis=0)
+        splits = tl.minimum(tl.maximum(target // tl.maximum(tiles * KV_HEADS, 1), 1), SPLITS)
+        chunk = tl.maximum((keys + splits - 1) // splits, MIN_CHUNK)
+        chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    tl.store(record + row * 8 + 0, tl.where(found < 0, -1, tl.where(j == first, led, 0)))
+    tl.store(record + row * 8 + 1, first)
+    tl.store(record + row * 8 + 2, tl.load(slot_of + segment))
+    tl.store(record + row * 8 + 3, context)
+    tl.store(record + row * 8 + 4, keys)
+    tl.store(record + row * 8 + 5, chunk)
+    tl.store(record + row * 8 + 6, causal)
+    tl.store(record + row * 8 + 7, shared)
+    head = tl.arange(0, KV_HEADS_PADDED)
+    tl.store(counter + row * KV_HEADS + head, tl.zeros([KV_HEADS_PADDED], tl.int32), mask=head < KV_HEADS)

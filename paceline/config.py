@@ -33,6 +33,8 @@ class EngineConfig(Config):
     """What requests in flight do after a weight update: go on with the keys and values they have, or prefill again."""
     kernels: Literal["auto", "torch"] = "auto"
     """The fastest kernels for the device, or the plain torch reference."""
+    pack_weights: bool = True
+    """On a CPU, keep a second copy of the matrices in the layout its matrix library likes: faster, twice the memory."""
     tau: float = Field(0.35, ge=0, le=1)
     """How much the learned drafter's own spread is believed when it guesses with the shared noise; 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)

@@ -110,7 +110,7 @@ def as_prompt(tokenizer: Any, text: str) -> Any:
 
 def run_rounds(sides: list[Side], prompts: list[Any], options: DemoOptions, console: Console) -> None:
     total = len(sides) * len(prompts) * options.n
-    with ProgressView("rollouts, off and auto in turn", total, console) as progress:
+    with ProgressView("demo", total, console) as progress:
         for number, start in enumerate(range(0, len(prompts), _ROUND)):
             for side in sides if number % 2 == 0 else reversed(sides):
                 _run_round(side, prompts[start : start + _ROUND], options, progress)
@@ -121,7 +121,7 @@ def _run_round(side: Side, prompts: list[Any], options: DemoOptions, progress: P
         progress.add_done(len(result.finished))
         stats = side.engine.stats()
         progress.show(f"{side.name}: {stats.tokens_per_second:.0f} tokens/s, "
-                      f"{stats.tokens_per_verification:.2f} per verification, now {result.strategy}")
+                      f"{stats.tokens_per_verification:.2f}/verification, {result.strategy}")
 
     began = time.perf_counter()
     side.groups += side.engine.generate(prompts, options.params, options.n, on_step=on_step)

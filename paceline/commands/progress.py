@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from paceline.types import EngineStats
 
@@ -18,8 +18,8 @@ class ProgressView:
         self.console = console or Console(stderr=True)
         self._what, self._done, self._began, self._shown = what, 0, time.perf_counter(), time.perf_counter()
         self._live = self.console.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
-                   TimeElapsedColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(),
+                   TextColumn("{task.fields[figures]}"))  # fits into 80 columns
         self._bar = Progress(*columns, console=self.console, disable=not self._live)
         self._task = self._bar.add_task(what, total=total, figures="")
         self._total = total
@@ -54,7 +54,7 @@ class ProgressView:
     def update(self, stats: EngineStats, strategy: str) -> None:
         if self._is_due():
             self.show(f"{stats.generated_tokens / max(self.seconds, 1e-9):.0f} tokens/s, "
-                      f"{stats.tokens_per_verification:.2f} per verification, {strategy}")
+                      f"{stats.tokens_per_verification:.2f}/verification, {strategy}")
 
     def show(self, figures: str) -> None:
         """At most every so often."""

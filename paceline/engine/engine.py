@@ -27,7 +27,7 @@ from paceline.engine.seeds import derive_seed
 from paceline.engine.state import SlotState
 from paceline.engine.stats import Counters
 from paceline.kernels import TorchOps, ops_for
-from paceline.models.decoder import Decoder, Rope
+from paceline.models.decoder import Decoder, Linear, Rope
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
 from paceline.strategy import Selector, make_selector
@@ -128,7 +128,7 @@ class Engine:
         """New policy weights, in place, from the next step on. Cached prefixes are dropped; requests in flight go on with
         the keys and values they have, or prefill again (`EngineConfig.on_update`)."""
         load_state(self.model, state)
-        self.ops.weights_changed()
+        self._prepare_weights()
         self.version = self.version + 1 if version is None else version
         if self.drafting.eagle is not None:
             self.drafting.eagle.module.policy_changed()
@@ -279,6 +279,13 @@ class Engine:
             columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
             learned = EagleDrafter(eagle.to(device, dtype), self.model, rope, self.ops, columns, config.tau)
         self.drafting = Drafting(self.state, self.store, suffix, learned, config.suffix_tau)
+        self._prepare_weights()
+
+    def _prepare_weights(self) -> None:
+        learned = self.drafting.eagle
+        modules = [*self.model.modules(), *(learned.module.modules() if learned is not None else ())]
+        if self.config.pack_weights:
+            self.ops.prepare([module.weight for module in modules if isinstance(module, Linear)])
 
 
 def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,

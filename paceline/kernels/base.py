@@ -50,6 +50,10 @@ class Ops(Protocol):
 
     name: str
 
+    def prepare(self, weights: list[Tensor]) -> None:
+        """These matrices [N, K] have new values and will be multiplied with often: lay them out anew if that pays."""
+        ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

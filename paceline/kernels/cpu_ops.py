@@ -6,12 +6,13 @@ runs on torch's own threads. A second pool (numba's) would fight with them: afte
 a while, and on a small machine a second pool then waits for a core. No numpy array crosses the border: a call costs a few
 microseconds.
 
-All jitted code lives in this one file, because numba's cache on disk notices changes of the file only.
+All jitted code lives in this one file, and compiled kernels are kept on disk under a hash of it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import struct
 from array import array
@@ -30,6 +31,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from paceline.kernels import noise
 from paceline.kernels.base import PagedCache, SamplingTensors, Segments
 from paceline.kernels.noise import (LN2_HIGH, LN2_LOW, LOG_P, PHILOX_M, PHILOX_W, SQRT_HALF_BITS, W_MAX, W_NEAR, W_SCALE)
 from paceline.kernels.torch_ops import TorchOps, cache_index, visibility
@@ -240,10 +242,17 @@ def _run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:
         kernel.call(block.buffer_info()[0])
 
 
+_SOURCE = hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, noise.__file__))).hexdigest()[:12]
+
+
 @memoise
 def _kernel(name: str, dtype: torch.dtype) -> _Kernel:
     """Compiled on first use (or read from numba's cache on disk)."""
-    compiled = cfunc("void(voidptr)", cache=True)(_ENTRIES[name, dtype])
+    entry = _ENTRIES[name, dtype]
+    # The cache knows a function by this name and its line. With the source's hash in it, neither another kernel's code nor
+    # that of a file edited under a running process is ever loaded.
+    entry.__qualname__ = f"{name}_{dtype}_{_SOURCE}".replace("torch.", "")
+    compiled = cfunc("void(voidptr)", cache=True)(entry)
     return _Kernel(compiled.address, compiled.ctypes, compiled)
 
 
@@ -613,7 +622,9 @@ def _rope_write(block, store, acc):  # type: ignore[no-untyped-def]
             _rotate(qkv[row, h], q_norm if is_q else k_norm, (a[8] if is_q else a[9]) != 0, eps, cos[row], sin[row],
                     q[row, h] if is_q else k[h - num_heads], store, acc)
         for h in range(num_kv_heads):
-            v[h] = qkv[row, num_heads + num_kv_heads + h]
+            source, target = qkv[row, num_heads + num_kv_heads + h], v[h]
+            for i in range(half):
+                target[0, i], target[1, i] = source[0, i], source[1, i]
 
 
 # -- attention
@@ -668,7 +679,8 @@ def _attend(a, store, acc, scale, row, num_rows, first, length, context, slot, c
             _load(source[g], q[r * group + g], scale)
     for i in range(n):
         state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
-        o[i] = acc(0)
+        for c in range(d):
+            o[i, c] = acc(0)
     end = context + (first + num_rows if causal else length)
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
@@ -760,7 +772,8 @@ def _softmax_step(s, v, o, state, size, d, acc):  # type: ignore[no-untyped-def]
     state[0], state[1] = top, state[1] * factor + part
     for j in range(size, (size + 3) // 4 * 4):
         s[j] = acc(0)  # values are added four at a time: one load and store of o for four products
-        v[j] = acc(0)
+        for c in range(d):
+            v[j, c] = acc(0)
     for c in range(len(o)):
         o[c] *= factor
     vectors = d // _lanes(acc)
@@ -1064,7 +1077,7 @@ def _bin(x, top):  # type: ignore[no-untyped-def]
     return min(np.int64(min((np.float64(top) - np.float64(x)) * 8.0, 255.0)), 255)
 
 
-# One entry per kernel and element type, each on its own line: numba's cache tells lambdas apart by it.
+# One entry per kernel and element type.
 _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("rms_norm", torch.float32): lambda block: _rms_norm(block, np.float32, np.float32),
     ("rms_norm", torch.float64): lambda block: _rms_norm(block, np.float64, np.float64),

@@ -15,6 +15,9 @@ class TorchOps:
 
     name = "torch"
 
+    def prepare(self, weights: list[Tensor]) -> None:
+        pass
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 

@@ -11,8 +11,17 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from paceline.kernels import (triton_attention, triton_attention_fixed, triton_draft, triton_linear, triton_move,
-                              triton_noise, triton_norm, triton_plan, triton_sample)
+from paceline.kernels import (
+    triton_attention,
+    triton_attention_fixed,
+    triton_draft,
+    triton_linear,
+    triton_move,
+    triton_noise,
+    triton_norm,
+    triton_plan,
+    triton_sample,
+)
 from paceline.kernels.base import PagedCache, SamplingTensors, Segments
 from paceline.kernels.draft_rank import Ranked, draft_topk
 from paceline.kernels.torch_ops import TorchOps

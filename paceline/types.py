@@ -1,4 +1,4 @@
-"""The nouns of Paceline: small frozen records without behaviour beyond their own validation. Imports nothing of ours, no torch."""
+"""The nouns of Paceline: small records without behaviour beyond their own validation. Imports nothing of ours, no torch."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
                tmp_path / "out.jsonl", *ARGS]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
         assert time.monotonic() < deadline and process.poll() is None, "it never wrote a rollout"
         time.sleep(0.05)

@@ -36,7 +36,7 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
         raise ValueError(f"{folder}: d2t points outside the policy's vocabulary of {policy.config.vocab_size}")
     own_head = form == "eagle3" and "lm_head.weight" in tensors
     module = Eagle(EagleConfig.for_policy(policy.config, form, aux), draft_ids, own_head)
-    wanted = {name: parameter for name, parameter in module.named_parameters()}
+    wanted = dict(module.named_parameters())
     known = {_PLAIN[name] for name in wanted if name in _PLAIN} | {part for parts in _FUSED.values() for part in parts}
     unknown = sorted(tensors.keys() - known - _IGNORED - {"lm_head.weight"})
     if unknown:
@@ -64,7 +64,7 @@ def save_eagle(module: Eagle, folder: str | Path) -> None:
         else:
             tensors[_PLAIN[name]] = value.contiguous()
     if module.draft_ids is not None:
-        ids = module.draft_ids.cpu()  # type: ignore[operator]
+        ids = module.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     for name, write in (("model.safetensors", lambda path: save_file(tensors, path)),
@@ -106,7 +106,7 @@ def _config(module: Eagle) -> dict[str, Any]:
         "max_position_embeddings": model.max_context, "hidden_act": "silu", "tie_word_embeddings": False}
     if three:
         layers = list(module.config.feature_layers)
-        config["draft_vocab_size"] = model.vocab_size if module.draft_ids is None else len(module.draft_ids)  # type: ignore[arg-type]
+        config["draft_vocab_size"] = model.vocab_size if module.draft_ids is None else len(module.draft_ids)
         config["eagle_aux_hidden_state_layer_ids"] = layers  # the input of layer i
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # the output
     return config

@@ -7,7 +7,7 @@ head anew after every weight update).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,8 +31,6 @@ class EagleConfig:
 
     @classmethod
     def for_policy(cls, policy: ModelConfig, form: Form = "eagle", feature_layers: tuple[int, ...] = ()) -> EagleConfig:
-        from dataclasses import replace
-
         layer = replace(policy, architecture="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False,
                         qk_norm=False)
         if form == "eagle":
@@ -57,6 +55,7 @@ class Eagle(nn.Module):
         self.input_norm = nn.Parameter(torch.ones(hidden)) if three else None
         self.hidden_norm = nn.Parameter(torch.ones(hidden)) if three else None
         self.norm = nn.Parameter(torch.ones(hidden)) if three else None
+        self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", draft_ids)
         vocabulary = model.vocab_size if draft_ids is None else len(draft_ids)
         self.head = Linear(hidden, vocabulary, bias=False) if own_head else None
@@ -99,7 +98,7 @@ class Eagle(nn.Module):
         if self.draft_ids is None:
             return policy.logits(out, ops)
         if self._gathered is None:
-            self._gathered = policy.head.weight[self.draft_ids].contiguous()  # type: ignore[index]
+            self._gathered = policy.head.weight[self.draft_ids].contiguous()
         return ops.linear(out, self._gathered)
 
     def policy_changed(self) -> None:

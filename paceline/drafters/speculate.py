@@ -92,10 +92,13 @@ class EagleDrafter:
         segments = Segments(row=starts.int(), length=torch.full_like(starts, width).int(), slot=view.slots.int(),
                             context=view.context.int(), causal=torch.zeros(batch, dtype=torch.bool, device=device),
                             mask=bits.flatten(0, 1))
-        return self._run(tokens.flatten(), state.flatten(0, 1), position, write, segments, view.cache).unflatten(0, (batch, width))
+        out = self._run(tokens.flatten(), state.flatten(0, 1), position, write, segments, view.cache)
+        return out.unflatten(0, (batch, width))
 
-    def _run(self, tokens: Tensor, state: Tensor, position: Tensor, write: Tensor, segments: Segments, cache: PagedCache) -> Tensor:
-        attend = PagedAttend(self.ops, [cache], *self.rope(position), write, segments)
+    def _run(self, tokens: Tensor, state: Tensor, position: Tensor, write: Tensor, segments: Segments,
+             cache: PagedCache) -> Tensor:
+        cos, sin = self.rope(position)
+        attend = PagedAttend(self.ops, [cache], cos, sin, write, segments)
         return self.module(self.policy.embed(tokens), state, attend)
 
     def _children(self, view: DraftView, state: Tensor, score: Tensor, depth: int, width: int) -> _Level:
@@ -109,7 +112,7 @@ class EagleDrafter:
         top, index = ranked.topk(width, dim=-1)
         # Chance that this child is the one: its share of all ranked, shrunk a little so that children lose to parents.
         share = top - ranked.logsumexp(dim=-1, keepdim=True) - 1e-3
-        tokens = index if self.module.draft_ids is None else self.module.draft_ids[index]  # type: ignore[index]
+        tokens = index if self.module.draft_ids is None else self.module.draft_ids[index]
         shape = (len(view.slots), nodes, width)
         return _Level(tokens.view(shape), (score.flatten()[:, None] + share).view(shape).float(), state)
 
@@ -121,13 +124,13 @@ class EagleDrafter:
         if ids is None:
             ids = torch.arange(log_q.shape[-1], device=log_q.device)
         position = (view.context + depth).repeat_interleave(nodes)
-        noise = self.ops.gumbel(view.seed.repeat_interleave(nodes), position, ids)  # type: ignore[arg-type]
+        noise = self.ops.gumbel(view.seed.repeat_interleave(nodes), position, ids)
         sampled = (view.temperature > 0).repeat_interleave(nodes)[:, None]
         return torch.where(sampled, log_q / self.tau + noise, log_q)
 
     def _vocabulary(self) -> int:
         ids = self.module.draft_ids
-        return self.policy.config.vocab_size if ids is None else len(ids)  # type: ignore[arg-type]
+        return self.policy.config.vocab_size if ids is None else len(ids)
 
 
 class _Level(NamedTuple):

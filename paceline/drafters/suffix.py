@@ -43,7 +43,7 @@ class SuffixDrafts(NamedTuple):
     parents: NDArray[np.int32]  # [B, N] column of the parent in the same row; -1: child of the root
     depths: NDArray[np.int32]  # [B, N] 1: child of the root
     survival: NDArray[np.float32]  # [B, N] estimated chance that the node is accepted
-    count: NDArray[np.int32]  # [B]
+    num_nodes: NDArray[np.int32]  # [B]
 
 
 class _Text:

@@ -18,7 +18,7 @@ class Drafts(NamedTuple):
     parents: Tensor  # [B, N] int64: node index in the same row, -1 = child of the root
     depths: Tensor  # [B, N] int64: 1 = child of the root
     survival: Tensor  # [B, N] float32: estimated chance that the node is accepted
-    count: Tensor  # [B] int64: nodes that are real
+    num_nodes: Tensor  # [B] int64: nodes that are real
 
 
 class DraftTree(NamedTuple):
@@ -40,7 +40,7 @@ def roots_only(num_requests: int, device: torch.device | str) -> DraftTree:
 
 
 def flatten(drafts: Drafts, counts: list[int], max_depth: int) -> DraftTree:
-    """Padded drafts -> rows. `counts` is what the host knows of `drafts.count` (equal to it): shapes come from there."""
+    """Padded drafts -> rows. `counts` is what the host knows of `drafts.num_nodes` (equal to it): shapes come from there."""
     device = drafts.tokens.device
     lengths = torch.tensor([1 + count for count in counts], device=device)
     starts = lengths.cumsum(0) - lengths
@@ -72,7 +72,7 @@ def ancestor_masks(parents: Tensor, node: Tensor, max_depth: int) -> Tensor:
 def merge(a: Drafts, b: Drafts, budget: int) -> Drafts:
     """Both drafters' trees as one: nodes that spell the same path are one node (its survival: either may be right), the
     `budget` likeliest remain. A few dozen nodes per request: plain Python is quick enough."""
-    rows = [_merge_one(_paths(a, i), _paths(b, i), budget) for i in range(len(a.count))]
+    rows = [_merge_one(_paths(a, i), _paths(b, i), budget) for i in range(len(a.num_nodes))]
     width = max((len(row) for row in rows), default=0)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     parents, depths = torch.full_like(tokens, -1), torch.zeros_like(tokens)
@@ -91,7 +91,7 @@ _Path = tuple[int, ...]
 
 
 def _paths(drafts: Drafts, i: int) -> dict[_Path, float]:
-    count = int(drafts.count[i])
+    count = int(drafts.num_nodes[i])
     tokens, parents = drafts.tokens[i, :count].tolist(), drafts.parents[i, :count].tolist()
     chance = drafts.survival[i, :count].tolist()
     paths: list[_Path] = []

@@ -65,18 +65,23 @@ def sampling_tensors(rows: Rows, state: SlotState) -> SamplingTensors:
 
 def _with_prefill(rows: Rows, prefill: list[Prefill], state: SlotState, page_size: int) -> Rows:
     """Behind the decode rows, one causal segment per chunk."""
-    tokens, positions, slots, starts = [], [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts: list[int] = []
     for request, start, count in prefill:
         starts.append(len(rows.tokens) + len(tokens))
         tokens += request.tokens[start : start + count]
         positions += range(start, start + count)
         slots += [request.slot] * count
     new_tokens, new_positions, new_slots = (torch.tensor(x, device=state.device) for x in (tokens, positions, slots))
-    chunks = torch.tensor([(row, item.count, item.request.slot, item.start)
+    chunks = torch.tensor([(row, item.num_rows, item.request.slot, item.start)
                            for row, item in zip(starts, prefill, strict=True)], dtype=torch.int32, device=state.device)
     old = rows.segments
+    row, length, slot, context = (
+        torch.cat([field, chunks[:, i]]) for i, field in enumerate((old.row, old.length, old.slot, old.context)))
     segments = Segments(
-        *(torch.cat([field, chunks[:, i]]) for i, field in enumerate((old.row, old.length, old.slot, old.context))),
+        row, length, slot, context,
         causal=torch.cat([old.causal, torch.ones(len(chunks), dtype=torch.bool, device=state.device)]),
         mask=torch.cat([old.mask, old.mask.new_zeros(len(tokens), 2)]))
     return rows._replace(

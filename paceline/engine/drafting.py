@@ -69,7 +69,7 @@ class Drafting:
         items = [plan.decode[i] for i in chosen]
         drafts = self._drafts(items, plan)
         limits = torch.tensor([item.num_nodes for item in items])
-        found = torch.minimum(drafts.count.cpu(), limits).tolist()  # level order: a cut tree is still a tree
+        found = torch.minimum(drafts.num_nodes.cpu(), limits).tolist()  # level order: a cut tree is still a tree
         counts = [0] * batch
         for i, count in zip(chosen, found, strict=True):
             counts[i] = count
@@ -110,7 +110,7 @@ class Drafting:
             np.array([request.params.seed & (2**64 - 1) for request in requests], np.uint64).view(np.int64),
             np.array([len(request.tokens) for request in requests], np.int64),
             np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau)
-        arrays = (found.tokens, found.parents, found.depths, found.survival, found.count)
+        arrays = (found.tokens, found.parents, found.depths, found.survival, found.num_nodes)
         tokens, parents, depths, survival, count = (torch.from_numpy(a).to(self._state.device) for a in arrays)
         return Drafts(tokens.long(), parents.long(), depths.long(), survival, count.long())
 

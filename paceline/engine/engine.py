@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from paceline.cache import PageAllocator, PagedStore
@@ -31,8 +32,17 @@ from paceline.models.decoder import Decoder, Linear, Rope
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
 from paceline.strategy import Selector, make_selector
-from paceline.types import (EngineStats, FeatureRecord, FinishReason, Rollout, RolloutGroup, SamplingParams, StepResult,
-                            StepView, Strategy)
+from paceline.types import (
+    EngineStats,
+    FeatureRecord,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    StepResult,
+    StepView,
+    Strategy,
+)
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages."""
@@ -160,7 +170,11 @@ class Engine:
             return list(self._need_tokenizer("text").encode(prompt))
         if prompt and isinstance(prompt[0], Mapping):
             tokenizer = self._need_tokenizer("messages")
-            return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False))
+            try:
+                return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True,
+                                                          return_dict=False))
+            except TemplateError as error:
+                raise ValueError(f"messages: the chat template refuses them ({error})") from None
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def _view(self) -> StepView:
@@ -173,7 +187,7 @@ class Engine:
         """What was drawn, appended to its requests: (request -> tokens, finished rollouts, accepted nodes)."""
         if output is None:
             return {}, [], 0
-        counts, tokens, logprobs = output.count.tolist(), output.tokens.tolist(), output.logprobs.tolist()
+        counts, tokens, logprobs = output.num_drawn.tolist(), output.tokens.tolist(), output.logprobs.tolist()
         raw = None if output.raw_logprobs is None else output.raw_logprobs.tolist()
         appended, finished = {}, []
         for i, (request, _) in enumerate(plan.decode):
@@ -189,7 +203,8 @@ class Engine:
             appended[request.id] = drawn[:taken]
             self.drafting.extend(request, drawn[:taken])
             if failed and reason is None:
-                reason, request.error = "error", f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
+                reason = "error"
+                request.error = f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
             if reason is not None:
                 finished.append(self._finish(request, reason))
         return appended, finished, sum(counts) - len(counts)

@@ -25,7 +25,7 @@ class StepOutput(NamedTuple):
     tokens: Tensor  # [B, D + 1] int64; -1: the logits were not numbers
     logprobs: Tensor  # [B, D + 1]
     raw_logprobs: Tensor | None
-    count: Tensor  # [B] int64 columns that are real
+    num_drawn: Tensor  # [B] int64 columns that are real
 
 
 class Runner:
@@ -48,11 +48,12 @@ class Runner:
         accepted = walk(tree, sampled[: len(tree.tokens)], len(plan.decode), max_depth)
         self._advance(rows, tree, sampled, accepted)
         raw = _raw_logprobs(logits, sampled)[accepted.path] if want_raw else None
-        return StepOutput(sampled[accepted.path], logprobs[accepted.path], raw, accepted.count)
+        return StepOutput(sampled[accepted.path], logprobs[accepted.path], raw, accepted.num_rows)
 
     def _forward(self, rows: Rows) -> Tensor:
         """Final hidden states [R, H]; keys, values, tokens and captured features of every row are stored on the way."""
-        attend = PagedAttend(self.ops, self._layers, *self.rope(rows.positions), rows.write, rows.segments)
+        cos, sin = self.rope(rows.positions)
+        attend = PagedAttend(self.ops, self._layers, cos, sin, rows.write, rows.segments)
         hidden = self.model(rows.tokens, attend, self.capture)
         self.store.tokens[rows.write] = rows.tokens
         if hidden.features is not None:
@@ -66,10 +67,10 @@ class Runner:
         depth = torch.arange(accepted.path.shape[1], device=slots.device)
         if accepted.path.shape[1] > 1:
             node = tree.node[accepted.path]
-            moves = (depth < accepted.count[:, None]) & (node != depth)
+            moves = (depth < accepted.num_rows[:, None]) & (node != depth)
             self._compact(slots, state.context[slots][:, None], node, depth, moves)
-        last = accepted.path.gather(1, (accepted.count - 1)[:, None])[:, 0]
-        state.context[slots] += accepted.count
+        last = accepted.path.gather(1, (accepted.num_rows - 1)[:, None])[:, 0]
+        state.context[slots] += accepted.num_rows
         state.last_token[slots] = sampled[last].clamp_min(0)
 
     def _compact(self, slots: Tensor, context: Tensor, node: Tensor, depth: Tensor, moves: Tensor) -> None:

@@ -24,7 +24,7 @@ class Decode(NamedTuple):
 class Prefill(NamedTuple):
     request: Request
     start: int
-    count: int
+    num_rows: int
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class StepPlan:
 
     @property
     def num_prefill_rows(self) -> int:
-        return sum(item.count for item in self.prefill)
+        return sum(item.num_rows for item in self.prefill)
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

@@ -16,7 +16,7 @@ class SlotState:
         self.device = device
         slots = max_batch + 1
         self.padding = max_batch
-        self._host = {
+        self._host: dict[str, np.ndarray] = {
             "context": np.zeros(slots, np.int64),
             "last_token": np.zeros(slots, np.int64),
             "seed": np.zeros(slots, np.int64),

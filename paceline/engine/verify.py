@@ -12,8 +12,8 @@ from paceline.drafters.tree import DraftTree
 
 
 class Accepted(NamedTuple):
-    path: Tensor  # [B, D + 1] row of the accepted node at each depth; beyond `count` the root's row
-    count: Tensor  # [B] int64 accepted rows, the root included: so many tokens were drawn
+    path: Tensor  # [B, D + 1] row of the accepted node at each depth; beyond `num_rows` the root's row
+    num_rows: Tensor  # [B] int64 accepted rows, the root included: so many tokens were drawn
 
 
 def walk(tree: DraftTree, sampled: Tensor, num_requests: int, max_depth: int) -> Accepted:

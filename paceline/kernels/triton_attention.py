@@ -8,6 +8,8 @@ finish merges them (or a second kernel does). Everything is read from a `Plan`; 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,8 +22,19 @@ from paceline.kernels.triton_plan import BLOCK_N, Plan, Prefill
 LOG2_E = 1.4426950408889634
 
 
+class Launch(NamedTuple):
+    """How the kernel is compiled; benchmarks/gpu_kernels.py compares."""
+
+    num_warps: int = 4
+    num_stages: int = 4
+    max_registers: int | None = None
+
+
+LAUNCH = Launch()
+
+
 def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scale: float, fused: bool = True,
-              num_warps: int = 4, num_stages: int = 3) -> Tensor:
+              launch: Launch = LAUNCH) -> Tensor:
     """Rows of `plan`. fused: the last split merges; otherwise a second launch does. Same numbers either way."""
     q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
     num_kv_heads, splits = cache.k.shape[1], plan.num_splits
@@ -33,13 +46,13 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
     stats = torch.empty((num_rows, num_heads, splits, 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
     _attend_kernel[(num_rows, num_kv_heads, splits)](
         q, cache.k, cache.v, cache.page_table, segments.mask, plan.record, plan.counter, out, part, stats,
-        scale * LOG2_E, cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
+        scale * LOG2_E, splits, cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, TILE_ROWS=plan.tile_rows,
-        BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, SPLITS=splits, FUSED=fused, PRECISION=precision_of(q), num_warps=num_warps,
-        num_stages=num_stages)
+        BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, MANY=splits > 1, FUSED=fused, PRECISION=precision_of(q),
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers)
     if splits > 1 and not fused:
-        _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, DIM=head_dim, DIM_PADDED=padded,
-                                             HEADS=num_heads, SPLITS=splits, FIXED=False, num_warps=4)
+        _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
+                                             HEADS=num_heads, FIXED=False, num_warps=4)
     return out
 
 
@@ -69,10 +82,10 @@ def precision_of(x: Tensor) -> str:
 
 
 @triton.jit
-def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, part, stats, scale, table_stride, k_stride,
-                   v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                   PAGE: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   SPLITS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr):
+def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, part, stats, scale, splits, table_stride,
+                   k_stride, v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+                   DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, MANY: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr):
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     led = tl.load(record + row * 8)
@@ -109,7 +122,7 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
                                        k_stride, v_stride, DIM, DIM_PADDED, False, PRECISION)
     low = tl.load(mask + 2 * (row + r), mask=r < led, other=0)[:, None]
     high = tl.load(mask + 2 * (row + r) + 1, mask=r < led, other=0)[:, None]
-    for p in range(every, end, BLOCK_N):
+    for p in tl.range(every, end, BLOCK_N, num_stages=1):  # one or two rounds: nothing to fetch ahead
         position = p + n
         bit = (position - context)[None, :]
         word = tl.where(bit < 64, low, high)
@@ -123,8 +136,8 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
     if active == 1:
         value = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + place[:, None] * DIM + d[None, :], value.to(out.dtype.element_ty), mask=inside)
-    elif SPLITS > 1:
-        where = place * SPLITS
+    elif MANY:
+        where = place * splits
         tl.store(part + (where + split)[:, None] * DIM_PADDED + d[None, :], acc, mask=(r < led)[:, None])
         tl.store(stats + (where + split) * 2, top, mask=r < led)
         tl.store(stats + (where + split) * 2 + 1, total, mask=r < led)
@@ -177,8 +190,8 @@ def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc,
 
 
 @triton.jit
-def _merge_kernel(part, stats, record, out, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
-                  SPLITS: tl.constexpr, FIXED: tl.constexpr):
+def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
+                  FIXED: tl.constexpr):
     """Program: one head of one row. FIXED (deterministic): one split is merged too, and rows are merged by themselves."""
     row, head = tl.program_id(0), tl.program_id(1)
     led, keys, chunk = tl.load(record + row * 8), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
@@ -186,7 +199,7 @@ def _merge_kernel(part, stats, record, out, DIM: tl.constexpr, DIM_PADDED: tl.co
     if (led < 0) | ((active == 1) & (not FIXED)):
         return
     d = tl.arange(0, DIM_PADDED)
-    where = (row.to(tl.int64) * HEADS + head) * SPLITS
+    where = (row.to(tl.int64) * HEADS + head) * splits
     top = tl.full([], float("-inf"), tl.float32)
     for s in range(active):
         top = tl.maximum(top, tl.load(stats + (where + s) * 2))

@@ -46,8 +46,8 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
         GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, BLOCK_M=plan.block_m,
         BLOCK_N=BLOCK_N, SPLITS=splits, CHUNK=plan.chunk, BITS=MASK_BITS, PRECISION=precision_of(q), num_warps=4,
         num_stages=3)
-    _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, DIM=head_dim, DIM_PADDED=padded, HEADS=num_heads,
-                                         SPLITS=splits, FIXED=True, num_warps=4)
+    _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
+                                         HEADS=num_heads, FIXED=True, num_warps=4)
     return out
 
 

@@ -66,10 +66,10 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
     if num_rows:
         _plan_kernel[(num_rows,)](
             segments.row, segments.length, segments.slot, segments.context, segments.causal, segments.mask, record, path,
-            counter, num_segments, num_rows, TARGET_PROGRAMS, SEGMENTS=max(triton.next_power_of_2(num_segments), 16),
-            TILE_ROWS=tile_rows, TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows), KV_HEADS=num_kv_heads,
-            KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N, MIN_CHUNK=MIN_CHUNK, SPLITS=num_splits,
-            CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
+            counter, num_segments, num_rows, TARGET_PROGRAMS, num_splits, TILE_ROWS=tile_rows,
+            SEGMENTS=max(triton.next_power_of_2(num_segments), 16), TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows),
+            KV_HEADS=num_kv_heads, KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N,
+            MIN_CHUNK=MIN_CHUNK, CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
     return Plan(record, path, counter, tile_rows, block_m, num_splits, chunk)
 
 
@@ -88,19 +88,18 @@ def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: Pa
     device, size = cache.k.device, cache.page_size
     rows, keys = [count for _, _, count in chunks], [start + count for _, start, count in chunks]
     cum_q, cum_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (rows, keys))
-    slots = torch.repeat_interleave(torch.tensor([slot for slot, _, _ in chunks]), torch.tensor(keys))
-    position = torch.cat([torch.arange(n) for n in keys])
-    slots, position = slots.to(device, non_blocking=True), position.to(device, non_blocking=True)
+    slots = torch.cat([torch.full((start + count,), slot, device="cpu") for slot, start, count in chunks]).to(device)
+    position = torch.cat([torch.arange(n, device="cpu") for n in keys]).to(device)
     where = cache.page_table[slots, position // size].long() * size + position % size
-    both = torch.tensor([cum_q, cum_k], dtype=torch.int32).to(device, non_blocking=True)
+    both = torch.tensor([cum_q, cum_k], dtype=torch.int32, device=device)
     return Prefill(first_row, where, both[0], both[1], tuple(zip(rows, keys, strict=True)))
 
 
 @triton.jit
 def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record, path, counter, num_segments, num_rows,
-                 target, SEGMENTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_ROWS_PADDED: tl.constexpr,
+                 target, num_splits, SEGMENTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_ROWS_PADDED: tl.constexpr,
                  KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr, BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr,
-                 SPLITS: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr):
+                 CHUNK: tl.constexpr, BITS: tl.constexpr):
     row = tl.program_id(0)
     s = tl.arange(0, SEGMENTS)
     first_row = tl.load(row_of + s, mask=s < num_segments, other=2147483647)
@@ -134,7 +133,7 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record
         keys = context + tl.where(causal != 0, j + 1, tl.sum(own, axis=0))
     else:
         tiles = tl.sum((length + TILE_ROWS - 1) // TILE_ROWS, axis=0)
-        splits = tl.minimum(tl.maximum(target // tl.maximum(tiles * KV_HEADS, 1), 1), SPLITS)
+        splits = tl.minimum(tl.maximum(target // tl.maximum(tiles * KV_HEADS, 1), 1), num_splits)
         chunk = tl.maximum((keys + splits - 1) // splits, MIN_CHUNK)
         chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     tl.store(record + row * 8 + 0, tl.where(found < 0, -1, tl.where(j == first, led, 0)))

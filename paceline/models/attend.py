@@ -71,8 +71,13 @@ class PackedAttend:
             q, k = self.ops.rms_norm(q, layer.q_norm, layer.eps), self.ops.rms_norm(k, layer.k_norm, layer.eps)
         q, k = (apply_rope(x, self.cos, self.sin).to(qkv.dtype) for x in (q, k))  # rotated in cos's precision
         out = [
-            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in parts), is_causal=True, enable_gqa=True)[0]
-            .transpose(0, 1)
+            _causal(*parts)
             for parts in zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
         ]
         return torch.cat(out).flatten(1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One sequence: [N, H, D], [N, Hkv, D] -> [N, H, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

@@ -97,7 +97,8 @@ def _rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
     return RopeConfig(
-        theta=theta, kind=kind, factor=scaling.get("factor", 1.0),
+        theta=theta, kind=kind,  # type: ignore[arg-type]
+        factor=scaling.get("factor", 1.0),
         original_context=scaling.get("original_max_position_embeddings") or context,
         low_freq_factor=scaling.get("low_freq_factor", 1.0), high_freq_factor=scaling.get("high_freq_factor", 4.0),
         beta_fast=scaling.get("beta_fast") or 32.0, beta_slow=scaling.get("beta_slow") or 1.0,

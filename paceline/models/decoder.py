@@ -101,12 +101,14 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, attend: Attend, capture: tuple[int, ...] = ()) -> Hidden:
         """tokens [R] -> final hidden states [R, H]; `capture` lists layers whose input is wanted too (-1: final)."""
-        x, residual = self.embed(tokens), None
+        x: Tensor = self.embed(tokens)
+        residual: Tensor | None = None
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in capture:
                 kept[index] = x if residual is None else x + residual
             x, residual = layer(x, residual, attend)
+        assert residual is not None, "a decoder has at least one layer"
         final, _ = attend.ops.add_rms_norm(x, residual, self.norm, self.config.rms_eps)
         kept[-1] = final
         return Hidden(final, torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
@@ -123,8 +125,10 @@ class Rope(nn.Module):
         super().__init__()
         cos, sin = rope_table(config.rope, config.head_dim, length)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", cos.to(device, wide), persistent=False)
         self.register_buffer("sin", sin.to(device, wide), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions], self.sin[positions]  # type: ignore[index]
+        return self.cos[positions], self.sin[positions]

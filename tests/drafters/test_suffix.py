@@ -38,13 +38,13 @@ def path(drafts: SuffixDrafts, row: int, node: int) -> list[int]:
 
 def main_path(drafts: SuffixDrafts, row: int = 0) -> list[int]:
     """Tokens of the deepest node."""
-    if drafts.count[row] == 0:
+    if drafts.num_nodes[row] == 0:
         return []
-    return path(drafts, row, int(np.argmax(drafts.depths[row, :drafts.count[row]])))
+    return path(drafts, row, int(np.argmax(drafts.depths[row, :drafts.num_nodes[row]])))
 
 
 def check_trees(drafts: SuffixDrafts, depth: int, width: int, budgets, min_survival: float) -> None:
-    for row, count in enumerate(drafts.count):
+    for row, count in enumerate(drafts.num_nodes):
         assert count <= budgets[row]
         siblings: dict[int, list[int]] = {}
         for node in range(count):
@@ -90,11 +90,11 @@ def test_drafts_equal_brute_force_counts(prompt, pieces, finished):
     drafts = draft(drafter, live, depth=3, width=8, budget=64)
     check_trees(drafts, 3, 8, [64] * len(live), 0.0)
     for row, i in enumerate(live):
-        for node in range(-1, drafts.count[row]):
+        for node in range(-1, drafts.num_nodes[row]):
             if node >= 0 and drafts.depths[row, node] == 3:
                 continue
             wanted = brute_force(prompt, answers, prompt + answers[i] + path(drafts, row, node))
-            children = np.flatnonzero(drafts.parents[row, :drafts.count[row]] == node)
+            children = np.flatnonzero(drafts.parents[row, :drafts.num_nodes[row]] == node)
             got = dict(zip(drafts.tokens[row, children].tolist(), drafts.survival[row, children], strict=True))
             assert got.keys() == wanted.keys()
             if wanted:
@@ -114,9 +114,9 @@ def test_trees_are_well_formed(tau):
                                np.array([0, 1, 1, 1, 0.5, 1]), tau)
         assert drafts.tokens.shape == (6, 64) and drafts.tokens.dtype == np.int64
         check_trees(drafts, depth, width, budgets, 0.01)
-        assert drafts.count[0] == 0 and drafts.count[3] > 0
+        assert drafts.num_nodes[0] == 0 and drafts.num_nodes[3] > 0
     empty = draft(drafter, [])
-    assert empty.tokens.shape[0] == 0 and len(empty.count) == 0
+    assert empty.tokens.shape[0] == 0 and len(empty.num_nodes) == 0
 
 
 def test_periodic_text_is_predicted_fully():
@@ -135,7 +135,7 @@ def test_group_mates_help_while_they_are_live():
         drafter.extend(0, [token])
     assert main_path(draft(drafter, [1], depth=10)) == answer[70:80]
     drafter.start(2, [9, 9], answer[50:70])
-    assert draft(drafter, [2]).count[0] == 0, "another prompt shares nothing"
+    assert draft(drafter, [2]).num_nodes[0] == 0, "another prompt shares nothing"
 
 
 def test_earlier_rollouts_help_until_reset():
@@ -169,7 +169,7 @@ def test_shared_noise_guesses_the_sample():
         sampled = choices[np.argmax([_gumbel(seed, position, c) for c in choices])]
         for tau in hits:
             drafts = draft(drafter, [0], depth=1, width=1, seed=seed, position=position, temperature=1.0, tau=tau)
-            hits[tau] += drafts.count[0] > 0 and drafts.tokens[0, 0] == sampled
+            hits[tau] += drafts.num_nodes[0] > 0 and drafts.tokens[0, 0] == sampled
     assert hits[1.0] > 190 and hits[0.0] < 60
 
 
@@ -177,7 +177,7 @@ def test_random_text_drafts_nearly_nothing():
     drafter, text, drafted = SuffixDrafter(), random_text(4, 6000), []
     drafter.start(0, [1])
     for i in range(0, len(text), 2):
-        drafted.append(draft(drafter, [0]).count[0])
+        drafted.append(draft(drafter, [0]).num_nodes[0])
         drafter.extend(0, text[i:i + 2])
     assert np.mean(drafted[400:]) < 0.1
 
@@ -192,7 +192,7 @@ def test_trust_comes_back():
     accepted = 0
     for token in random_text(5, 40) * 12:
         drafts = draft(drafter, [0], depth=1, width=1)
-        accepted += drafts.count[0] > 0 and drafts.tokens[0, 0] == token
+        accepted += drafts.num_nodes[0] > 0 and drafts.tokens[0, 0] == token
         drafter.extend(0, [token])
     assert accepted > 400
 
@@ -221,7 +221,7 @@ def test_full_prompt_keeps_the_newest():
     drafter.start(99, prompt, [VOCAB] + random_text(100 + 29, 500)[:20])
     assert main_path(draft(drafter, [99])) == random_text(100 + 29, 500)[20:28]
     drafter.extend(99, [VOCAB + 1] + random_text(100, 500)[:20])
-    assert draft(drafter, [99]).count[0] == 0, "the oldest did not"
+    assert draft(drafter, [99]).num_nodes[0] == 0, "the oldest did not"
 
 
 def test_live_texts_alone_are_bounded_and_keep_their_end():
@@ -244,7 +244,7 @@ def test_live_texts_alone_are_bounded_and_keep_their_end():
 def test_requests_are_checked():
     drafter = SuffixDrafter()
     drafter.start(0, [], [])
-    assert draft(drafter, [0]).count[0] == 0
+    assert draft(drafter, [0]).num_nodes[0] == 0
     with pytest.raises(ValueError, match="request_id"):
         drafter.start(0, [1])
     with pytest.raises(KeyError):

@@ -59,6 +59,25 @@ def test_numba_equals_torch(dtype, num_heads, num_kv_heads, head_dim, page_size)
     assert ((got - expected).abs() <= TOLERANCE[dtype] * expected.abs().clamp(min=1)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_look_beyond_their_segment(dtype):
+    """A drafter's level: three rows that see the context, scattered ancestors of earlier levels and themselves."""
+    g = torch.Generator().manual_seed(5)
+    cache = make_cache(g, dtype, 1, 30, 5, 2, 16)
+    bits = [[1 | 1 << 9, 0], [1 << 3 | -(2**63), 1], [1 << 40, 1 << 40]]
+    one = torch.tensor([0]).int()
+    segments = Segments(one, torch.tensor([3]).int(), one, torch.tensor([11]).int(), torch.tensor([False]), torch.tensor(bits))
+    q = torch.randn(3, 4, 16, generator=g, dtype=torch.float64).to(dtype)
+    got = CpuOps().attention(q, cache, segments, 0.25)
+    place = cache.page_table[0].long()[torch.arange(150) // 5] * 5 + torch.arange(150) % 5
+    for row, seen in enumerate([[0, 9], [3, 63, 64], [40, 104]]):
+        index = place[[*range(11), *(11 + i for i in seen)]]
+        k, v = (x[index].double().repeat_interleave(2, dim=1) for x in (cache.k, cache.v))
+        weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * 0.25).softmax(-1)
+        expected = torch.einsum("hl,lhd->hd", weights, v)
+        assert (got[row].double() - expected).abs().max() < TOLERANCE[dtype] * 4
+
+
 def test_reference_equals_plain_softmax():
     """The reference itself, against a loop over what each row may see."""
     g = torch.Generator().manual_seed(0)

@@ -99,7 +99,7 @@ def test_ties_with_the_last_kept_are_kept(ops):
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, -1.0]).expand(4000, -1)
     for setting in ({"top_k": 2}, {"top_p": 0.6}):  # the second token is needed, and three tie there
         assert set(ops.sample(logits, params(4000, **setting))[0].tolist()) == {0, 1, 2, 3}
-    assert set(ops.sample(logits, params(200, top_p=1e-6))[0].tolist()) == {0}
+    assert set(ops.sample(logits, params(4000, top_p=1e-6))[0].tolist()) == {0}
 
 
 @pytest.mark.parametrize("ops", FAMILIES, ids=lambda ops: ops.name)
@@ -138,3 +138,8 @@ def test_rows_do_not_depend_on_their_neighbours():
     for i in range(33):
         alone, alone_logprob = ops.sample(logits[i : i + 1], SamplingTensors(*(t[i : i + 1] for t in chosen)))
         assert alone[0] == token[i] and alone_logprob[0] == logprob[i]
+
+
+def test_sizes_are_checked():
+    with pytest.raises(ValueError, match="rows of sampling parameters"):
+        CpuOps().sample(torch.zeros(4, 10), params(3))

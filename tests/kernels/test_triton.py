@@ -108,12 +108,13 @@ def test_sample(ops: TritonOps, dtype: torch.dtype) -> None:
 
 
 def test_sample_keeps_ties(ops: TritonOps) -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, -1.0, -2.0, 3.0]]).repeat(64, 1)
-    params = SamplingTensors(torch.arange(64), torch.zeros(64, dtype=torch.int64), torch.full((64,), 3.0),
-                             torch.full((64,), 3, dtype=torch.int32), torch.ones(64), torch.zeros(64))
-    token, _ = ops.sample(logits[:24], SamplingTensors(*(x[:24] for x in params)))
-    assert set(token.tolist()) <= {1, 2, 3, 4, 7}
-    assert token.tolist() == TORCH.sample(logits, params)[0][:24].tolist()
+    """The third largest is shared by three tokens: all of them stay."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, -1.0, -2.0, 3.0]]).repeat(10, 1).bfloat16()
+    params = SamplingTensors(torch.arange(10), torch.zeros(10, dtype=torch.int64), torch.full((10,), 3.0),
+                             torch.full((10,), 3, dtype=torch.int32), torch.ones(10), torch.zeros(10))
+    token, _ = ops.sample(logits, params)
+    assert token.tolist() == TORCH.sample(logits, params)[0].tolist()
+    assert {1, 7} < set(token.tolist()) <= {1, 2, 3, 4, 7}
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -182,13 +183,8 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, bloc
     assert splits == 1 or int(plan.record[0, 5]) < 290  # the long context was split
 
 
-def test_attention_through_ops(ops: TritonOps) -> None:
-    q, cache, segments = _mixed_step(torch.float32, 4, 2, 16)
-    _close(ops.attention(q, cache, segments, 0.25)[:14], TORCH.attention(q, cache, segments, 0.25)[:14])
-
-
 def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
-    q, cache, segments = _mixed_step(torch.float32, 4, 2, 16)
+    q, cache, segments = _mixed_step(torch.float32, 3, 1, 16)
     expected = TORCH.attention(q, cache, segments, 0.25)
     used = torch.zeros(len(cache.k), dtype=torch.bool)
     for slot, keys in ((2, 291), (0, 44), (3, 4)):
@@ -203,18 +199,18 @@ def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     """Two decode rows, then a fresh prompt and the second chunk of another."""
     heads, kv_heads, dim = 4, 2, 16
     cache, q = _cache(8, kv_heads, dim, dtype, slots=3), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
-    segments = Segments(row=_int32([0, 2, 11]), length=_int32([2, 9, 20]), slot=_int32([0, 1, 2]), context=_int32([5, 0, 30]),
-                        causal=torch.ones(3, dtype=torch.bool), mask=torch.zeros(31, 2, dtype=torch.int64))
+    segments = Segments(row=_int32([0, 2, 11]), length=_int32([2, 9, 20]), slot=_int32([0, 1, 2]),
+                        context=_int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
+                        mask=torch.zeros(31, 2, dtype=torch.int64))
     prefill = triton_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
     plan = ops.plan(segments, 31, heads, kv_heads, prefill)
     _close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
 
 
-@DTYPES
-@pytest.mark.parametrize("context", [10, 253])
+@pytest.mark.parametrize(("dtype", "context"), [(torch.float32, 10), (HALF, 253)])
 def test_deterministic_attention_does_not_see_the_tree(dtype: torch.dtype, context: int) -> None:
     """A node's row equals, bit for bit, the row of the same token decoded without speculation, and in a prompt chunk."""
-    heads, kv_heads, dim = 6, 2, 16
+    heads, kv_heads, dim = 3, 1, 16
     ops = TritonOps(DEVICE, deterministic=True, max_context=600)
     cache, q = _cache(24, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
     mask = torch.tensor(_tree_mask([0, 0, 0, 1, 1, 2, 2, 3, 4, 5, 9, 9]))

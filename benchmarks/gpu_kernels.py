@@ -1,0 +1,515 @@
+"""Every Triton kernel on a GPU: right, and how fast. Times are of CUDA-graph replays (median), cold caches where it matters.
+
+    python benchmarks/gpu_kernels.py --out results.json          # all sections, under four minutes
+    python benchmarks/gpu_kernels.py --sections check,linear-7B  # some
+
+Each section runs in a process of its own, so a kernel that corrupts the device takes only its section along. All sections
+are first run side by side without timing: that compiles their kernels on all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from paceline.kernels import PagedCache, SamplingTensors, Segments, TorchOps
+
+ROWS = (1, 8, 32, 64, 128, 256)
+CONTEXTS = (128, 512, 4096)
+VOCAB = 151936
+COLD_BYTES = 256 << 20
+"""Data is spread over so many bytes, five times the second-level cache, before it is read again."""
+
+
+class Shape(NamedTuple):
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    intermediate: int
+
+
+SHAPES = {"0.5B": Shape(896, 14, 2, 64, 4864), "1.5B": Shape(1536, 12, 2, 128, 8960), "7B": Shape(3584, 28, 4, 128, 18944)}
+Cell = dict[str, Any]
+
+
+class Bench:
+    """Collects results; with `warm` it only compiles."""
+
+    def __init__(self, warm: bool) -> None:
+        self.warm, self.results, self.errors = warm, [], {}  # type: ignore[var-annotated]
+
+    def time_us(self, name: str, calls: list[Callable[[], Any]]) -> float | None:
+        """Microseconds per call; `calls` are captured one after the other (several: each with data of its own)."""
+        try:
+            calls[0]()
+            if self.warm:
+                return None
+            return _replay_us(calls)
+        except Exception as error:  # a failing kernel is a result
+            self.errors[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"
+            return None
+
+    def check(self, name: str, test: Callable[[], Any]) -> None:
+        try:
+            self.results.append({"check": name, "value": test()})
+        except Exception:
+            self.errors[name] = traceback.format_exc().strip().splitlines()[-1][:300]
+
+
+def _replay_us(calls: list[Callable[[], Any]], at_least: int = 20, replays: int = 12) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    sequence = calls * max(1, at_least // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in sequence:
+            call()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:]) * 1000 / len(sequence)
+
+
+def _copies(num_bytes: int, most: int = 64) -> int:
+    return min(most, max(1, -(-COLD_BYTES // num_bytes)))
+
+
+# -- steps to attend
+
+
+def _step(shape: Shape, requests: int, rows: int, context: int, copies: int = 1, dtype: torch.dtype = torch.bfloat16
+          ) -> tuple[torch.Tensor, list[PagedCache], Segments]:
+    """`requests` trees of `rows` rows behind `context` tokens each; several caches, as layers are."""
+    page, pages = 16, (context + rows) // 16 + 1
+    table = torch.randperm(requests * pages, device="cuda").view(requests, pages).int()
+    caches = [PagedCache(*(torch.randn(requests * pages * page, shape.kv_heads, shape.dim, device="cuda").to(dtype)
+                           for _ in "kv"), table, page) for _ in range(copies)]
+    first = torch.arange(requests, device="cuda", dtype=torch.int32)
+    parents, words = [max(0, (node - 1) // 2) for node in range(rows)], []
+    for node in range(rows):
+        word, above = 1 << node, node
+        while above:
+            above = parents[above]
+            word |= 1 << above
+        words.append([word - (1 << 64) if word >= 1 << 63 else word, 0])
+    segments = Segments(first * rows, torch.full_like(first, rows), first, torch.full_like(first, context),
+                        torch.zeros(requests, dtype=torch.bool, device="cuda"),
+                        torch.tensor(words, device="cuda").repeat(requests, 1))
+    q = torch.randn(requests * rows, shape.heads, shape.dim, device="cuda").to(dtype)
+    return q, caches, segments
+
+
+# -- sections
+
+
+def section_check(bench: Bench, _: str) -> None:
+    from paceline.kernels import triton_attention, triton_linear, triton_plan
+    from paceline.kernels.draft_rank import draft_topk
+    from paceline.kernels.triton_move import movables
+    from paceline.kernels.triton_ops import TritonOps
+
+    ops, fixed, twin = TritonOps(), TritonOps(deterministic=True, max_context=4096), TorchOps()
+    torch.manual_seed(0)
+
+    def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+
+    def attention(shape: Shape, requests: int, rows: int, context: int, block_m: int, fused: bool) -> float:
+        q, (cache,), segments = _step(shape, requests, rows, context)
+        plan = triton_plan.make_plan(segments, len(q), shape.heads, shape.kv_heads, block_m, 16)
+        ours = triton_attention.attention(q, cache, segments, plan, shape.dim**-0.5, fused)
+        wide = cache._replace(k=cache.k.double(), v=cache.v.double())
+        return error(ours, twin.attention(q.double(), wide, segments, shape.dim**-0.5))
+
+    for name, shape in SHAPES.items():
+        for requests, rows, context in ((3, 1, 700), (2, 16, 300), (1, 64, 1500)):
+            for block_m in (16, 32, 64):
+                for fused in (True, False):
+                    bench.check(f"attention {name} {requests}x{rows} behind {context}, tile {block_m}, fused {fused}",
+                                lambda a=(shape, requests, rows, context, block_m, fused): attention(*a))
+
+    def same_as_committed() -> bool:
+        """Deterministic: the row of the last node of a path equals that of the same token with the path committed."""
+        shape, context = SHAPES["7B"], 700
+        q, (cache,), segments = _step(shape, 2, 40, context)
+        tree, path = fixed.attention(q, cache, segments, 0.1), [0, 1, 4, 9, 20]  # binary heap: 20 -> 9 -> 4 -> 1 -> 0
+        position = torch.tensor(path, device="cuda") + context
+        depth = torch.arange(5, device="cuda") + context
+        k, v = cache.k.clone(), cache.v.clone()
+        for slot in range(2):
+            source, target = (cache.page_table[slot].long()[p // 16] * 16 + p % 16 for p in (position, depth))
+            k[target], v[target] = cache.k[source], cache.v[source]
+        equal = True
+        for d, node in enumerate(path):
+            first = torch.arange(2, device="cuda", dtype=torch.int32)
+            plain = Segments(first, first * 0 + 1, first, first * 0 + context + d, segments.causal, segments.mask[[0, 0]])
+            out = fixed.attention(q[[node, 40 + node]], cache._replace(k=k, v=v), plain, 0.1)
+            equal &= torch.equal(out, tree[[node, 40 + node]])
+        return equal
+
+    def same_in_any_batch(weight: torch.Tensor) -> bool:
+        x = torch.randn(400, weight.shape[1], device="cuda").bfloat16()
+        every = fixed.linear(x, weight)
+        return all(torch.equal(fixed.linear(x[a:b], weight), every[a:b]) for a, b in ((7, 8), (3, 19), (0, 64), (100, 356)))
+
+    bench.check("deterministic attention equals committed, bit for bit", same_as_committed)
+    for out_features, in_features in ((4608, 3584), (3584, 18944), (2048, 1536)):
+        weight = torch.randn(out_features, in_features, device="cuda").bfloat16()
+        bench.check(f"deterministic linear {out_features}x{in_features} ignores the batch",
+                    lambda w=weight: same_in_any_batch(w))
+        x = torch.randn(48, in_features, device="cuda").bfloat16()
+        for config in _linear_configs(64, out_features, in_features):
+            bench.check(f"linear {out_features}x{in_features} {tuple(config)}", lambda w=weight, x=x, c=config: error(
+                triton_linear.linear(x, w, None, c, ops._counters), F.linear(x.double(), w.double())))
+
+    x, residual, weight = (torch.randn(*s, device="cuda").bfloat16() for s in ((70, 3584), (70, 3584), (3584,)))
+    bench.check("rms_norm", lambda: error(ops.rms_norm(x, weight, 1e-6), twin.rms_norm(x.double(), weight, 1e-6)))
+    bench.check("add_rms_norm", lambda: [error(a, b) for a, b in zip(
+        ops.add_rms_norm(x, residual, weight, 1e-6), twin.add_rms_norm(x, residual, weight, 1e-6), strict=True)])
+    bench.check("silu_mul", lambda: error(ops.silu_mul(x), twin.silu_mul(x.double())))
+
+    def rope(shape: Shape, norm: bool) -> list[float]:
+        qkv = torch.randn(9, (shape.heads + 2 * shape.kv_heads) * shape.dim, device="cuda").bfloat16()
+        angle, write = torch.rand(9, shape.dim // 2, device="cuda"), torch.randperm(64, device="cuda")[:9]
+        weights = [torch.rand(shape.dim, device="cuda").bfloat16() if norm else None for _ in "qk"]
+        table = torch.zeros(1, 4, dtype=torch.int32, device="cuda")
+        caches = [PagedCache(*(torch.zeros(64, shape.kv_heads, shape.dim, device="cuda").bfloat16() for _ in "kv"), table, 16)
+                  for _ in "ab"]
+        a, b = (family.rope_write(qkv, shape.heads, *weights, 1e-6, angle.cos(), angle.sin(), write, cache)
+                for family, cache in ((ops, caches[0]), (twin, caches[1])))
+        return [error(a, b), error(caches[0].k, caches[1].k), error(caches[0].v, caches[1].v)]
+
+    for name, shape in SHAPES.items():
+        for norm in (False, True):
+            bench.check(f"rope_write {name} norm {norm}", lambda a=(shape, norm): rope(*a))
+
+    for name, params in _sampling(64).items():
+        for dtype in (torch.bfloat16, torch.float32):
+            logits = (3 * torch.randn(64, VOCAB, device="cuda")).to(dtype)
+
+            def sampled(logits: torch.Tensor = logits, params: SamplingTensors = params) -> Cell:
+                (token, logprob), (expected, other) = ops.sample(logits, params), twin.sample(logits, params)
+                return {"tokens that differ": int((token != expected).sum()), "logprob": float((logprob - other).abs().max())}
+
+            bench.check(f"sample {name} {dtype}", sampled)
+    seed, position = torch.randint(-(2**62), 2**62, (32,), device="cuda"), torch.arange(32, device="cuda")
+    ids = torch.randperm(VOCAB, device="cuda")[:32000]
+    bench.check("gumbel is bitwise", lambda: [torch.equal(ops.gumbel(seed, position, i), twin.gumbel(seed, position, i))
+                                              for i in (torch.arange(VOCAB, device="cuda"), ids)])
+
+    def ranked(token_ids: torch.Tensor | None) -> Cell:
+        logits = 2 * torch.randn(32, VOCAB if token_ids is None else len(token_ids), device="cuda").bfloat16()
+        arguments = (logits, seed, position, torch.ones(32, device="cuda"), 0.35, 8, token_ids)
+        a, b = ops.draft_topk(*arguments), draft_topk(*arguments)
+        return {"columns that differ": int((a.columns != b.columns).sum()), "value": error(a.values, b.values),
+                "logsumexp": error(a.logsumexp, b.logsumexp)}
+
+    bench.check("draft_topk", lambda: ranked(None))
+    bench.check("draft_topk, reduced vocabulary", lambda: ranked(ids))
+
+    def moved() -> bool:
+        tensors = [torch.randn(4096, 4, 128, device="cuda").bfloat16() for _ in range(8)] + [torch.arange(4096, device="cuda")]
+        base = torch.arange(32, device="cuda")[:, None] * 100
+        source, target = base + torch.tensor([0, 2, 3, 6, 8, 20, 33], device="cuda"), base + torch.arange(7, device="cuda")
+        expected = [tensor.clone() for tensor in tensors]
+        for tensor in expected:
+            tensor[target.flatten()] = tensor[source.flatten()]
+        ops.move_tokens(movables(tensors), source, target)
+        return all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+
+    bench.check("move_tokens", moved)
+
+    def prefilled() -> float:
+        shape = SHAPES["7B"]
+        _, (cache,), _ = _step(shape, 2, 1, 900)
+        prefill = triton_plan.prefill_chunks(0, [(0, 0, 300), (1, 400, 200)], cache)
+        q = torch.randn(500, shape.heads, shape.dim, device="cuda").bfloat16()
+        chunks = Segments(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 300], [300, 200], [0, 1], [0, 400])),
+                          torch.ones(2, dtype=torch.bool, device="cuda"), torch.zeros(500, 2, dtype=torch.int64, device="cuda"))
+        return error(ops.prefill_attention(q, cache, prefill, 0.1), twin.attention(q.float(), cache, chunks, 0.1))
+
+    bench.check("prefill_attention", prefilled)
+
+
+def section_attention(bench: Bench, name: str) -> None:
+    from paceline.kernels import triton_attention, triton_attention_fixed, triton_plan
+    from paceline.kernels.triton_attention import Launch
+
+    shape = SHAPES[name]
+    variants = {"m16": (16, Launch(4, 4)), "m16s3": (16, Launch(4, 3)), "m16w8": (16, Launch(8, 4)),
+                "m16r128": (16, Launch(4, 4, 128)), "m32": (32, Launch(4, 4)), "m64": (64, Launch(4, 4)),
+                "m64w8": (64, Launch(8, 3))}
+    cases = [(rows, 1, context) for rows in ROWS for context in CONTEXTS]
+    cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8)) for c in (512, 4096)]
+    if bench.warm:
+        cases = [(8, 1, 512), (1, 1, 512), (32, 8, 512)]
+    chunk = triton_plan.fixed_chunk(4096)
+    for requests, rows, context in cases:
+        num_bytes = requests * context * shape.kv_heads * shape.dim * 4
+        q, caches, segments = _step(shape, requests, rows, context, 1 if bench.warm else _copies(num_bytes, 24))
+        scale, size = shape.dim**-0.5, (len(q), shape.heads, shape.kv_heads)
+        splits = triton_plan.default_splits(len(q), shape.kv_heads)
+        cell: Cell = {"kernel": "attention", "shape": name, "requests": requests, "rows each": rows, "context": context,
+                      "bytes": num_bytes}
+
+        def run(label: str, block_m: int, launch: Launch, splits: int, fused: bool = True, cell: Cell = cell, q: Any = q,
+                caches: Any = caches, segments: Any = segments, scale: float = scale, size: Any = size) -> None:
+            plan = triton_plan.make_plan(segments, *size, block_m, splits)
+            cell[label] = bench.time_us(f"attention {label} {name} {size} {cell['context']}", [
+                lambda c=c: triton_attention.attention(q, c, segments, plan, scale, fused, launch) for c in caches])
+
+        for label, (block_m, launch) in variants.items():
+            run(label, block_m, launch, splits)
+        run("m16 two kernels", *variants["m16"], splits, fused=False)
+        for other in (1, 8, 32):
+            run(f"m16 splits {other}", *variants["m16"], other)
+        plan = triton_plan.make_plan(segments, *size, triton_attention_fixed.BLOCK_M, -(-(4096 + 128) // chunk), chunk)
+        cell["fixed"] = bench.time_us(f"attention fixed {name} {size}", [
+            lambda c=c, q=q, s=segments, p=plan, z=scale: triton_attention_fixed.attention(q, c, s, p, z) for c in caches])
+        cell["plan"] = bench.time_us(f"plan {name}", [
+            lambda s=segments, z=size, n=splits: triton_plan.make_plan(s, *z, 16, n)])
+        if rows == 1 and requests * context <= 1 << 17:
+            dense = [tuple(x.view(requests, -1, shape.kv_heads, shape.dim).transpose(1, 2)[:, :, :context] for x in (c.k, c.v))
+                     for c in caches]
+            cell["torch dense"] = bench.time_us("sdpa", [lambda k=k, v=v, q=q: F.scaled_dot_product_attention(
+                q[:, :, None], k, v, enable_gqa=True) for k, v in dense])
+        bench.results.append(cell)
+        del caches
+
+
+def section_small(bench: Bench, name: str) -> None:
+    from paceline.kernels.triton_move import movables
+    from paceline.kernels.triton_ops import TritonOps
+
+    shape, ops, twin = SHAPES[name], TritonOps(), TorchOps()
+    for rows in ROWS:
+        x, residual = (torch.randn(rows, shape.hidden, device="cuda").bfloat16() for _ in "ab")
+        weight = torch.randn(shape.hidden, device="cuda").bfloat16()
+        gate_up = torch.randn(rows, 2 * shape.intermediate, device="cuda").bfloat16()
+        qkv = torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, device="cuda").bfloat16()
+        angle, write = torch.rand(rows, shape.dim // 2, device="cuda"), torch.arange(rows, device="cuda")
+        cache = PagedCache(*(torch.zeros(512, shape.kv_heads, shape.dim, device="cuda").bfloat16() for _ in "kv"), write, 16)
+        calls: dict[str, tuple[Any, ...]] = {
+            "rms_norm": (x, weight, 1e-6), "add_rms_norm": (x, residual, weight, 1e-6), "silu_mul": (gate_up,),
+            "rope_write": (qkv, shape.heads, None, None, 1e-6, angle.cos(), angle.sin(), write, cache)}
+        for kernel, arguments in calls.items():
+            ours, theirs = (bench.time_us(f"{family.name} {kernel} {name} {rows}", [
+                lambda f=family, k=kernel, a=arguments: getattr(f, k)(*a)]) for family in (ops, twin))
+            bench.results.append({"kernel": kernel, "shape": name, "rows": rows, "triton": ours, "torch": theirs})
+    tensors = [torch.zeros(1 << 14, shape.kv_heads, shape.dim, device="cuda").bfloat16() for _ in range(56)]
+    where = movables(tensors)
+    for requests in (1, 32, 256):
+        base = torch.arange(requests, device="cuda")[:, None] * 64
+        source, target = base + torch.arange(8, device="cuda") * 3, base + torch.arange(8, device="cuda")
+        bench.results.append({"kernel": "move_tokens", "shape": name, "rows": requests,
+                              "triton": bench.time_us("move", [lambda s=source, t=target: ops.move_tokens(where, s, t)])})
+
+
+def _sampling(rows: int) -> dict[str, SamplingTensors]:
+    one = torch.ones(rows, device="cuda")
+    plain = SamplingTensors(torch.randint(-(2**62), 2**62, (rows,), device="cuda"), torch.arange(rows, device="cuda"), one,
+                            torch.zeros(rows, dtype=torch.int32, device="cuda"), one, 0 * one)
+    return {"plain": plain, "greedy": plain._replace(temperature=0 * one), "warm": plain._replace(temperature=0.7 * one),
+            "top-k": plain._replace(top_k=plain.top_k + 50), "top-p": plain._replace(top_p=0.9 * one),
+            "all": plain._replace(top_k=plain.top_k + 200, top_p=0.95 * one, min_p=0.02 * one, temperature=0.8 * one)}
+
+
+def section_sample(bench: Bench, _: str) -> None:
+    from paceline.kernels import triton_sample
+    from paceline.kernels.triton_ops import TritonOps
+
+    ops, ids = TritonOps(), torch.randperm(VOCAB, device="cuda")[:32000].sort().values
+    for rows in ROWS:
+        for dtype in (torch.bfloat16, torch.float32):
+            logits = [(3 * torch.randn(rows, VOCAB, device="cuda")).to(dtype) for _ in range(2)]
+            cell: Cell = {"kernel": "sample", "rows": rows, "dtype": str(dtype)}
+            for name, params in _sampling(rows).items():
+                cell[name] = bench.time_us(f"sample {name} {rows}", [lambda x=x, p=params: ops.sample(x, p) for x in logits])
+            params = _sampling(rows)["plain"]
+            cell["told plain"] = bench.time_us("sample told plain", [
+                lambda x=x, p=params: triton_sample.sample(x, p, filtered=False) for x in logits])
+            for k in (1, 4, 8):
+                cell[f"draft k={k}"] = bench.time_us(f"draft_topk {rows} {k}", [lambda x=x, p=params, k=k: ops.draft_topk(
+                    x, p.seed, p.position, p.temperature, 0.35, k) for x in logits])
+            few = logits[0][:, :32000].contiguous()
+            cell["draft k=8 of 32000"] = bench.time_us("draft_topk reduced", [lambda x=few, p=params: ops.draft_topk(
+                x, p.seed, p.position, p.temperature, 0.35, 8, ids)])
+            bench.results.append(cell)
+
+
+def _linear_configs(rows: int, out_features: int, in_features: int) -> list[Any]:
+    from paceline.kernels.triton_linear import PROCESSORS, Config
+
+    block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    found = []
+    for block_n, block_k, warps, stages, swap, tma in (
+            (16, 256, 4, 5, False, False), (32, 256, 4, 4, False, False), (64, 128, 4, 5, False, False),
+            (64, 128, 4, 5, True, False), (64, 128, 4, 5, True, True), (128, 64, 4, 6, True, True), (64, 256, 4, 3, True, True),
+            (32, 256, 4, 4, False, True), (128, 128, 8, 4, True, True)):
+        if (block_n + block_m) * block_k * 2 * stages > 220_000:
+            stages = max(2, 220_000 // ((block_n + block_m) * block_k * 2))
+        tiles, steps = -(-out_features // block_n), -(-in_features // block_k)
+        wanted = {1} if tiles >= 2 * PROCESSORS else {max(1, min(PROCESSORS // tiles, steps)),
+                                                       max(1, min(-(-2 * PROCESSORS // tiles), steps))}
+        found += [Config(block_m, block_n, block_k, split, warps, stages, swap, tma) for split in sorted(wanted)]
+    return found
+
+
+def section_linear(bench: Bench, name: str) -> None:
+    from paceline.kernels import triton_linear
+
+    shape = SHAPES[name]
+    counters = torch.zeros(triton_linear.MAX_TILES, dtype=torch.int32, device="cuda")
+    products = {"qkv": ((shape.heads + 2 * shape.kv_heads) * shape.dim, shape.hidden),
+                "o": (shape.hidden, shape.heads * shape.dim), "gate_up": (2 * shape.intermediate, shape.hidden),
+                "down": (shape.hidden, shape.intermediate), "head": (VOCAB, shape.hidden)}
+    for product, (out_features, in_features) in products.items():
+        num_bytes = out_features * in_features * 2
+        count = 1 if bench.warm else _copies(num_bytes, 48)
+        weights = [torch.randn(out_features, in_features, device="cuda").bfloat16() for _ in range(count)]
+        for rows in ROWS:
+            x = torch.randn(rows, in_features, device="cuda").bfloat16()
+            cell: Cell = {"kernel": "linear", "shape": name, "product": product, "rows": rows, "N": out_features,
+                          "K": in_features, "bytes": num_bytes, "ours": {}}
+            cell["cublas"] = bench.time_us("cublas", [lambda w=w, x=x: F.linear(x, w) for w in weights])
+            for config in _linear_configs(rows, out_features, in_features) if rows <= 64 else []:
+                cell["ours"][str(tuple(config))] = bench.time_us(f"linear {tuple(config)}", [
+                    lambda w=w, x=x, c=config: triton_linear.linear(x, w, None, c, counters) for w in weights])
+            cell["fixed"] = bench.time_us("fixed", [
+                lambda w=w, x=x: triton_linear.fixed_linear(x, w, None, counters) for w in weights])
+            bench.results.append(cell)
+
+
+SECTIONS: dict[str, tuple[Callable[[Bench, str], None], str]] = {
+    "check": (section_check, ""), "sample": (section_sample, ""),
+    **{f"attention-{name}": (section_attention, name) for name in ("7B", "1.5B", "0.5B")},
+    **{f"linear-{name}": (section_linear, name) for name in ("7B", "1.5B", "0.5B")},
+    **{f"small-{name}": (section_small, name) for name in ("7B", "0.5B")}}
+
+
+# -- tables
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def report(section: str, results: list[Cell], errors: dict[str, str]) -> None:
+    """A few lines a section; everything measured is in the JSON."""
+    kind, lines = section.split("-")[0], {}  # type: ignore[var-annotated]
+    if kind == "check":
+        bad = [f"  {r['check']}: {r['value']}" for r in results if _worst(r["value"]) > 0.02]
+        lines[f"{len(results) - len(bad)} of {len(results)} within 2 % of the largest value, or equal where asked"] = bad[:30]
+    for cell in results if kind != "check" else []:
+        if kind == "linear":
+            best, config = min(((t, c) for c, t in cell["ours"].items() if t), default=(None, ""))
+            rate = "" if best is None else f" {cell['bytes'] / best / 1e6:.2f} TB/s {config.replace(' ', '')}"
+            times = "/".join(_us(t) for t in (cell["cublas"], best, cell["fixed"]))
+            text = f"{cell['rows']}: {times}{rate if cell['rows'] in (1, 64) else ''}"
+            lines.setdefault(f"{cell['product']}, rows: us cublas/ours/fixed", []).append(text)
+        elif kind == "attention":
+            best, label = min((v, k) for k, v in cell.items() if k.startswith("m") and v) if cell.get("m16") else (None, "")
+            rate = "" if best is None else f" {cell['bytes'] / best / 1e6:.2f} TB/s"
+            text = f"{cell['context']}: {_us(cell['m16'])}/{_us(best)} {label}{rate}, fixed {_us(cell['fixed'])}"
+            dense = f", torch {_us(cell['torch dense'])}" if "torch dense" in cell else ""
+            lines.setdefault(f"{cell['requests']}x{cell['rows each']}, context: us m16/best", []).append(text + dense)
+        elif kind == "small":
+            lines.setdefault(f"{cell['kernel']}, rows: us", []).append(
+                f"{cell['rows']}: {_us(cell['triton'])}" + (f"/torch {_us(cell['torch'])}" if "torch" in cell else ""))
+        elif cell["dtype"] == "torch.bfloat16":
+            times = (f"{k} {_us(v)}" for k, v in cell.items() if k not in ("kernel", "rows", "dtype"))
+            lines[f"{cell['rows']} rows, us"] = list(times)
+    print(f"\n== {section}")
+    for title, parts in lines.items():
+        print(f"{title}  " + ("\n" if kind == "check" else "  ").join(parts))
+    for name, error in list(errors.items())[:10]:
+        print(f"  FAILED {name}: {error}")
+
+
+def _worst(value: Any) -> float:
+    if isinstance(value, bool):
+        return 0.0 if value else 1.0
+    if isinstance(value, dict):
+        return max(_worst(v) for v in value.values())
+    if isinstance(value, list):
+        return max(_worst(v) for v in value)
+    return float("inf") if value != value else float(value)
+
+
+# -- processes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--budget", type=float, default=230.0, help="seconds for everything")
+    parser.add_argument("--child", choices=["warm", "time"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.sections.split(",")
+    if args.child:
+        bench = Bench(args.child == "warm")
+        run, argument = SECTIONS[names[0]]
+        with torch.inference_mode():
+            run(bench, argument)
+        args.out.write_text(json.dumps({"results": bench.results, "errors": bench.errors}))
+        return
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        warm = [_child(name, "warm", Path(folder)) for name in names]
+        for process in warm:
+            _finish(process, max(5.0, args.budget * 0.6 - (time.monotonic() - began)))
+        print(f"compiled in {time.monotonic() - began:.0f} s")
+        found = {}
+        for name in names:
+            left = args.budget - (time.monotonic() - began)
+            problem = _finish(_child(name, "time", Path(folder)), left) if left > 8 else "no time left"
+            path = Path(folder) / f"{name}-time.json"
+            found[name] = json.loads(path.read_text()) if path.exists() else {"results": [], "errors": {"section": problem}}
+            report(name, **found[name])
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    if args.out:
+        args.out.write_text(json.dumps({"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+                                        "versions": versions, "sections": found}, indent=1))
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def _child(name: str, mode: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--child", mode, "--sections", name, "--out", str(folder / f"{name}-{mode}.json")]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen[str], timeout: float) -> str:
+    try:
+        _, errors = process.communicate(timeout=timeout)
+        return errors[-600:]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"stopped after {timeout:.0f} s"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,881 @@
+"""The CPU kernels as numba compiles them; `cpu_ops` says what each computes and calls them.
+
+All jitted code lives in this one file, and compiled kernels are kept on disk under a hash of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import cache as memoise
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from paceline.kernels import noise
+from paceline.kernels.noise import LN2_HIGH, LN2_LOW, LOG_P, PHILOX_M, PHILOX_W, SQRT_HALF_BITS, W_MAX, W_NEAR, W_SCALE
+
+
+class Kernel(NamedTuple):
+    address: int
+    call: Callable[[int], None]
+    owner: Any  # keeps the compiled code alive
+
+
+_SOURCE = hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, noise.__file__))).hexdigest()[:12]
+
+
+@memoise
+def compiled(name: str, dtype: torch.dtype) -> Kernel:
+    """Compiled on first use (or read from numba's cache on disk)."""
+    entry = _ENTRIES[name, dtype]
+    # The cache knows a function by this name and its line. With the source's hash in it, neither another kernel's code nor
+    # that of a file edited under a running process is ever loaded.
+    entry.__qualname__ = f"{name}_{dtype}_{_SOURCE}".replace("torch.", "")
+    function = cfunc("void(voidptr)", cache=True)(entry)
+    return Kernel(function.address, function.ctypes, function)
+
+
+# -- what numba lacks: pointers, an atomic counter, bit casts, bfloat16
+
+# Regrouping and fusing may change the last bit, but infinities and NaN keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+# Every helper is inlined by LLVM. Otherwise a fresh process may call a separately optimised copy where one that reads the
+# cache on disk does not, and sums differ in the last bit. (numba's own inline="always" would impose the caller's flags.)
+# The numpy error model has no test for division by zero, which would stop vectorising.
+_INLINE: dict[str, Any] = {"forceinline": True, "error_model": "numpy"}
+_inlined: Any = partial(njit, **_INLINE)
+_fast: Any = partial(njit, fastmath=_FAST, **_INLINE)
+
+# NOTE: numba lets indices count from the end; LLVM vectorises a loop only where it can see that none is negative. So inner
+# loops index by plain loop variables into arrays of the right shape, never by sums or products.
+
+
+@intrinsic
+def _pointer(typingctx, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def _next_item(typingctx, block):  # type: ignore[no-untyped-def]
+    """Fetch and increment the counter at the start of the block."""
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        counter = builder.bitcast(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.voidptr), codegen
+
+
+def _bitcast(source: Any, target: Any) -> Any:
+    @intrinsic
+    def cast(typingctx, x):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), codegen
+
+    return cast
+
+
+_bits32 = _bitcast(types.float32, types.int32)
+_float32 = _bitcast(types.int32, types.float32)
+_bits64 = _bitcast(types.float64, types.int64)
+_float64 = _bitcast(types.int64, types.float64)
+
+
+def _up(x: Any) -> Any:
+    """Stored element -> number to compute with."""
+
+
+def _down(x: Any, store: Any) -> Any:
+    """Number -> stored element of that type; bfloat16 (uint16) rounds to nearest even."""
+
+
+def _exp(x: Any) -> Any:
+    """exp for x <= 88; own polynomial in float32, so that loops over it become vector code."""
+
+
+def _ordered(x: Any) -> Any:
+    """Integer that sorts as the float does; NaN of either sign lies beyond the infinities."""
+
+
+def _from_ordered(x: Any) -> Any:
+    """The float whose `_ordered` this is: the map is its own inverse on the bits."""
+
+
+@overload(_up, jit_options=_INLINE)
+def _up_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.uint16:
+        return lambda x: _float32(np.int32(np.uint32(x) << np.uint32(16)))
+    return lambda x: x
+
+
+@overload(_down, jit_options=_INLINE)
+def _down_impl(x, store):  # type: ignore[no-untyped-def]
+    if store.dtype != types.uint16:
+        return lambda x, store: x
+
+    def rounded(x, store):  # type: ignore[no-untyped-def]
+        bits = np.uint32(_bits32(x))
+        nearest = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+        return nearest if x == x else np.uint16(0x7FC0)
+
+    return rounded
+
+
+_LOG2E, _ROUND = np.float32(1.44269504), np.float32(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in low bits
+_ROUND_BITS = np.int32(0x4B400000)
+_EXP_LN2_HIGH, _EXP_LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_E0, _E1, _E2, _E3, _E4, _E5 = (np.float32(c) for c in (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
+_EXP_MIN, _ONE = np.float32(-87.0), np.float32(1.0)
+
+
+@_inlined(fastmath={"contract"})
+def _exp32(x):  # type: ignore[no-untyped-def]
+    """Cephes expf. 2^n is built in the exponent bits; below e^-87 it is 0."""
+    c = x if x > _EXP_MIN else _EXP_MIN
+    t = c * _LOG2E + _ROUND
+    n = t - _ROUND
+    r = (c - n * _EXP_LN2_HIGH) - n * _EXP_LN2_LOW
+    p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
+    y = p * (r * r) + r + _ONE
+    y = y * _float32(np.int32((_bits32(t) - _ROUND_BITS + np.int32(127)) << np.int32(23)))
+    return y if x > _EXP_MIN else np.float32(0.0)
+
+
+@overload(_exp, jit_options=_INLINE)
+def _exp_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        return lambda x: _exp32(x)
+    return lambda x: math.exp(x)
+
+
+@_inlined
+def _flip32(bits):  # type: ignore[no-untyped-def]
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_inlined
+def _flip64(bits):  # type: ignore[no-untyped-def]
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@overload(_ordered, jit_options=_INLINE)
+def _ordered_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        return lambda x: _flip32(_bits32(x))
+    return lambda x: _flip64(_bits64(x))
+
+
+@overload(_from_ordered, jit_options=_INLINE)
+def _from_ordered_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.int32:
+        return lambda x: _float32(_flip32(x))
+    return lambda x: _float64(_flip64(x))
+
+
+@_inlined
+def _real(word):  # type: ignore[no-untyped-def]
+    return _float64(word)
+
+
+@_inlined
+def _largest(x, n):  # type: ignore[no-untyped-def]
+    """Through integers, which vectorise without promising LLVM that there is no NaN."""
+    best = _ordered(x[0])
+    for i in range(1, n):
+        best = max(best, _ordered(x[i]))
+    return _from_ordered(best)
+
+
+# -- 512-bit vectors, where loops of 64 elements are too short for LLVM's own vectoriser (it checks overlap at run time)
+
+
+def _vector_type(scalar: Any) -> Any:
+    return ir.VectorType(ir.FloatType(), 16) if scalar == types.float32 else ir.VectorType(ir.DoubleType(), 8)
+
+
+def _vector_at(builder: Any, address: Any, index: Any, vector: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, vector.as_pointer()), [index])
+
+
+def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+
+def _lanes(acc: Any) -> int:
+    """Elements of a vector of this type."""
+    return 0
+
+
+def _lanes_of(array: Any) -> int:
+    return 0
+
+
+@overload(_lanes, jit_options=_INLINE)
+def _lanes_impl(acc):  # type: ignore[no-untyped-def]
+    lanes = 512 // acc.dtype.bitwidth
+    return lambda acc: lanes
+
+
+@overload(_lanes_of, jit_options=_INLINE)
+def _lanes_of_impl(array):  # type: ignore[no-untyped-def]
+    lanes = 512 // array.dtype.bitwidth
+    return lambda array: lanes
+
+
+@intrinsic
+def _vector_load(typingctx, source, target, count, store, acc):  # type: ignore[no-untyped-def]
+    """Copy `count` vectors from one address to another, widening bfloat16."""
+    vector, wide = _vector_type(acc.dtype), store.dtype == types.uint16
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        with cgutils.for_range(builder, args[2]) as loop:
+            if wide:
+                halves, words = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(32), 16)
+                x = builder.load(_vector_at(builder, args[0], loop.index, halves), align=2)
+                x = builder.shl(builder.zext(x, words), ir.Constant(words, [16] * 16))
+                x = builder.bitcast(x, vector)
+            else:
+                x = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
+            builder.store(x, _vector_at(builder, args[1], loop.index, vector), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, store, acc), codegen
+
+
+@intrinsic
+def _vector_dot(typingctx, x, y, count, like):  # type: ignore[no-untyped-def]
+    """Dot product of `count` vectors at two addresses; element type as in the array `like`."""
+    vector = _vector_type(like.dtype)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        total = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * vector.count))
+        builder.store(ir.Constant(vector, [0.0] * vector.count), total)
+        with cgutils.for_range(builder, args[2]) as loop:
+            u = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
+            v = builder.load(_vector_at(builder, args[1], loop.index, vector), align=4)
+            builder.store(_multiply_add(builder, u, v, builder.load(total)), total)
+        name = f"llvm.vector.reduce.fadd.v{vector.count}f{like.dtype.bitwidth}"
+        kind = ir.FunctionType(vector.element, [vector.element, vector])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(reduce, [ir.Constant(vector.element, 0.0), builder.load(total)], fastmath=("reassoc", "nsz"))
+
+    return like.dtype(types.int64, types.int64, types.int64, like), codegen
+
+
+@intrinsic
+def _vector_add4(typingctx, out, rows, width, count, p0, p1, p2, p3):  # type: ignore[no-untyped-def]
+    """out += p0 * row 0 + ... + p3 * row 3: four rows of `width` elements at address `rows`, `count` vectors of each."""
+    vector = _vector_type(p0)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        bytes_ = builder.mul(args[2], ir.Constant(ir.IntType(64), p0.bitwidth // 8))
+        weights = []
+        for p in args[4:]:
+            single = builder.insert_element(ir.Constant(vector, ir.Undefined), p, ir.Constant(ir.IntType(32), 0))
+            zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+            weights.append(builder.shuffle_vector(single, single, zeros))
+        with cgutils.for_range(builder, args[3]) as loop:
+            target = _vector_at(builder, args[0], loop.index, vector)
+            total, row = builder.load(target, align=4), args[1]
+            for weight in weights:
+                x = builder.load(_vector_at(builder, row, loop.index, vector), align=4)
+                total = _multiply_add(builder, weight, x, total)
+                row = builder.add(row, bytes_)
+            builder.store(total, target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, p0, p0, p0, p0), codegen
+
+
+# -- elementwise kernels. store: element type in memory (uint16 for bfloat16); acc: type computed with
+
+
+@_fast
+def _rms_norm(block, store, acc):  # type: ignore[no-untyped-def]
+    a = carray(block, 9, np.int64)
+    num_rows, width, eps = a[6], a[7], acc(_real(a[8]))
+    x, weight = carray(_pointer(a[1]), (num_rows, width), store), carray(_pointer(a[3]), width, store)
+    out = carray(_pointer(a[4]), (num_rows, width), store)
+    add = a[2] != 0
+    residual = carray(_pointer(a[2] if add else a[1]), (num_rows, width), store)
+    total = carray(_pointer(a[5] if add else a[4]), (num_rows, width), store)
+    while True:
+        row = _next_item(block)
+        if row >= num_rows:
+            return
+        source = x
+        if add:
+            for i in range(width):
+                total[row, i] = _down(_up(x[row, i]) + _up(residual[row, i]), store)
+            source = total
+        squares = acc(0)
+        for i in range(width):
+            value = _up(source[row, i])
+            squares += value * value
+        factor = acc(1) / acc(math.sqrt(squares / acc(width) + eps))
+        for i in range(width):
+            out[row, i] = _down(_up(source[row, i]) * factor * _up(weight[i]), store)
+
+
+@_fast
+def _silu_mul(block, store, acc):  # type: ignore[no-untyped-def]
+    a = carray(block, 5, np.int64)
+    num_rows, width = a[3], a[4]
+    x, out = carray(_pointer(a[1]), (num_rows, 2, width), store), carray(_pointer(a[2]), (num_rows, width), store)
+    while True:
+        row = _next_item(block)
+        if row >= num_rows:
+            return
+        for i in range(width):
+            gate = _up(x[row, 0, i])
+            # exp of minus the magnitude cannot overflow: silu(g) = g / (1 + e^-|g|) * (1 if g > 0 else e^-|g|)
+            e = _exp(-abs(gate))
+            top = gate if gate > acc(0) else gate * e
+            out[row, i] = _down(top / (acc(1) + e) * _up(x[row, 1, i]), store)
+
+
+@_fast
+def _rotate(source, weight, has_weight, eps, cos, sin, target, store, acc):  # type: ignore[no-untyped-def]
+    """One head [2, D/2]: normalise if it has a weight, rotate pairs (i, i + D/2), store."""
+    half, factor = len(cos), acc(1)
+    if has_weight:
+        squares = acc(0)
+        for i in range(half):
+            first, second = _up(source[0, i]), _up(source[1, i])
+            squares += first * first + second * second
+        factor = acc(1) / acc(math.sqrt(squares / acc(2 * half) + eps))
+    for i in range(half):
+        first, second = _up(source[0, i]), _up(source[1, i])
+        if has_weight:
+            first, second = first * factor * _up(weight[0, i]), second * factor * _up(weight[1, i])
+        target[0, i] = _down(first * cos[i] - second * sin[i], store)
+        target[1, i] = _down(second * cos[i] + first * sin[i], store)
+
+
+@_inlined
+def _rope_write(block, store, acc):  # type: ignore[no-untyped-def]
+    a = carray(block, 15, np.int64)
+    num_rows, num_heads, num_kv_heads, half, eps = a[10], a[11], a[12], a[13] // 2, acc(_real(a[14]))
+    qkv = carray(_pointer(a[1]), (num_rows, num_heads + 2 * num_kv_heads, 2, half), store)
+    q = carray(_pointer(a[2]), (num_rows, num_heads, 2, half), store)
+    write = carray(_pointer(a[5]), num_rows, np.int64)
+    cos, sin = carray(_pointer(a[6]), (num_rows, half), acc), carray(_pointer(a[7]), (num_rows, half), acc)
+    q_norm, k_norm = carray(_pointer(a[8]), (2, half), store), carray(_pointer(a[9]), (2, half), store)
+    size = num_kv_heads * 2 * half * _size(store)  # bytes of one cache entry
+    while True:
+        row = _next_item(block)
+        if row >= num_rows:
+            return
+        k = carray(_pointer(a[3] + write[row] * size), (num_kv_heads, 2, half), store)
+        v = carray(_pointer(a[4] + write[row] * size), (num_kv_heads, 2, half), store)
+        for h in range(num_heads + num_kv_heads):
+            is_q = h < num_heads
+            _rotate(qkv[row, h], q_norm if is_q else k_norm, (a[8] if is_q else a[9]) != 0, eps, cos[row], sin[row],
+                    q[row, h] if is_q else k[h - num_heads], store, acc)
+        for h in range(num_kv_heads):
+            source, target = qkv[row, num_heads + num_kv_heads + h], v[h]
+            for i in range(half):
+                target[0, i], target[1, i] = source[0, i], source[1, i]
+
+
+# -- attention
+
+_BLOCK = 64  # keys at a time; blocks start at multiples of it, so a row's result does not depend on its neighbours
+_TILE = 24  # query vectors that share a block of keys: a row has num_heads / num_kv_heads of them
+
+
+@_inlined
+def _attention(block, store, acc):  # type: ignore[no-untyped-def]
+    """Work item: (segment, key/value head, tile of rows). Keys and values are read where they lie, a block at a time,
+    for all query vectors of the tile; softmax runs online."""
+    a = carray(block, 20, np.int64)
+    num_heads, num_kv_heads, head_dim = a[8], a[9], a[10]
+    scale, long_segment, num_segments = acc(_real(a[11])), a[12], a[13]
+    row_of, length_of = carray(_pointer(a[14]), num_segments, np.int32), carray(_pointer(a[15]), num_segments, np.int32)
+    slot_of = carray(_pointer(a[16]), num_segments, np.int32)
+    context_of = carray(_pointer(a[17]), num_segments, np.int32)
+    causal_of = carray(_pointer(a[18]), num_segments, np.uint8)
+    group = num_heads // num_kv_heads
+    tile_rows = max(1, _TILE // group)
+    n = tile_rows * group
+    q, o, s = np.empty((n, head_dim), acc), np.empty((n, head_dim), acc), np.empty((n, _BLOCK), acc)
+    k, v, state = np.empty((_BLOCK, head_dim), acc), np.empty((_BLOCK, head_dim), acc), np.empty((n, 2), acc)
+    item, claimed = 0, _next_item(block)
+    for i in range(num_segments):
+        length = length_of[i]
+        if length <= 0 or length >= long_segment:
+            continue
+        for tile in range(0, length, tile_rows):
+            for head in range(num_kv_heads):
+                if item == claimed:
+                    _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile,
+                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, state)
+                    claimed = _next_item(block)
+                item += 1
+
+
+@_inlined
+def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, head, group,  # type: ignore[no-untyped-def]
+            q, o, s, k, v, state):
+    """Rows row..row+num_rows (numbers first.. of their segment) against one key/value head. Scratch: q, o [n, D]
+    (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2]."""
+    num_heads, d = a[8], a[10]
+    n = num_rows * group
+    offset = (row * num_heads + head * group) * d * _size(store)
+    stride = num_heads * d * _size(store)
+    mask = carray(_pointer(a[19] + row * 16), (num_rows, 2), np.int64)
+    for r in range(num_rows):
+        source = carray(_pointer(a[1] + offset + r * stride), (group, d), store)
+        for g in range(group):
+            _load(source[g], q[r * group + g], scale)
+    for i in range(n):
+        state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
+        for c in range(d):
+            o[i, c] = acc(0)
+    end = context + (first + num_rows if causal else _span(mask))
+    for start in range(0, end, _BLOCK):
+        size = min(_BLOCK, end - start)
+        _load_block(a, store, acc, slot, head, start, size, k, v)
+        if d == 64:
+            _scores(q, k, s, n, size, 64)
+        elif d == 128:
+            _scores(q, k, s, n, size, 128)
+        else:
+            _scores(q, k, s, n, size, d)
+        if start + size > context:
+            for r in range(num_rows):
+                for j in range(max(0, context - start), size):
+                    other = start + j - context  # number of the key's row within the segment
+                    if (other > first + r) if causal else ((mask[r, other >> 6] >> (other & 63)) & 1) == 0:
+                        for g in range(group):
+                            s[r * group + g, j] = -np.inf
+        for j in range(size, _BLOCK):
+            for i in range(n):
+                s[i, j] = -np.inf
+        for j in range(size, (size + 3) // 4 * 4):  # values are added four at a time
+            for c in range(d):
+                v[j, c] = acc(0)
+        for i in range(n):
+            _softmax_step(s[i], v, o[i], state[i], size, d, acc)
+    for r in range(num_rows):
+        target = carray(_pointer(a[2] + offset + r * stride), (group, d), store)
+        for g in range(group):
+            _store(o[r * group + g], target[g], acc(1) / state[r * group + g, 1], store)
+
+
+@_inlined
+def _span(mask):  # type: ignore[no-untyped-def]
+    """How far behind the context these rows look: their highest bit + 1."""
+    low, high = np.uint64(0), np.uint64(0)
+    for r in range(mask.shape[0]):
+        low |= np.uint64(mask[r, 0])
+        high |= np.uint64(mask[r, 1])
+    word, length = (high, 64) if high else (low, 0)
+    while word:
+        word >>= np.uint64(1)
+        length += 1
+    return length
+
+
+def _size(store: Any) -> int:
+    """Bytes of one stored element."""
+    return 0
+
+
+@overload(_size, jit_options=_INLINE)
+def _size_impl(store):  # type: ignore[no-untyped-def]
+    size = store.dtype.bitwidth // 8
+    return lambda store: size
+
+
+@_inlined
+def _load(source, out, factor):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = _up(source[i]) * factor
+
+
+@_inlined
+def _store(source, out, factor, store):  # type: ignore[no-untyped-def]
+    for i in range(len(out)):
+        out[i] = _down(source[i] * factor, store)
+
+
+@_inlined
+def _load_block(a, store, acc, slot, head, start, size, k, v):  # type: ignore[no-untyped-def]
+    """Copy one head's keys and values start..start+size through the page table, as numbers to compute with."""
+    stride, page_size, num_kv_heads, d = a[6], a[7], a[9], a[10]
+    table = carray(_pointer(a[5] + slot * stride * 4), stride, np.int32)
+    vectors = d // _lanes(acc)
+    for j in range(size):
+        page, rest = divmod(start + j, page_size)
+        offset = ((table[page] * page_size + rest) * num_kv_heads + head) * d * _size(store)
+        _vector_load(a[3] + offset, k[j].ctypes.data, vectors, store, acc)
+        _vector_load(a[4] + offset, v[j].ctypes.data, vectors, store, acc)
+        for c in range(vectors * _lanes(acc), d):
+            k[j, c] = _up(carray(_pointer(a[3] + offset), d, store)[c])
+            v[j, c] = _up(carray(_pointer(a[4] + offset), d, store)[c])
+
+
+@_fast
+def _scores(q, k, s, n, size, d):  # type: ignore[no-untyped-def]
+    """s[i, j] = q_i · k_j; called with a constant d, LLVM unrolls the dot product."""
+    lanes, row = _lanes_of(q), q.strides[0]
+    for i in range(n):
+        for j in range(size):
+            dot = _vector_dot(q.ctypes.data + i * row, k.ctypes.data + j * row, d // lanes, q)
+            for c in range(d // lanes * lanes, d):
+                dot += q[i, c] * k[j, c]
+            s[i, j] = dot
+
+
+@_fast
+def _softmax_step(s, v, o, state, size, d, acc):  # type: ignore[no-untyped-def]
+    """Fold a block of scores and values into one query vector's running maximum, sum and output. Always over a whole block,
+    so that the order of the sum does not depend on how many keys there are."""
+    top = max(state[0], _largest(s, _BLOCK))
+    if top == -np.inf:
+        return  # nothing of this block is visible, nor of those before
+    factor = acc(0) if state[0] == -np.inf else _exp(state[0] - top)
+    part = acc(0)
+    for j in range(_BLOCK):
+        p = _exp(s[j] - top)
+        s[j] = p
+        part += p
+    state[0], state[1] = top, state[1] * factor + part
+    for c in range(len(o)):
+        o[c] *= factor
+    vectors = d // _lanes(acc)
+    for j in range(0, size, 4):
+        _vector_add4(o.ctypes.data, v[j].ctypes.data, d, vectors, s[j], s[j + 1], s[j + 2], s[j + 3])
+        for c in range(vectors * _lanes(acc), d):
+            o[c] += (s[j] * v[j, c] + s[j + 1] * v[j + 1, c]) + (s[j + 2] * v[j + 2, c] + s[j + 3] * v[j + 3, c])
+
+
+# -- noise: the definition in noise.py, operation by operation, without any fast-math flag
+
+_M0, _M1 = np.uint64(PHILOX_M[0]), np.uint64(PHILOX_M[1])
+_W0, _W1 = np.uint64(PHILOX_W[0]), np.uint64(PHILOX_W[1])
+_32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+_HALF, _W_SCALE, _W_MAX, _W_NEAR = np.float32(0.5), np.float32(W_SCALE), np.float32(W_MAX), np.float32(W_NEAR)
+_LOG_P = tuple(np.float32(c) for c in LOG_P)
+_P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7, _P8 = _LOG_P
+_LN2_LOW, _LN2_HIGH, _SQRT_HALF = np.float32(LN2_LOW), np.float32(LN2_HIGH), np.int32(SQRT_HALF_BITS)
+
+
+@_inlined
+def _philox(c0, c1, k0, k1):  # type: ignore[no-untyped-def]
+    """Counter (c0, c1, 0, 0), all uint32 -> four uint32. Held in uint64, as the products need: faster vector code."""
+    c0, c1, c2, c3 = np.uint64(c0), np.uint64(c1), np.uint64(0), np.uint64(0)
+    k0, k1 = np.uint64(k0), np.uint64(k1)
+    for _ in range(10):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return np.uint32(c0), np.uint32(c1), np.uint32(c2), np.uint32(c3)
+
+
+@_inlined
+def _split(x):  # type: ignore[no-untyped-def]
+    bits = _bits32(x)
+    k = np.int32(np.int32(bits - _SQRT_HALF) >> np.int32(23))
+    return np.float32(k), _float32(np.int32(bits - np.int32(k << np.int32(23)))) - _ONE
+
+
+@_inlined
+def _log_reduced(k, f):  # type: ignore[no-untyped-def]
+    z = f * f
+    p = _P0 * f + _P1
+    p = p * f + _P2
+    p = p * f + _P3
+    p = p * f + _P4
+    p = p * f + _P5
+    p = p * f + _P6
+    p = p * f + _P7
+    p = p * f + _P8
+    y = p * f
+    y = y * z
+    y = y + k * _LN2_LOW
+    y = y - z * _HALF
+    y = f + y
+    return y + k * _LN2_HIGH
+
+
+@_inlined
+def _gumbel_from_bits(x):  # type: ignore[no-untyped-def]
+    w = (np.float32(x) + _HALF) * _W_SCALE
+    w = w if w < _W_MAX else _W_MAX
+    k, f = _split(_ONE - w)
+    near = w < _W_NEAR
+    e = -_log_reduced(np.float32(0.0) if near else k, -w if near else f)
+    k, f = _split(e)
+    return -_log_reduced(k, f)
+
+
+_NOISE = 256  # tokens whose noise is made at a time
+
+
+@intrinsic
+def _interleave(typingctx, lanes, out):  # type: ignore[no-untyped-def]
+    """out[4 j + i] = lanes[i, j] for lanes [4, _NOISE / 4], both addresses of uint32."""
+    vector, wide = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.IntType(32), 64)
+
+    def indices(numbers):  # type: ignore[no-untyped-def]
+        numbers = list(numbers)
+        return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), numbers)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        vectors = _NOISE // 64  # of each lane
+        for j in range(vectors):
+            x = [builder.load(_vector_at(builder, args[0], ir.Constant(ir.IntType(64), i * vectors + j), vector), align=4)
+                 for i in range(4)]
+            pairs = [builder.shuffle_vector(u, v, indices(range(32))) for u, v in (x[:2], x[2:])]
+            both = builder.shuffle_vector(*pairs, indices(16 * (i % 4) + i // 4 for i in range(64)))
+            builder.store(both, _vector_at(builder, args[1], ir.Constant(ir.IntType(64), j), wide), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@_inlined
+def _philox_block(first, position, k0, k1, scratch, out):  # type: ignore[no-untyped-def]
+    """Words of the _NOISE tokens from 4 * first on, in out [_NOISE] uint32, as scratch. Storing in token order at once would
+    keep LLVM from vectorising the rounds; a constant shape shows it that the four lanes do not overlap."""
+    base = np.uint32(first)
+    lanes = carray(_pointer(scratch.ctypes.data), (4, _NOISE // 4), np.uint32)
+    for j in range(_NOISE // 4):
+        lanes[0, j], lanes[1, j], lanes[2, j], lanes[3, j] = _philox(np.uint32(base + np.uint32(j)), position, k0, k1)
+    _interleave(scratch.ctypes.data, out.ctypes.data)
+
+
+@_inlined
+def _gumbel(block, store, acc):  # type: ignore[no-untyped-def]
+    """Work item: row. Token ids 0..V-1 share Philox calls in fours; other lists take one call each."""
+    a = carray(block, 7, np.int64)
+    num_rows, vocab = a[4], a[5]
+    seeds, positions = carray(_pointer(a[1]), num_rows, np.int64), carray(_pointer(a[2]), num_rows, np.int64)
+    ids, out = carray(_pointer(a[3]), vocab, np.int64), carray(_pointer(a[6]), (num_rows, vocab), np.float32)
+    strays = 0
+    for i in range(vocab):
+        strays += ids[i] != i
+    words, scratch = np.empty(_NOISE, np.uint32), np.empty(_NOISE, np.uint32)
+    while True:
+        row = _next_item(block)
+        if row >= num_rows:
+            return
+        k0, k1 = np.uint32(seeds[row]), np.uint32(seeds[row] >> 32)
+        position = np.uint32(positions[row])
+        for start in range(0, vocab, _NOISE):
+            size = min(_NOISE, vocab - start)
+            if strays == 0:
+                _philox_block(start // 4, position, k0, k1, scratch, words)
+            else:
+                for i in range(size):
+                    token = ids[start + i]
+                    x0, x1, x2, x3 = _philox(np.uint32(token >> 2), position, k0, k1)
+                    low, high = (x1 if token & 1 else x0), (x3 if token & 1 else x2)
+                    words[i] = high if token & 2 else low
+            target = out[row, start : start + size]
+            for i in range(size):
+                target[i] = _gumbel_from_bits(words[i])
+
+
+# -- sampling
+
+
+@_inlined
+def _sample(block, store, acc):  # type: ignore[no-untyped-def]
+    """Work item: row. See `_draw` for how the noise of most tokens is never turned into a Gumbel number."""
+    a = carray(block, 12, np.int64)
+    num_rows, vocab = a[2], a[3]
+    logits = carray(_pointer(a[1]), (num_rows, vocab), store)
+    token, logprob = carray(_pointer(a[4]), num_rows, np.int64), carray(_pointer(a[5]), num_rows, acc)
+    seeds, positions = carray(_pointer(a[6]), num_rows, np.int64), carray(_pointer(a[7]), num_rows, np.int64)
+    temperatures, top_ks = carray(_pointer(a[8]), num_rows, np.float32), carray(_pointer(a[9]), num_rows, np.int32)
+    top_ps, min_ps = carray(_pointer(a[10]), num_rows, np.float32), carray(_pointer(a[11]), num_rows, np.float32)
+    scaled = np.empty(vocab, acc)
+    while True:
+        row = _next_item(block)
+        if row >= num_rows:
+            return
+        greedy = temperatures[row] == 0
+        if not _scale(logits[row], acc(1) if greedy else acc(temperatures[row]), scaled, acc):
+            token[row], logprob[row] = -1, np.nan
+            continue
+        best = _first_largest(scaled)
+        if greedy:
+            token[row], logprob[row] = best, acc(0)
+            continue
+        bound = acc(-np.inf)
+        if 0 < top_ks[row] < vocab or top_ps[row] < 1 or min_ps[row] > 0:
+            bound = _threshold(scaled, scaled[best], np.int64(top_ks[row]), np.float64(top_ps[row]),
+                               np.float64(min_ps[row]), acc)
+        chosen, mass = _draw(scaled, best, bound, seeds[row], np.uint32(positions[row]), acc)
+        token[row] = chosen
+        logprob[row] = scaled[chosen] - (scaled[best] + acc(math.log(mass)))
+
+
+@_inlined
+def _scale(logits, temperature, scaled, acc):  # type: ignore[no-untyped-def]
+    """scaled = logits / temperature; whether its maximum is finite and nothing is NaN. Integers vectorise without
+    fast-math, and NaN of either sign lies outside the infinities."""
+    low, high = _ordered(acc(np.inf)), _ordered(acc(-np.inf))
+    for i in range(len(scaled)):
+        x = _up(logits[i]) / temperature
+        scaled[i] = x
+        key = _ordered(x)
+        low = min(low, key)
+        high = max(high, key)
+    return _ordered(acc(-np.inf)) <= low and _ordered(acc(-np.inf)) < high and high < _ordered(acc(np.inf))
+
+
+@_inlined
+def _first_largest(x):  # type: ignore[no-untyped-def]
+    best = _largest(x, len(x))
+    for i in range(len(x)):
+        if x[i] == best:
+            return i
+    return 0
+
+
+@_inlined
+def _draw(s, best, bound, seed, position, acc):  # type: ignore[no-untyped-def]
+    """(argmax of s + G over s >= bound, sum of exp(s - s[best]) over the same).
+
+    A token beats the best value b so far only if G > b - s, that is E < exp(s - b); and w <= E. So only tokens with
+    w <= exp(s - b) are looked at closer: a handful. exp(s - max) is needed for the sum anyway. A block without any
+    exp(s - b) above the smallest w, 2^-33, is passed over without making its bits."""
+    top, vocab = s[best], len(s)
+    k0, k1 = np.uint32(seed), np.uint32(seed >> 32)
+    words, scratch = np.empty(_NOISE, np.uint32), np.empty(_NOISE, np.uint32)
+    e = np.empty(_NOISE, acc)
+    _philox_block(best // 4, position, k0, k1, scratch, words)
+    value = s[best] + _gumbel_from_bits(words[best % 4])
+    slack = 1e-3 + 4e-7 * abs(top)  # far more than the roundings of s, of s + G and of the logarithms
+    reach = acc(math.exp(np.float64(top - value) + slack))
+    mass = 0.0
+    for start in range(0, vocab, _NOISE):
+        size = min(_NOISE, vocab - start)
+        mass += _exp_block(s[start : start + size], top, bound, e, acc)
+        if _largest(e, size) * reach < acc(2.0**-33):
+            continue
+        _philox_block(start // 4, position, k0, k1, scratch, words)
+        if _count_near(words, e, size, reach) == 0:
+            continue
+        for i in range(size):
+            if np.float32(words[i]) * _W_SCALE <= e[i] * reach and s[start + i] >= bound:
+                noisy = s[start + i] + _gumbel_from_bits(words[i])
+                if noisy > value or (noisy == value and start + i < best):
+                    best, value = start + i, noisy
+                    reach = acc(math.exp(np.float64(top - value) + slack))
+    return best, mass
+
+
+@_fast
+def _exp_block(s, top, bound, e, acc):  # type: ignore[no-untyped-def]
+    total = acc(0)
+    for i in range(len(s)):
+        x = _exp(s[i] - top)
+        x = x if s[i] >= bound else acc(0)
+        e[i] = x
+        total += x
+    return np.float64(total)
+
+
+@_inlined
+def _count_near(words, e, size, reach):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(size):
+        count += np.float32(words[i]) * _W_SCALE <= e[i] * reach
+    return count
+
+
+@_inlined
+def _threshold(s, top, top_k, top_p, min_p, acc):  # type: ignore[no-untyped-def]
+    """What `torch_ops.thresholds` gives for one row, without sorting it all."""
+    vocab = len(s)
+    bound = acc(-np.inf)
+    if 0 < top_k < vocab:
+        # The k-th largest of block maxima is a lower bound of the k-th largest: only what reaches it is sorted.
+        num_blocks = (vocab + _BLOCK - 1) // _BLOCK
+        if top_k <= num_blocks:
+            maxima = np.empty(num_blocks, acc)
+            for i in range(num_blocks):
+                part = s[i * _BLOCK : (i + 1) * _BLOCK]
+                maxima[i] = _largest(part, len(part))
+            bound = np.sort(maxima)[num_blocks - top_k]
+        rest = np.sort(s[s >= bound])
+        bound = rest[len(rest) - top_k]
+    if top_p < 1:
+        bound = _top_p_bound(s, top, top_p, bound, acc)
+    if min_p > 0:
+        bound = max(bound, acc(top + acc(math.log(min_p))))
+    return bound
+
+
+@_inlined
+def _top_p_bound(s, top, top_p, bound, acc):  # type: ignore[no-untyped-def]
+    """Weigh bins an eighth of a nat wide, find the one in which top_p is reached, and sort that one alone."""
+    bins, e, mass = np.zeros(256), np.empty(_NOISE, acc), 0.0
+    for start in range(0, len(s), _NOISE):
+        part = s[start : start + _NOISE]
+        mass += _exp_block(part, top, bound, e, acc)
+        for i in range(len(part)):
+            if e[i] > acc(0):
+                bins[_bin(part[i], top)] += e[i]
+    target, reached, chosen = top_p * mass, 0.0, 0
+    while chosen < 255 and reached + bins[chosen] < target:
+        reached += bins[chosen]
+        chosen += 1
+    members, count = np.empty(len(s), acc), 0
+    for i in range(len(s)):
+        if s[i] >= bound and s[i] > -np.inf and _bin(s[i], top) == chosen:
+            members[count] = s[i]
+            count += 1
+    members = np.sort(members[:count])
+    for i in range(count - 1, -1, -1):
+        bound = members[i]
+        reached += math.exp(np.float64(members[i]) - np.float64(top))
+        if reached >= target:
+            break
+    return bound
+
+
+@_inlined
+def _bin(x, top):  # type: ignore[no-untyped-def]
+    return min(np.int64(min((np.float64(top) - np.float64(x)) * 8.0, 255.0)), 255)
+
+
+# One entry per kernel and element type.
+_ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
+    ("rms_norm", torch.float32): lambda block: _rms_norm(block, np.float32, np.float32),
+    ("rms_norm", torch.float64): lambda block: _rms_norm(block, np.float64, np.float64),
+    ("rms_norm", torch.bfloat16): lambda block: _rms_norm(block, np.uint16, np.float32),
+    ("silu_mul", torch.float32): lambda block: _silu_mul(block, np.float32, np.float32),
+    ("silu_mul", torch.float64): lambda block: _silu_mul(block, np.float64, np.float64),
+    ("silu_mul", torch.bfloat16): lambda block: _silu_mul(block, np.uint16, np.float32),
+    ("rope_write", torch.float32): lambda block: _rope_write(block, np.float32, np.float32),
+    ("rope_write", torch.float64): lambda block: _rope_write(block, np.float64, np.float64),
+    ("rope_write", torch.bfloat16): lambda block: _rope_write(block, np.uint16, np.float32),
+    ("attention", torch.float32): lambda block: _attention(block, np.float32, np.float32),
+    ("attention", torch.float64): lambda block: _attention(block, np.float64, np.float64),
+    ("attention", torch.bfloat16): lambda block: _attention(block, np.uint16, np.float32),
+    ("sample", torch.float32): lambda block: _sample(block, np.float32, np.float32),
+    ("sample", torch.float64): lambda block: _sample(block, np.float64, np.float64),
+    ("sample", torch.bfloat16): lambda block: _sample(block, np.uint16, np.float32),
+    ("gumbel", torch.float32): lambda block: _gumbel(block, np.float32, np.float32),
+}

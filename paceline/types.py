@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 DrafterName = Literal["none", "suffix", "eagle", "both"]
@@ -71,6 +71,8 @@ class Strategy:
     """Children considered per node."""
     budget: int = 0
     """Drafted nodes verified per request, at most."""
+    min_survival: float = 0.0
+    """Nodes that the drafter thinks less likely to be accepted than this are not verified."""
 
     OFF: ClassVar[Strategy]
 
@@ -149,15 +151,6 @@ class FeatureRecord:
     prompt_length: int = 0
 
 
-class DrafterStats(NamedTuple):
-    """Running counts of one drafter since the engine started."""
-
-    drafted: int = 0
-    accepted: int = 0
-    requests: int = 0
-    """Request-steps in which it drafted at least one node."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepView:
     """What a selector sees before a step. Plain numbers, so that the same decision falls on every rank."""
@@ -165,10 +158,12 @@ class StepView:
     step: int
     num_running: int
     num_prefill_rows: int
-    recent_accept: dict[str, float]
-    """Drafter → accepted nodes per drafting request-step, a moving average over recent steps (absent: not tried)."""
-    recent_offer: dict[str, float]
-    """Drafter → drafted nodes per running request, likewise."""
+    hit_rate: dict[str, float]
+    """Drafter → share of its verified nodes that were accepted, a moving average over recent steps (absent: not tried)."""
+    step_ms: float | None
+    """Milliseconds of a decoding step beside those of its rows (None: not known yet) …"""
+    row_ms: float | None
+    """… and of one row more: a line fitted through recent steps."""
     available: tuple[DrafterName, ...]
     """Drafters that are loaded."""
     free_pages: int

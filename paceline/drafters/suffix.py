@@ -135,8 +135,9 @@ class SuffixDrafter:
 
     def draft(self, request_ids: Sequence[int], depth: int, width: int, budgets: NDArray[np.integer],
               seeds: NDArray[np.integer], positions: NDArray[np.integer], temperatures: NDArray[np.floating],
-              tau: float) -> SuffixDrafts:
-        """Best-first trees of at most `budgets[b]` nodes; depth-1 nodes guess the token at `positions[b]`."""
+              tau: float, min_survival: float = 0.0) -> SuffixDrafts:
+        """Best-first trees of at most `budgets[b]` nodes; depth-1 nodes guess the token at `positions[b]`. Nodes less likely to
+        be accepted than `min_survival` (or the drafter's own) are left out."""
         num_rows, num_nodes = len(request_ids), int(np.max(budgets, initial=0))
         asks_of: dict[_Prompt, list[tuple[int, int, int]]] = {}
         for row, request_id in enumerate(request_ids):
@@ -154,7 +155,8 @@ class SuffixDrafter:
         first = 0
         for entry, own in asks_of.items():
             _draft(entry.automaton.states, entry.automaton.edges, asks[first:first + len(own)], depth, width,
-                   float(tau), self.min_match, self.min_survival, self._learned, self._watched, nodes, survival, count)
+                   float(tau), self.min_match, max(min_survival, self.min_survival), self._learned, self._watched,
+                   nodes, survival, count)
             first += len(own)
         return SuffixDrafts(nodes[_TOKENS].astype(np.int64), nodes[_PARENTS], nodes[_DEPTHS], survival, count)
 

@@ -109,7 +109,8 @@ class Drafting:
             np.array([item.num_nodes for item in items], np.int32),
             np.array([request.params.seed & (2**64 - 1) for request in requests], np.uint64).view(np.int64),
             np.array([len(request.tokens) for request in requests], np.int64),
-            np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau)
+            np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau,
+            strategy.min_survival)
         arrays = (found.tokens, found.parents, found.depths, found.survival, found.num_nodes)
         tokens, parents, depths, survival, count = (torch.from_numpy(a).to(self._state.device) for a in arrays)
         return Drafts(tokens.long(), parents.long(), depths.long(), survival, count.long())

@@ -88,7 +88,7 @@ class Engine:
             num_rows=len(drafted.tree.tokens) + plan.num_prefill_rows, num_prefill_rows=plan.num_prefill_rows,
             drafted=sum(drafted.counts), accepted=accepted, tokens=tokens, finished=finished,
             ms=(time.perf_counter() - began) * 1e3)
-        self._counters.record(result, sum(n > 0 for n in drafted.counts))
+        self._counters.record(result)
         return result
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,

@@ -7,7 +7,35 @@ from dataclasses import dataclass, field
 
 from paceline.types import DrafterName, StepResult, StepView
 
-_DECAY = 0.9
+_MEMORY = 0.97
+"""How much of its weight a step keeps with each one that follows."""
+
+
+@dataclass(slots=True)
+class StepCost:
+    """ms = step_ms + row_ms * rows, fitted to recent decoding steps by least squares with fading weights."""
+
+    weight: float = 0.0
+    rows: float = 0.0
+    ms: float = 0.0
+    rows_rows: float = 0.0
+    rows_ms: float = 0.0
+
+    def record(self, rows: int, ms: float) -> None:
+        for name, value in (("weight", 1.0), ("rows", rows), ("ms", ms), ("rows_rows", rows * rows), ("rows_ms", rows * ms)):
+            setattr(self, name, _MEMORY * getattr(self, name) + value)
+
+    def line(self) -> tuple[float, float] | None:
+        """(step_ms, row_ms), neither negative; None while the steps seen are too alike to tell the two apart."""
+        if self.weight < 4:
+            return None
+        rows, ms = self.rows / self.weight, self.ms / self.weight
+        spread = self.rows_rows / self.weight - rows * rows
+        if spread < 0.02 * rows * rows:
+            return None
+        slope = (self.rows_ms / self.weight - rows * ms) / spread
+        slope = min(max(slope, 0.0), ms / rows)
+        return ms - slope * rows, slope
 
 
 @dataclass(slots=True)
@@ -20,10 +48,12 @@ class Counters:
     verifications: int = 0
     seconds: float = 0.0
     strategy_steps: Counter[str] = field(default_factory=Counter)
-    recent_accept: dict[str, float] = field(default_factory=dict)
-    recent_offer: dict[str, float] = field(default_factory=dict)
+    cost: StepCost = field(default_factory=StepCost)
+    recent: dict[DrafterName, tuple[float, float]] = field(default_factory=dict)
+    """Drafter → (drafted, accepted), fading."""
+    line: tuple[float, float] | None = None
 
-    def record(self, result: StepResult, num_drafting: int) -> None:
+    def record(self, result: StepResult) -> None:
         self.steps += 1
         self.drafted += result.drafted
         self.accepted += result.accepted
@@ -33,15 +63,14 @@ class Counters:
         self.seconds += result.ms / 1e3
         if result.num_requests:
             self.strategy_steps[str(result.strategy)] += 1
-        if result.num_requests and result.strategy.drafter != "none":
-            self._blend(self.recent_offer, result.strategy.drafter, result.drafted / result.num_requests)
-            if num_drafting:
-                self._blend(self.recent_accept, result.strategy.drafter, result.accepted / num_drafting)
-
-    @staticmethod
-    def _blend(averages: dict[str, float], name: DrafterName, value: float) -> None:
-        averages[name] = _DECAY * averages[name] + (1 - _DECAY) * value if name in averages else value
+        if result.num_requests and not result.num_prefill_rows:
+            self.cost.record(result.num_rows, result.ms)
+            self.line = self.cost.line() or self.line
+        if result.drafted:
+            drafted, accepted = self.recent.get(result.strategy.drafter, (0.0, 0.0))
+            self.recent[result.strategy.drafter] = (_MEMORY * drafted + result.drafted, _MEMORY * accepted + result.accepted)
 
     def view(self, num_running: int, num_prefill_rows: int, available: tuple[DrafterName, ...], free_pages: int) -> StepView:
-        return StepView(self.steps, num_running, num_prefill_rows, dict(self.recent_accept), dict(self.recent_offer),
-                        available, free_pages)
+        step_ms, row_ms = self.line or (None, None)
+        rates = {name: accepted / drafted for name, (drafted, accepted) in self.recent.items()}
+        return StepView(self.steps, num_running, num_prefill_rows, rates, step_ms, row_ms, available, free_pages)

@@ -81,7 +81,7 @@ def precision_of(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, part, stats, scale, splits, table_stride,
                    k_stride, v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
                    DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -189,7 +189,7 @@ def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc,
     return new, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
                   FIXED: tl.constexpr):
     """Program: one head of one row. FIXED (deterministic): one split is merged too, and rows are merged by themselves."""

@@ -71,8 +71,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, count
     part = torch.empty(tiles * config.split_k * tile if shared else 1, dtype=torch.float32, device=x.device)
     w = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
     _linear_kernel[(tiles, config.split_k if shared else 1)](
-        x, w, weight if bias is None else bias, out, part, counters, rows, out_features, in_features, weight.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k, SHARED=shared,
+        x, w, weight if bias is None else bias, out, part, counters, rows, config.split_k, out_features, in_features, weight.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SHARED=shared,
         SWAP=config.swap, TMA=config.tma, BIAS=bias is not None, EVEN_K=in_features % config.block_k == 0,
         PRECISION=precision_of(x), num_warps=config.num_warps, num_stages=config.num_stages)
     return out
@@ -84,16 +84,17 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tenso
     return linear(x, weight, bias, config, counters, in_order=x.shape[0] > 4 * config.block_m)
 
 
-@triton.jit
-def _linear_kernel(x, w, bias, out, part, counter, rows, out_features, in_features, w_stride, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, SHARED: tl.constexpr,
+# One binary for every number of rows and shares: fewer to compile, and none that might sum in another order.
+@triton.jit(do_not_specialize=["rows", "shares"])
+def _linear_kernel(x, w, bias, out, part, counter, rows, shares, out_features, in_features, w_stride, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
                    SWAP: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
                    PRECISION: tl.constexpr):
     tile, share = tl.program_id(0), tl.program_id(1)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     first_m, first_n = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SPLIT_K)  # of BLOCK_K in a share
+    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), shares)  # of BLOCK_K in a share
     if SWAP:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -102,18 +103,18 @@ def _linear_kernel(x, w, bias, out, part, counter, rows, out_features, in_featur
         total += _share(x, w, m, n, first_n, rows, out_features, in_features, w_stride, share * steps * BLOCK_K,
                         steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
         a, b = tl.arange(0, total.shape[0])[:, None], tl.arange(0, total.shape[1])[None, :]
-        place = part + tile.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N) + a * total.shape[1] + b
+        place = part + tile.to(tl.int64) * shares * (BLOCK_M * BLOCK_N) + a * total.shape[1] + b
         tl.store(place + share * (BLOCK_M * BLOCK_N), total)
         tl.debug_barrier()
         done = tl.atomic_add(counter + tile, 1, sem="acq_rel", scope="gpu")
-        if done == SPLIT_K - 1:
+        if done == shares - 1:
             tl.store(counter + tile, 0)
             total = tl.zeros_like(total)
-            for s in range(SPLIT_K):
+            for s in range(shares):
                 total += tl.load(place + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
             _finish(total, bias, out, m, n, rows, out_features, SWAP, BIAS)
     else:
-        for s in range(SPLIT_K):
+        for s in range(shares):
             total += _share(x, w, m, n, first_n, rows, out_features, in_features, w_stride, s * steps * BLOCK_K,
                             steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
         _finish(total, bias, out, m, n, rows, out_features, SWAP, BIAS)

@@ -44,7 +44,7 @@ def move_tokens(where: Movables, source: Tensor, target: Tensor) -> None:
                            WORDS=words, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moves"])
 def _move_kernel(address, words, source, target, num_moves, MOVES: tl.constexpr, WORDS: tl.constexpr):
     line, which = tl.program_id(0), tl.program_id(1)
     word = tl.program_id(2) * WORDS + tl.arange(0, WORDS)

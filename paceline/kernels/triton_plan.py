@@ -95,7 +95,7 @@ def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: Pa
     return Prefill(first_row, where, both[0], both[1], tuple(zip(rows, keys, strict=True)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments", "num_rows", "num_splits"])
 def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record, path, counter, num_segments, num_rows,
                  target, num_splits, SEGMENTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_ROWS_PADDED: tl.constexpr,
                  KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr, BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr,

@@ -20,32 +20,38 @@ class FixedSelector:
 
 @dataclass(frozen=True, slots=True)
 class AutoSelector:
-    """A simple rule until measured cost curves take over: share a fixed number of rows among the running requests, draft with
-    whatever has recently been right, and look again now and then at what has not."""
+    """A simple rule until measured cost curves take over. A node pays when its chance of being accepted exceeds what a row costs
+    in tokens; a drafter whose nodes are accepted less often than that rests, and is tried again now and then."""
 
-    rows: int = 48
-    """Rows that a step verifies at little extra cost."""
+    rows: int = 128
+    """Rows of a step, at most."""
     depth: int = 8
     max_budget: int = 16
-    worth: float = 0.3
-    """Accepted nodes per drafting request below which a drafter rests."""
+    first_guess: float = 0.2
+    """Cost of a row in tokens while it has not been measured."""
     retry_every: int = 64
     """Steps after which a resting drafter is tried again …"""
     retry_for: int = 4
     """… for so many."""
 
     def __call__(self, view: StepView) -> Strategy:
-        if not view.available or view.num_running == 0:
+        budget = min(self.max_budget, self.rows // max(1, view.num_running) - 1)
+        if not view.available or view.num_running == 0 or budget < 1:
             return Strategy.OFF
-        budget = min(self.max_budget, self.rows // view.num_running)
-        if budget < 1:
-            return Strategy.OFF
+        price = self.price(view)
         trying = view.step % self.retry_every < self.retry_for
-        ready = [name for name in view.available if trying or view.recent_accept.get(name, self.worth) >= self.worth]
-        if not ready:
+        ready = [name for name in view.available if trying or view.hit_rate.get(name, 1.0) >= price]
+        if not ready or price > 0.95:
             return Strategy.OFF
-        name = max(ready, key=lambda drafter: view.recent_accept.get(drafter, float("inf")))
-        return Strategy(name, depth=min(self.depth, budget), width=min(2, budget), budget=budget)
+        name = max(ready, key=lambda drafter: view.hit_rate.get(drafter, 1.0))
+        return Strategy(name, min(self.depth, budget), min(2, budget), budget, min_survival=round(price, 2))
+
+    def price(self, view: StepView) -> float:
+        """What one more row costs, counted in tokens: a plain step draws num_running tokens in step_ms + num_running rows."""
+        if view.step_ms is None or view.row_ms is None:
+            return self.first_guess
+        plain_ms = view.step_ms + view.row_ms * view.num_running
+        return view.row_ms * view.num_running / plain_ms
 
 
 def make_selector(strategy: str | Strategy | Selector) -> Selector:

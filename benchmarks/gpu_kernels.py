@@ -259,9 +259,9 @@ def section_attention(bench: Bench, name: str) -> None:
     from paceline.kernels.triton_attention import Launch
 
     shape = SHAPES[name]
-    variants = {"m16": (16, Launch(4, 4)), "m16s3": (16, Launch(4, 3)), "m16w8": (16, Launch(8, 4)),
-                "m16r128": (16, Launch(4, 4, 128)), "m32": (32, Launch(4, 4)), "m64": (64, Launch(4, 4)),
-                "m64w8": (64, Launch(8, 3))}
+    variants = {"m16": (16, Launch(4, 5)), "m16s3": (16, Launch(4, 3)), "m16s7": (16, Launch(4, 7)), "m16w8": (16, Launch(8, 5)),
+                "m16r128": (16, Launch(4, 5, 128)), "m32": (32, Launch(4, 5)), "m64": (64, Launch(4, 3)),
+                "m64w8": (64, Launch(8, 5))}
     cases = [(rows, 1, context) for rows in ROWS for context in CONTEXTS]
     cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8)) for c in (512, 4096)]
     if bench.warm:

@@ -1,7 +1,8 @@
 """Who holds which page. Reference counts, prompts shared between requests, eviction of what nobody holds. No torch.
 
 A page is free (nothing in it), held (reference count > 0), or kept: nobody holds it, but it carries a known prefix that a
-later request may want. Kept pages count as available and are given away oldest first.
+later request may want. Kept pages count as available and are given away oldest first; there are never more of them than were
+held at once, so memory follows the live requests and not the finished ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: low pages first, so memory is touched as needed
         self._refs = [0] * num_pages
         self._kept: OrderedDict[int, None] = OrderedDict()
+        self._num_held = self._most_held = 0
         # A prefix is a chain of pages: key = (node of the page before, tokens of this page). Exact, not a hash.
         self._nodes: dict[_Key, tuple[int, int]] = {}  # key -> (node, page)
         self._keys: dict[int, _Key] = {}  # page -> key
@@ -57,6 +59,8 @@ class PageAllocator:
                 self._forget(page)
             self._refs[page] = 1
             pages.append(page)
+        self._num_held += count
+        self._most_held = max(self._most_held, self._num_held)
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
@@ -65,10 +69,15 @@ class PageAllocator:
             assert self._refs[page] > 0, f"page {page} released too often"
             self._refs[page] -= 1
             if self._refs[page] == 0:
+                self._num_held -= 1
                 if page in self._keys:
                     self._kept[page] = None
                 else:
                     self._free.append(page)
+        while len(self._kept) > self._most_held:
+            page, _ = self._kept.popitem(last=False)
+            self._forget(page)
+            self._free.append(page)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest known prefix of `tokens`; takes a reference to every page it returns."""
@@ -114,6 +123,7 @@ class PageAllocator:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & kept and not free & held and not kept & held, "a page is in two states"
         assert len(free) + len(kept) + len(held) == self.num_pages, "a page is lost"
+        assert len(held) == self._num_held <= self._most_held and len(kept) <= self._most_held, "held pages miscounted"
         assert kept <= self._keys.keys(), "a page without a prefix is kept"
         assert not free & self._keys.keys(), "a free page has a prefix"
         assert {key: page for page, key in self._keys.items()} == {k: page for k, (_, page) in self._nodes.items()}
@@ -121,6 +131,8 @@ class PageAllocator:
     def _hold(self, page: int) -> int:
         if self._refs[page] == 0:
             del self._kept[page]
+            self._num_held += 1
+            self._most_held = max(self._most_held, self._num_held)
         self._refs[page] += 1
         return page
 

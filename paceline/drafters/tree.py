@@ -5,6 +5,7 @@ Trees come from drafters as padded arrays (`Drafts`), are merged and trimmed the
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,9 @@ class DraftTree(NamedTuple):
     mask: Tensor  # [R, 2] int64 rows of the same request that this row sees
 
 
+@lru_cache(maxsize=512)
 def roots_only(num_requests: int, device: torch.device | str) -> DraftTree:
-    """No speculation: one row per request."""
+    """No speculation: one row per request. Remembered: nothing may write to it."""
     rows = torch.arange(num_requests, device=device)
     zeros = torch.zeros_like(rows)
     return DraftTree(zeros, rows, zeros, zeros, rows, torch.stack([torch.ones_like(rows), zeros], dim=1))

@@ -19,6 +19,8 @@ class Accepted(NamedTuple):
 def walk(tree: DraftTree, sampled: Tensor, num_requests: int, max_depth: int) -> Accepted:
     """sampled [R]: what the policy draws after each row."""
     rows = torch.arange(len(tree.tokens), device=sampled.device)
+    if max_depth == 0:  # roots only
+        return Accepted(rows[:, None], torch.ones_like(rows))
     is_root = tree.depths == 0
     follows = is_root | (tree.tokens == sampled[tree.parents])
     alive = follows
@@ -27,7 +29,7 @@ def walk(tree: DraftTree, sampled: Tensor, num_requests: int, max_depth: int) ->
     # At most one row per depth is alive: siblings carry distinct tokens. The dead go to a column that is cut off.
     width = max_depth + 2
     column = torch.where(alive, tree.depths, max_depth + 1)
-    roots = rows[tree.parents].new_zeros(num_requests).scatter_(0, tree.request, rows - tree.node)
+    roots = rows.new_zeros(num_requests).scatter_(0, tree.request, rows - tree.node)
     path = roots[:, None].repeat(1, width)
     path.view(-1).scatter_(0, tree.request * width + column, rows)
     count = torch.zeros_like(roots).index_add_(0, tree.request, alive.long())

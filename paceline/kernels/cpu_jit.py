@@ -418,7 +418,7 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
     item, claimed = 0, _next_item(block)
     for i in range(num_segments):
         length = length_of[i]
-        if length <= 0 or length >= long_segment:
+        if length <= 0 or (causal_of[i] and length >= long_segment):
             continue
         for tile in range(0, length, tile_rows):
             for head in range(num_kv_heads):

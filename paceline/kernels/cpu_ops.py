@@ -2,9 +2,9 @@
 
 A kernel is a C function of one pointer: a block of int64 words holding addresses, sizes and, first, a counter from which
 every thread draws its next work item. Called plainly it runs on this thread alone; handed to torch's own OpenMP runtime it
-runs on torch's own threads. A second pool (numba's) would fight with them: after a matrix product torch's workers spin for
-a while, and on a small machine a second pool then waits for a core. No numpy array crosses the border: a call costs a few
-microseconds. The kernels themselves are in `cpu_jit`.
+runs on torch's own threads, whichever runtime numba would pick. (Measured on 2 cores after a matrix product: numba's prange
+on its omp layer is as fast, and a Python thread pool costs some 45 us a call.) No numpy array crosses the border. The kernels
+themselves are in `cpu_jit`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.kernels.torch_ops import TorchOps, cache_index, visibility
 PARALLEL_ELEMENTS = 1 << 14
 """Elementwise kernels touch fewer elements than this on one thread: waking the others costs more."""
 LONG_SEGMENT = 96
-"""Segments of at least this many rows are matrix products worth gathering keys and values for."""
+"""Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
 PACKED_ROWS = 64
 """MKL's packed float32 weights win up to about this many rows."""
 _ACC = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
@@ -142,8 +142,8 @@ class CpuOps(TorchOps):
         if segments.mask.shape[0] < num_rows:
             raise ValueError(f"segments.mask has {segments.mask.shape[0]} rows, q {num_rows}")
         if num_rows >= LONG_SEGMENT:
-            for i, length in enumerate(segments.length.tolist()):
-                if length >= LONG_SEGMENT:
+            for i, (length, causal) in enumerate(zip(segments.length.tolist(), segments.causal.tolist(), strict=True)):
+                if causal and length >= LONG_SEGMENT:
                     row = int(segments.row[i])
                     out[row : row + length] = _attend_long(q[row : row + length], cache, segments, i, scale)
         assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.page_table.dtype == torch.int32
@@ -222,8 +222,7 @@ def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale
     """A prompt's chunk: gather keys and values once, then torch's own blocked attention."""
     index = cache_index(cache, segments, i)
     k, v = (x.index_select(0, index).transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, Hkv, L, D]
-    causal = bool(segments.causal[i])
-    square = causal and int(segments.context[i]) == 0
+    square = int(segments.context[i]) == 0
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, None if square else visibility(segments, i),
                                          is_causal=square, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -26,7 +26,7 @@ class Launch(NamedTuple):
     """How the kernel is compiled; benchmarks/gpu_kernels.py compares."""
 
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 5  # the page table is read one stage ahead of the keys: 3, 5, 7 keep 1, 2, 3 blocks in flight
     max_registers: int | None = None
 
 

@@ -45,7 +45,7 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
         cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, BLOCK_M=plan.block_m,
         BLOCK_N=BLOCK_N, SPLITS=splits, CHUNK=plan.chunk, BITS=MASK_BITS, PRECISION=precision_of(q), num_warps=4,
-        num_stages=3)
+        num_stages=7)
     _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
                                          HEADS=num_heads, FIXED=True, num_warps=4)
     return out

@@ -71,8 +71,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, count
     part = torch.empty(tiles * config.split_k * tile if shared else 1, dtype=torch.float32, device=x.device)
     w = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
     _linear_kernel[(tiles, config.split_k if shared else 1)](
-        x, w, weight if bias is None else bias, out, part, counters, rows, config.split_k, out_features, in_features, weight.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SHARED=shared,
+        x, w, weight if bias is None else bias, out, part, counters, rows, config.split_k, out_features, in_features,
+        weight.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SHARED=shared,
         SWAP=config.swap, TMA=config.tma, BIAS=bias is not None, EVEN_K=in_features % config.block_k == 0,
         PRECISION=precision_of(x), num_warps=config.num_warps, num_stages=config.num_stages)
     return out
@@ -86,8 +86,8 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tenso
 
 # One binary for every number of rows and shares: fewer to compile, and none that might sum in another order.
 @triton.jit(do_not_specialize=["rows", "shares"])
-def _linear_kernel(x, w, bias, out, part, counter, rows, shares, out_features, in_features, w_stride, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
+def _linear_kernel(x, w, bias, out, part, counter, rows, shares, out_features, in_features, w_stride,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARED: tl.constexpr,
                    SWAP: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
                    PRECISION: tl.constexpr):
     tile, share = tl.program_id(0), tl.program_id(1)

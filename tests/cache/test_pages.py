@@ -59,6 +59,19 @@ def test_a_prefix_is_found_until_its_room_is_needed():
     pages.check_integrity()
 
 
+def test_finished_prompts_take_no_more_room_than_live_ones_did():
+    pages = PageAllocator(1000, 2)
+    touched = set()
+    for job in range(200):
+        mine = pages.allocate(3)
+        assert mine is not None
+        touched |= set(mine)
+        pages.publish([job, 1, 2, 3, 4, 5], mine)
+        pages.release(mine)
+        pages.check_integrity()
+    assert len(touched) <= 6
+
+
 def test_nothing_changes_when_there_is_no_room():
     pages = PageAllocator(2, 4)
     assert pages.allocate(3) is None

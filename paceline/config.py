@@ -33,6 +33,10 @@ class EngineConfig(Config):
     """What requests in flight do after a weight update: go on with the keys and values they have, or prefill again."""
     kernels: Literal["auto", "torch"] = "auto"
     """The fastest kernels for the device, or the plain torch reference."""
+    deterministic: bool = False
+    """On a GPU, sums in an order that depends neither on the batch nor on the strategy, so tokens do not either."""
+    cuda_graphs: bool = True
+    """On a GPU, capture decoding steps and replay them."""
     pack_weights: bool = True
     """On a CPU, keep a second copy of the matrices in the layout its matrix library likes: faster, twice the memory."""
     tau: float = Field(0.35, ge=0, le=1)

@@ -186,6 +186,11 @@ class StepResult:
     finished: list[Rollout]
     ms: float
 
+    @classmethod
+    def nothing(cls, step: int, strategy: Strategy) -> StepResult:
+        """A step that only launched, or found nothing to do."""
+        return cls(step, strategy, 0, 0, 0, 0, 0, {}, [], 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

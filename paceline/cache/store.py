@@ -21,9 +21,9 @@ class PagedStore:
     def __init__(self, num_pages: int, page_size: int, layers: list[tuple[int, int]], feature_size: int,
                  dtype: torch.dtype, device: torch.device | str) -> None:
         """layers: (kv heads, head size) of each layer, the drafter's last. One page more than the allocator knows of:
-        padding rows write there."""
+        padding lives there."""
         self.page_size = page_size
-        self.trash = num_pages * page_size
+        self.spare_page = num_pages
         total = (num_pages + 1) * page_size
         # Left uninitialised on purpose: pages cost memory when they are first written, not before.
         self.layers = [LayerStore(*(torch.empty(total, heads, dim, dtype=dtype, device=device) for _ in "kv"))
@@ -31,7 +31,7 @@ class PagedStore:
         self.features = torch.empty(total, feature_size, dtype=dtype, device=device) if feature_size else None
         self.tokens = torch.zeros(total, dtype=torch.int64, device=device)
         for tensor in self._tensors():
-            tensor[self.trash :].zero_()
+            tensor[self.spare_page * page_size :].zero_()
 
     @staticmethod
     def bytes_per_token(layers: list[tuple[int, int]], feature_size: int, dtype: torch.dtype) -> int:
@@ -45,7 +45,7 @@ class PagedStore:
                 tensor[b : b + size].copy_(tensor[a : a + size])
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Token slots [N] -> [N]; all are read before any is written."""
+        """Token slots [...] -> [...]; all are read before any is written."""
         for tensor in self._tensors():
             tensor[target] = tensor[source]
 

@@ -98,35 +98,22 @@ class EagleDrafter:
     def _run(self, tokens: Tensor, state: Tensor, position: Tensor, write: Tensor, segments: Segments,
              cache: PagedCache) -> Tensor:
         cos, sin = self.rope(position)
-        attend = PagedAttend(self.ops, [cache], cos, sin, write, segments)
+        plan = self.ops.plan_step(segments, len(tokens), self.policy.config.num_heads, cache, [])
+        attend = PagedAttend(self.ops, [cache], cos, sin, write, segments, plan)
         return self.module(self.policy.embed(tokens), state, attend)
 
     def _children(self, view: DraftView, state: Tensor, score: Tensor, depth: int, width: int) -> _Level:
         """state [B, N, H] at nodes with log-survival `score` [B, N] -> their best children at `depth`."""
         nodes = state.shape[1]
-        wide = torch.float64 if state.dtype == torch.float64 else torch.float32
-        temperature = view.temperature.to(wide).repeat_interleave(nodes)[:, None]
-        logits = self.module.logits(state.flatten(0, 1), self.policy, self.ops).to(wide)
-        log_q = torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0), dim=-1)
-        ranked = self._with_noise(view, log_q, nodes, depth)
-        top, index = ranked.topk(width, dim=-1)
+        ids = self.module.draft_ids
+        logits = self.module.logits(state.flatten(0, 1), self.policy, self.ops)
+        seed, position, temperature = (x.repeat_interleave(nodes) for x in (view.seed, view.context + depth, view.temperature))
+        ranked = self.ops.draft_topk(logits, seed, position, temperature, self.tau, width, ids)
         # Chance that this child is the one: its share of all ranked, shrunk a little so that children lose to parents.
-        share = top - ranked.logsumexp(dim=-1, keepdim=True) - 1e-3
-        tokens = index if self.module.draft_ids is None else self.module.draft_ids[index]
+        share = ranked.values - ranked.logsumexp[:, None] - 1e-3
+        tokens = ranked.columns if ids is None else ids[ranked.columns]
         shape = (len(view.slots), nodes, width)
         return _Level(tokens.view(shape), (score.flatten()[:, None] + share).view(shape).float(), state)
-
-    def _with_noise(self, view: DraftView, log_q: Tensor, nodes: int, depth: int) -> Tensor:
-        """log q / tau + G where the request is sampled; log q where it is greedy or tau is 0."""
-        if self.tau == 0:
-            return log_q
-        ids = self.module.draft_ids
-        if ids is None:
-            ids = torch.arange(log_q.shape[-1], device=log_q.device)
-        position = (view.context + depth).repeat_interleave(nodes)
-        noise = self.ops.gumbel(view.seed.repeat_interleave(nodes), position, ids)
-        sampled = (view.temperature > 0).repeat_interleave(nodes)[:, None]
-        return torch.where(sampled, log_q / self.tau + noise, log_q)
 
     def _vocabulary(self) -> int:
         ids = self.module.draft_ids

@@ -14,6 +14,7 @@ from paceline.cache.store import PagedStore
 from paceline.drafters.speculate import DraftView, EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.tree import Drafts, DraftTree, flatten, merge, roots_only
+from paceline.engine.batch import padding
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Decode, Prefill, StepPlan
 from paceline.engine.state import SlotState
@@ -23,8 +24,8 @@ from paceline.types import DrafterName
 
 class Drafted(NamedTuple):
     tree: DraftTree
-    counts: list[int]
-    """Drafted nodes of each decode request."""
+    num_nodes: list[int]
+    """Drafted nodes of each decode request; behind them padding requests, which have none."""
     max_depth: int
 
 
@@ -58,25 +59,29 @@ class Drafting:
         if self._seen.pop(request.id, None) is not None and self.suffix is not None:
             self.suffix.finish(request.id)
 
-    def draft(self, plan: StepPlan) -> Drafted:
-        """A tree for every planned decode request that has room for one."""
-        batch, name = len(plan.decode), plan.strategy.drafter
-        chosen = [i for i, item in enumerate(plan.decode) if item.num_nodes > 0]
+    def draft(self, plan: StepPlan, row_sizes: tuple[int, ...]) -> Drafted:
+        """A tree for every planned decode request that has room for one, padded to one of `row_sizes`."""
+        name = plan.strategy.drafter
+        chosen = [i for i, item in enumerate(plan.decode) if item.num_nodes > 0 and name != "none"]
         if name in ("eagle", "both"):
             chosen = [i for i in chosen if plan.decode[i].request.num_computed > 0]
-        if not chosen or name == "none":
-            return Drafted(roots_only(batch, self._state.device), [0] * batch, 0)
+        drafts, counts = self._counted(plan, chosen) if chosen else (None, [0] * len(plan.decode))
+        counts += [0] * padding(len(counts) + sum(counts), row_sizes)
+        if drafts is None or not any(counts):
+            return Drafted(roots_only(len(counts), self._state.device), counts, 0)
+        depth = min(plan.strategy.depth, max(counts))
+        return Drafted(flatten(_spread(drafts, chosen, len(counts)), counts, depth), counts, depth)
+
+    def _counted(self, plan: StepPlan, chosen: list[int]) -> tuple[Drafts, list[int]]:
+        """Drafts of the chosen, and how many nodes each planned request brings."""
         items = [plan.decode[i] for i in chosen]
         drafts = self._drafts(items, plan)
         limits = torch.tensor([item.num_nodes for item in items])
         found = torch.minimum(drafts.num_nodes.cpu(), limits).tolist()  # level order: a cut tree is still a tree
-        counts = [0] * batch
+        counts = [0] * len(plan.decode)
         for i, count in zip(chosen, found, strict=True):
             counts[i] = count
-        if not any(counts):
-            return Drafted(roots_only(batch, self._state.device), counts, 0)
-        depth = min(plan.strategy.depth, max(counts))
-        return Drafted(flatten(_spread(drafts, chosen, batch), counts, depth), counts, depth)
+        return drafts, counts
 
     def prefilled(self, chunks: list[Prefill]) -> None:
         """The policy has just computed these chunks: the learned drafter follows, so that it can start at any step and

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
@@ -19,14 +19,16 @@ from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.speculate import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine.drafting import Drafting
+from paceline.engine.drafting import Drafted, Drafting
 from paceline.engine.finish import append, final_text
+from paceline.engine.graphs import GraphPool
 from paceline.engine.request import Request, Status
-from paceline.engine.runner import Runner, StepOutput
+from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler, StepPlan
 from paceline.engine.seeds import derive_seed
 from paceline.engine.state import SlotState
 from paceline.engine.stats import Counters
+from paceline.engine.transfer import Download
 from paceline.kernels import TorchOps, ops_for
 from paceline.models.decoder import Decoder, Linear, Rope
 from paceline.models.names import load_state
@@ -44,6 +46,18 @@ from paceline.types import (
     Strategy,
 )
 
+
+class InFlight(NamedTuple):
+    """A step that has been launched and not yet read."""
+
+    plan: StepPlan
+    drafted: Drafted
+    drawn: Download | None
+    """None: it holds nothing but prompts."""
+    version: int
+    began: float
+
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages."""
 
@@ -56,6 +70,9 @@ class Engine:
         self.version = 0
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
+        self._in_flight: InFlight | None = None
+        self._drained: list[StepResult] = []
+        self._booked_at = 0.0
         self._eos = frozenset(model.config.eos_token_ids)
         self._build(*_make_drafters(drafter, model, self.config))
 
@@ -69,27 +86,37 @@ class Engine:
         return cls(model, tokenizer, drafter, strategy, config)
 
     def step(self) -> StepResult:
-        """One pass of the policy over all that is ready. Draft, verify, book."""
+        """One pass of the policy over all that is ready: choose, plan, draft, launch, book. On a GPU what is booked is the step
+        before the one just launched, unless a drafter must know first how that one ended."""
+        if self._drained:
+            return self._drained.pop(0)
+        strategy = self.select(self._view())
+        result = self._book_in_flight() if strategy.drafter != "none" else None
+        launched = self._launch(strategy)
+        if result is None:
+            result = self._book_in_flight()
+        self._in_flight = launched
+        if result is None and not self._pipelined:
+            result = self._book_in_flight()
+        return result or StepResult.nothing(self._counters.steps, strategy)
+
+    def _launch(self, strategy: Strategy) -> InFlight | None:
+        """Queue the next step on the device; None: nothing can be done before what is in flight has been read."""
         began = time.perf_counter()
-        plan = self.scheduler.schedule(self.select(self._view()))
+        plan = self.scheduler.schedule(strategy)
+        if not plan:
+            return None
         for request in plan.admitted:
             self.drafting.begin(request)
         self.state.admit(plan.admitted)
         self.state.set_pages(self.scheduler.running)
         self.store.copy_pages(plan.copies)
-        drafted = self.drafting.draft(plan)
+        drafted = self.drafting.draft(plan, self._row_sizes)
         want_raw = any(item.request.params.raw_logprobs for item in plan.decode)
-        output = self.runner.run(plan, drafted.tree, drafted.max_depth, want_raw) if plan else None
+        output = self.runner.run(plan, drafted, want_raw)
         self.drafting.prefilled(plan.prefill)
-        self.scheduler.commit(plan)
-        tokens, finished, accepted = self._book(plan, output)
-        result = StepResult(
-            step=self._counters.steps, strategy=plan.strategy, num_requests=len(plan.decode),
-            num_rows=len(drafted.tree.tokens) + plan.num_prefill_rows, num_prefill_rows=plan.num_prefill_rows,
-            drafted=sum(drafted.counts), accepted=accepted, tokens=tokens, finished=finished,
-            ms=(time.perf_counter() - began) * 1e3)
-        self._counters.record(result)
-        return result
+        self.scheduler.commit(plan, drafted.num_nodes)
+        return InFlight(plan, drafted, Download.start(*output) if output else None, self.version, began)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:
@@ -143,6 +170,7 @@ class Engine:
         if self.drafting.eagle is not None:
             self.drafting.eagle.module.policy_changed()
         if self.config.on_update == "recompute":
+            self._drain()
             for request in list(self.scheduler.running):
                 self.scheduler.preempt(request)
         self.scheduler.drop_prefixes()
@@ -162,7 +190,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._drained)
+
+    def _drain(self) -> None:
+        """Wait for what is in flight; what it finished comes out with the next step."""
+        result = self._book_in_flight()
+        if result is not None:
+            self._drained.append(result)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt given as text, chat messages or ids."""
@@ -183,22 +217,40 @@ class Engine:
         return self._counters.view(sum(r.status is Status.DECODE for r in scheduler.running), prefilling,
                                    self.drafting.available, scheduler.pages.num_available)
 
-    def _book(self, plan: StepPlan, output: StepOutput | None) -> tuple[dict[int, list[int]], list[Rollout], int]:
-        """What was drawn, appended to its requests: (request -> tokens, finished rollouts, accepted nodes)."""
-        if output is None:
-            return {}, [], 0
-        counts, tokens, logprobs = output.num_drawn.tolist(), output.tokens.tolist(), output.logprobs.tolist()
-        raw = None if output.raw_logprobs is None else output.raw_logprobs.tolist()
-        appended, finished = {}, []
-        for i, (request, _) in enumerate(plan.decode):
+    def _book_in_flight(self) -> StepResult | None:
+        """What the step in flight drew, appended to its requests."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return None
+        tokens, finished, accepted = self._book(step) if step.drawn is not None else ({}, [], 0)
+        now = time.perf_counter()
+        result = StepResult(
+            step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
+            num_rows=len(step.drafted.tree.tokens) + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
+            drafted=sum(step.drafted.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
+            ms=(now - max(step.began, self._booked_at)) * 1e3)
+        self._booked_at = now
+        self._counters.record(result)
+        return result
+
+    def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:
+        """(request -> tokens, finished rollouts, accepted nodes)."""
+        assert step.drawn is not None
+        tokens, logprobs, raw, counts = step.drawn.lists()
+        appended, finished, accepted = {}, [], 0
+        for i, (request, _) in enumerate(step.plan.decode):
+            if request.status is Status.FINISHED:  # ended while this step was on its way
+                continue
+            self.scheduler.landed(request, step.drafted.num_nodes[i])
+            accepted += counts[i] - 1
             drawn = tokens[i][: counts[i]]
             failed = -1 in drawn
             drawn = drawn[: drawn.index(-1)] if failed else drawn
             taken, reason = append(request, drawn, self.scheduler.max_length, self.tokenizer)
             request.num_computed = len(request.tokens) - 1
             request.logprobs += logprobs[i][:taken]
-            request.versions += [self.version] * taken
-            if raw is not None and request.params.raw_logprobs:
+            request.versions += [step.version] * taken
+            if request.params.raw_logprobs:
                 request.raw_logprobs += raw[i][:taken]
             appended[request.id] = drawn[:taken]
             self.drafting.extend(request, drawn[:taken])
@@ -207,7 +259,7 @@ class Engine:
                 request.error = f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
             if reason is not None:
                 finished.append(self._finish(request, reason))
-        return appended, finished, sum(counts) - len(counts)
+        return appended, finished, accepted
 
     def _finish(self, request: Request, reason: FinishReason) -> Rollout:
         request.finish_reason = reason
@@ -281,14 +333,19 @@ class Engine:
         width = len(capture) * shape.hidden_size
         context = min(config.max_context or shape.max_context, shape.max_context)
         num_pages = _num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
-        self.ops = TorchOps() if config.kernels == "torch" else ops_for(device, dtype)
+        self.ops = TorchOps() if config.kernels == "torch" else ops_for(device, dtype, config.deterministic, context)
         self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), config.max_batch,
                                    max(config.max_rows, config.max_batch), context)
         length = self.scheduler.max_length
         self.store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
-        self.state = SlotState(config.max_batch, -(-length // config.page_size), device)
+        self.state = SlotState(config.max_batch, -(-length // config.page_size), num_pages, device)
         rope = Rope(shape, length + 1, dtype, device)
-        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, config.row_sizes)
+        # On a GPU the host works one step ahead of what it has read, and steps are captured graphs.
+        self._pipelined = device.type == "cuda"
+        self._row_sizes = config.row_sizes or (_graph_sizes(self.scheduler.max_rows) if self._pipelined else ())
+        capturable = self.ops.name == "triton" and dtype != torch.float64
+        graphs = GraphPool(device) if capturable and config.cuda_graphs else None
+        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs, self.scheduler.max_rows)
         learned = None
         if eagle is not None:
             columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
@@ -317,6 +374,12 @@ def _num_pages(config: EngineConfig, bytes_per_token: int, context: int) -> int:
     """As configured, but no more than every slot at full context could use."""
     tokens = config.kv_tokens or int(config.kv_memory_gb * 2**30 / bytes_per_token)
     return max(1, min(tokens, config.max_batch * (context + config.page_size)) // config.page_size)
+
+
+def _graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    return tuple(size for size in sizes if size < max_rows) + (max_rows,)
 
 
 def _columns(stored: tuple[int, ...], wanted: tuple[int, ...], hidden: int) -> Tensor:

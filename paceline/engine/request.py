@@ -37,7 +37,9 @@ class Request:
     num_computed: int = 0
     """Committed tokens in the cache. While decoding that is all but the last: a step feeds the last token and draws."""
     num_in_flight: int = 0
-    """Tokens that a step not yet read may still add, at most."""
+    """Tokens that a step not yet read may still add, at most …"""
+    num_steps_in_flight: int = 0
+    """… and at least."""
     stale: bool = False
     """Part of its cache was written by earlier weights: not to be shared."""
     num_preemptions: int = 0

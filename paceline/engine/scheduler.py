@@ -74,13 +74,22 @@ class Scheduler:
         self._admit(plan, rows_left)
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """The step has been launched: what it prefills may be shared and what it copied from given away behind it."""
+    def commit(self, plan: StepPlan, num_nodes: list[int]) -> None:
+        """The step has been launched, with so many drafted nodes: its requests are in flight; what it prefills may be shared
+        and what it copied from given away behind it."""
+        for item, nodes in zip(plan.decode, num_nodes, strict=False):  # padding behind them
+            item.request.num_in_flight += 1 + nodes
+            item.request.num_steps_in_flight += 1
         self.pages.release(plan.borrowed)
         plan.borrowed = []
         for request, _, _ in plan.prefill:
             if request.status is Status.DECODE and not request.stale:
                 self.pages.publish(request.tokens[: request.num_computed], request.pages)
+
+    def landed(self, request: Request, num_nodes: int) -> None:
+        """A step of this request has been read."""
+        request.num_in_flight -= 1 + num_nodes
+        request.num_steps_in_flight -= 1
 
     def finish(self, request: Request) -> None:
         """Out of whatever state it is in; its pages are free."""
@@ -109,7 +118,7 @@ class Scheduler:
 
     def _plan_decode(self, plan: StepPlan) -> int:
         """The running, oldest first: a row for each, then nodes from what rows and pages are left. Returns rows left."""
-        ready = [request for request in self.running if request.status is Status.DECODE]
+        ready = [request for request in self.running if request.status is Status.DECODE and not self._ends_in_flight(request)]
         ready = [request for request in ready if request.slot >= 0 and self._reserve_row(request)]
         ready = [request for request in ready if request.slot >= 0]  # a later one may have pushed out an earlier one
         rows_left = self.max_rows - len(ready)
@@ -119,8 +128,14 @@ class Scheduler:
             rows_left -= nodes
         return rows_left
 
+    def _ends_in_flight(self, request: Request) -> bool:
+        """Whether what has not been read yet surely completes it."""
+        return request.num_generated + request.num_steps_in_flight >= request.params.max_new_tokens
+
     def _reserve_row(self, request: Request) -> bool:
         """A place for its last token; the youngest make room. False: not this step."""
+        if request.num_computed + request.num_in_flight >= self.max_length:
+            return False  # it may be at its end: read what is in flight first
         while not self._grow(request, request.num_computed + request.num_in_flight + 1):
             if any(other.num_in_flight for other in self.running):
                 return False  # read what is in flight first

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from paceline.engine.request import Request
+from paceline.engine.transfer import upload
 
 
 class SlotState:
-    """One row per slot and one more for padding. On a CPU the tensors share memory with the host's arrays."""
+    """One row per slot and one more for padding: a request that never ends, on the store's spare page, whose rows fill a step
+    up to a size. On a CPU the tensors share memory with the host's arrays."""
 
-    def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, max_batch: int, max_pages: int, spare_page: int, device: torch.device) -> None:
         self.device = device
         slots = max_batch + 1
         self.padding = max_batch
@@ -26,6 +28,7 @@ class SlotState:
             "min_p": np.zeros(slots, np.float32),
         }
         self._host_pages = np.zeros((slots, max_pages), np.int32)
+        self._host_pages[self.padding] = spare_page
         tensors = {name: torch.from_numpy(array).to(device) for name, array in self._host.items()}
         self.context: Tensor = tensors["context"]  # [slots] int64 committed tokens in the cache
         self.last_token: Tensor = tensors["last_token"]  # [slots] int64 drawn, not yet fed
@@ -49,9 +52,9 @@ class SlotState:
             self._num_pages[slot] = 0
         if self.device.type != "cpu" and requests:
             slots = [request.slot for request in requests]
-            index = torch.tensor(slots, device=self.device)
+            index = upload(slots, self.device)
             for name, array in self._host.items():
-                getattr(self, name)[index] = torch.from_numpy(array[slots]).to(self.device)
+                getattr(self, name)[index] = upload(array[slots], self.device)
 
     def set_pages(self, requests: list[Request]) -> None:
         """Pages were added to these requests since the last step."""
@@ -63,8 +66,7 @@ class SlotState:
                 self._num_pages[slot] = len(request.pages)
                 changed.append(slot)
         if changed and self.device.type != "cpu":
-            index = torch.tensor(changed, device=self.device)
-            self.page_table[index] = torch.from_numpy(self._host_pages[changed]).to(self.device)
+            self.page_table[upload(changed, self.device)] = upload(self._host_pages[changed], self.device)
 
     def cache_index(self, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
         """Token slot in the paged store of (request, position), element by element."""

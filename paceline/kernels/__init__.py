@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from paceline.kernels.base import Ops, PagedCache, SamplingTensors, Segments
@@ -10,10 +12,16 @@ from paceline.kernels.torch_ops import TorchOps, apply_rope
 __all__ = ["Ops", "PagedCache", "SamplingTensors", "Segments", "TorchOps", "apply_rope", "ops_for"]
 
 
-def ops_for(device: torch.device | str, dtype: torch.dtype) -> Ops:
-    """The fastest family for this device and dtype. Ask once and hand it to the model."""
-    if torch.device(device).type == "cpu" and dtype in (torch.float32, torch.float64, torch.bfloat16):
+def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768) -> Ops:
+    """The fastest family for this device and dtype. Ask once and hand it to the model. `deterministic` matters on a GPU: sums
+    in an order that depends neither on the batch nor on the strategy."""
+    kind = torch.device(device).type
+    if kind == "cpu" and dtype in (torch.float32, torch.float64, torch.bfloat16):
         from paceline.kernels.cpu_ops import CpuOps  # numba takes a second to import: only where it is used
 
         return CpuOps()
+    if kind == "cuda" and find_spec("triton") is not None:
+        from paceline.kernels.triton_ops import TritonOps
+
+        return TritonOps(device, deterministic, max_context)
     return TorchOps()

@@ -7,9 +7,12 @@ reads it, so a segment's rows see the committed context through the page table a
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.kernels.draft_rank import Ranked
 
 
 class Segments(NamedTuple):
@@ -74,12 +77,23 @@ class Ops(Protocol):
         [R] int64, return q [R, H, D]. cos, sin: [R, D/2] float32 (float64 for a float64 model)."""
         ...
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float) -> Tensor:
+    def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
+                  chunks: list[tuple[int, int, int]]) -> Any:
+        """What `attention` wants worked out once for all layers of a step. chunks: (slot, start, rows) of the prompt chunks,
+        whose segments come last."""
+        ...
+
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
         """q [R, H, D] -> [R, H, D]; rows outside every segment come back as anything finite."""
         ...
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Shared-noise sampling: logits [R, V] -> (token [R] int64, log-probability [R] of logits' precision)."""
+        ...
+
+    def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
+                   token_ids: Tensor | None = None) -> Ranked:
+        """The k likeliest to be drawn after each row: largest log q / tau + G; see `draft_rank`."""
         ...
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

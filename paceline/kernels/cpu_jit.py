@@ -278,28 +278,26 @@ def _vector_dot(typingctx, x, y, count, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _vector_add4(typingctx, out, rows, width, count, p0, p1, p2, p3):  # type: ignore[no-untyped-def]
-    """out += p0 * row 0 + ... + p3 * row 3: four rows of `width` elements at address `rows`, `count` vectors of each."""
+def _vector_add4(typingctx, out, r0, r1, r2, r3, count, p0, p1, p2, p3):  # type: ignore[no-untyped-def]
+    """out += p0 * row 0 + ... + p3 * row 3: rows at these addresses, `count` vectors of each."""
     vector = _vector_type(p0)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        bytes_ = builder.mul(args[2], ir.Constant(ir.IntType(64), p0.bitwidth // 8))
         weights = []
-        for p in args[4:]:
+        for p in args[6:]:
             single = builder.insert_element(ir.Constant(vector, ir.Undefined), p, ir.Constant(ir.IntType(32), 0))
             zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
             weights.append(builder.shuffle_vector(single, single, zeros))
-        with cgutils.for_range(builder, args[3]) as loop:
+        with cgutils.for_range(builder, args[5]) as loop:
             target = _vector_at(builder, args[0], loop.index, vector)
-            total, row = builder.load(target, align=4), args[1]
-            for weight in weights:
+            total = builder.load(target, align=4)
+            for weight, row in zip(weights, args[1:5], strict=True):
                 x = builder.load(_vector_at(builder, row, loop.index, vector), align=4)
                 total = _multiply_add(builder, weight, x, total)
-                row = builder.add(row, bytes_)
             builder.store(total, target, align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64, p0, p0, p0, p0), codegen
+    return types.void(*[types.int64] * 6, p0, p0, p0, p0), codegen
 
 
 # -- elementwise kernels. store: element type in memory (uint16 for bfloat16); acc: type computed with
@@ -415,6 +413,7 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
     n = tile_rows * group
     q, o, s = np.empty((n, head_dim), acc), np.empty((n, head_dim), acc), np.empty((n, _BLOCK), acc)
     k, v, state = np.empty((_BLOCK, head_dim), acc), np.empty((_BLOCK, head_dim), acc), np.empty((n, 2), acc)
+    where = np.empty((2, _BLOCK), np.int64)
     item, claimed = 0, _next_item(block)
     for i in range(num_segments):
         length = length_of[i]
@@ -424,16 +423,17 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
             for head in range(num_kv_heads):
                 if item == claimed:
                     _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile,
-                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, state)
+                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, state, where)
                     claimed = _next_item(block)
                 item += 1
 
 
 @_inlined
 def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, head, group,  # type: ignore[no-untyped-def]
-            q, o, s, k, v, state):
+            q, o, s, k, v, state, where):
     """Rows row..row+num_rows (numbers first.. of their segment) against one key/value head. Scratch: q, o [n, D]
-    (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2]."""
+    (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2], where
+    [2, block] addresses of a block's keys and values."""
     num_heads, d = a[8], a[10]
     n = num_rows * group
     offset = (row * num_heads + head * group) * d * _size(store)
@@ -450,13 +450,15 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
     end = context + (first + num_rows if causal else _span(mask))
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
-        _load_block(a, store, acc, slot, head, start, size, k, v)
+        _find_block(a, store, acc, slot, head, start, size, k, v, where)
         if d == 64:
-            _scores(q, k, s, n, size, 64)
+            _scores(q, k, where[0], s, n, size, 64)
         elif d == 128:
-            _scores(q, k, s, n, size, 128)
+            _scores(q, k, where[0], s, n, size, 128)
+        elif d == 32:
+            _scores(q, k, where[0], s, n, size, 32)
         else:
-            _scores(q, k, s, n, size, d)
+            _scores(q, k, where[0], s, n, size, d)
         if start + size > context:
             for r in range(num_rows):
                 for j in range(max(0, context - start), size):
@@ -468,10 +470,16 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
             for i in range(n):
                 s[i, j] = -np.inf
         for j in range(size, (size + 3) // 4 * 4):  # values are added four at a time
+            where[1, j] = v[j].ctypes.data
             for c in range(d):
                 v[j, c] = acc(0)
         for i in range(n):
-            _softmax_step(s[i], v, o[i], state[i], size, d, acc)
+            if d == 64:
+                _softmax_step(s[i], v, where[1], o[i], state[i], size, 64, acc)
+            elif d == 32:
+                _softmax_step(s[i], v, where[1], o[i], state[i], size, 32, acc)
+            else:
+                _softmax_step(s[i], v, where[1], o[i], state[i], size, d, acc)
     for r in range(num_rows):
         target = carray(_pointer(a[2] + offset + r * stride), (group, d), store)
         for g in range(group):
@@ -516,14 +524,23 @@ def _store(source, out, factor, store):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _load_block(a, store, acc, slot, head, start, size, k, v):  # type: ignore[no-untyped-def]
-    """Copy one head's keys and values start..start+size through the page table, as numbers to compute with."""
+def _find_block(a, store, acc, slot, head, start, size, k, v, where):  # type: ignore[no-untyped-def]
+    """Addresses of one head's keys and values start..start+size, through the page table. Numbers that can be computed with
+    stay where they are; bfloat16 and odd head sizes are copied to k and v first."""
     stride, page_size, num_kv_heads, d = a[6], a[7], a[9], a[10]
     table = carray(_pointer(a[5] + slot * stride * 4), stride, np.int32)
     vectors = d // _lanes(acc)
+    in_place = vectors * _lanes(acc) == d and _size(store) > 2
+    page, rest = divmod(start, page_size)
     for j in range(size):
-        page, rest = divmod(start + j, page_size)
         offset = ((table[page] * page_size + rest) * num_kv_heads + head) * d * _size(store)
+        rest += 1
+        if rest == page_size:
+            page, rest = page + 1, 0
+        if in_place:
+            where[0, j], where[1, j] = a[3] + offset, a[4] + offset
+            continue
+        where[0, j], where[1, j] = k[j].ctypes.data, v[j].ctypes.data
         _vector_load(a[3] + offset, k[j].ctypes.data, vectors, store, acc)
         _vector_load(a[4] + offset, v[j].ctypes.data, vectors, store, acc)
         for c in range(vectors * _lanes(acc), d):
@@ -532,19 +549,19 @@ def _load_block(a, store, acc, slot, head, start, size, k, v):  # type: ignore[n
 
 
 @_fast
-def _scores(q, k, s, n, size, d):  # type: ignore[no-untyped-def]
+def _scores(q, k, where, s, n, size, d):  # type: ignore[no-untyped-def]
     """s[i, j] = q_i · k_j; called with a constant d, LLVM unrolls the dot product."""
     lanes, row = _lanes_of(q), q.strides[0]
     for i in range(n):
         for j in range(size):
-            dot = _vector_dot(q.ctypes.data + i * row, k.ctypes.data + j * row, d // lanes, q)
+            dot = _vector_dot(q.ctypes.data + i * row, where[j], d // lanes, q)
             for c in range(d // lanes * lanes, d):
                 dot += q[i, c] * k[j, c]
             s[i, j] = dot
 
 
 @_fast
-def _softmax_step(s, v, o, state, size, d, acc):  # type: ignore[no-untyped-def]
+def _softmax_step(s, v, where, o, state, size, d, acc):  # type: ignore[no-untyped-def]
     """Fold a block of scores and values into one query vector's running maximum, sum and output. Always over a whole block,
     so that the order of the sum does not depend on how many keys there are."""
     top = max(state[0], _largest(s, _BLOCK))
@@ -561,7 +578,8 @@ def _softmax_step(s, v, o, state, size, d, acc):  # type: ignore[no-untyped-def]
         o[c] *= factor
     vectors = d // _lanes(acc)
     for j in range(0, size, 4):
-        _vector_add4(o.ctypes.data, v[j].ctypes.data, d, vectors, s[j], s[j + 1], s[j + 2], s[j + 3])
+        _vector_add4(o.ctypes.data, where[j], where[j + 1], where[j + 2], where[j + 3], vectors,
+                     s[j], s[j + 1], s[j + 2], s[j + 3])
         for c in range(vectors * _lanes(acc), d):
             o[c] += (s[j] * v[j, c] + s[j + 1] * v[j + 1, c]) + (s[j + 2] * v[j + 2, c] + s[j + 3] * v[j + 3, c])
 

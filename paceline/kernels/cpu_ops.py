@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable
 from functools import cache as memoise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +132,7 @@ class CpuOps(TorchOps):
 
     # -- attention
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
         if q.dtype not in _ACC or cache.k.dtype != q.dtype:
             return super().attention(q, cache, segments, scale)
         q = q.contiguous()

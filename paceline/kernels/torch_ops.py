@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels.draft_rank import Ranked, rank
 from paceline.kernels.noise import gumbel, gumbel_all
 
 
@@ -46,7 +49,11 @@ class TorchOps:
         cache.v[write] = v.to(cache.v.dtype)
         return apply_rope(q, cos, sin).to(qkv.dtype)
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float) -> Tensor:
+    def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
+                  chunks: list[tuple[int, int, int]]) -> Any:
+        return None
+
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
         out = torch.zeros_like(q)
         rows, lengths = segments.row.tolist(), segments.length.tolist()
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -65,6 +72,11 @@ class TorchOps:
         logprob = torch.where(greedy, 0.0, logprob)
         bad = ~scaled.amax(dim=-1).isfinite()  # amax is NaN where any logit is
         return torch.where(bad, -1, token), torch.where(bad, torch.nan, logprob)
+
+    def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
+                   token_ids: Tensor | None = None) -> Ranked:
+        ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+        return rank(logits, self.gumbel(seed, position, ids), temperature, tau, k)
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         return gumbel(seed, position, token_ids)

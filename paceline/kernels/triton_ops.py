@@ -93,6 +93,14 @@ class TritonOps(TorchOps):
         plan = triton_plan.make_plan(segments, rows, num_heads, num_kv_heads, self.block_m, splits)
         return plan._replace(prefill=prefill)
 
+    def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
+                  chunks: list[tuple[int, int, int]]) -> Plan | None:
+        if cache.k.dtype not in _OURS:
+            return None
+        first = num_rows - sum(count for _, _, count in chunks)
+        prefill = triton_plan.prefill_chunks(first, chunks, cache) if chunks else None
+        return self.plan(segments, num_rows, num_heads, cache.k.shape[1], prefill)
+
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Plan | None = None) -> Tensor:
         if not _ours(q, cache.k):
             return super().attention(q, cache, segments, scale)

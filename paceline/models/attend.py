@@ -7,7 +7,7 @@ values live in the paged cache), a trainer `PackedAttend` (sequences side by sid
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +47,13 @@ class PagedAttend:
     sin: Tensor
     write: Tensor  # [R] int64 cache index of each row's key and value
     segments: Segments
+    plan: Any = None  # what the kernels worked out once for all layers
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
         cache = self.layers[layer.index]
         q = self.ops.rope_write(qkv, layer.num_heads, layer.q_norm, layer.k_norm, layer.eps, self.cos, self.sin,
                                 self.write, cache)
-        return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5).flatten(1)
+        return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""Captured steps. A graph is keyed by what fixes its shapes, the padded number of rows above all, so that a dozen serve every
+strategy; all share one memory pool, and the least recently used go when they hold too much."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    output: Any  # the tensors that a replay fills
+    num_bytes: int
+
+
+class GraphPool:
+    def __init__(self, device: torch.device, max_bytes: int = 4 << 30) -> None:
+        self.device, self.max_bytes = device, max_bytes
+        self.capture_seconds = 0.0
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self._graphs.values())
+
+    @property
+    def sizes(self) -> dict[Hashable, int]:
+        """Key → bytes its capture added to the pool."""
+        return {key: entry.num_bytes for key, entry in self._graphs.items()}
+
+    def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None]) -> Any:
+        """Replays the graph of `key`; on first use captures `step`. `rehearse(step)` runs it where it can do no harm, so that
+        everything is compiled and allocated before."""
+        entry = self._graphs.get(key)
+        if entry is None:
+            entry = self._capture(key, step, rehearse)
+        self._graphs.move_to_end(key)
+        entry.graph.replay()
+        return entry.output
+
+    def clear(self) -> None:
+        """Drop all graphs: the tensors they point at are about to move."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _capture(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None]) -> _Captured:
+        began = time.perf_counter()
+        rehearse(step)
+        torch.cuda.synchronize(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = step()
+        torch.cuda.synchronize(self.device)
+        entry = _Captured(graph, output, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
+        while self._graphs and self.num_bytes + entry.num_bytes > self.max_bytes:
+            self._graphs.popitem(last=False)
+        self._graphs[key] = entry
+        self.capture_seconds += time.perf_counter() - began
+        return entry

@@ -1,0 +1,39 @@
+"""Between host and device without making either wait: uploads from pinned memory, downloads that are read when they are due."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(values: list[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A small array on its way to the device; the host goes on at once."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Download(NamedTuple):
+    """Tensors on their way to the host."""
+
+    tensors: tuple[Tensor | None, ...]
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, *tensors: Tensor | None) -> Download:
+        device = next(t.device for t in tensors if t is not None)
+        if device.type == "cpu":
+            return cls(tensors, None)
+        copies = tuple(None if t is None else torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                       for t in tensors)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(copies, event)
+
+    def lists(self) -> list[list]:
+        """Waits if it must; a tensor that was None is an empty list."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [[] if t is None else t.tolist() for t in self.tensors]

@@ -1,0 +1,78 @@
+"""The engine on a CUDA device. One command on a GPU host: `python -m pytest tests/gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import eagle, model
+
+from paceline import Engine, SamplingParams
+from paceline.config import EngineConfig
+from paceline.models.decoder import Decoder
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40]
+PARAMS = SamplingParams(max_new_tokens=48, seed=3)
+
+
+def moved(kind: str, dtype: torch.dtype) -> Decoder:
+    decoder = Decoder(model(kind).config).to("cuda", dtype)
+    decoder.load_state_dict(model(kind).state_dict())
+    return decoder.requires_grad_(False)
+
+
+def tokens(engine: Engine, n: int = 3, params: SamplingParams = PARAMS) -> list[list[int]]:
+    return [r.token_ids for group in engine.generate(PROMPTS, params, n) for r in group.rollouts]
+
+
+def reference(kind: str) -> list[list[int]]:
+    return tokens(Engine(model(kind), drafter=None, strategy="off"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("strategy", ["off", "suffix:d4w2v8"])
+def test_float64_gives_the_tokens_of_a_cpu(kind, strategy):
+    engine = Engine(moved(kind, torch.float64), strategy=strategy, config=EngineConfig(max_batch=16, kv_memory_gb=0.5))
+    assert tokens(engine) == reference(kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("strategy", ["off", "suffix:d4w2v8", "eagle:d3w2v6", "both:d3w2v6"])
+def test_float32_differs_only_by_near_ties(kind, graphs, strategy):
+    """Captured or not, speculating or not: the first tokens that differ from float64 on a CPU are rare."""
+    drafter = eagle(kind, "eagle") if "eagle" in strategy or "both" in strategy else "suffix"
+    engine = Engine(moved(kind, torch.float32), drafter=drafter, strategy=strategy,
+                    config=EngineConfig(max_batch=16, kv_memory_gb=0.5, cuda_graphs=graphs))
+    got, want = tokens(engine), reference(kind)
+    same = sum(a == b for a, b in zip(got, want, strict=True))
+    assert same >= len(want) - 1, f"{same} of {len(want)} rollouts are the same"
+    assert engine.stats().free_pages == engine.stats().total_pages
+
+
+@pytest.mark.parametrize("strategy", ["suffix:d4w2v8", "eagle:d3w2v6", "auto"])
+def test_deterministic_bfloat16_does_not_depend_on_the_strategy(strategy):
+    config = EngineConfig(max_batch=16, kv_memory_gb=0.5, deterministic=True)
+    plain = tokens(Engine(moved("qwen3", torch.bfloat16), drafter=None, strategy="off", config=config))
+    engine = Engine(moved("qwen3", torch.bfloat16), drafter=eagle("qwen3", "eagle"), strategy=strategy, config=config)
+    assert tokens(engine) == plain
+
+
+def test_preemption_and_sharing_under_pressure():
+    engine = Engine(moved("llama", torch.float32), strategy="off", config=EngineConfig(max_batch=8, kv_tokens=200, page_size=4))
+    got, want = tokens(engine), reference("llama")
+    assert engine.stats().preemptions > 0
+    assert sum(a == b for a, b in zip(got, want, strict=True)) >= len(want) - 1
+
+
+def test_weights_are_updated_in_place_and_graphs_stay_valid():
+    decoder = moved("llama", torch.float32)
+    engine = Engine(decoder, drafter=None, strategy="off")
+    before = tokens(engine)
+    changed = {name: tensor * 1.05 for name, tensor in decoder.state_dict().items()}
+    engine.update_weights(changed)
+    after = tokens(engine)
+    fresh = moved("llama", torch.float32)
+    fresh.load_state_dict(changed)
+    assert after == tokens(Engine(fresh, drafter=None, strategy="off")) != before

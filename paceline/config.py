@@ -14,15 +14,16 @@ class Config(BaseModel):
 class EngineConfig(Config):
     """How much an engine may hold and how it steps. Nothing here changes a token."""
 
-    max_batch: int = Field(64, ge=1)
-    """Requests that run at once."""
-    max_rows: int = Field(512, ge=1)
-    """Rows of one step: roots, drafted nodes and prompt chunks together."""
+    max_batch: int | None = Field(None, ge=1)
+    """Requests that run at once; None: 64 on a CPU, 256 on a GPU."""
+    max_rows: int | None = Field(None, ge=1)
+    """Rows of one step: roots, drafted nodes and prompt chunks together; None: 512 on a CPU, 8192 on a GPU."""
     page_size: int = Field(16, ge=1)
     """Tokens per cache page."""
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens the cache holds; None: as many as fit `kv_memory_gb`."""
-    kv_memory_gb: float = Field(2.0, gt=0)
+    kv_memory_gb: float | None = Field(None, gt=0)
+    """None: 2 on a CPU, 85 % of what is free on a GPU."""
     max_context: int | None = Field(None, ge=2)
     """Longest prompt and answer together; None: the model's own."""
     row_sizes: tuple[int, ...] = ()

@@ -108,7 +108,7 @@ class Generation:
 
     def _refill(self) -> None:
         """Enough for the scheduler to choose from; the rest of the input stays where it is."""
-        while len(self._owners) < 2 * self.engine.config.max_batch:
+        while len(self._owners) < 2 * self.engine.scheduler.max_batch:
             job = next(self._jobs, None)
             if job is None:
                 return

@@ -21,7 +21,8 @@ from paceline.drafters.speculate import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.drafting import Drafted, Drafting
 from paceline.engine.finish import append, final_text
-from paceline.engine.graphs import GraphPool
+from paceline.engine.graphs import GRAPH_SIZES, GraphPool
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request, Status
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler, StepPlan
@@ -332,20 +333,20 @@ class Engine:
         layers = [(shape.num_kv_heads, shape.head_dim)] * (shape.num_layers + (eagle is not None))
         width = len(capture) * shape.hidden_size
         context = min(config.max_context or shape.max_context, shape.max_context)
-        num_pages = _num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
+        limits = Limits.of(config, device)
+        num_pages = limits.num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
         self.ops = TorchOps() if config.kernels == "torch" else ops_for(device, dtype, config.deterministic, context)
-        self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), config.max_batch,
-                                   max(config.max_rows, config.max_batch), context)
+        self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), limits.max_batch, limits.max_rows, context)
         length = self.scheduler.max_length
         self.store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
-        self.state = SlotState(config.max_batch, -(-length // config.page_size), num_pages, device)
+        self.state = SlotState(limits.max_batch, -(-length // config.page_size), num_pages, device)
         rope = Rope(shape, length + 1, dtype, device)
         # On a GPU the host works one step ahead of what it has read, and steps are captured graphs.
         self._pipelined = device.type == "cuda"
-        self._row_sizes = config.row_sizes or (_graph_sizes(self.scheduler.max_rows) if self._pipelined else ())
+        self._row_sizes = config.row_sizes or (GRAPH_SIZES if self._pipelined else ())
         capturable = self.ops.name == "triton" and dtype != torch.float64
         graphs = GraphPool(device) if capturable and config.cuda_graphs else None
-        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs, self.scheduler.max_rows)
+        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs, max(self._row_sizes, default=1))
         learned = None
         if eagle is not None:
             columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
@@ -368,18 +369,6 @@ def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,
     if drafter == "suffix":
         return suffix, None
     return suffix, drafter if isinstance(drafter, Eagle) else load_eagle(drafter, model)
-
-
-def _num_pages(config: EngineConfig, bytes_per_token: int, context: int) -> int:
-    """As configured, but no more than every slot at full context could use."""
-    tokens = config.kv_tokens or int(config.kv_memory_gb * 2**30 / bytes_per_token)
-    return max(1, min(tokens, config.max_batch * (context + config.page_size)) // config.page_size)
-
-
-def _graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
-    return tuple(size for size in sizes if size < max_rows) + (max_rows,)
 
 
 def _columns(stored: tuple[int, ...], wanted: tuple[int, ...], hidden: int) -> Tensor:

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
+
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph

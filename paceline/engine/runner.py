@@ -34,14 +34,14 @@ class StepOutput(NamedTuple):
 
 class Runner:
     def __init__(self, model: Decoder, rope: Rope, store: PagedStore, state: SlotState, ops: Ops, capture: tuple[int, ...],
-                 graphs: GraphPool | None, max_rows: int) -> None:
+                 graphs: GraphPool | None, max_graph_rows: int) -> None:
         self.model, self.rope, self.store, self.state, self.ops, self.graphs = model, rope, store, state, ops, graphs
         self.capture = capture
         self._layers = [PagedCache(layer.k, layer.v, state.page_table, store.page_size)
                         for layer in store.layers[: model.config.num_layers]]
         # What captured steps read: the slots of a step's requests and its tree, at fixed addresses.
-        self._slots = torch.full((max_rows,), state.padding, dtype=torch.int64, device=state.device)
-        self._tree = DraftTree(*(torch.zeros(max_rows, *shape, dtype=torch.int64, device=state.device)
+        self._slots = torch.full((max_graph_rows,), state.padding, dtype=torch.int64, device=state.device)
+        self._tree = DraftTree(*(torch.zeros(max_graph_rows, *shape, dtype=torch.int64, device=state.device)
                                  for shape in ((), (), (), (), (), (2,))))
 
     @torch.inference_mode()
@@ -49,7 +49,7 @@ class Runner:
         """Queue one step. Rows of padding come out too, behind those of the plan. None: nothing but prompts."""
         slots = [item.request.slot for item in plan.decode]
         slots += [self.state.padding] * (len(drafted.num_nodes) - len(slots))
-        if self.graphs is not None and plan.decode and not plan.prefill:
+        if self.graphs is not None and plan.decode and not plan.prefill and len(drafted.tree.tokens) <= len(self._slots):
             return self._replay(slots, drafted, want_raw)
         rows = decode_rows(upload(slots, self.state.device), drafted.tree, self.state, self.store.page_size)
         if plan.prefill:

@@ -50,7 +50,7 @@ class StepPlan:
 class Scheduler:
     def __init__(self, pages: PageAllocator, max_batch: int, max_rows: int, max_length: int) -> None:
         assert max_rows >= max_batch, "a step must have room for one row of every running request"
-        self.pages, self.max_rows = pages, max_rows
+        self.pages, self.max_batch, self.max_rows = pages, max_batch, max_rows
         self.max_length = min(max_length, pages.num_pages * pages.page_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -122,6 +122,9 @@ class Scheduler:
         ready = [request for request in ready if request.slot >= 0 and self._reserve_row(request)]
         ready = [request for request in ready if request.slot >= 0]  # a later one may have pushed out an earlier one
         rows_left = self.max_rows - len(ready)
+        if plan.strategy.budget == 0:
+            plan.decode = [Decode(request, 0) for request in ready]
+            return rows_left
         for request in ready:
             nodes = self._reserve_nodes(request, plan.strategy, rows_left)
             plan.decode.append(Decode(request, nodes))

@@ -221,20 +221,59 @@ def _lanes(acc: Any) -> int:
     return 0
 
 
-def _lanes_of(array: Any) -> int:
-    return 0
-
-
 @overload(_lanes, jit_options=_INLINE)
 def _lanes_impl(acc):  # type: ignore[no-untyped-def]
     lanes = 512 // acc.dtype.bitwidth
     return lambda acc: lanes
 
 
-@overload(_lanes_of, jit_options=_INLINE)
-def _lanes_of_impl(array):  # type: ignore[no-untyped-def]
-    lanes = 512 // array.dtype.bitwidth
-    return lambda array: lanes
+def _permuted(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), indices))
+
+
+def _splat(builder: Any, x: Any, vector: Any) -> Any:
+    single = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+    return _permuted(builder, single, single, [0] * vector.count)
+
+
+def _constant(vector: Any, x: float) -> Any:
+    return ir.Constant(vector, [float(x)] * vector.count)
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _folded(builder: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes combined, halves first."""
+    count = x.type.count
+    while count > 1:
+        count //= 2
+        x = combine(x, _permuted(builder, x, x, [(i + count) % x.type.count for i in range(x.type.count)]))
+    return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+
+
+def _lane_sums(builder: Any, rows: list[Any]) -> Any:
+    """Lane i of the result: the sum over all lanes of rows[i]. Every sum is taken in the same order."""
+    lanes = len(rows)
+    quarter = lanes // 4  # lanes of 128 bits, within which shuffling is cheapest
+    held = 1  # rows a vector holds partial sums of
+    while len(rows) > 1:
+        if held < quarter:
+            half = quarter // 2 // held  # partial sums of a row to keep
+            first, second = [], []
+            for start in range(0, lanes, quarter):
+                for position in range(half):
+                    for origin in (0, lanes):
+                        first += [origin + start + position * held + i for i in range(held)]
+                        second += [origin + start + (position + half) * held + i for i in range(held)]
+        else:
+            first, second = ([origin + (2 * i + odd) * quarter + j for origin in (0, lanes) for i in range(2)
+                              for j in range(quarter)] for odd in (0, 1))
+        rows = [builder.fadd(_permuted(builder, x, y, first), _permuted(builder, x, y, second))
+                for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        held *= 2
+    return rows[0]
 
 
 @intrinsic
@@ -258,46 +297,139 @@ def _vector_load(typingctx, source, target, count, store, acc):  # type: ignore[
 
 
 @intrinsic
-def _vector_dot(typingctx, x, y, count, like):  # type: ignore[no-untyped-def]
-    """Dot product of `count` vectors at two addresses; element type as in the array `like`."""
-    vector = _vector_type(like.dtype)
+def _vector_dots(typingctx, x, rows, count, out, acc):  # type: ignore[no-untyped-def]
+    """out[i] = x · row i, for as many rows as a vector has lanes. x and out are addresses, rows that of an array of addresses;
+    `count` vectors make a row."""
+    vector = _vector_type(acc.dtype)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        total = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * vector.count))
-        builder.store(ir.Constant(vector, [0.0] * vector.count), total)
-        with cgutils.for_range(builder, args[2]) as loop:
-            u = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
-            v = builder.load(_vector_at(builder, args[1], loop.index, vector), align=4)
-            builder.store(_multiply_add(builder, u, v, builder.load(total)), total)
-        name = f"llvm.vector.reduce.fadd.v{vector.count}f{like.dtype.bitwidth}"
-        kind = ir.FunctionType(vector.element, [vector.element, vector])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(reduce, [ir.Constant(vector.element, 0.0), builder.load(total)], fastmath=("reassoc", "nsz"))
+        word, totals = ir.IntType(64), []
+        table = builder.inttoptr(args[1], word.as_pointer())
+        for first in range(0, vector.count, 8):  # as many addresses and sums as there are registers for
+            addresses = [builder.load(builder.gep(table, [ir.Constant(word, first + i)])) for i in range(8)]
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(8)]
+            for total in sums:
+                builder.store(_constant(vector, 0), total)
+            with cgutils.for_range(builder, args[2]) as loop:
+                u = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
+                for address, total in zip(addresses, sums, strict=True):
+                    v = builder.load(_vector_at(builder, address, loop.index, vector), align=4)
+                    builder.store(_multiply_add(builder, u, v, builder.load(total)), total)
+            totals += [builder.load(total) for total in sums]
+        builder.store(_lane_sums(builder, totals), builder.inttoptr(args[3], vector.as_pointer()), align=4)
+        return context.get_dummy_value()
 
-    return like.dtype(types.int64, types.int64, types.int64, like), codegen
+    return types.void(types.int64, types.int64, types.int64, types.int64, acc), codegen
 
 
 @intrinsic
-def _vector_add4(typingctx, out, r0, r1, r2, r3, count, p0, p1, p2, p3):  # type: ignore[no-untyped-def]
-    """out += p0 * row 0 + ... + p3 * row 3: rows at these addresses, `count` vectors of each."""
-    vector = _vector_type(p0)
+def _vector_largest(typingctx, x, count, bits):  # type: ignore[no-untyped-def]
+    """Largest of `count` vectors of float32 at this address, of the elements whose bit is set; the others become -inf."""
+    vector = _vector_type(types.float32)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        weights = []
-        for p in args[6:]:
-            single = builder.insert_element(ir.Constant(vector, ir.Undefined), p, ir.Constant(ir.IntType(32), 0))
-            zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
-            weights.append(builder.shuffle_vector(single, single, zeros))
-        with cgutils.for_range(builder, args[5]) as loop:
-            target = _vector_at(builder, args[0], loop.index, vector)
-            total = builder.load(target, align=4)
-            for weight, row in zip(weights, args[1:5], strict=True):
-                x = builder.load(_vector_at(builder, row, loop.index, vector), align=4)
-                total = _multiply_add(builder, weight, x, total)
-            builder.store(total, target, align=4)
+        nothing = _constant(vector, -math.inf)
+        best = cgutils.alloca_once(builder, vector)
+        builder.store(nothing, best)
+        with cgutils.for_range(builder, args[1]) as loop:
+            shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), 16))
+            seen = builder.trunc(builder.lshr(args[2], shift), ir.IntType(16))
+            place = _vector_at(builder, args[0], loop.index, vector)
+            s = builder.select(builder.bitcast(seen, ir.VectorType(ir.IntType(1), 16)), builder.load(place, align=4), nothing)
+            builder.store(s, place, align=4)
+            builder.store(_larger(builder, s, builder.load(best)), best)
+        return _folded(builder, builder.load(best), partial(_larger, builder))
+
+    return types.float32(types.int64, types.int64, types.uint64), codegen
+
+
+@intrinsic
+def _vector_exp(typingctx, x, count, top):  # type: ignore[no-untyped-def]
+    """x = exp(x - top) for `count` vectors of float32 at this address; their sum. As `_exp32`, but NaN stays."""
+    vector, words = _vector_type(types.float32), ir.VectorType(ir.IntType(32), 16)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def constant(c):  # type: ignore[no-untyped-def]
+            return _constant(vector, c)
+
+        def integer(c):  # type: ignore[no-untyped-def]
+            return ir.Constant(words, [int(c)] * 16)
+
+        multiply_add = partial(_multiply_add, builder)
+        top, total = _splat(builder, args[2], vector), cgutils.alloca_once(builder, vector)
+        builder.store(constant(0), total)
+        with cgutils.for_range(builder, args[1]) as loop:
+            place = _vector_at(builder, args[0], loop.index, vector)
+            x = builder.fsub(builder.load(place, align=4), top)
+            low = builder.fcmp_ordered("<=", x, constant(_EXP_MIN))
+            c = builder.select(low, constant(_EXP_MIN), x)
+            t = multiply_add(c, constant(_LOG2E), constant(_ROUND))
+            n = builder.fsub(t, constant(_ROUND))
+            r = multiply_add(n, constant(-_EXP_LN2_LOW), multiply_add(n, constant(-_EXP_LN2_HIGH), c))
+            p = constant(_E0)
+            for coefficient in (_E1, _E2, _E3, _E4, _E5):
+                p = multiply_add(p, r, constant(coefficient))
+            y = builder.fadd(multiply_add(p, builder.fmul(r, r), r), constant(_ONE))
+            power = builder.add(builder.bitcast(t, words), integer(127 - _ROUND_BITS))
+            y = builder.fmul(y, builder.bitcast(builder.shl(power, integer(23)), vector))
+            y = builder.select(low, constant(0), y)
+            builder.store(y, place, align=4)
+            builder.store(builder.fadd(builder.load(total), y), total)
+        return _folded(builder, builder.load(total), builder.fadd)
+
+    return types.float32(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def _vector_mix(typingctx, out, factor, rows, weights, size, count):  # type: ignore[no-untyped-def]
+    """out = out * factor + sum of weights[j] * row j over j < size rounded up to a multiple of 4. out and weights are addresses,
+    rows that of an array of addresses; `count` vectors make a row. Sums stay in registers."""
+    vector, word = _vector_type(factor), ir.IntType(64)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        out, factor, rows, weights, size, count = args
+        factor, table = _splat(builder, factor, vector), builder.inttoptr(rows, word.as_pointer())
+        weights = builder.inttoptr(weights, vector.element.as_pointer())
+        size = builder.lshr(builder.add(size, ir.Constant(word, 3)), ir.Constant(word, 2))
+
+        def columns(start, width):  # type: ignore[no-untyped-def]
+            """`width` vectors of the row, from number `start` on. So many partial sums that adds need not wait."""
+            parts = 2 if width == 4 else 4
+            places = [_vector_at(builder, out, builder.add(start, ir.Constant(word, c)), vector) for c in range(width)]
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(width)] for _ in range(parts)]
+            for c, place in enumerate(places):
+                builder.store(builder.fmul(builder.load(place, align=4), factor), sums[0][c])
+                for part in sums[1:]:
+                    builder.store(_constant(vector, 0), part[c])
+            with cgutils.for_range(builder, size) as loop:
+                first = builder.mul(loop.index, ir.Constant(word, 4))
+                for j in range(4):
+                    index = builder.add(first, ir.Constant(word, j))
+                    weight = _splat(builder, builder.load(builder.gep(weights, [index])), vector)
+                    row = builder.load(builder.gep(table, [index]))
+                    for c in range(width):
+                        x = builder.load(_vector_at(builder, row, builder.add(start, ir.Constant(word, c)), vector), align=4)
+                        total = sums[j % parts][c]
+                        builder.store(_multiply_add(builder, weight, x, builder.load(total)), total)
+            for c, place in enumerate(places):
+                total = builder.load(sums[0][c])
+                for part in sums[1:]:
+                    total = builder.fadd(total, builder.load(part[c]))
+                builder.store(total, place, align=4)
+
+        fours = builder.lshr(count, ir.Constant(word, 2))
+        with cgutils.for_range(builder, fours) as loop:
+            columns(builder.mul(loop.index, ir.Constant(word, 4)), 4)
+        done = builder.mul(fours, ir.Constant(word, 4))
+        twos = builder.lshr(builder.sub(count, done), ir.Constant(word, 1))
+        with cgutils.for_range(builder, twos):
+            columns(done, 2)
+        done = builder.add(done, builder.mul(twos, ir.Constant(word, 2)))
+        with cgutils.for_range(builder, builder.sub(count, done)):
+            columns(done, 1)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6, p0, p0, p0, p0), codegen
+    return types.void(types.int64, factor, types.int64, types.int64, types.int64, types.int64), codegen
 
 
 # -- elementwise kernels. store: element type in memory (uint16 for bfloat16); acc: type computed with
@@ -411,9 +543,20 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
     group = num_heads // num_kv_heads
     tile_rows = max(1, _TILE // group)
     n = tile_rows * group
-    q, o, s = np.empty((n, head_dim), acc), np.empty((n, head_dim), acc), np.empty((n, _BLOCK), acc)
-    k, v, state = np.empty((_BLOCK, head_dim), acc), np.empty((_BLOCK, head_dim), acc), np.empty((n, 2), acc)
+    d = (head_dim + _lanes(acc) - 1) // _lanes(acc) * _lanes(acc)  # rows of scratch are whole vectors, zeros at the end
+    # One allocation, on a cache line: q, o [n, d], k, v [block, d], a row of zeros, s [n, block], state [n, 2].
+    arena = np.empty(((2 * n + 2 * _BLOCK + 1) * d + n * (_BLOCK + 2)) * _size(acc) // 8 + 8, np.int64)
+    line = (arena.ctypes.data + 63) // 64 * 64
+    bytes_ = _size(acc) * d
+    q, o = carray(_pointer(line), (n, d), acc), carray(_pointer(line + n * bytes_), (n, d), acc)
+    line += 2 * n * bytes_
+    k, v = carray(_pointer(line), (_BLOCK, d), acc), carray(_pointer(line + _BLOCK * bytes_), (_BLOCK, d), acc)
+    line += 2 * _BLOCK * bytes_
+    zeros, s = carray(_pointer(line), d, acc), carray(_pointer(line + bytes_), (n, _BLOCK), acc)
+    state = carray(_pointer(line + bytes_ + n * _BLOCK * _size(acc)), (n, 2), acc)
     where = np.empty((2, _BLOCK), np.int64)
+    for c in range(d):
+        zeros[c] = acc(0)
     item, claimed = 0, _next_item(block)
     for i in range(num_segments):
         length = length_of[i]
@@ -423,63 +566,51 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
             for head in range(num_kv_heads):
                 if item == claimed:
                     _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile,
-                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, state, where)
+                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, zeros, state, where)
                     claimed = _next_item(block)
                 item += 1
+    arena[0] = 0  # it lives until here
 
 
 @_inlined
 def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, head, group,  # type: ignore[no-untyped-def]
-            q, o, s, k, v, state, where):
+            q, o, s, k, v, zeros, state, where):
     """Rows row..row+num_rows (numbers first.. of their segment) against one key/value head. Scratch: q, o [n, D]
     (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2], where
     [2, block] addresses of a block's keys and values."""
     num_heads, d = a[8], a[10]
-    n = num_rows * group
+    lanes, vectors = _lanes(acc), q.shape[1] // _lanes(acc)
     offset = (row * num_heads + head * group) * d * _size(store)
     stride = num_heads * d * _size(store)
-    mask = carray(_pointer(a[19] + row * 16), (num_rows, 2), np.int64)
+    mask = carray(_pointer(a[19] + row * 16), (num_rows, 2), np.uint64)
     for r in range(num_rows):
         source = carray(_pointer(a[1] + offset + r * stride), (group, d), store)
         for g in range(group):
             _load(source[g], q[r * group + g], scale)
-    for i in range(n):
+    for i in range(num_rows * group):
         state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
-        for c in range(d):
+        for c in range(o.shape[1]):
             o[i, c] = acc(0)
     end = context + (first + num_rows if causal else _span(mask))
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
+        used = (size + lanes - 1) // lanes  # vectors of scores
         _find_block(a, store, acc, slot, head, start, size, k, v, where)
-        if d == 64:
-            _scores(q, k, where[0], s, n, size, 64)
-        elif d == 128:
-            _scores(q, k, where[0], s, n, size, 128)
-        elif d == 32:
-            _scores(q, k, where[0], s, n, size, 32)
-        else:
-            _scores(q, k, where[0], s, n, size, d)
-        if start + size > context:
-            for r in range(num_rows):
-                for j in range(max(0, context - start), size):
-                    other = start + j - context  # number of the key's row within the segment
-                    if (other > first + r) if causal else ((mask[r, other >> 6] >> (other & 63)) & 1) == 0:
-                        for g in range(group):
-                            s[r * group + g, j] = -np.inf
-        for j in range(size, _BLOCK):
-            for i in range(n):
-                s[i, j] = -np.inf
-        for j in range(size, (size + 3) // 4 * 4):  # values are added four at a time
-            where[1, j] = v[j].ctypes.data
-            for c in range(d):
-                v[j, c] = acc(0)
-        for i in range(n):
-            if d == 64:
-                _softmax_step(s[i], v, where[1], o[i], state[i], size, 64, acc)
-            elif d == 32:
-                _softmax_step(s[i], v, where[1], o[i], state[i], size, 32, acc)
-            else:
-                _softmax_step(s[i], v, where[1], o[i], state[i], size, d, acc)
+        for j in range(size, used * lanes):
+            where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
+        for r in range(num_rows):
+            seen = _prefix(context + first + r + 1 - start) if causal else _visible(mask[r, 0], mask[r, 1], context - start)
+            if seen == 0:
+                continue
+            for i in range(r * group, (r + 1) * group):
+                for j in range(0, used * lanes, lanes):
+                    _vector_dots(q[i].ctypes.data, where.ctypes.data + j * 8, vectors, s[i].ctypes.data + j * _size(acc), acc)
+                top = max(state[i, 0], _block_largest(s[i], used, seen))
+                if top == -np.inf:
+                    continue
+                factor = _exp(state[i, 0] - top)
+                state[i, 0], state[i, 1] = top, state[i, 1] * factor + _block_exp(s[i], used, top)
+                _vector_mix(o[i].ctypes.data, factor, where[1].ctypes.data, s[i].ctypes.data, size, vectors)
     for r in range(num_rows):
         target = carray(_pointer(a[2] + offset + r * stride), (group, d), store)
         for g in range(group):
@@ -491,13 +622,34 @@ def _span(mask):  # type: ignore[no-untyped-def]
     """How far behind the context these rows look: their highest bit + 1."""
     low, high = np.uint64(0), np.uint64(0)
     for r in range(mask.shape[0]):
-        low |= np.uint64(mask[r, 0])
-        high |= np.uint64(mask[r, 1])
+        low |= mask[r, 0]
+        high |= mask[r, 1]
     word, length = (high, 64) if high else (low, 0)
     while word:
         word >>= np.uint64(1)
         length += 1
     return length
+
+
+@_inlined
+def _prefix(count):  # type: ignore[no-untyped-def]
+    """The lowest `count` bits, none to all."""
+    if count <= 0:
+        return np.uint64(0)
+    return np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(max(0, 64 - count))
+
+
+@_inlined
+def _visible(low, high, context):  # type: ignore[no-untyped-def]
+    """Bit j: the row sees the block's key j. `context` keys (all the more if beyond 64; none, and some of the segment's keys lie
+    before the block, if negative) come before the one that bit 0 of the mask is about."""
+    if context >= 64:
+        return _prefix(64)
+    if context >= 0:
+        return _prefix(context) | (low << np.uint64(context))
+    if context > -64:
+        return (low >> np.uint64(-context)) | (high << np.uint64(64 + context))
+    return high >> np.uint64(-context - 64) if context > -128 else np.uint64(0)
 
 
 def _size(store: Any) -> int:
@@ -513,8 +665,10 @@ def _size_impl(store):  # type: ignore[no-untyped-def]
 
 @_inlined
 def _load(source, out, factor):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
+    for i in range(len(source)):
         out[i] = _up(source[i]) * factor
+    for i in range(len(source), len(out)):
+        out[i] = 0
 
 
 @_inlined
@@ -543,45 +697,50 @@ def _find_block(a, store, acc, slot, head, start, size, k, v, where):  # type: i
         where[0, j], where[1, j] = k[j].ctypes.data, v[j].ctypes.data
         _vector_load(a[3] + offset, k[j].ctypes.data, vectors, store, acc)
         _vector_load(a[4] + offset, v[j].ctypes.data, vectors, store, acc)
-        for c in range(vectors * _lanes(acc), d):
-            k[j, c] = _up(carray(_pointer(a[3] + offset), d, store)[c])
-            v[j, c] = _up(carray(_pointer(a[4] + offset), d, store)[c])
+        if vectors * _lanes(acc) < d:
+            rest_of_k, rest_of_v = carray(_pointer(a[3] + offset), d, store), carray(_pointer(a[4] + offset), d, store)
+            for c in range(vectors * _lanes(acc), k.shape[1]):
+                k[j, c] = _up(rest_of_k[c]) if c < d else acc(0)
+                v[j, c] = _up(rest_of_v[c]) if c < d else acc(0)
 
 
-@_fast
-def _scores(q, k, where, s, n, size, d):  # type: ignore[no-untyped-def]
-    """s[i, j] = q_i · k_j; called with a constant d, LLVM unrolls the dot product."""
-    lanes, row = _lanes_of(q), q.strides[0]
-    for i in range(n):
-        for j in range(size):
-            dot = _vector_dot(q.ctypes.data + i * row, where[j], d // lanes, q)
-            for c in range(d // lanes * lanes, d):
-                dot += q[i, c] * k[j, c]
-            s[i, j] = dot
+def _block_largest(s: Any, used: int, seen: Any) -> Any:
+    """Largest of the first `used` vectors of a block's scores, of those that are seen; the others become -inf."""
 
 
-@_fast
-def _softmax_step(s, v, where, o, state, size, d, acc):  # type: ignore[no-untyped-def]
-    """Fold a block of scores and values into one query vector's running maximum, sum and output. Always over a whole block,
-    so that the order of the sum does not depend on how many keys there are."""
-    top = max(state[0], _largest(s, _BLOCK))
-    if top == -np.inf:
-        return  # nothing of this block is visible, nor of those before
-    factor = acc(0) if state[0] == -np.inf else _exp(state[0] - top)
-    part = acc(0)
-    for j in range(_BLOCK):
-        p = _exp(s[j] - top)
-        s[j] = p
-        part += p
-    state[0], state[1] = top, state[1] * factor + part
-    for c in range(len(o)):
-        o[c] *= factor
-    vectors = d // _lanes(acc)
-    for j in range(0, size, 4):
-        _vector_add4(o.ctypes.data, where[j], where[j + 1], where[j + 2], where[j + 3], vectors,
-                     s[j], s[j + 1], s[j + 2], s[j + 3])
-        for c in range(vectors * _lanes(acc), d):
-            o[c] += (s[j] * v[j, c] + s[j + 1] * v[j + 1, c]) + (s[j + 2] * v[j + 2, c] + s[j + 3] * v[j + 3, c])
+def _block_exp(s: Any, used: int, top: Any) -> Any:
+    """s = exp(s - top) in the first `used` vectors; their sum. More vectors of -inf leave the sum as it is."""
+
+
+@overload(_block_largest, jit_options=_INLINE)
+def _block_largest_impl(s, used, seen):  # type: ignore[no-untyped-def]
+    if s.dtype == types.float32:
+        return lambda s, used, seen: _vector_largest(s.ctypes.data, used, seen)
+
+    def largest(s, used, seen):  # type: ignore[no-untyped-def]
+        best = -np.inf
+        for j in range(used * 8):
+            if (seen >> np.uint64(j)) & np.uint64(1) == 0:
+                s[j] = -np.inf
+            best = s[j] if s[j] > best else best
+        return best
+
+    return largest
+
+
+@overload(_block_exp, jit_options=_INLINE)
+def _block_exp_impl(s, used, top):  # type: ignore[no-untyped-def]
+    if s.dtype == types.float32:
+        return lambda s, used, top: _vector_exp(s.ctypes.data, used, top)
+
+    def exponentials(s, used, top):  # type: ignore[no-untyped-def]
+        total = 0.0
+        for j in range(used * 8):
+            s[j] = math.exp(s[j] - top)
+            total += s[j]
+        return total
+
+    return exponentials
 
 
 # -- noise: the definition in noise.py, operation by operation, without any fast-math flag

@@ -143,8 +143,9 @@ class SuffixDrafter:
         for row, request_id in enumerate(request_ids):
             entry = self._by_request[request_id]
             text = entry.live[request_id]
-            asks_of.setdefault(entry, []).append((row, text.last, text.slot))
-        asks = np.empty((num_rows, 7), np.int64)  # of one prompt side by side
+            if self._has_context(entry.automaton.states, text.last):
+                asks_of.setdefault(entry, []).append((row, text.last, text.slot))
+        asks = np.empty((sum(map(len, asks_of.values())), 7), np.int64)  # of one prompt side by side
         asks[:, :_SLOT + 1] = np.array(list(chain.from_iterable(asks_of.values())), np.int64).reshape(-1, _SLOT + 1)
         order = asks[:, _ROW]
         asks[:, _BUDGET], asks[:, _POSITION] = np.asarray(budgets)[order], np.asarray(positions)[order]
@@ -159,6 +160,10 @@ class SuffixDrafter:
                    nodes, survival, count)
             first += len(own)
         return SuffixDrafts(nodes[_TOKENS].astype(np.int64), nodes[_PARENTS], nodes[_DEPTHS], survival, count)
+
+    def _has_context(self, states: NDArray[np.int32], last: int) -> bool:
+        """Whether any of the text's ends occurred before: on text that never repeats the answer is cheap and mostly no."""
+        return bool(states[last, HEAD] >= 0 or states[states[last, LINK], LEN] >= self.min_match)
 
     def reset(self) -> None:
         """Drop finished texts and what was learnt of reliability; live texts stay."""

@@ -253,11 +253,11 @@ def _folded(builder: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
 
 
-def _lane_sums(builder: Any, rows: list[Any]) -> Any:
-    """Lane i of the result: the sum over all lanes of rows[i]. Every sum is taken in the same order."""
-    lanes = len(rows)
+def _lane_sums(builder: Any, rows: list[Any], held: int = 1) -> Any:
+    """Fold vectors in pairs to a single one, each holding partial sums of `held` rows. Once as many rows went in as there are
+    lanes, lane i is the sum over all lanes of row i. Every row's sum is taken in the same order."""
+    lanes = rows[0].type.count
     quarter = lanes // 4  # lanes of 128 bits, within which shuffling is cheapest
-    held = 1  # rows a vector holds partial sums of
     while len(rows) > 1:
         if held < quarter:
             half = quarter // 2 // held  # partial sums of a row to keep
@@ -276,50 +276,107 @@ def _lane_sums(builder: Any, rows: list[Any]) -> Any:
     return rows[0]
 
 
+# A line is 64 bytes of stored elements: one vector, or two of bfloat16, that of its even elements and that of its odd ones.
+# Queries and outputs are kept in this order, which costs less than restoring the other for each key and value.
+
+
+def _line_vectors(store: Any) -> int:
+    return 2 if store.dtype == types.uint16 else 1
+
+
+def _line(builder: Any, address: Any, index: Any, store: Any, vector: Any) -> list[Any]:
+    if _line_vectors(store) == 1:
+        return [builder.load(_vector_at(builder, address, index, vector), align=4)]
+    words = ir.VectorType(ir.IntType(32), 16)
+    pairs = builder.load(_vector_at(builder, address, index, words), align=2)
+    even = builder.shl(pairs, ir.Constant(words, [16] * 16))
+    odd = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * 16))
+    return [builder.bitcast(even, vector), builder.bitcast(odd, vector)]
+
+
 @intrinsic
-def _vector_load(typingctx, source, target, count, store, acc):  # type: ignore[no-untyped-def]
-    """Copy `count` vectors from one address to another, widening bfloat16."""
-    vector, wide = _vector_type(acc.dtype), store.dtype == types.uint16
+def _widen(typingctx, source, target, lines, factor, store):  # type: ignore[no-untyped-def]
+    """Vectors at one address = lines at another, times the factor."""
+    vector, per_line = _vector_type(factor), _line_vectors(store)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        factor = _splat(builder, args[3], vector)
         with cgutils.for_range(builder, args[2]) as loop:
-            if wide:
-                halves, words = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(32), 16)
-                x = builder.load(_vector_at(builder, args[0], loop.index, halves), align=2)
-                x = builder.shl(builder.zext(x, words), ir.Constant(words, [16] * 16))
-                x = builder.bitcast(x, vector)
-            else:
-                x = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
-            builder.store(x, _vector_at(builder, args[1], loop.index, vector), align=4)
+            index = builder.mul(loop.index, ir.Constant(ir.IntType(64), per_line))
+            for i, x in enumerate(_line(builder, args[0], loop.index, store, vector)):
+                place = builder.add(index, ir.Constant(ir.IntType(64), i))
+                builder.store(builder.fmul(x, factor), _vector_at(builder, args[1], place, vector), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, store, acc), codegen
+    return types.void(types.int64, types.int64, types.int64, factor, store), codegen
 
 
 @intrinsic
-def _vector_dots(typingctx, x, rows, count, out, acc):  # type: ignore[no-untyped-def]
-    """out[i] = x · row i, for as many rows as a vector has lanes. x and out are addresses, rows that of an array of addresses;
-    `count` vectors make a row."""
-    vector = _vector_type(acc.dtype)
+def _narrow(typingctx, source, target, lines, factor, store):  # type: ignore[no-untyped-def]
+    """The reverse, rounding as `_down`."""
+    vector, per_line = _vector_type(factor), _line_vectors(store)
+    words = ir.VectorType(ir.IntType(32), 16)
+
+    def rounded(builder, x):  # type: ignore[no-untyped-def]
+        bits = builder.bitcast(x, words)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(words, [16] * 16)), ir.Constant(words, [1] * 16))
+        nearest = builder.add(builder.add(bits, ir.Constant(words, [0x7FFF] * 16)), odd)
+        nearest = builder.and_(nearest, ir.Constant(words, [0xFFFF0000] * 16))
+        return builder.select(builder.fcmp_ordered("==", x, x), nearest, ir.Constant(words, [0x7FC00000] * 16))
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        word, totals = ir.IntType(64), []
-        table = builder.inttoptr(args[1], word.as_pointer())
-        for first in range(0, vector.count, 8):  # as many addresses and sums as there are registers for
-            addresses = [builder.load(builder.gep(table, [ir.Constant(word, first + i)])) for i in range(8)]
-            sums = [cgutils.alloca_once(builder, vector) for _ in range(8)]
-            for total in sums:
-                builder.store(_constant(vector, 0), total)
-            with cgutils.for_range(builder, args[2]) as loop:
-                u = builder.load(_vector_at(builder, args[0], loop.index, vector), align=4)
-                for address, total in zip(addresses, sums, strict=True):
-                    v = builder.load(_vector_at(builder, address, loop.index, vector), align=4)
-                    builder.store(_multiply_add(builder, u, v, builder.load(total)), total)
-            totals += [builder.load(total) for total in sums]
-        builder.store(_lane_sums(builder, totals), builder.inttoptr(args[3], vector.as_pointer()), align=4)
+        factor = _splat(builder, args[3], vector)
+        with cgutils.for_range(builder, args[2]) as loop:
+            index = builder.mul(loop.index, ir.Constant(ir.IntType(64), per_line))
+            x = [builder.load(_vector_at(builder, args[0], builder.add(index, ir.Constant(ir.IntType(64), i)), vector), align=4)
+                 for i in range(per_line)]
+            x = [builder.fmul(y, factor) for y in x]
+            if per_line == 1:
+                builder.store(x[0], _vector_at(builder, args[1], loop.index, vector), align=4)
+            else:
+                even = builder.lshr(rounded(builder, x[0]), ir.Constant(words, [16] * 16))
+                builder.store(builder.or_(even, rounded(builder, x[1])), _vector_at(builder, args[1], loop.index, words), align=2)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64, acc), codegen
+    return types.void(types.int64, types.int64, types.int64, factor, store), codegen
+
+
+def _vector_dots(queries: int) -> Any:
+    """So many queries at once, which then share the loading of rows; each is computed as it would be alone."""
+
+    @intrinsic
+    def dots(typingctx, x, x_bytes, rows, lines, out, out_bytes, store, acc):  # type: ignore[no-untyped-def]
+        """out_i[j] = x_i · row j, for as many rows as a vector has lanes. x and out are addresses of the first query's, the next
+        ones' lie so many bytes further; rows is the address of an array of addresses."""
+        vector, word, per_line = _vector_type(acc.dtype), ir.IntType(64), _line_vectors(store)
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, x_bytes, rows, lines, out, out_bytes = args[:6]
+            xs, outs = ([builder.add(base, builder.mul(pitch, ir.Constant(word, i))) for i in range(queries)]
+                        for base, pitch in ((x, x_bytes), (out, out_bytes)))
+            table, totals = builder.inttoptr(rows, word.as_pointer()), [[] for _ in range(queries)]
+            for first in range(0, vector.count, 8):  # as many addresses and sums as there are registers for
+                addresses = [builder.load(builder.gep(table, [ir.Constant(word, first + i)])) for i in range(8)]
+                sums = [[cgutils.alloca_once(builder, vector) for _ in addresses] for _ in xs]
+                for total in sum(sums, []):
+                    builder.store(_constant(vector, 0), total)
+                with cgutils.for_range(builder, lines) as loop:
+                    index = builder.mul(loop.index, ir.Constant(word, per_line))
+                    us = [[builder.load(_vector_at(builder, x, builder.add(index, ir.Constant(word, i)), vector), align=4)
+                           for i in range(per_line)] for x in xs]
+                    for j, address in enumerate(addresses):
+                        for i, v in enumerate(_line(builder, address, loop.index, store, vector)):
+                            for u, total in zip(us, sums, strict=True):
+                                builder.store(_multiply_add(builder, u[i], v, builder.load(total[j])), total[j])
+                for query, total in zip(totals, sums, strict=True):
+                    query.append(_lane_sums(builder, [builder.load(x) for x in total]))
+            for query, place in zip(totals, outs, strict=True):
+                builder.store(_lane_sums(builder, query, 8), builder.inttoptr(place, vector.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6, store, acc), codegen
+
+    return dots
 
 
 @intrinsic
@@ -380,56 +437,72 @@ def _vector_exp(typingctx, x, count, top):  # type: ignore[no-untyped-def]
     return types.float32(types.int64, types.int64, types.float32), codegen
 
 
-@intrinsic
-def _vector_mix(typingctx, out, factor, rows, weights, size, count):  # type: ignore[no-untyped-def]
-    """out = out * factor + sum of weights[j] * row j over j < size rounded up to a multiple of 4. out and weights are addresses,
-    rows that of an array of addresses; `count` vectors make a row. Sums stay in registers."""
-    vector, word = _vector_type(factor), ir.IntType(64)
+def _vector_mix(queries: int) -> Any:
+    """So many queries at once, as in `_vector_dots`."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        out, factor, rows, weights, size, count = args
-        factor, table = _splat(builder, factor, vector), builder.inttoptr(rows, word.as_pointer())
-        weights = builder.inttoptr(weights, vector.element.as_pointer())
-        size = builder.lshr(builder.add(size, ir.Constant(word, 3)), ir.Constant(word, 2))
+    @intrinsic
+    def mix(typingctx, out, out_bytes, factors, rows, weights, weight_bytes, size, lines, store, acc):  # type: ignore[no-untyped-def]
+        """out_i = out_i * factors[i] + sum of weights_i[j] * row j over j < size rounded up to a multiple of 4, with sums kept in
+        registers. All but size, lines and bytes from one query to the next are addresses; rows is that of an array of them."""
+        vector, word, per_line = _vector_type(acc.dtype), ir.IntType(64), _line_vectors(store)
 
-        def columns(start, width):  # type: ignore[no-untyped-def]
-            """`width` vectors of the row, from number `start` on. So many partial sums that adds need not wait."""
-            parts = 2 if width == 4 else 4
-            places = [_vector_at(builder, out, builder.add(start, ir.Constant(word, c)), vector) for c in range(width)]
-            sums = [[cgutils.alloca_once(builder, vector) for _ in range(width)] for _ in range(parts)]
-            for c, place in enumerate(places):
-                builder.store(builder.fmul(builder.load(place, align=4), factor), sums[0][c])
-                for part in sums[1:]:
-                    builder.store(_constant(vector, 0), part[c])
-            with cgutils.for_range(builder, size) as loop:
-                first = builder.mul(loop.index, ir.Constant(word, 4))
-                for j in range(4):
-                    index = builder.add(first, ir.Constant(word, j))
-                    weight = _splat(builder, builder.load(builder.gep(weights, [index])), vector)
-                    row = builder.load(builder.gep(table, [index]))
-                    for c in range(width):
-                        x = builder.load(_vector_at(builder, row, builder.add(start, ir.Constant(word, c)), vector), align=4)
-                        total = sums[j % parts][c]
-                        builder.store(_multiply_add(builder, weight, x, builder.load(total)), total)
-            for c, place in enumerate(places):
-                total = builder.load(sums[0][c])
-                for part in sums[1:]:
-                    total = builder.fadd(total, builder.load(part[c]))
-                builder.store(total, place, align=4)
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            out, out_bytes, factors, rows, weights, weight_bytes, size, lines = args[:8]
+            outs, weights = ([builder.add(base, builder.mul(pitch, ir.Constant(word, i))) for i in range(queries)]
+                             for base, pitch in ((out, out_bytes), (weights, weight_bytes)))
+            weights = [builder.inttoptr(x, vector.element.as_pointer()) for x in weights]
+            factors = builder.inttoptr(factors, vector.element.as_pointer())
+            table = builder.inttoptr(rows, word.as_pointer())
+            size = builder.lshr(builder.add(size, ir.Constant(word, 3)), ir.Constant(word, 2))
 
-        fours = builder.lshr(count, ir.Constant(word, 2))
-        with cgutils.for_range(builder, fours) as loop:
-            columns(builder.mul(loop.index, ir.Constant(word, 4)), 4)
-        done = builder.mul(fours, ir.Constant(word, 4))
-        twos = builder.lshr(builder.sub(count, done), ir.Constant(word, 1))
-        with cgutils.for_range(builder, twos):
-            columns(done, 2)
-        done = builder.add(done, builder.mul(twos, ir.Constant(word, 2)))
-        with cgutils.for_range(builder, builder.sub(count, done)):
-            columns(done, 1)
-        return context.get_dummy_value()
+            def columns(start, width):  # type: ignore[no-untyped-def]
+                """`width` lines of the row, from number `start` on. So many partial sums that adds need not wait."""
+                parts = 2 if width * per_line == 4 else 4
+                begin = builder.mul(start, ir.Constant(word, per_line))
+                numbers = [builder.add(begin, ir.Constant(word, c)) for c in range(width * per_line)]
+                places = [[_vector_at(builder, x, number, vector) for number in numbers] for x in outs]
+                sums = [[[cgutils.alloca_once(builder, vector) for _ in numbers] for _ in range(parts)] for _ in outs]
+                for i, query in enumerate(sums):
+                    factor = _splat(builder, builder.load(builder.gep(factors, [ir.Constant(word, i)])), vector)
+                    for c, place in enumerate(places[i]):
+                        builder.store(builder.fmul(builder.load(place, align=4), factor), query[0][c])
+                        for part in query[1:]:
+                            builder.store(_constant(vector, 0), part[c])
+                with cgutils.for_range(builder, size) as loop:
+                    first = builder.mul(loop.index, ir.Constant(word, 4))
+                    for j in range(4):
+                        index = builder.add(first, ir.Constant(word, j))
+                        scalars = [builder.load(builder.gep(x, [index])) for x in weights]
+                        splats = [_splat(builder, x, vector) for x in scalars]
+                        row = builder.load(builder.gep(table, [index]))
+                        for line in range(width):
+                            vectors = _line(builder, row, builder.add(start, ir.Constant(word, line)), store, vector)
+                            for c, x in enumerate(vectors):
+                                for weight, query in zip(splats, sums, strict=True):
+                                    total = query[j % parts][line * per_line + c]
+                                    builder.store(_multiply_add(builder, weight, x, builder.load(total)), total)
+                for i, query in enumerate(sums):
+                    for c, place in enumerate(places[i]):
+                        total = builder.load(query[0][c])
+                        for part in query[1:]:
+                            total = builder.fadd(total, builder.load(part[c]))
+                        builder.store(total, place, align=4)
 
-    return types.void(types.int64, factor, types.int64, types.int64, types.int64, types.int64), codegen
+            done, width = ir.Constant(word, 0), 4 // per_line
+            while width:
+                times = builder.udiv(builder.sub(lines, done), ir.Constant(word, width))
+                with cgutils.for_range(builder, times) as loop:
+                    columns(builder.add(done, builder.mul(loop.index, ir.Constant(word, width))), width)
+                done, width = builder.add(done, builder.mul(times, ir.Constant(word, width))), width // 2
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8, store, acc), codegen
+
+    return mix
+
+
+_dots1, _dots2, _dots3 = _vector_dots(1), _vector_dots(2), _vector_dots(3)
+_mix1, _mix2, _mix3 = _vector_mix(1), _vector_mix(2), _vector_mix(3)
 
 
 # -- elementwise kernels. store: element type in memory (uint16 for bfloat16); acc: type computed with
@@ -543,20 +616,21 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
     group = num_heads // num_kv_heads
     tile_rows = max(1, _TILE // group)
     n = tile_rows * group
-    d = (head_dim + _lanes(acc) - 1) // _lanes(acc) * _lanes(acc)  # rows of scratch are whole vectors, zeros at the end
-    # One allocation, on a cache line: q, o [n, d], k, v [block, d], a row of zeros, s [n, block], state [n, 2].
-    arena = np.empty(((2 * n + 2 * _BLOCK + 1) * d + n * (_BLOCK + 2)) * _size(acc) // 8 + 8, np.int64)
+    d = (head_dim + _lanes(store) - 1) // _lanes(store) * _lanes(store)  # rows of scratch are whole lines, zeros at the end
+    # One allocation, on a cache line: q, o [n, d], k, v [block, d], a row of zeros, s [n, block], state [n, 2], factors [n].
+    wide, stored = d * _size(acc), d * _size(store)
+    arena = np.empty((2 * n * wide + (2 * _BLOCK + 1) * stored + n * (_BLOCK + 3) * _size(acc)) // 8 + 9, np.int64)
     line = (arena.ctypes.data + 63) // 64 * 64
-    bytes_ = _size(acc) * d
-    q, o = carray(_pointer(line), (n, d), acc), carray(_pointer(line + n * bytes_), (n, d), acc)
-    line += 2 * n * bytes_
-    k, v = carray(_pointer(line), (_BLOCK, d), acc), carray(_pointer(line + _BLOCK * bytes_), (_BLOCK, d), acc)
-    line += 2 * _BLOCK * bytes_
-    zeros, s = carray(_pointer(line), d, acc), carray(_pointer(line + bytes_), (n, _BLOCK), acc)
-    state = carray(_pointer(line + bytes_ + n * _BLOCK * _size(acc)), (n, 2), acc)
+    q, o = carray(_pointer(line), (n, d), acc), carray(_pointer(line + n * wide), (n, d), acc)
+    line += 2 * n * wide
+    k, v = carray(_pointer(line), (_BLOCK, d), store), carray(_pointer(line + _BLOCK * stored), (_BLOCK, d), store)
+    line += 2 * _BLOCK * stored
+    zeros, s = carray(_pointer(line), d, store), carray(_pointer(line + stored), (n, _BLOCK), acc)
+    line += stored + n * _BLOCK * _size(acc)
+    state, factors = carray(_pointer(line), (n, 2), acc), carray(_pointer(line + 2 * n * _size(acc)), n, acc)
     where = np.empty((2, _BLOCK), np.int64)
     for c in range(d):
-        zeros[c] = acc(0)
+        zeros[c] = 0
     item, claimed = 0, _next_item(block)
     for i in range(num_segments):
         length = length_of[i]
@@ -565,8 +639,8 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
         for tile in range(0, length, tile_rows):
             for head in range(num_kv_heads):
                 if item == claimed:
-                    _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile,
-                            context_of[i], slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, zeros, state, where)
+                    _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile, context_of[i],
+                            slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, zeros, state, factors, where)
                     claimed = _next_item(block)
                 item += 1
     arena[0] = 0  # it lives until here
@@ -574,20 +648,23 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
 
 @_inlined
 def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, head, group,  # type: ignore[no-untyped-def]
-            q, o, s, k, v, zeros, state, where):
+            q, o, s, k, v, zeros, state, factors, where):
     """Rows row..row+num_rows (numbers first.. of their segment) against one key/value head. Scratch: q, o [n, D]
-    (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2], where
-    [2, block] addresses of a block's keys and values."""
-    num_heads, d = a[8], a[10]
-    lanes, vectors = _lanes(acc), q.shape[1] // _lanes(acc)
+    (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2], factors [n],
+    where [2, block] addresses of a block's keys and values."""
+    num_heads, d, n = a[8], a[10], num_rows * group
+    lanes, lines, wide = _lanes(acc), q.shape[1] // _lanes(store), q.strides[0]
     offset = (row * num_heads + head * group) * d * _size(store)
     stride = num_heads * d * _size(store)
     mask = carray(_pointer(a[19] + row * 16), (num_rows, 2), np.uint64)
     for r in range(num_rows):
-        source = carray(_pointer(a[1] + offset + r * stride), (group, d), store)
         for g in range(group):
-            _load(source[g], q[r * group + g], scale)
-    for i in range(num_rows * group):
+            source, i = a[1] + offset + r * stride + g * d * _size(store), r * group + g
+            if d < q.shape[1]:
+                _copy(source, k[0], d, store)
+                source = k.ctypes.data
+            _widen(source, q[i].ctypes.data, lines, scale, store)
+    for i in range(n):
         state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
         for c in range(o.shape[1]):
             o[i, c] = acc(0)
@@ -595,26 +672,51 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
         used = (size + lanes - 1) // lanes  # vectors of scores
-        _find_block(a, store, acc, slot, head, start, size, k, v, where)
+        _find_block(a, store, slot, head, start, size, k, v, where)
         for j in range(size, used * lanes):
             where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
+        for j in range(0, used * lanes, lanes):
+            keys, scores = where.ctypes.data + j * 8, s.ctypes.data + j * _size(acc)
+            for i in range(0, n - 2, 3):
+                _dots3(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
+            i = n // 3 * 3
+            if i + 2 == n:
+                _dots2(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
+            elif i + 1 == n:
+                _dots1(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
         for r in range(num_rows):
             seen = _prefix(context + first + r + 1 - start) if causal else _visible(mask[r, 0], mask[r, 1], context - start)
-            if seen == 0:
-                continue
             for i in range(r * group, (r + 1) * group):
-                for j in range(0, used * lanes, lanes):
-                    _vector_dots(q[i].ctypes.data, where.ctypes.data + j * 8, vectors, s[i].ctypes.data + j * _size(acc), acc)
                 top = max(state[i, 0], _block_largest(s[i], used, seen))
-                if top == -np.inf:
+                if top == -np.inf:  # nothing of this block is visible, nor of those before
+                    factors[i] = acc(0)
+                    for j in range(_BLOCK):
+                        s[i, j] = acc(0)
                     continue
-                factor = _exp(state[i, 0] - top)
-                state[i, 0], state[i, 1] = top, state[i, 1] * factor + _block_exp(s[i], used, top)
-                _vector_mix(o[i].ctypes.data, factor, where[1].ctypes.data, s[i].ctypes.data, size, vectors)
+                factors[i] = _exp(state[i, 0] - top)
+                state[i, 0], state[i, 1] = top, state[i, 1] * factors[i] + _block_exp(s[i], used, top)
+        values = where[1].ctypes.data
+        for i in range(0, n - 2, 3):
+            _mix3(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0], size, lines,
+                  store, acc)
+        i = n // 3 * 3
+        if i + 2 == n:
+            _mix2(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0], size, lines,
+                  store, acc)
+        elif i + 1 == n:
+            _mix1(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0], size, lines,
+                  store, acc)
     for r in range(num_rows):
-        target = carray(_pointer(a[2] + offset + r * stride), (group, d), store)
         for g in range(group):
-            _store(o[r * group + g], target[g], acc(1) / state[r * group + g, 1], store)
+            target, i = a[2] + offset + r * stride + g * d * _size(store), r * group + g
+            factor = acc(1) / state[i, 1]
+            if d == q.shape[1]:
+                _narrow(o[i].ctypes.data, target, lines, factor, store)
+                continue
+            _narrow(o[i].ctypes.data, k.ctypes.data, lines, factor, store)
+            out = carray(_pointer(target), d, store)
+            for c in range(d):
+                out[c] = k[0, c]
 
 
 @_inlined
@@ -664,44 +766,32 @@ def _size_impl(store):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _load(source, out, factor):  # type: ignore[no-untyped-def]
-    for i in range(len(source)):
-        out[i] = _up(source[i]) * factor
-    for i in range(len(source), len(out)):
-        out[i] = 0
+def _copy(address, out, d, store):  # type: ignore[no-untyped-def]
+    """d elements as they are, and zeros up to a whole line."""
+    source = carray(_pointer(address), d, store)
+    for c in range(d):
+        out[c] = source[c]
+    for c in range(d, len(out)):
+        out[c] = 0
 
 
 @_inlined
-def _store(source, out, factor, store):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
-        out[i] = _down(source[i] * factor, store)
-
-
-@_inlined
-def _find_block(a, store, acc, slot, head, start, size, k, v, where):  # type: ignore[no-untyped-def]
-    """Addresses of one head's keys and values start..start+size, through the page table. Numbers that can be computed with
-    stay where they are; bfloat16 and odd head sizes are copied to k and v first."""
+def _find_block(a, store, slot, head, start, size, k, v, where):  # type: ignore[no-untyped-def]
+    """Addresses of one head's keys and values start..start+size, through the page table. They stay where they are, unless
+    their size is odd: then they are copied to k and v first."""
     stride, page_size, num_kv_heads, d = a[6], a[7], a[9], a[10]
     table = carray(_pointer(a[5] + slot * stride * 4), stride, np.int32)
-    vectors = d // _lanes(acc)
-    in_place = vectors * _lanes(acc) == d and _size(store) > 2
     page, rest = divmod(start, page_size)
     for j in range(size):
         offset = ((table[page] * page_size + rest) * num_kv_heads + head) * d * _size(store)
         rest += 1
         if rest == page_size:
             page, rest = page + 1, 0
-        if in_place:
-            where[0, j], where[1, j] = a[3] + offset, a[4] + offset
-            continue
-        where[0, j], where[1, j] = k[j].ctypes.data, v[j].ctypes.data
-        _vector_load(a[3] + offset, k[j].ctypes.data, vectors, store, acc)
-        _vector_load(a[4] + offset, v[j].ctypes.data, vectors, store, acc)
-        if vectors * _lanes(acc) < d:
-            rest_of_k, rest_of_v = carray(_pointer(a[3] + offset), d, store), carray(_pointer(a[4] + offset), d, store)
-            for c in range(vectors * _lanes(acc), k.shape[1]):
-                k[j, c] = _up(rest_of_k[c]) if c < d else acc(0)
-                v[j, c] = _up(rest_of_v[c]) if c < d else acc(0)
+        where[0, j], where[1, j] = a[3] + offset, a[4] + offset
+        if d < k.shape[1]:
+            _copy(a[3] + offset, k[j], d, store)
+            _copy(a[4] + offset, v[j], d, store)
+            where[0, j], where[1, j] = k[j].ctypes.data, v[j].ctypes.data
 
 
 def _block_largest(s: Any, used: int, seen: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from array import array
 from collections.abc import Callable
 from functools import cache as memoise
 from pathlib import Path
@@ -31,6 +30,8 @@ LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
 PACKED_ROWS = 64
 """MKL's packed float32 weights win up to about this many rows."""
+PACKED_ELEMENTS = 1 << 16
+"""`prepare` leaves smaller float32 weights alone: the packed call itself costs more than it wins."""
 _ACC = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
 
 
@@ -48,7 +49,7 @@ class CpuOps(TorchOps):
 
     def pack(self, weight: Tensor) -> bool:
         """Keep a copy of this weight [N, K] in the layout the matrix library likes; `linear` then uses it. Costs as much
-        memory again. Returns whether it pays for this dtype. Stale copies are noticed by the tensor's version counter
+        memory again. Returns whether there is one for this dtype. Stale copies are noticed by the tensor's version counter
         (not for inference tensors or writes through `.data`: call `prepare` then)."""
         weight_ = weight.detach()
         if weight.device.type != "cpu" or weight.dim() != 2 or not weight.is_contiguous():
@@ -59,73 +60,80 @@ class CpuOps(TorchOps):
             packed = torch.ops.mkldnn._reorder_linear_weight(weight_, PACKED_ROWS)
         else:
             return False
-        self._packed[id(weight)] = _Packed(weight, packed, _version(weight))
+        self._packed[id(weight)] = _Packed(weight, packed, None if weight.is_inference() else weight._version, weight.dtype)
         return True
 
     def prepare(self, weights: list[Tensor]) -> None:
         self._packed.clear()
         for weight in weights:
-            self.pack(weight)
+            if weight.dtype != torch.float32 or weight.numel() >= PACKED_ELEMENTS:
+                self.pack(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         entry = self._packed.get(id(weight))
-        if entry is None or x.dim() != 2 or x.dtype != weight.dtype or entry.version != _version(weight) \
-                or _needs_grad(x, weight):
+        if entry is None:
             return F.linear(x, weight, bias)
-        if x.dtype == torch.bfloat16:
-            return _onednn_linear(x, entry.packed, bias, "none", [], "")
+        _, packed, version, dtype = entry
+        # An inference tensor has no version (asking raises, which is slow); it was packed as such.
+        if x.dim() != 2 or x.dtype != dtype or (version is not None and version != weight._version) or _needs_grad(x, weight):
+            return F.linear(x, weight, bias)
+        if dtype is torch.bfloat16:
+            return _onednn_linear(x, packed, bias, "none", [], "")
         num_rows = x.shape[0]
         if num_rows > PACKED_ROWS or num_rows == 0:
             return F.linear(x, weight, bias)
         # Naming the actual row count makes it use the packed weight, whose layout does not depend on the rows.
-        return _mkl_linear(x, entry.packed, weight, bias, num_rows)
+        return _mkl_linear(x, packed, weight, bias, num_rows)
 
     # -- elementwise
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in _ACC or weight.dtype != x.dtype or _needs_grad(x, weight):
             return super().rms_norm(x, weight, eps)
-        _same("width of the norm", x.shape[-1], weight.shape[0])
+        width, num_elements = x.shape[-1], x.numel()
+        _same("width of the norm", width, weight.shape[0])
         x = x.contiguous()
         out = torch.empty_like(x)
-        _run("rms_norm", x.dtype, _threads_for(x), x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
-             x.numel() // x.shape[-1], x.shape[-1], _double(eps))
+        _run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
+             num_elements // width, width, _double(eps))
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.dtype not in _ACC or not x.dtype == residual.dtype == weight.dtype or _needs_grad(x, residual, weight):
             return super().add_rms_norm(x, residual, weight, eps)
-        _same("width of the norm", x.shape[-1], weight.shape[0])
-        _same("elements of the residual", x.numel(), residual.numel())
+        width, num_elements = x.shape[-1], x.numel()
+        _same("width of the norm", width, weight.shape[0])
+        _same("elements of the residual", num_elements, residual.numel())
         x, residual = x.contiguous(), residual.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(x)
-        _run("rms_norm", x.dtype, _threads_for(x), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
-             total.data_ptr(), x.numel() // x.shape[-1], x.shape[-1], _double(eps))
+        _run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+             out.data_ptr(), total.data_ptr(), num_elements // width, width, _double(eps))
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in _ACC or _needs_grad(gate_up):
             return super().silu_mul(gate_up)
         gate_up = gate_up.contiguous()
-        width = gate_up.shape[-1] // 2
-        out = gate_up.new_empty((*gate_up.shape[:-1], width))
-        _run("silu_mul", out.dtype, _threads_for(out), gate_up.data_ptr(), out.data_ptr(),
-             gate_up.numel() // (2 * width), width)
+        *shape, both = gate_up.shape
+        num_elements, width = gate_up.numel(), both // 2
+        out = gate_up.new_empty(*shape, width)
+        _run("silu_mul", gate_up.dtype, _threads_for(num_elements // 2), gate_up.data_ptr(), out.data_ptr(),
+             num_elements // both, width)
         return out
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
-        acc = _ACC.get(qkv.dtype)
-        if acc is None or cos.dtype != acc or cache.k.dtype != qkv.dtype:
+        acc, (k, v, _, _) = _ACC.get(qkv.dtype), cache
+        if acc is None or cos.dtype != acc or k.dtype != qkv.dtype:
             return super().rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache)
-        assert write.dtype == torch.int64 and sin.dtype == acc and cache.k.is_contiguous() and cache.v.is_contiguous()
+        assert write.dtype == torch.int64 and sin.dtype == acc and k.is_contiguous() and v.is_contiguous()
         qkv, cos, sin, write = qkv.contiguous(), cos.contiguous(), sin.contiguous(), write.contiguous()
-        num_rows, (_, num_kv_heads, head_dim) = qkv.shape[0], cache.k.shape
+        (num_rows, columns), (_, num_kv_heads, head_dim) = qkv.shape, k.shape
         _same("rows of qkv, cos, sin, write", num_rows, cos.shape[0], sin.shape[0], write.shape[0])
-        _same("columns of qkv", qkv.shape[1], (num_heads + 2 * num_kv_heads) * head_dim)
-        q = qkv.new_empty((num_rows, num_heads, head_dim))
-        _run("rope_write", qkv.dtype, _threads_for(qkv), qkv.data_ptr(), q.data_ptr(), cache.k.data_ptr(),
-             cache.v.data_ptr(), write.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        _same("columns of qkv", columns, (num_heads + 2 * num_kv_heads) * head_dim)
+        q = qkv.new_empty(num_rows, num_heads, head_dim)
+        _run("rope_write", qkv.dtype, _threads_for(num_rows * columns), qkv.data_ptr(), q.data_ptr(), k.data_ptr(),
+             v.data_ptr(), write.data_ptr(), cos.data_ptr(), sin.data_ptr(),
              0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
              num_rows, num_heads, num_kv_heads, head_dim, _double(eps))
         return q
@@ -133,12 +141,14 @@ class CpuOps(TorchOps):
     # -- attention
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
-        if q.dtype not in _ACC or cache.k.dtype != q.dtype:
+        k, v, page_table, page_size = cache
+        if q.dtype not in _ACC or k.dtype != q.dtype:
             return super().attention(q, cache, segments, scale)
         q = q.contiguous()
         num_rows, num_heads, head_dim = q.shape
         out = torch.zeros_like(q)
-        _same("head_dim of the cache", head_dim, cache.k.shape[2])
+        _, num_kv_heads, cache_dim = k.shape
+        _same("head_dim of the cache", head_dim, cache_dim)
         if segments.mask.shape[0] < num_rows:
             raise ValueError(f"segments.mask has {segments.mask.shape[0]} rows, q {num_rows}")
         if num_rows >= LONG_SEGMENT:
@@ -146,10 +156,10 @@ class CpuOps(TorchOps):
                 if causal and length >= LONG_SEGMENT:
                     row = int(segments.row[i])
                     out[row : row + length] = _attend_long(q[row : row + length], cache, segments, i, scale)
-        assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.page_table.dtype == torch.int32
-        _run("attention", q.dtype, torch.get_num_threads(), q.data_ptr(), out.data_ptr(), cache.k.data_ptr(),
-             cache.v.data_ptr(), cache.page_table.data_ptr(), cache.page_table.stride(0), cache.page_size, num_heads,
-             cache.k.shape[1], head_dim, _double(scale), LONG_SEGMENT, *self._addresses(segments))
+        assert k.is_contiguous() and v.is_contiguous() and page_table.dtype == torch.int32
+        _run("attention", q.dtype, torch.get_num_threads(), q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
+             page_table.data_ptr(), page_table.stride(0), page_size, num_heads, num_kv_heads, head_dim, _double(scale),
+             LONG_SEGMENT, *self._addresses(segments))
         return out
 
     def _addresses(self, segments: Segments) -> tuple[int, ...]:
@@ -185,7 +195,7 @@ class CpuOps(TorchOps):
         num_rows, vocab = seed.shape[0], token_ids.shape[0]
         _same("rows of seed and position", num_rows, position.shape[0])
         out = torch.empty((num_rows, vocab), dtype=torch.float32)
-        _run("gumbel", torch.float32, _threads_for(out), seed.data_ptr(), position.data_ptr(), token_ids.data_ptr(),
+        _run("gumbel", torch.float32, _threads_for(num_rows * vocab), seed.data_ptr(), position.data_ptr(), token_ids.data_ptr(),
              num_rows, vocab, out.data_ptr())
         return out
 
@@ -193,15 +203,12 @@ class CpuOps(TorchOps):
 class _Packed(NamedTuple):
     weight: Tensor  # held, so that its id stays its own
     packed: Tensor
-    version: int
+    version: int | None
+    dtype: torch.dtype
 
 
 _mkl_linear: Callable[..., Tensor] = torch.ops.mkl._mkl_linear
 _onednn_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -210,12 +217,12 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 def _same(what: str, *sizes: int) -> None:
     """The kernels see addresses only: a wrong size would read beyond the tensor."""
-    if min(sizes) != max(sizes):
+    if sizes.count(sizes[0]) != len(sizes):
         raise ValueError(f"{what}: {sizes} should be equal")
 
 
-def _threads_for(x: Tensor) -> int:
-    return 1 if x.numel() < PARALLEL_ELEMENTS else torch.get_num_threads()
+def _threads_for(num_elements: int) -> int:
+    return 1 if num_elements < PARALLEL_ELEMENTS else torch.get_num_threads()
 
 
 def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale: float) -> Tensor:
@@ -233,12 +240,18 @@ def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale
 
 def _run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:
     """Run a kernel on this thread, or on torch's OpenMP threads. words: what the kernel reads after the counter."""
-    kernel = compiled(name, dtype)
-    block = array("q", (0, *words))
+    address, call, _ = compiled(name, dtype)
+    # Fresh bytes, which nobody else holds, are the cheapest block that ctypes takes as it is; the kernel counts in them.
+    block = _words(len(words))(0, *words)
     if threads > 1 and _fork is not None:
-        _fork(kernel.address, block.buffer_info()[0], threads, 0)
+        _fork(address, block, threads, 0)
     else:
-        kernel.call(block.buffer_info()[0])
+        call(block)
+
+
+@memoise
+def _words(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{count + 1}q").pack
 
 
 def _openmp_fork() -> Callable[[int, int, int, int], None] | None:

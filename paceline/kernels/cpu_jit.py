@@ -26,7 +26,7 @@ from paceline.kernels.noise import LN2_HIGH, LN2_LOW, LOG_P, PHILOX_M, PHILOX_W,
 
 class Kernel(NamedTuple):
     address: int
-    call: Callable[[int], None]
+    call: Callable[[bytes], None]
     owner: Any  # keeps the compiled code alive
 
 

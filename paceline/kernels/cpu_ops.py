@@ -26,6 +26,8 @@ from paceline.kernels.torch_ops import TorchOps, cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
 """Elementwise kernels touch fewer elements than this on one thread: waking the others costs more."""
+PARALLEL_PRODUCTS = 1 << 17
+"""The same for attention, in products of a query's and a key's element."""
 LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
 PACKED_ROWS = 64
@@ -43,7 +45,7 @@ class CpuOps(TorchOps):
     def __init__(self) -> None:
         self._packed: dict[int, _Packed] = {}
         # Every layer of a step passes the same Segments: its addresses are read once. Held, so they stay valid.
-        self._last_segments: tuple[Segments, tuple[int, ...]] | None = None
+        self._last_segments: tuple[Segments, tuple[int, ...], int] | None = None
 
     # -- linear
 
@@ -157,21 +159,26 @@ class CpuOps(TorchOps):
                     row = int(segments.row[i])
                     out[row : row + length] = _attend_long(q[row : row + length], cache, segments, i, scale)
         assert k.is_contiguous() and v.is_contiguous() and page_table.dtype == torch.int32
-        _run("attention", q.dtype, torch.get_num_threads(), q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
+        addresses, pairs = self._addresses(segments)
+        threads = 1 if pairs * num_heads * head_dim < PARALLEL_PRODUCTS else torch.get_num_threads()
+        _run("attention", q.dtype, threads, q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
              page_table.data_ptr(), page_table.stride(0), page_size, num_heads, num_kv_heads, head_dim, _double(scale),
-             LONG_SEGMENT, *self._addresses(segments))
+             LONG_SEGMENT, *addresses)
         return out
 
-    def _addresses(self, segments: Segments) -> tuple[int, ...]:
+    def _addresses(self, segments: Segments) -> tuple[tuple[int, ...], int]:
+        """What the kernel reads of them, and about how many pairs of a row and a key there are."""
         last = self._last_segments
         if last is not None and last[0] is segments:
-            return last[1]
+            return last[1], last[2]
         wanted = (torch.int32, torch.int32, torch.int32, torch.int32, torch.bool, torch.int64)
         for name, tensor, dtype in zip(Segments._fields, segments, wanted, strict=True):
             assert tensor.dtype == dtype and tensor.is_contiguous(), f"segments.{name}: {tensor.dtype}"
         addresses = (segments.row.shape[0], *(t.data_ptr() for t in segments))
-        self._last_segments = (segments, addresses)
-        return addresses
+        pairs = sum((context + length) * length for context, length in
+                    zip(segments.context.tolist(), segments.length.tolist(), strict=True))
+        self._last_segments = (segments, addresses, pairs)
+        return addresses, pairs
 
     # -- sampling
 
@@ -240,9 +247,9 @@ def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale
 
 def _run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:
     """Run a kernel on this thread, or on torch's OpenMP threads. words: what the kernel reads after the counter."""
-    address, call, _ = compiled(name, dtype)
+    address, call, pack = _kernel(name, dtype, len(words))
     # Fresh bytes, which nobody else holds, are the cheapest block that ctypes takes as it is; the kernel counts in them.
-    block = _words(len(words))(0, *words)
+    block = pack(0, *words)
     if threads > 1 and _fork is not None:
         _fork(address, block, threads, 0)
     else:
@@ -250,11 +257,12 @@ def _run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:
 
 
 @memoise
-def _words(count: int) -> Callable[..., bytes]:
-    return struct.Struct(f"{count + 1}q").pack
+def _kernel(name: str, dtype: torch.dtype, num_words: int) -> tuple[int, Callable[[bytes], None], Callable[..., bytes]]:
+    kernel = compiled(name, dtype)
+    return kernel.address, kernel.call, struct.Struct(f"{num_words + 1}q").pack
 
 
-def _openmp_fork() -> Callable[[int, int, int, int], None] | None:
+def _openmp_fork() -> Callable[[int, bytes, int, int], None] | None:
     """GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime torch itself is linked with; GNU's, Intel's
     and LLVM's all have it on Linux. None elsewhere: kernels then run on one thread."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

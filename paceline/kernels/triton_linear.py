@@ -34,8 +34,15 @@ class Config(NamedTuple):
     tma: bool = False  # the weight's tiles are fetched by the memory engine
 
 
-TUNED: dict[tuple[int, int, int], Config] = {}
-"""(padded rows, N, K) -> what beats the library there, from benchmarks/gpu_kernels.py. Empty: always the library."""
+TUNED: dict[tuple[int, int, int], Config] = {
+    (16, 896, 4864): Config(16, 32, 256, 4), (64, 896, 4864): Config(64, 32, 256, 4),
+    (16, 1536, 8960): Config(16, 64, 128, 5, 4, 5, swap=True), (32, 1536, 8960): Config(32, 64, 128, 5, 4, 5, swap=True),
+    (16, 3584, 3584): Config(16, 128, 128, 4, 8, 4, swap=True, tma=True),
+    (32, 3584, 3584): Config(32, 64, 128, 2, 4, 5, swap=True),
+    (16, 3584, 18944): Config(16, 128, 128, 4, 8, 4, swap=True, tma=True),
+    (32, 3584, 18944): Config(32, 64, 128, 2, 4, 5, swap=True), (64, 3584, 18944): Config(64, 64, 128, 2, 4, 5),
+}
+"""(padded rows, N, K) -> what beats the library there on an H200 (benchmarks/gpu_kernels.py); elsewhere the library."""
 
 
 def default_config(rows: int, out_features: int, in_features: int) -> Config:

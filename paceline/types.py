@@ -158,7 +158,7 @@ class StepView:
     step: int
     num_running: int
     num_prefill_rows: int
-    hit_rate: dict[str, float]
+    hit_rate: dict[DrafterName, float]
     """Drafter → share of its verified nodes that were accepted, a moving average over recent steps (absent: not tried)."""
     step_ms: float | None
     """Milliseconds of a decoding step beside those of its rows (None: not known yet) …"""

@@ -358,8 +358,9 @@ def _vector_dots(queries: int) -> Any:
             for first in range(0, vector.count, 8):  # as many addresses and sums as there are registers for
                 addresses = [builder.load(builder.gep(table, [ir.Constant(word, first + i)])) for i in range(8)]
                 sums = [[cgutils.alloca_once(builder, vector) for _ in addresses] for _ in xs]
-                for total in sum(sums, []):
-                    builder.store(_constant(vector, 0), total)
+                for query in sums:
+                    for total in query:
+                        builder.store(_constant(vector, 0), total)
                 with cgutils.for_range(builder, lines) as loop:
                     index = builder.mul(loop.index, ir.Constant(word, per_line))
                     us = [[builder.load(_vector_at(builder, x, builder.add(index, ir.Constant(word, i)), vector), align=4)
@@ -697,15 +698,15 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
                 state[i, 0], state[i, 1] = top, state[i, 1] * factors[i] + _block_exp(s[i], used, top)
         values = where[1].ctypes.data
         for i in range(0, n - 2, 3):
-            _mix3(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0], size, lines,
-                  store, acc)
+            _mix3(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0],
+                  size, lines, store, acc)
         i = n // 3 * 3
         if i + 2 == n:
-            _mix2(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0], size, lines,
-                  store, acc)
+            _mix2(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0],
+                  size, lines, store, acc)
         elif i + 1 == n:
-            _mix1(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0], size, lines,
-                  store, acc)
+            _mix1(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0],
+                  size, lines, store, acc)
     for r in range(num_rows):
         for g in range(group):
             target, i = a[2] + offset + r * stride + g * d * _size(store), r * group + g

@@ -71,7 +71,7 @@ class SuffixDrafter:
     """Drafts from repetition. `max_tokens` bounds the remembered tokens of all prompts together."""
 
     def __init__(self, max_tokens: int = 4_000_000, max_tokens_per_prompt: int = 262_144, min_match: int = 1,
-                 min_survival: float = 0.08) -> None:
+                 min_survival: float = 0.2) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_tokens_per_prompt", max_tokens_per_prompt),
                             ("min_match", min_match)):
             if value < 1:

@@ -260,7 +260,8 @@ class Bench:
 
     def folder(self, model: str) -> Path:
         """The model as a folder that every engine loads: float32, cast by each to the dtype of the run."""
-        from paceline.models.weights import load_model, save_model
+        from paceline.models.save import save_model
+        from paceline.models.weights import load_model
 
         folder = self.work / model
         if not (folder / "config.json").is_file():

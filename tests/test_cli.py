@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from paceline.cli import main
 from paceline.commands.output import RolloutFile
 from paceline.models.decoder import Decoder
-from paceline.models.weights import load_model, save_model
+from paceline.models.save import save_model
+from paceline.models.weights import load_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456"
 LINES: list[dict[str, Any]] = [

@@ -36,6 +36,7 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
         raise ValueError(f"{folder}: d2t points outside the policy's vocabulary of {policy.config.vocab_size}")
     own_head = form == "eagle3" and "lm_head.weight" in tensors
     module = Eagle(EagleConfig.for_policy(policy.config, form, aux), draft_ids, own_head)
+    module = module.to(policy.norm.device, policy.norm.dtype).requires_grad_(False)
     wanted = dict(module.named_parameters())
     known = {_PLAIN[name] for name in wanted if name in _PLAIN} | {part for parts in _FUSED.values() for part in parts}
     unknown = sorted(tensors.keys() - known - _IGNORED - {"lm_head.weight"})
@@ -44,8 +45,7 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(_assemble(name, parameter, tensors, folder))
-    weight = policy.norm
-    return module.to(weight.device, weight.dtype).requires_grad_(False)
+    return module
 
 
 def save_eagle(module: Eagle, folder: str | Path) -> None:

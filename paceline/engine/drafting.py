@@ -106,8 +106,7 @@ class Drafting:
                 return merge(self._from_eagle(items, plan), self._from_suffix(items, plan), plan.strategy.budget)
 
     def _from_suffix(self, items: list[Decode], plan: StepPlan) -> Drafts:
-        if self.suffix is None:
-            raise ValueError(f"strategy {plan.strategy}: the engine was loaded without the suffix drafter")
+        assert self.suffix is not None
         requests, strategy = [item.request for item in items], plan.strategy
         found = self.suffix.draft(
             [request.id for request in requests], strategy.depth, strategy.width,
@@ -121,8 +120,7 @@ class Drafting:
         return Drafts(tokens.long(), parents.long(), depths.long(), survival, count.long())
 
     def _from_eagle(self, items: list[Decode], plan: StepPlan) -> Drafts:
-        if self.eagle is None:
-            raise ValueError(f"strategy {plan.strategy}: the engine was loaded without a learned drafter")
+        assert self.eagle is not None
         requests, strategy = [item.request for item in items], plan.strategy
         # At least the last position: its output is where the tree starts from.
         missing = [max(1, request.num_computed - self._seen[request.id]) for request in requests]

@@ -86,12 +86,14 @@ class Engine:
         model, tokenizer = load_model(source, device, dtype)
         return cls(model, tokenizer, drafter, strategy, config)
 
-    def step(self) -> StepResult:
-        """One pass of the policy over all that is ready: choose, plan, draft, launch, book. On a GPU what is booked is the step
-        before the one just launched, unless a drafter must know first how that one ended."""
+    def step(self, strategy: Strategy | None = None) -> StepResult:
+        """One pass of the policy over all that is ready: choose (unless told), plan, draft, launch, book. On a GPU what is booked
+        is the step before the one just launched, unless a drafter must know first how that one ended."""
         if self._drained:
             return self._drained.pop(0)
-        strategy = self.select(self._view())
+        strategy = strategy or self.select(self._view())
+        if strategy.drafter not in ("none", *self.drafting.available):
+            raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
         result = self._book_in_flight() if strategy.drafter != "none" else None
         launched = self._launch(strategy)
         if result is None:
@@ -138,8 +140,16 @@ class Engine:
         return [request.id for request in requests]
 
     def generate(self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1,
-                 keys: Sequence[str] | None = None, on_step: Callable[[StepResult], None] | None = None) -> list[RolloutGroup]:
-        """All answers of all prompts. A prompt that cannot be served gives rollouts that say why; the others finish."""
+                 keys: Sequence[str] | None = None, on_step: Callable[[StepResult], None] | None = None,
+                 strategy: str | Strategy | Selector | None = None) -> list[RolloutGroup]:
+        """All answers of all prompts. A prompt that cannot be served gives rollouts that say why; the others finish.
+        `strategy` overrides the engine's own for this call."""
+        if strategy is not None:
+            own, self.select = self.select, make_selector(strategy)
+            try:
+                return self.generate(prompts, params, n, keys, on_step)
+            finally:
+                self.select = own
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts) or (keys is not None and len(keys) != len(prompts)):

@@ -246,8 +246,22 @@ def test_strategies_print_as_they_are_read():
 
 
 def test_a_strategy_without_its_drafter_is_refused():
-    with pytest.raises(ValueError, match="learned drafter"):
-        Engine(model(), strategy="eagle:d2w2v4").generate([[1, 2, 3]])
+    engine = Engine(model(), strategy="eagle:d2w2v4")
+    with pytest.raises(ValueError, match="without that drafter"):
+        engine.generate([[1, 2, 3]])
+    assert engine.stats().free_pages == engine.stats().total_pages
+
+
+def test_a_strategy_may_be_given_with_the_call_or_the_step():
+    engine = Engine(model(), strategy="off")
+    params = SamplingParams(max_new_tokens=12)
+    plain = engine.generate([[1, 2, 3]], params)[0].rollouts[0].token_ids
+    assert engine.generate([[1, 2, 3]], params, strategy="suffix:d4w2v6")[0].rollouts[0].token_ids == plain
+    assert set(engine.stats().strategy_steps) == {"off", "suffix:d4w2v6"}
+    engine.add([1, 2, 3], params)
+    while engine.has_work:
+        engine.step(Strategy.parse("suffix:d2w1v2"))
+    assert "suffix:d2w1v2" in engine.stats().strategy_steps
 
 
 def test_unknown_option_is_an_error():

@@ -1,0 +1,113 @@
+"""The learned drafter: its tree against a slow reference, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, eagle, model
+
+from paceline import Engine, SamplingParams
+from paceline.drafters.checkpoint import load_eagle, save_eagle
+from paceline.drafters.eagle import Eagle
+from paceline.kernels import TorchOps
+from paceline.models.attend import PackedAttend
+from paceline.models.decoder import Decoder, Rope
+
+OPS = TorchOps()
+
+
+def greedy_chain(policy: Decoder, drafter: Eagle, tokens: list[int], depth: int) -> list[int]:
+    """What the drafter guesses behind `tokens`, one after the other, recomputing everything each time. Row i combines the
+    policy's features at i with the token at i + 1."""
+    rope = Rope(policy.config, 256, torch.float64, "cpu")
+
+    def attend(length: int) -> PackedAttend:
+        return PackedAttend(OPS, *rope(torch.arange(length)), (length,))
+
+    fed = torch.tensor(tokens[:-1])
+    features = policy(fed, attend(len(fed)), drafter.config.feature_layers).features
+    state, follow, guesses = drafter.encode(features, OPS), tokens[1:], []
+    for _ in range(depth):
+        out = drafter(policy.embed(torch.tensor(follow)), state, attend(len(follow)))
+        logits = drafter.logits(out[-1:], policy, OPS)
+        index = int(logits.argmax())
+        guesses.append(index if drafter.draft_ids is None else int(drafter.draft_ids[index]))
+        state, follow = torch.cat([state, out[-1:]]), [*follow, guesses[-1]]
+    return guesses
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("draft_vocab", [0, 20])
+def test_drafts_equal_a_slow_reference(form, draft_vocab):
+    """Chains, through prefill in chunks, accepted and rejected drafts, and steps in which the drafter did not run."""
+    from paceline.config import EngineConfig
+
+    policy, drafter = model("qwen3"), eagle("qwen3", form, draft_vocab=draft_vocab)
+    strategies = iter(["eagle:d4w1v4", "eagle:d4w1v4", "off", "off", "eagle:d4w1v4", "suffix:d4w2v8", "eagle:d4w1v4"] * 4)
+    engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=8, max_batch=2))
+    made = []
+    real = engine.drafting.eagle.draft
+
+    def spy(view, missing, *sizes):
+        drafts = real(view, missing, *sizes)
+        (request,) = [r for r in engine.scheduler.running if r.slot == int(view.slots[0])]
+        made.append((list(request.tokens), drafts.tokens[0].tolist()))
+        return drafts
+
+    engine.drafting.eagle.draft = spy
+    engine.add([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], SamplingParams(temperature=0, max_new_tokens=25))
+    from paceline import Strategy
+
+    while engine.has_work:
+        engine.step(Strategy.parse(next(strategies)))
+    assert len(made) > 5
+    for tokens, guesses in made:
+        assert guesses == greedy_chain(policy, drafter, tokens, 4)
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("draft_vocab", [0, 20])
+def test_a_checkpoint_comes_back_as_it_was(form, draft_vocab, tmp_path):
+    original = eagle("llama", form, draft_vocab=draft_vocab)
+    save_eagle(original, tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "embed_tokens.weight" not in names, "the policy's tensors are not the drafter's"
+    assert {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"} <= names
+    loaded = load_eagle(tmp_path, model("llama"))
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    engine = Engine(model("llama"), drafter=tmp_path, strategy="eagle:d3w2v6")
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))[0].rollouts[0].finish_reason == "length"
+    assert engine.stats().drafted > 0
+
+
+def test_a_drafter_shares_the_policys_tensors():
+    policy, drafter = model("llama"), eagle("llama", "eagle")
+    assert not any("embed" in name or "head" in name for name, _ in drafter.named_parameters())
+    hidden = torch.randn(2, 32, dtype=torch.float64)
+    assert torch.equal(drafter.logits(hidden, policy, OPS), policy.logits(hidden, OPS))
+
+
+def test_damaged_drafters_are_one_clear_line(tmp_path):
+    policy = model("llama")
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        load_eagle(tmp_path, policy)
+    save_eagle(eagle("llama", "eagle3", draft_vocab=20), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for change, message in (({"fc.weight": torch.zeros(3, 3)}, r"fc\.weight has shape"), ({"surprise": torch.zeros(1)}, "surprise"),
+                            ({"d2t": torch.full((20,), VOCAB)}, "outside the policy's vocabulary")):
+        save_file(tensors | change, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_eagle(tmp_path, policy)
+    save_file({k: v for k, v in tensors.items() if k != "norm.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight is missing"):
+        load_eagle(tmp_path, policy)
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ValueError, match="damaged"):
+        load_eagle(tmp_path, policy)
+    (tmp_path / "config.json").write_text(json.dumps({})[:-1])
+    with pytest.raises(ValueError, match="damaged"):
+        load_eagle(tmp_path, policy)

@@ -97,7 +97,8 @@ def test_damaged_drafters_are_one_clear_line(tmp_path):
         load_eagle(tmp_path, policy)
     save_eagle(eagle("llama", "eagle3", draft_vocab=20), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    for change, message in (({"fc.weight": torch.zeros(3, 3)}, r"fc\.weight has shape"), ({"surprise": torch.zeros(1)}, "surprise"),
+    for change, message in (({"fc.weight": torch.zeros(3, 3)}, r"fc\.weight has shape"),
+                            ({"surprise": torch.zeros(1)}, "surprise"),
                             ({"d2t": torch.full((20,), VOCAB)}, "outside the policy's vocabulary")):
         save_file(tensors | change, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):

@@ -66,12 +66,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self, strategy: Strategy) -> StepPlan:
+        """A row for every running request, then prompts, then newcomers; drafted nodes get what rows and pages are left."""
         plan = StepPlan(strategy)
         rows_left = self._plan_decode(plan)
         for request in self.running:
             if request.status is Status.PREFILL and rows_left > 0:
                 rows_left -= self._prefill_chunk(plan, request, rows_left)
-        self._admit(plan, rows_left)
+        rows_left = self._admit(plan, rows_left)
+        self._plan_nodes(plan, rows_left)
         return plan
 
     def commit(self, plan: StepPlan, num_nodes: list[int]) -> None:
@@ -117,19 +119,20 @@ class Scheduler:
             request.stale = request.num_computed > 0
 
     def _plan_decode(self, plan: StepPlan) -> int:
-        """The running, oldest first: a row for each, then nodes from what rows and pages are left. Returns rows left."""
+        """The running, oldest first: a row for each. Returns the rows left."""
         ready = [request for request in self.running if request.status is Status.DECODE and not self._ends_in_flight(request)]
         ready = [request for request in ready if request.slot >= 0 and self._reserve_row(request)]
         ready = [request for request in ready if request.slot >= 0]  # a later one may have pushed out an earlier one
-        rows_left = self.max_rows - len(ready)
+        plan.decode = [Decode(request, 0) for request in ready]
+        return self.max_rows - len(ready)
+
+    def _plan_nodes(self, plan: StepPlan, rows_left: int) -> None:
         if plan.strategy.budget == 0:
-            plan.decode = [Decode(request, 0) for request in ready]
-            return rows_left
-        for request in ready:
+            return
+        for i, (request, _) in enumerate(plan.decode):
             nodes = self._reserve_nodes(request, plan.strategy, rows_left)
-            plan.decode.append(Decode(request, nodes))
+            plan.decode[i] = Decode(request, nodes)
             rows_left -= nodes
-        return rows_left
 
     def _ends_in_flight(self, request: Request) -> bool:
         """Whether what has not been read yet surely completes it."""
@@ -180,9 +183,9 @@ class Scheduler:
             request.status = Status.DECODE
         return count
 
-    def _admit(self, plan: StepPlan, rows_left: int) -> None:
+    def _admit(self, plan: StepPlan, rows_left: int) -> int:
         """Waiting requests, oldest first, while slots, rows and pages last. The answers of one prompt wait until the
-        first of them has prefilled it."""
+        first of them has prefilled it. Returns the rows left."""
         blocked: list[Request] = []
         prefilling = {request.group for request in self.running if request.status is Status.PREFILL}
         prefilling |= {item.request.group for item in plan.prefill}  # done in this step, shareable from the next
@@ -203,6 +206,7 @@ class Scheduler:
                 plan.decode.append(Decode(request, 0))
                 rows_left -= 1
         self.waiting.extendleft(reversed(blocked))
+        return rows_left
 
     def _place(self, plan: StepPlan, request: Request) -> bool:
         """Slot and pages for all it has; False: no room now. Running requests keep a page each to grow into."""

@@ -40,6 +40,17 @@ def test_chunked_prefill_beside_decoding():
     assert all(first in result.tokens and 0 < result.num_prefill_rows <= 7 for result in mixed)
 
 
+def test_drafting_does_not_keep_newcomers_waiting():
+    """Nodes get the rows that prompts leave, not the other way round."""
+    steps = {}
+    for strategy in ("off", "suffix:d8w2v16"):
+        engine = Engine(model(), strategy=strategy, config=EngineConfig(max_batch=16, max_rows=40))
+        prompts = [[i, 1, i, 2, i, 1, i] for i in range(16)]
+        engine.generate(prompts, SamplingParams(max_new_tokens=20, temperature=2.0))
+        steps[strategy] = engine.stats().steps
+    assert steps["suffix:d8w2v16"] <= steps["off"]
+
+
 def test_memory_pressure_preempts_the_youngest_and_everybody_finishes():
     engine = Engine(model(), config=small(page_size=4, kv_tokens=120))
     groups = engine.generate([[1, 2, 3], [4, 5, 6], [7]], SamplingParams(max_new_tokens=50), n=2)

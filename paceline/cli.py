@@ -105,7 +105,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
     n: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 4,
     seed: Annotated[int, typer.Option(help="Of all rollouts.")] = 7,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

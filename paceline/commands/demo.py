@@ -39,8 +39,8 @@ PROMPTS = (
     "Write an HTML table with ten rows: number, square, cube.",
     "What is 23 + 45? Then 24 + 45, 25 + 45, and so on up to 40 + 45, one line each.",
 )
-_ROUND = 3
-"""Prompts that run together; after each round the other engine has its turn, so that both see the same machine."""
+_ROUND = 1
+"""Prompts that run together, like the tail of a rollout; then the other engine has its turn: both see the same machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,3 +46,100 @@ class EngineConfig(Config):
     """Likewise for the suffix drafter's counts."""
     suffix_tokens: int = Field(4_000_000, ge=1)
     """Tokens of history the suffix drafter remembers."""
+
+
+class RolloutConfig(Config):
+    """What one training step asks of the policy."""
+
+    prompts: int = Field(8, ge=1)
+    """Prompts per step …"""
+    group_size: int = Field(8, ge=1)
+    """… and answers to each."""
+    temperature: float = Field(1.0, gt=0)
+    """Greedy answers of one group would be equal: nothing to learn from."""
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_new_tokens: int = Field(512, ge=1)
+    stop: tuple[str, ...] = ()
+
+
+class OptimizerConfig(Config):
+    """AdamW, and how its rate moves."""
+
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, down to `min_lr_ratio` at the last step (linear, cosine)."""
+    warmup_steps: int = Field(0, ge=0)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    critic_lr: float | None = Field(None, gt=0)
+    """The critic's own rate; None: the policy's."""
+
+
+class LearnerConfig(Config):
+    """How a batch of answers becomes new weights. None of the sizes changes what is learned."""
+
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Answers are packed side by side up to this many tokens per forward pass; a longer one goes alone."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per pass over the batch."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the batch."""
+    gradient_checkpointing: bool = False
+    lora_rank: int = Field(0, ge=0)
+    """0: all weights are trained."""
+    lora_alpha: int = Field(32, gt=0)
+    lora_targets: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
+
+
+class RewardConfig(Config):
+    """Grading, in processes of its own while other answers still generate."""
+
+    workers: int = Field(1, ge=0)
+    """0: in the training process."""
+    timeout_s: float = Field(10.0, gt=0)
+
+
+class TrainConfig(Config):
+    """One run. Written to its folder, resolved, before the first step."""
+
+    model: str = "default"
+    """Hugging Face folder, hub id, GGUF file, or `default`: the small policy that comes with the package."""
+    task: str = "collatz"
+    """See docs/tasks.md; `reasoning-gym:NAME` is any of its generators."""
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    algorithm: str = "grpo"
+    """grpo, dr_grpo, dapo, rloo or ppo."""
+    algorithm_options: dict[str, Any] = Field(default_factory=dict)
+    steps: int = Field(30, ge=1)
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the task's problems before the run ends; None: as many as the steps need."""
+    seed: int = 0
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """What generation and the forward pass compute in; weights are kept and updated in float32 at least."""
+    device: str = "cpu"
+    threads: int | None = Field(None, ge=1)
+    out: str = "runs/default"
+    """The run folder."""
+    strategy: str = "auto"
+    """off, auto, or like suffix:d8w2v16. Changes no token."""
+    drafter: str = "suffix"
+    """suffix, none, or a learned drafter's folder."""
+    reward_model: str | None = None
+    """Folder of a sequence classifier with one output; its score is added to the task's reward."""
+    reward_model_weight: float = 1.0
+    compare_off: bool = False
+    """Also generate every batch without speculation, and compare tokens and time."""
+    checkpoint_every: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    wandb: str | None = None
+    """Project to log to, if wandb is installed."""
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    reward: RewardConfig = RewardConfig()
+    engine: EngineConfig = EngineConfig()

@@ -134,6 +134,8 @@ class RolloutGroup:
 
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
+    key: str = ""
+    """What its caller calls the prompt."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,9 @@ from typing import Any, Literal
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
+    # reward models: the same trunk under a scalar head
+    "LlamaForSequenceClassification": "llama", "Qwen2ForSequenceClassification": "qwen2",
+    "Qwen3ForSequenceClassification": "qwen3",
 }
 
 

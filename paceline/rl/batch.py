@@ -1,0 +1,106 @@
+"""Answers as the trainer sees them, and packing: answers side by side in one list of rows, none of which sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.types import RolloutGroup
+
+
+@dataclass(slots=True)
+class Sample:
+    """One answer. Tensors have one element per answer token, on the CPU; None until someone fills them."""
+
+    tokens: list[int]
+    """Prompt and answer."""
+    prompt_length: int
+    group: int
+    reward: float
+    """As graded, before any shaping."""
+    truncated: bool
+    sampled: Tensor
+    """Log-probabilities the engine drew with."""
+    reference: Tensor | None = None
+    """Log-probabilities of the frozen reference."""
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    advantages: Tensor | None = None
+    score: float | None = None
+    """Of the reward model."""
+
+    @property
+    def num_answer(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
+    """Every graded answer with at least one token; failed requests have nothing to learn from."""
+    return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, float(rollout.reward or 0.0),
+                   rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype))
+            for index, group in enumerate(groups) for rollout in group.rollouts
+            if rollout.token_ids and rollout.finish_reason != "error"]
+
+
+class MicroBatch(NamedTuple):
+    """One forward pass. R rows of whole sequences; A answer tokens, each predicted by the row before it."""
+
+    tokens: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    lengths: tuple[int, ...]  # of the sequences, in rows
+    last: Tensor  # [S] int64 each sequence's last row
+    rows: Tensor  # [A] int64 row whose output predicts the token
+    targets: Tensor  # [A] int64
+    sample: Tensor  # [A] int64 which of the S sequences
+    weights: Tensor  # [A] share in the batch's loss
+    sampled: Tensor  # [A]
+    advantages: Tensor | None
+    reference: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
+    members: tuple[int, ...]  # the sequences, by their place in the list that was packed
+
+
+def pack(samples: Sequence[Sample], max_tokens: int, weights: Sequence[float] | None = None,
+         device: torch.device | str = "cpu") -> list[MicroBatch]:
+    """First fit, longest first: few micro-batches, and always the same ones."""
+    bins: list[tuple[int, list[int]]] = []
+    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens)):
+        size = len(samples[i].tokens)
+        place = next((b for b, (used, _) in enumerate(bins) if used + size <= max_tokens), None)
+        if place is None:
+            bins.append((size, [i]))
+        else:
+            bins[place] = (bins[place][0] + size, [*bins[place][1], i])
+    return [_micro_batch(samples, sorted(indices), weights, device) for _, indices in bins]
+
+
+def _micro_batch(samples: Sequence[Sample], indices: list[int], weights: Sequence[float] | None,
+                 device: torch.device | str) -> MicroBatch:
+    chosen = [samples[i] for i in indices]
+    lengths = [len(s.tokens) for s in chosen]
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    answers = torch.tensor([s.num_answer for s in chosen])
+    sampled = torch.cat([s.sampled for s in chosen])
+    # Answer token j of a sequence stands at prompt_length + j; the row before it predicts it.
+    target_rows = torch.cat([torch.arange(start + s.prompt_length, start + n)
+                             for s, start, n in zip(chosen, starts.tolist(), lengths, strict=True)])
+    tokens = torch.tensor([t for s in chosen for t in s.tokens])
+    each = [1.0] * len(samples) if weights is None else weights
+    weight = torch.tensor([each[i] for i in indices], dtype=sampled.dtype).repeat_interleave(answers)
+    return MicroBatch(
+        tokens.to(device), torch.cat([torch.arange(n) for n in lengths]).to(device), tuple(lengths),
+        (starts + torch.tensor(lengths) - 1).to(device), (target_rows - 1).to(device), tokens[target_rows].to(device),
+        torch.arange(len(chosen)).repeat_interleave(answers).to(device), weight.to(device), sampled.to(device),
+        _column([s.advantages for s in chosen], device), _column([s.reference for s in chosen], device),
+        _column([s.values for s in chosen], device), _column([s.returns for s in chosen], device), tuple(indices))
+
+
+def _column(parts: list[Tensor | None], device: torch.device | str) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    assert not known or len(known) == len(parts), "a column is known for all answers or for none"
+    return torch.cat(known).to(device) if known else None

@@ -1,0 +1,175 @@
+"""The learner: a batch of answers in, new weights out. Owns the trained models and their optimizers; knows neither the engine
+nor the task, and no algorithm by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config import LearnerConfig, OptimizerConfig
+from paceline.models.decoder import Decoder
+from paceline.rl.algorithms import PPO, Algorithm
+from paceline.rl.batch import MicroBatch, Sample, pack
+from paceline.rl.models import Policy, Scorer, add_lora, checkpoint_layers, merged_parameters
+
+
+class NotFinite(ValueError):
+    """A loss or gradient that is not a number; the weights are as they were before."""
+
+
+class Learner:
+    def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
+                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: Scorer | None = None) -> None:
+        """`model`: weights in float32 at least; `compute`: what products run in; `steps`: of the whole run, for the rate."""
+        self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
+        self.optimizer_config, self.total_steps = optimizer, steps
+        self.policy = Policy(model.requires_grad_(True), compute)
+        self.reference = Policy(_frozen(model), compute) if algorithm.needs_reference else None
+        self.critic = Scorer(deepcopy(model).requires_grad_(True), compute) if algorithm.needs_critic else None
+        if config.lora_rank:
+            model.requires_grad_(False)
+            add_lora(model, config.lora_rank, config.lora_alpha, config.lora_targets, seed)
+        if config.gradient_checkpointing:
+            for trained in (self.policy, self.critic):
+                if trained is not None:
+                    checkpoint_layers(trained.model)
+        self.optimizers = [_adamw(self.policy, optimizer, optimizer.lr)]
+        if self.critic is not None:
+            self.optimizers.append(_adamw(self.critic, optimizer, optimizer.critic_lr or optimizer.lr))
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.model.norm.device
+
+    @torch.no_grad()
+    def infer(self, samples: Sequence[Sample]) -> None:
+        """What the frozen models and the critic say of these answers, written into them."""
+        if self.reference is None and self.critic is None and self.reward_model is None:
+            return
+        for batch in self._packed(samples):
+            if self.reference is not None:
+                _hand_out(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
+            if self.critic is not None:
+                _hand_out(samples, batch, "values", self.critic.values(batch))
+            if self.reward_model is not None:
+                for i, score in zip(batch.members, self.reward_model.scores(batch).tolist(), strict=True):
+                    samples[i].score = score
+
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        """`epochs` passes over the batch in `minibatches` optimizer steps each. Answers must have their advantages."""
+        lr = self._set_rates(step)
+        difference = _Difference()
+        totals: dict[str, float] = {}
+        parts = list(_minibatches(samples, self.config.minibatches))
+        for number in range(self.config.epochs * len(parts)):
+            found = self._optimizer_step(parts[number % len(parts)], difference if number == 0 else None)
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + value / (self.config.epochs * len(parts))
+        return {**totals, "lr": lr, **difference.metrics()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's, by the decoder's own names, adapters merged."""
+        return merged_parameters(self.policy.model)
+
+    def _optimizer_step(self, samples: Sequence[Sample], difference: _Difference | None) -> dict[str, float]:
+        sums: dict[str, Tensor] = {}
+        for batch in self._packed(samples, self.algorithm.weights([s.num_answer for s in samples])):
+            logprobs, entropy = self.policy.logprobs(batch, self.temperature)
+            loss = self.algorithm.loss(logprobs, batch)
+            loss.total.backward()
+            found = {**loss.parts, "entropy": (batch.weights * entropy).sum()}
+            if self.critic is not None:
+                assert isinstance(self.algorithm, PPO)
+                value_loss = self.algorithm.value_loss(self.critic.values(batch), batch)
+                value_loss.backward()
+                found["loss/value"] = value_loss.detach()
+            for name, value in found.items():
+                sums[name] = sums[name] + value if name in sums else value
+            if difference is not None:
+                difference.add(logprobs.detach(), batch.sampled)
+        metrics = {name: float(value) for name, value in sums.items()}
+        return {**metrics, **self._apply(metrics)}
+
+    def _apply(self, losses: dict[str, float]) -> dict[str, float]:
+        """Clip and step, if everything is a number; otherwise leave all weights alone."""
+        norms = {"grad_norm": self._clip(self.policy)}
+        if self.critic is not None:
+            norms["grad_norm/critic"] = self._clip(self.critic)
+        wrong = next((name for name, value in {**losses, **norms}.items() if not math.isfinite(value)), None)
+        if wrong is None:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if wrong is not None:
+            raise NotFinite(f"{wrong} is {losses.get(wrong, norms.get(wrong))}")
+        return norms
+
+    def _clip(self, module: nn.Module) -> float:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return float(nn.utils.clip_grad_norm_(trained, self.optimizer_config.max_grad_norm))
+
+    def _packed(self, samples: Sequence[Sample], weights: list[float] | None = None) -> list[MicroBatch]:
+        return pack(samples, self.config.micro_batch_tokens, weights, self.device)
+
+    def _set_rates(self, step: int) -> float:
+        factor = lr_factor(step, self.total_steps, self.optimizer_config)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * factor
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+
+def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
+    """What the rate is multiplied by at `step` (from 0)."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
+
+
+class _Difference:
+    """|trainer's - engine's log-probability|, before the first update of a step."""
+
+    def __init__(self) -> None:
+        self._total, self._count, self._max = 0.0, 0, 0.0
+
+    def add(self, trainer: Tensor, engine: Tensor) -> None:
+        away = (trainer - engine).abs()
+        self._total, self._count = self._total + float(away.sum()), self._count + len(away)
+        self._max = max(self._max, float(away.max()))
+
+    def metrics(self) -> dict[str, float]:
+        return {"logprob_difference/mean": self._total / max(1, self._count), "logprob_difference/max": self._max}
+
+
+def _minibatches(samples: Sequence[Sample], count: int) -> Iterable[Sequence[Sample]]:
+    """Every count-th answer: groups are spread over them."""
+    return (part for part in (samples[i::count] for i in range(count)) if part)
+
+
+def _hand_out(samples: Sequence[Sample], batch: MicroBatch, name: str, values: Tensor) -> None:
+    parts = values.to("cpu", samples[0].sampled.dtype).split([samples[i].num_answer for i in batch.members])
+    for i, part in zip(batch.members, parts, strict=True):
+        setattr(samples[i], name, part)
+
+
+def _frozen(model: Decoder) -> Decoder:
+    return deepcopy(model).requires_grad_(False)
+
+
+def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
+    """Decay for matrices only."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
+              {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
+    groups = [{**group, "base_lr": lr} for group in groups if group["params"]]
+    fused = all(p.dtype == torch.float32 for p in trained)
+    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)

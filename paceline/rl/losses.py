@@ -1,0 +1,53 @@
+"""Losses by token: free functions without state. What is summed how is the weights' business (`token_weights`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["sequence", "token", "constant"]
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio) = pi / pi_old."""
+    ratio = log_ratio.exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Whether a token's ratio no longer moves its loss."""
+    ratio = log_ratio.exp()
+    return ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
+
+
+def summed_per_sample(values: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+    """[A], sample of each [A] -> every token holds its answer's sum [A]."""
+    sums = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
+    return sums[sample]
+
+
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's estimate of KL(pi || ref) from tokens of pi: exp(d) - d - 1 with d = log ref - log pi; never negative."""
+    difference = reference - logprobs
+    return difference.exp() - difference - 1
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """1/2 max((v - R)², (clip(v, v_old ± c) - R)²)."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+
+
+def token_weights(lengths: list[int], aggregation: Aggregation, constant: int = 0) -> list[float]:
+    """What one token of each answer weighs in the batch's loss, so that a plain weighted sum over tokens, however they are
+    split into micro-batches, is the mean that was meant: over answers of their token means (GRPO), over all tokens (DAPO), or
+    over answers of token sums divided by a constant length (Dr. GRPO)."""
+    match aggregation:
+        case "sequence":
+            return [1.0 / (len(lengths) * max(1, length)) for length in lengths]
+        case "token":
+            return [1.0 / max(1, sum(lengths))] * len(lengths)
+        case "constant":
+            return [1.0 / (len(lengths) * constant)] * len(lengths)

@@ -1,0 +1,148 @@
+"""The models of a training step around the one decoder: the policy, and a scorer (critic, reward model) that puts a single
+number on every row. They know packed rows (`MicroBatch`), not requests, and hold no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import checkpoint
+
+from paceline.kernels import TorchOps
+from paceline.models.attend import PackedAttend
+from paceline.models.decoder import Decoder, Layer, Rope
+from paceline.models.names import load_state
+from paceline.models.weights import empty_model, open_checkpoint
+from paceline.rl.batch import MicroBatch
+
+HEAD_ROWS = 1024
+"""Rows whose logits exist at a time: a vocabulary of 150,000 would otherwise fill the memory."""
+_SCORE = "score.weight"
+
+
+class Trunk(nn.Module):
+    """A decoder over packed rows. With `compute` bfloat16 its weights stay in float32 and products run in bfloat16."""
+
+    def __init__(self, model: Decoder, compute: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.ops, self.compute = model, TorchOps(), compute
+        self._rope: Rope | None = None
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """[R, H]."""
+        longest, weight = max(batch.lengths), self.model.norm
+        if self._rope is None or len(self._rope.cos) < longest:
+            self._rope = Rope(self.model.config, max(1024, 2 * longest), weight.dtype, weight.device)
+        cos, sin = self._rope(batch.positions)
+        return self.model(batch.tokens, PackedAttend(self.ops, cos, sin, batch.lengths)).final
+
+    def precision(self) -> AbstractContextManager[object]:
+        device = self.model.norm.device.type
+        return torch.autocast(device, self.compute) if self.compute == torch.bfloat16 else nullcontext()
+
+
+class Policy(Trunk):
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Of every answer token, as the engine samples it: (log-probability [A], entropy [A] without gradient)."""
+        with self.precision():
+            hidden = self.hidden(batch)[batch.rows]
+            parts = [self._chunk(h, t, temperature)
+                     for h, t in zip(hidden.split(HEAD_ROWS), batch.targets.split(HEAD_ROWS), strict=True)]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            return checkpoint(self._head, hidden, targets, temperature, use_reentrant=False)
+        return self._head(hidden, targets, temperature)
+
+    def _head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = self.model.logits(hidden, self.ops)
+        logprobs = ((logits if logits.dtype == torch.float64 else logits.float()) / temperature).log_softmax(dim=-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+
+class Scorer(Trunk):
+    """A decoder with one output per row: a critic's value of the state, a reward model's score of the whole."""
+
+    def __init__(self, model: Decoder, compute: torch.dtype) -> None:
+        super().__init__(model, compute)
+        model.head = None  # type: ignore[assignment]  # it draws no tokens
+        weight = model.norm
+        self.score = nn.Linear(model.config.hidden_size, 1, bias=False).to(weight.device, weight.dtype)
+        nn.init.zeros_(self.score.weight)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Of the state before each answer token [A]."""
+        return self._scores(batch, batch.rows)
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """Of each sequence, at its last token [S]."""
+        return self._scores(batch, batch.last)
+
+    def _scores(self, batch: MicroBatch, rows: Tensor) -> Tensor:
+        with self.precision():
+            hidden = self.hidden(batch)[rows]
+        return self.score(hidden.to(self.score.weight.dtype))[:, 0]
+
+
+def load_reward_model(source: str | Path, device: torch.device | str, dtype: torch.dtype, compute: torch.dtype) -> Scorer:
+    """A folder or hub id of a `…ForSequenceClassification` model with one label."""
+    found = open_checkpoint(source)
+    if found.shapes().get(_SCORE) != (1, found.config.hidden_size):
+        raise ValueError(f"reward_model: {source} is no sequence classifier with one output ({_SCORE} [1, hidden])")
+    model = empty_model(replace(found.config, tie_embeddings=True), dtype, device)  # tied: no head is waited for
+    scorer: dict[str, Tensor] = {}
+
+    def trunk() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in found.tensors():
+            if name == _SCORE:
+                scorer[name] = tensor
+            else:
+                yield name, tensor
+
+    load_state(model, trunk(), source=str(source))
+    reward_model = Scorer(model, compute)
+    with torch.no_grad():
+        reward_model.score.weight.copy_(scorer[_SCORE])
+    return reward_model.requires_grad_(False)
+
+
+def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], seed: int) -> None:
+    """Low-rank adapters on the named projections, in place; only they are trained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), bias="none"), model)
+
+
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The plain decoder's parameters by its own names, adapters added in: for the engine and for checkpoints."""
+    adapted = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, wrapped, kind = plain_name(name).partition(".base_layer.")
+        if not wrapped:
+            yield owner, parameter.detach()
+        elif kind == "weight":
+            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()
+        else:
+            yield f"{owner}.{kind}", parameter.detach()
+
+
+def plain_name(name: str) -> str:
+    """Without what activation checkpointing puts in front of a layer's own names."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def checkpoint_layers(model: Decoder) -> None:
+    """Activations of a layer are computed again in the backward pass instead of being kept."""
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))

@@ -1,0 +1,211 @@
+"""The learner: packing changes nothing, gradients flow where they should, bad numbers change no weight, checkpoints restore."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import tiny
+import torch
+from samples import random_samples
+
+from paceline.config import LearnerConfig, OptimizerConfig
+from paceline.models.weights import load_model
+from paceline.rl import Learner, NotFinite, make_algorithm, pack
+from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore
+from paceline.rl.learner import lr_factor
+from paceline.rl.models import Policy, Scorer, load_reward_model
+
+
+def make_learner(name="grpo", lr=1e-3, kind="llama", steps=10, temperature=1.0, compute=torch.float64, options=None, model=None,
+                 **config) -> Learner:
+    model = model or deepcopy(tiny.model(kind))
+    return Learner(model, make_algorithm(name, 16, **(options or {})), LearnerConfig(**config), OptimizerConfig(lr=lr), steps,
+                   temperature, compute)
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def assert_same(a, b, **kwargs):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=lambda m, name=name: f"{name}: {m}", **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_logprobs_equal_one_sequence_at_a_time(kind):
+    policy, samples = Policy(tiny.model(kind), torch.float64), random_samples(3, 3)
+    with torch.no_grad():
+        for batch in pack(samples, 30):
+            packed, entropy = policy.logprobs(batch, 0.7)
+            alone = [policy.logprobs(pack([samples[i]], 30)[0], 0.7) for i in batch.members]
+            torch.testing.assert_close(packed, torch.cat([p for p, _ in alone]))
+            torch.testing.assert_close(entropy, torch.cat([e for _, e in alone]))
+
+
+def test_packing_is_tight_and_complete():
+    samples = random_samples(4, 8)
+    batches = pack(samples, 40)
+    assert sorted(i for batch in batches for i in batch.members) == list(range(len(samples)))
+    assert all(len(batch.tokens) <= 40 for batch in batches)
+    total = sum(len(s.tokens) for s in samples)
+    assert len(batches) <= -(-total // 40) + 1
+    assert len(pack(samples, 1)) == len(samples)  # too long for the limit: alone
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "ppo"])
+def test_update_does_not_depend_on_packing(name):
+    options = {"kl": 0.1}
+    results = []
+    for limit, checkpointing in ((10_000, False), (25, False), (1, True)):
+        learner = make_learner(name, options=options, micro_batch_tokens=limit, gradient_checkpointing=checkpointing)
+        samples = random_samples(3, 4)
+        learner.infer(samples)
+        learner.algorithm.credit(samples)
+        metrics = learner.update(samples, 0)
+        results.append((weights_of(learner), metrics))
+    before = {name: tensor for name, tensor in tiny.model("llama").named_parameters()}
+    assert any((results[0][0][name] != before[name]).any() for name in before)
+    for weights, metrics in results[1:]:
+        assert_same(results[0][0], weights, rtol=1e-7, atol=1e-9)
+        assert metrics == pytest.approx(results[0][1], rel=1e-6, abs=1e-9)
+
+
+def test_a_good_answer_becomes_likelier():
+    learner, samples = make_learner(lr=1e-2), random_samples(1, 2)
+    samples[0].reward, samples[1].reward = 1.0, 0.0
+    batch = pack(samples, 100)[0]
+    with torch.no_grad():
+        before = learner.policy.logprobs(batch, 1.0)[0]
+    for sample, part in zip(samples, before.split([s.num_answer for s in samples]), strict=True):
+        sample.sampled = part
+    learner.algorithm.credit(samples)
+    metrics = learner.update(samples, 0)
+    with torch.no_grad():
+        change = (learner.policy.logprobs(batch, 1.0)[0] - before).split([s.num_answer for s in samples])
+    assert change[0].mean() > 0 > change[1].mean()
+    assert metrics["logprob_difference/max"] == 0.0
+
+
+def test_lora_trains_adapters_only():
+    model = deepcopy(tiny.model("qwen3"))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    learner = make_learner(model=model, lora_rank=2, lr=1e-2)
+    assert_same(before, weights_of(learner))  # B starts at zero
+    trained = [name for name, p in learner.policy.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    samples = random_samples(2, 3)
+    learner.algorithm.credit(samples)
+    learner.update(samples, 0)
+    after = weights_of(learner)
+    assert {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])} == {"qkv", "o", "gate_up", "down"}
+    assert torch.equal(after["embed.weight"], before["embed.weight"])
+
+
+def test_bfloat16_keeps_float32_weights():
+    learner = make_learner(model=deepcopy(tiny.model("llama", dtype=torch.float32)), compute=torch.bfloat16, lr=1e-6)
+    before, samples = weights_of(learner), random_samples(2, 3)
+    for sample in samples:
+        sample.sampled = sample.sampled.float()
+    learner.algorithm.credit(samples)
+    learner.update(samples, 0)
+    after = weights_of(learner)
+    assert all(p.dtype == torch.float32 for p in after.values())
+    moved = torch.cat([(after[n] - before[n]).abs().flatten() for n in after])
+    assert 0 < moved.max() < 1e-5  # a change that bfloat16 weights would have lost
+
+
+def test_not_a_number_changes_no_weight():
+    learner, samples = make_learner(), random_samples(2, 3)
+    learner.algorithm.credit(samples)
+    samples[1].advantages = samples[1].advantages * float("nan")
+    before = weights_of(learner)
+    with pytest.raises(NotFinite, match="nan"):
+        learner.update(samples, 0)
+    assert_same(before, weights_of(learner), rtol=0, atol=0)
+    samples = random_samples(2, 3)
+    learner.algorithm.credit(samples)
+    learner.update(samples, 0)  # and it can go on
+
+
+def test_rates():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", min_lr_ratio=0.1)
+    assert [lr_factor(i, 14, config) for i in (0, 3, 4, 9, 14)] == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1])
+    cosine = OptimizerConfig(schedule="cosine")
+    assert [lr_factor(i, 10, cosine) for i in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(("name", "config"), [("grpo", {}), ("ppo", {"minibatches": 2, "epochs": 2}), ("rloo", {"lora_rank": 2})])
+def test_checkpoint_restores_everything(name, config, tmp_path):
+    def step(learner, seed):
+        samples = random_samples(2, 4, seed)
+        learner.infer(samples)
+        learner.algorithm.credit(samples)
+        learner.update(samples, seed)
+
+    unbroken = make_learner(name, **config)
+    step(unbroken, 0)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    saved = checkpoints.save(unbroken, RunState(1, 4), None)
+    step(unbroken, 1)
+    assert read_state(saved) == RunState(1, 4) and checkpoints.latest() == saved
+    source = None if "lora_rank" in config else load_model(policy_folder(saved), dtype=torch.float64)[0]
+    resumed = make_learner(name, model=source, **config)
+    if resumed.reference is not None:
+        resumed.reference.model.load_state_dict(unbroken.reference.model.state_dict())
+    restore(resumed, saved)
+    step(resumed, 1)
+    assert_same(weights_of(unbroken), weights_of(resumed), rtol=0, atol=0)
+
+
+def test_checkpoints_are_whole_or_absent(tmp_path, monkeypatch):
+    learner, checkpoints = make_learner(), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(learner, RunState(1, 1), None)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.rl.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left.*step-000001"):
+        checkpoints.save(learner, RunState(2, 2), None)
+    assert [path.name for path in checkpoints.all()] == ["step-000001"]
+    assert load_model(policy_folder(checkpoints.all()[0]))[0].config.vocab_size == tiny.VOCAB
+    monkeypatch.undo()
+    (tmp_path / ".new").mkdir()  # a run killed while it was writing
+    checkpoints.save(learner, RunState(3, 3), None)
+    assert [path.name for path in checkpoints.all()] == ["step-000003"]
+
+
+def test_reward_model_equals_transformers(tmp_path):
+    from transformers import AutoModelForSequenceClassification, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, num_labels=1, pad_token_id=0, max_position_embeddings=64)
+    theirs = AutoModelForSequenceClassification.from_config(config).double()
+    theirs.save_pretrained(tmp_path)
+    ours, samples = load_reward_model(tmp_path, "cpu", torch.float64, torch.float64), random_samples(2, 3)
+    (batch,) = pack(samples, 1000)
+    with torch.no_grad():
+        expected = [theirs(torch.tensor([s.tokens]).clamp_min(1)).logits[0, 0] for s in samples]
+        tokens = batch.tokens.clamp_min(1)  # 0 is their padding
+        torch.testing.assert_close(ours.scores(batch._replace(tokens=tokens)), torch.stack(expected))
+    with pytest.raises(ValueError, match="sequence classifier"):
+        from paceline.models.save import save_model
+
+        save_model(tiny.model("llama"), None, tmp_path / "plain")
+        load_reward_model(tmp_path / "plain", "cpu", torch.float64, torch.float64)
+
+
+def test_critic_learns_the_returns():
+    """A critic alone, on fixed returns: its loss falls."""
+    learner, samples = make_learner("ppo", lr=3e-3, options={"kl": 0.0}), random_samples(4, 4)
+    assert isinstance(learner.critic, Scorer)
+    seen = []
+    for _ in range(30):
+        learner.infer(samples)
+        learner.algorithm.credit(samples)
+        seen.append(learner.update(samples, 0)["loss/value"])
+    assert sum(seen[-5:]) < 0.5 * sum(seen[:5])

@@ -100,6 +100,30 @@ def generate(
 
 
 @app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; without one, a small policy that comes with the package "
+                                                       "learns on two CPU cores in minutes.")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the file, like optimizer.lr=1e-5; may be "
+                                                                    "given several times.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A run folder: continue it from its last checkpoint.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+) -> int:
+    """Reinforcement learning with fast rollouts."""
+    from paceline.commands.settings import dump, read_resolved, read_settings
+
+    if resume is not None and config is not None:
+        raise ValueError("--resume: the run folder has its own configuration; give no other")
+    changed = changes or []
+    resolved = read_settings(config, changed) if resume is None else read_resolved(resume, [*changed, f'out="{resume}"'])
+    if dry_run:
+        print(dump(resolved), end="")
+        return 0
+    from paceline.commands.train import train as run
+
+    return run(resolved, resume is not None)
+
+
+@app.command()
 def demo(
     model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),

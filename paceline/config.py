@@ -89,6 +89,9 @@ class LearnerConfig(Config):
     """Optimizer steps per pass over the batch."""
     epochs: int = Field(1, ge=1)
     """Passes over the batch."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """What ratios are taken against: the trainer's own log-probabilities before its first update (then an update does not
+    depend on how the engine rounds, bit for bit), or those the engine drew with (exact importance weights)."""
     gradient_checkpointing: bool = False
     lora_rank: int = Field(0, ge=0)
     """0: all weights are trained."""

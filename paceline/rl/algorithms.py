@@ -90,7 +90,7 @@ class GRPO(Config):
         return Loss(total, parts)
 
     def log_ratio(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
-        return logprobs - batch.sampled
+        return logprobs - (logprobs.detach() if batch.old is None else batch.old)
 
 
 class DrGRPO(GRPO):
@@ -118,14 +118,14 @@ class RLOO(GRPO):
     kl_in_loss: ClassVar[bool] = False
 
     def shaped(self, sample: Sample) -> float:
-        distance = 0.0 if sample.reference is None else float((sample.sampled - sample.reference).sum())
+        distance = 0.0 if sample.reference is None else float((_known(sample.old) - sample.reference).sum())
         return super().shaped(sample) - self.kl * distance
 
     def advantage(self, rewards: Tensor) -> Tensor:
         return leave_one_out(rewards)
 
     def log_ratio(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
-        return summed_per_sample(logprobs - batch.sampled, batch.sample, len(batch.lengths))
+        return summed_per_sample(super().log_ratio(logprobs, batch), batch.sample, len(batch.lengths))
 
 
 class PPO(GRPO):
@@ -147,7 +147,7 @@ class PPO(GRPO):
             assert sample.values is not None
             rewards = torch.zeros_like(sample.sampled)
             if sample.reference is not None:
-                rewards -= self.kl * (sample.sampled - sample.reference)
+                rewards -= self.kl * (_known(sample.old) - sample.reference)
             rewards[-1] += self.shaped(sample)
             sample.advantages, sample.returns = gae(rewards, sample.values, self.gamma, self.lam)
         if self.whiten:

@@ -25,6 +25,8 @@ class Sample:
     truncated: bool
     sampled: Tensor
     """Log-probabilities the engine drew with."""
+    old: Tensor | None = None
+    """What ratios are taken against; None: the policy as it is, which has not been updated since."""
     reference: Tensor | None = None
     """Log-probabilities of the frozen reference."""
     values: Tensor | None = None
@@ -58,6 +60,7 @@ class MicroBatch(NamedTuple):
     sample: Tensor  # [A] int64 which of the S sequences
     weights: Tensor  # [A] share in the batch's loss
     sampled: Tensor  # [A]
+    old: Tensor | None  # [A]
     advantages: Tensor | None
     reference: Tensor | None
     values: Tensor | None
@@ -96,8 +99,9 @@ def _micro_batch(samples: Sequence[Sample], indices: list[int], weights: Sequenc
         tokens.to(device), torch.cat([torch.arange(n) for n in lengths]).to(device), tuple(lengths),
         (starts + torch.tensor(lengths) - 1).to(device), (target_rows - 1).to(device), tokens[target_rows].to(device),
         torch.arange(len(chosen)).repeat_interleave(answers).to(device), weight.to(device), sampled.to(device),
-        _column([s.advantages for s in chosen], device), _column([s.reference for s in chosen], device),
-        _column([s.values for s in chosen], device), _column([s.returns for s in chosen], device), tuple(indices))
+        _column([s.old for s in chosen], device), _column([s.advantages for s in chosen], device),
+        _column([s.reference for s in chosen], device), _column([s.values for s in chosen], device),
+        _column([s.returns for s in chosen], device), tuple(indices))
 
 
 def _column(parts: list[Tensor | None], device: torch.device | str) -> Tensor | None:

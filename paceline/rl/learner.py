@@ -47,10 +47,16 @@ class Learner:
 
     @torch.no_grad()
     def infer(self, samples: Sequence[Sample]) -> None:
-        """What the frozen models and the critic say of these answers, written into them."""
-        if self.reference is None and self.critic is None and self.reward_model is None:
+        """What the policy as it is, the frozen models and the critic say of these answers, written into them."""
+        if self.config.old_logprobs == "engine":
+            for sample in samples:
+                sample.old = sample.sampled
+        wants_old = self.config.old_logprobs == "trainer" and self._needs_old
+        if not (wants_old or self.reference is not None or self.critic is not None or self.reward_model is not None):
             return
         for batch in self._packed(samples):
+            if wants_old:
+                _hand_out(samples, batch, "old", self.policy.logprobs(batch, self.temperature)[0])
             if self.reference is not None:
                 _hand_out(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
             if self.critic is not None:
@@ -58,6 +64,12 @@ class Learner:
             if self.reward_model is not None:
                 for i, score in zip(batch.members, self.reward_model.scores(batch).tolist(), strict=True):
                     samples[i].score = score
+
+    @property
+    def _needs_old(self) -> bool:
+        """One update and no distance in the reward: the policy's log-probabilities in the update itself are the old ones."""
+        in_reward = self.reference is not None and not self.algorithm.kl_in_loss
+        return in_reward or self.config.epochs * self.config.minibatches > 1
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """`epochs` passes over the batch in `minibatches` optimizer steps each. Answers must have their advantages."""

@@ -22,11 +22,13 @@ class Exhausted(Exception):
 class Clock:
     """Seconds by phase, since it was made."""
 
+    on_phase: Callable[[str], None] = lambda phase: None
     seconds: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
         start = time.perf_counter()
         try:
             yield
@@ -56,10 +58,11 @@ class StepDone:
 
 
 def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: Collect,
-          publish: Callable[[Learner, int], None], on_step: Callable[[StepDone], None]) -> RunState:
+          publish: Callable[[Learner, int], None], on_step: Callable[[StepDone], None],
+          on_phase: Callable[[str], None] = lambda phase: None) -> RunState:
     """Steps until `steps` are done or no problems are left. Every step is a function of the weights and `state` alone."""
     while state.step < steps:
-        clock = Clock()
+        clock = Clock(on_phase)
         try:
             groups, cursor = gather(learner, state.cursor, prompts, collect, clock)
         except Exhausted:
@@ -70,7 +73,6 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
             learner.algorithm.credit(samples)
         with clock("train"):
             metrics = learner.update(samples, state.step) if samples else {}
-        with clock("publish"):
             publish(learner, state.step + 1)
         state = RunState(state.step + 1, cursor)
         on_step(StepDone(state, groups, {**metrics, **clock.metrics()}))

@@ -10,6 +10,7 @@ import torch
 from samples import random_samples
 
 from paceline.config import LearnerConfig, OptimizerConfig
+from paceline.models.save import save_model
 from paceline.models.weights import load_model
 from paceline.rl import Learner, NotFinite, make_algorithm, pack
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore
@@ -55,18 +56,20 @@ def test_packing_is_tight_and_complete():
     assert len(pack(samples, 1)) == len(samples)  # too long for the limit: alone
 
 
+@pytest.mark.parametrize("old", ["trainer", "engine"])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "ppo"])
-def test_update_does_not_depend_on_packing(name):
+def test_update_does_not_depend_on_packing(name, old):
     options = {"kl": 0.1}
     results = []
     for limit, checkpointing in ((10_000, False), (25, False), (1, True)):
-        learner = make_learner(name, options=options, micro_batch_tokens=limit, gradient_checkpointing=checkpointing)
+        learner = make_learner(name, options=options, micro_batch_tokens=limit, gradient_checkpointing=checkpointing,
+                               old_logprobs=old)
         samples = random_samples(3, 4)
         learner.infer(samples)
         learner.algorithm.credit(samples)
         metrics = learner.update(samples, 0)
         results.append((weights_of(learner), metrics))
-    before = {name: tensor for name, tensor in tiny.model("llama").named_parameters()}
+    before = dict(tiny.model("llama").named_parameters())
     assert any((results[0][0][name] != before[name]).any() for name in before)
     for weights, metrics in results[1:]:
         assert_same(results[0][0], weights, rtol=1e-7, atol=1e-9)
@@ -100,7 +103,8 @@ def test_lora_trains_adapters_only():
     learner.algorithm.credit(samples)
     learner.update(samples, 0)
     after = weights_of(learner)
-    assert {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])} == {"qkv", "o", "gate_up", "down"}
+    changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"qkv", "o", "gate_up", "down"}
     assert torch.equal(after["embed.weight"], before["embed.weight"])
 
 
@@ -168,7 +172,7 @@ def test_checkpoints_are_whole_or_absent(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("paceline.rl.checkpoint.save_file", full)
-    with pytest.raises(OSError, match="No space left.*step-000001"):
+    with pytest.raises(OSError, match=r"No space left.*step-000001"):
         checkpoints.save(learner, RunState(2, 2), None)
     assert [path.name for path in checkpoints.all()] == ["step-000001"]
     assert load_model(policy_folder(checkpoints.all()[0]))[0].config.vocab_size == tiny.VOCAB
@@ -192,10 +196,8 @@ def test_reward_model_equals_transformers(tmp_path):
         expected = [theirs(torch.tensor([s.tokens]).clamp_min(1)).logits[0, 0] for s in samples]
         tokens = batch.tokens.clamp_min(1)  # 0 is their padding
         torch.testing.assert_close(ours.scores(batch._replace(tokens=tokens)), torch.stack(expected))
+    save_model(tiny.model("llama"), None, tmp_path / "plain")
     with pytest.raises(ValueError, match="sequence classifier"):
-        from paceline.models.save import save_model
-
-        save_model(tiny.model("llama"), None, tmp_path / "plain")
         load_reward_model(tmp_path / "plain", "cpu", torch.float64, torch.float64)
 
 

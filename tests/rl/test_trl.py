@@ -47,7 +47,7 @@ def test_losses_equal_trl(name, loss_type, kl, clip_high):
     samples = random_samples(3, 4, longest=LONGEST)
     draw = torch.Generator().manual_seed(1)
     for sample in samples:
-        sample.reference = -torch.rand(sample.num_answer, generator=draw, dtype=torch.float64)
+        sample.old, sample.reference = sample.sampled, -torch.rand(sample.num_answer, generator=draw, dtype=torch.float64)
     algorithm.credit(samples)
     new = [s.sampled + 0.5 * torch.randn(s.num_answer, generator=draw, dtype=torch.float64) for s in samples]
     mask = padded(samples, [torch.ones(s.num_answer, dtype=torch.float64) for s in samples])
@@ -68,6 +68,8 @@ def test_rloo_equals_trl():
 
     algorithm, samples = make_algorithm("rloo", LONGEST), random_samples(3, 4, longest=6)
     algorithm.credit(samples)
+    for sample in samples:
+        sample.old = sample.sampled
     draw = torch.Generator().manual_seed(1)
     new = [s.sampled + 0.1 * torch.randn(s.num_answer, generator=draw, dtype=torch.float64) for s in samples]
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(3, 4)

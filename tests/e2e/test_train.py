@@ -1,0 +1,210 @@
+"""`paceline train` from end to end on a toy: speculation changes nothing, a killed run continues to the same weights, failures
+are one clear line and leave the last checkpoint whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import settings
+
+from paceline.cli import main
+from paceline.report import read_metrics
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    return int(stopped.value.code or 0)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    latest = sorted((out / "checkpoints").glob("step-*"))[-1]
+    return load_file(latest / "policy" / "model.safetensors")
+
+
+def rollouts(out: Path) -> list[dict]:
+    return [json.loads(line) for file in sorted(out.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert rollouts(a) == rollouts(b)
+    left, right = weights(a), weights(b)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize(("algorithm", "changes"), [
+    ("grpo", {}), ("dapo", {"rollout.max_new_tokens": 10}), ("ppo", {"learner.minibatches": 2, "learner.epochs": 2})])
+def test_speculation_changes_nothing(folder, algorithm, changes):
+    """Same seeds, float64: same rollouts, same rewards, same weights after five steps."""
+    common = {"algorithm": algorithm, **changes}
+    assert run(settings(folder, "on", strategy="suffix:d4w2v8", **common)) == 0
+    assert run(settings(folder, "off", strategy="off", drafter="none", **{**common, "engine.max_batch": 3})) == 0
+    assert_same_run(folder / "on", folder / "off")
+    drafted = [record["drafted"] for record in read_metrics(folder / "on")]
+    assert sum(drafted) > 0  # it did speculate
+    rewards = [record["reward/mean"] for record in read_metrics(folder / "on")]
+    assert len(rewards) == 5 and len(set(rewards)) > 1
+
+
+def test_the_run_folder_and_the_summary(folder, capsys):
+    assert run(settings(folder, "run", steps=6, compare_off=True, strategy="auto", **{"reward.workers": 1})) == 0
+    out = folder / "run"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["identical_rollouts"] is True and summary["compared_rollouts"] == 6 * 12
+    for key in ("reward_first", "reward_last", "rollout_speedup", "step_speedup", "accept_length", "length_p50", "length_p99",
+                "seconds"):
+        assert isinstance(summary[key], int | float), key
+    assert json.loads((out / "config.json").read_text())["rollout"]["prompts"] == 3
+    assert list((out / "tensorboard").iterdir()) and (out / "report.html").stat().st_size > 1000
+    records = read_metrics(out)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(record["logprob_difference/max"] < 1e-9 for record in records)
+    assert all(record["time/step"] > 0 and record["time/generate_off"] > 0 for record in records)
+    first = rollouts(out)[0]
+    assert first.keys() >= {"id", "sample", "step", "token_ids", "text", "reward"}
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
+    assert "reward_last" in capsys.readouterr().out
+
+
+def test_reward_rises(folder):
+    assert run(settings(folder, "run", steps=25, strategy="auto", **{"rollout.prompts": 6, "optimizer.lr": 0.02})) == 0
+    rewards = [record["reward/mean"] for record in read_metrics(folder / "run")]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+def test_ppo_learns_and_stays_near_its_reference(folder):
+    changes = {"algorithm": "ppo", "algorithm_options.kl": 0.05, "rollout.prompts": 6, "optimizer.lr": 0.01, "steps": 25}
+    assert run(settings(folder, "run", strategy="auto", **changes)) == 0
+    records = read_metrics(folder / "run")
+    rewards, values = [r["reward/mean"] for r in records], [r["loss/value"] for r in records]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    assert sum(values[-8:]) < sum(values[:8])
+    assert all(0 <= r["kl"] < 1.0 for r in records)
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], env=environment, stderr=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_killed_at_any_moment_it_ends_with_the_same_weights(folder, algorithm):
+    common = {"algorithm": algorithm, "steps": 8, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear"}
+    assert run(settings(folder, "whole", **common)) == 0
+    broken, draw = folder / "broken", random.Random(algorithm)
+    arguments = settings(folder, "broken", **common)
+    for attempt in range(8):
+        process = start(arguments if attempt == 0 else ["train", "--resume", str(broken)])
+        deadline, done = time.monotonic() + 60, len(read_metrics(broken)) if (broken / "metrics.jsonl").exists() else 0
+        while time.monotonic() < deadline and process.poll() is None and attempt < 2:
+            if (broken / "metrics.jsonl").exists() and len(read_metrics(broken)) > done + draw.randint(0, 1):
+                break
+            time.sleep(0.005)
+        if attempt < 2:
+            time.sleep(draw.random() * 0.05)
+            process.send_signal(signal.SIGKILL)
+        if process.wait(timeout=90) == 0:
+            break
+    assert json.loads((broken / "summary.json").read_text())["steps"] == 8
+    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 9))
+    assert_same_run(folder / "whole", broken)
+
+
+def test_resume_refuses_what_is_no_run(folder, capsys):
+    assert run(["train", "--resume", str(folder)]) == 2
+    assert "is it a run folder" in capsys.readouterr().err
+    assert run(settings(folder, "twice", steps=1)) == 0
+    assert run(settings(folder, "twice", steps=1)) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_finished_run_resumed_with_more_steps_equals_one_run(folder):
+    assert run(settings(folder, "long", steps=6)) == 0
+    assert run(settings(folder, "short", steps=3)) == 0
+    assert run(["train", "--resume", str(folder / "short"), "--set", "steps=6"]) == 0
+    assert_same_run(folder / "long", folder / "short")
+
+
+def test_a_loss_that_is_no_number(folder, capsys, monkeypatch):
+    from paceline.rl.learner import Learner
+
+    update = Learner.update
+
+    def poisoned(self, samples, step):
+        if step == 3:
+            samples[0].advantages = samples[0].advantages * float("nan")
+        return update(self, samples, step)
+
+    monkeypatch.setattr(Learner, "update", poisoned)
+    assert run(settings(folder, "run")) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "step 4" in error and "nan" in error and "step-000002" in error
+    monkeypatch.undo()
+    assert run(["train", "--resume", str(folder / "run")]) == 0  # the last good checkpoint is intact
+    assert run(settings(folder, "whole")) == 0
+    assert_same_run(folder / "run", folder / "whole")
+
+
+def test_a_full_disk(folder, capsys, monkeypatch):
+    import paceline.rl.checkpoint as checkpoint
+
+    save, calls = checkpoint.save_file, []
+
+    def full(tensors, file):
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        save(tensors, file)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert run(settings(folder, "run")) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in error and "step-000002" in error
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    assert run(["train", "--resume", str(folder / "run")]) == 0
+    assert run(settings(folder, "whole")) == 0
+    assert_same_run(folder / "run", folder / "whole")
+
+
+def test_problems_used_up(folder, capsys):
+    assert run(settings(folder, "run", steps=50, epochs=2)) == 0  # six problems, three a step
+    assert "used up after step 4" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_grader_that_fails_costs_its_sample(folder):
+    (folder / "reward.py").write_text("import os\ndef score(problem, answer):\n"
+                                      "    if answer[:1].islower():\n        os._exit(1)\n    return 1.0\n")
+    assert run(settings(folder, "run", steps=1, **{"reward.workers": 1})) == 0
+    (record,) = read_metrics(folder / "run")
+    assert 0 < record["reward/crashes"] < 12 and 0 < record["reward/mean"] < 1
+
+
+@pytest.mark.parametrize(("change", "complaint"), [
+    ("rollout.promts=3", "rollout.promts: no such key"), ("optimizer.lr=-1", "optimizer.lr"), ("algorithm=gpro", "gpro"),
+    ("task=nonsense", "nonsense"), ("strategy=fast", "strategy"), ("algorithm_options.klx=1", "klx"), ("rollout=3", "rollout"),
+    ("steps", "KEY=VALUE")])
+def test_bad_settings_are_one_line(folder, capsys, change, complaint):
+    assert run([*settings(folder, "run"), "--set", change]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+
+
+def test_dry_run_prints_everything(folder, capsys):
+    assert run([*settings(folder, "run"), "--dry-run"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rollout"]["temperature"] == 1.0 and printed["optimizer"]["lr"] == 0.01
+    assert not (folder / "run").exists()

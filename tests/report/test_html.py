@@ -1,0 +1,199 @@
+"""report.html: one well-formed file that says what the metrics say, whatever they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report.synthetic import metrics_of
+
+from paceline.report import EventLog, write_report
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks nesting; collects elements and text."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.view_boxes: list[tuple[float, float]] = []
+        self.points: list[tuple[str, int, float, float]] = []  # element, number of the chart, x, y
+        self.texts: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "svg":
+            width, height = map(float, attributes["viewbox"].split()[2:])
+            self.view_boxes.append((width, height))
+        elif "svg" in self.open:
+            self.points += [(tag, len(self.view_boxes) - 1, x, y) for x, y in corners(tag, attributes)]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style",):
+            self.texts.append(data)
+
+    def count(self, tag: str, class_: str = "") -> int:
+        return sum(name == tag and class_ in (attributes.get("class") or "").split() + [""] for name, attributes in self.elements)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def corners(tag: str, a: dict) -> list[tuple[float, float]]:
+    if tag == "polyline":
+        return [tuple(map(float, pair.split(","))) for pair in a["points"].split()]
+    if tag == "circle":
+        return [(float(a["cx"]), float(a["cy"]))]
+    if tag == "line":
+        return [(float(a["x1"]), float(a["y1"])), (float(a["x2"]), float(a["y2"]))]
+    if tag == "rect":
+        x, y = float(a["x"]), float(a["y"])
+        assert float(a["width"]) > 0 and float(a["height"]) >= 0
+        return [(x, y), (x + float(a["width"]), y + float(a["height"]))]
+    if tag == "path":
+        return [tuple(map(float, re.match(r"M(\S+?),(\S+)", a["d"]).groups()))]
+    return [(float(a["x"]), float(a["y"]))] if tag == "text" else []
+
+
+def make(folder: Path, num_steps: int, summary: dict | None = None, change=lambda step, metrics: metrics) -> Page:
+    rng = random.Random(0)
+    with EventLog(folder, tensorboard=False) as log:
+        for step in range(1, num_steps + 1):
+            log.write(step, change(step, metrics_of(step, rng)))
+    path = write_report(folder, summary or {})
+    assert path == folder / "report.html"
+    source = path.read_text(encoding="utf-8")
+    page = Page(source)
+    assert not re.search(r"https?://|src=|href=|url\(|@import|<script", source)
+    assert "nan" not in {word.lower() for _, a in page.elements for value in a.values() for word in re.split(r"\W+", value or "")}
+    for _, chart, x, y in page.points:
+        width, height = page.view_boxes[chart]
+        assert 0 <= x <= width and 0 <= y <= height
+    return page
+
+
+def test_without_steps(tmp_path):
+    assert "No steps are recorded yet" in make(tmp_path, 0, {"title": "Nothing so far"}).text
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 25, 700])
+def test_every_chart_is_there(tmp_path, num_steps):
+    page = make(tmp_path, num_steps)
+    for title in ("Reward per step", "Answer length", "Accept length", "Rollout speed", "Where the time goes", "kl", "lr"):
+        assert title in page.texts
+    for unit in ("mean reward", "tokens", "tokens per verification", "seconds per step", "step"):
+        assert unit in page.texts
+    assert page.count("svg") == 5 + 3 and "Rollout time with" not in page.text
+    assert page.count("circle" if num_steps == 1 else "polyline") >= 7
+    assert page.count("rect", "c-blue") == min(num_steps, -(-num_steps // math.ceil(num_steps / 96)))
+
+
+def test_many_steps_stay_small_and_keep_the_extremes(tmp_path):
+    def spike(step: int, metrics: dict) -> dict:
+        return metrics | {"length/max": 123_456} if step == 3333 else metrics
+
+    page = make(tmp_path, 5000, change=spike)
+    assert (tmp_path / "report.html").stat().st_size < 500_000
+    lines = [a["points"] for tag, a in page.elements if tag == "polyline"]
+    assert max(len(line.split()) for line in lines) <= 720
+    # the one long answer is drawn: the top of its chart, near 3333 / 5000 of its width
+    [x] = {x for tag, chart, x, y in page.points if (tag, chart) == ("polyline", 1) and y < 25}
+    assert x == pytest.approx(58 + 3332 / 4999 * (560 - 58 - 20), abs=0.1)
+
+
+def test_nonfinite_and_missing_values(tmp_path):
+    def damage(step: int, metrics: dict) -> dict:
+        if step == 4:
+            return metrics | {"reward/mean": math.nan, "time/train": math.inf, "kl": 1e308, "accept_length": -math.inf}
+        if step == 7:
+            return {"eval/reward": 0.5}
+        return metrics | {"lr": math.nan}
+
+    page = make(tmp_path, 10, change=damage)
+    assert page.count("path", "mark") >= 4 and "never a finite number" not in page.text and "eval/reward" in page.texts
+    assert "step 4: not a finite number" in page.texts
+
+
+def test_only_nan(tmp_path):
+    page = make(tmp_path, 3, change=lambda step, metrics: {"reward/mean": math.nan, "loss": math.nan})
+    assert "never a finite number" in page.text
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e-30, 1e30, -1e299, 1.0 + 1e-15])
+def test_constants_and_extreme_values(tmp_path, value):
+    make(tmp_path, 3, change=lambda step, metrics: dict.fromkeys(metrics, value))
+    make(tmp_path / "b", 3, change=lambda step, metrics: dict.fromkeys(metrics, value if step < 3 else -value))
+
+
+def test_speculation_side_by_side(tmp_path):
+    def measured_both(step: int, metrics: dict) -> dict:
+        return metrics | {"time/generate": 4.0, "time/generate_off": 6.0} if step % 5 == 0 else metrics
+
+    page = make(tmp_path, 40, change=measured_both)
+    assert "Rollout time with and without speculation" in page.texts and "1.50 ×" in page.texts
+    assert "8 steps were generated both ways: 1.50 times as fast with." in page.text
+
+
+def test_hostile_text_stays_text(tmp_path):
+    evil = "</pre></main><script>alert(1)</script><img src=x onerror=y>\"'&amp;\x00\x1b[31m\ud800"
+    rollouts = [{"id": evil, "sample": 0, "step": 1, "text": evil, "reward": 1.0, "prompt": evil}]
+    (tmp_path / "rollouts-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rollouts))
+    (tmp_path / "config.json").write_text(json.dumps({evil: {evil: evil}}))
+    with EventLog(tmp_path, tensorboard=False) as log:
+        for step in range(2):
+            log.write(step, {evil: 0.5 * step, "strategy": evil})
+    page = Page(write_report(tmp_path, {"title": evil, evil: 3, "long": evil * 3}).read_text(encoding="utf-8"))
+    assert page.count("script") == page.count("img") == 0
+    assert page.text.count("<script>alert(1)</script><img src=x onerror=y>\"'&amp;") >= 8
+    assert not re.search("[\x00-\x08\x1b]", page.text)
+
+
+def test_examples_are_the_best_and_the_worst_of_the_newest(tmp_path):
+    for number in (9, 10):
+        lines = [{"id": f"p{i % 5}", "sample": i // 5, "step": number, "text": f"answer {number}.{i}", "reward": i / 10}
+                 for i in range(10)]
+        broken = '{"id": "torn", "te'
+        (tmp_path / f"rollouts-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + broken)
+    (tmp_path / "rollouts-8.jsonl").write_text('{"id": 1, "text": "unjudged", "reward": null}\n[1]\n{"reward": [2]}\n')
+    page = make(tmp_path, 1)
+    shown = re.findall(r"answer \d+\.\d+", page.text)
+    assert shown == ["answer 10.9", "answer 10.8", "answer 10.7", "answer 10.0", "answer 10.1", "answer 10.2"]  # step 10 before 9
+    assert "Among the last 20 rollouts" in page.text and "unjudged" not in page.text
+
+
+def test_long_answers_are_cut(tmp_path):
+    (tmp_path / "rollouts-0.jsonl").write_text(json.dumps({"id": 1, "text": "a" * 10_000, "reward": -1}) + "\n")
+    page = make(tmp_path, 1)
+    assert "and 6,000 characters more" in page.text and "a" * 4001 not in page.text
+
+
+def test_configuration_and_summary(tmp_path):
+    (tmp_path / "config.toml").write_text('model = "tiny"\n[rl]\nlr = 1e-6\nclip = [0.2, 0.28]\ntop_p = 0.99999\n')
+    summary = {"title": "A run", "accuracy": 0.71234, "exact": True, "command": "paceline train configs/long-name.toml",
+               "eval": {"gsm8k": {"passed": 12}}, "nothing": None}
+    page = make(tmp_path, 2, summary)
+    for text in ("A run", "config.toml", "rl.lr", "1e-06", "[0.2, 0.28]", "0.99999", "0.712", "yes", "eval.gsm8k.passed", "12"):
+        assert text in page.text
+    assert "accept length" in page.texts
+    again = Page(write_report(tmp_path, {"accept_length": 7.77}).read_text(encoding="utf-8"))
+    assert again.texts.count("accept length") == 1 and "7.77" in again.texts  # the summary's own word counts
+    (tmp_path / "config.json").write_text("{broken")
+    assert "cannot be read" in Page(write_report(tmp_path, {}).read_text(encoding="utf-8")).text

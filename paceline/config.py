@@ -35,7 +35,8 @@ class EngineConfig(Config):
     kernels: Literal["auto", "torch"] = "auto"
     """The fastest kernels for the device, or the plain torch reference."""
     deterministic: bool = False
-    """On a GPU, sums in an order that depends neither on the batch nor on the strategy, so tokens do not either."""
+    """Sums in an order that depends neither on the batch nor on the strategy, so tokens do not either, in any dtype on a GPU and
+    in float32 on a CPU (there with `pack_weights`). Without it a rare near-tie may fall the other way."""
     cuda_graphs: bool = True
     """On a GPU, capture decoding steps and replay them."""
     pack_weights: bool = True

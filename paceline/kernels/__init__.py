@@ -13,13 +13,13 @@ __all__ = ["Ops", "PagedCache", "SamplingTensors", "Segments", "TorchOps", "appl
 
 
 def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768) -> Ops:
-    """The fastest family for this device and dtype. Ask once and hand it to the model. `deterministic` matters on a GPU: sums
-    in an order that depends neither on the batch nor on the strategy."""
+    """The fastest family for this device and dtype. Ask once and hand it to the model. `deterministic`: sums in an order
+    that depends neither on the batch nor on the strategy (float32 on a CPU, any dtype on a GPU)."""
     kind = torch.device(device).type
     if kind == "cpu" and dtype in (torch.float32, torch.float64, torch.bfloat16):
         from paceline.kernels.cpu_ops import CpuOps  # numba takes a second to import: only where it is used
 
-        return CpuOps()
+        return CpuOps(deterministic)
     if kind == "cuda" and find_spec("triton") is not None:
         from paceline.kernels.triton_ops import TritonOps
 

@@ -600,6 +600,7 @@ def _rope_write(block, store, acc):  # type: ignore[no-untyped-def]
 # -- attention
 
 _BLOCK = 64  # keys at a time; blocks start at multiples of it, so a row's result does not depend on its neighbours
+_NO_SEGMENT = 1 << 60  # longer than any
 _TILE = 24  # query vectors that share a block of keys: a row has num_heads / num_kv_heads of them
 
 
@@ -637,10 +638,13 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
         length = length_of[i]
         if length <= 0 or (causal_of[i] and length >= long_segment):
             continue
-        for tile in range(0, length, tile_rows):
+        # No segment is that long: sums are wanted in the order of a plain context. A row of a tree then goes alone, because its
+        # keys are those of its path, side by side.
+        rows_each = 1 if long_segment > _NO_SEGMENT and not causal_of[i] else tile_rows
+        for tile in range(0, length, rows_each):
             for head in range(num_kv_heads):
                 if item == claimed:
-                    _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile, context_of[i],
+                    _attend(a, store, acc, scale, row_of[i] + tile, min(rows_each, length - tile), tile, context_of[i],
                             slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, zeros, state, factors, where)
                     claimed = _next_item(block)
                 item += 1
@@ -669,11 +673,15 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
         state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
         for c in range(o.shape[1]):
             o[i, c] = acc(0)
-    end = context + (first + num_rows if causal else _span(mask))
+    path = a[12] > _NO_SEGMENT and not causal
+    end = context + (first + num_rows if causal else _count(mask) if path else _span(mask))
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
         used = (size + lanes - 1) // lanes  # vectors of scores
-        _find_block(a, store, slot, head, start, size, k, v, where)
+        if path:
+            _find_path(a, store, slot, head, start, size, context, mask[0, 0], mask[0, 1], k, v, where)
+        else:
+            _find_block(a, store, slot, head, start, size, k, v, where)
         for j in range(size, used * lanes):
             where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
         for j in range(0, used * lanes, lanes):
@@ -686,7 +694,12 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
             elif i + 1 == n:
                 _dots1(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
         for r in range(num_rows):
-            seen = _prefix(context + first + r + 1 - start) if causal else _visible(mask[r, 0], mask[r, 1], context - start)
+            if path:
+                seen = _prefix(end - start)
+            elif causal:
+                seen = _prefix(context + first + r + 1 - start)
+            else:
+                seen = _visible(mask[r, 0], mask[r, 1], context - start)
             for i in range(r * group, (r + 1) * group):
                 top = max(state[i, 0], _block_largest(s[i], used, seen))
                 if top == -np.inf:  # nothing of this block is visible, nor of those before
@@ -732,6 +745,17 @@ def _span(mask):  # type: ignore[no-untyped-def]
         word >>= np.uint64(1)
         length += 1
     return length
+
+
+@_inlined
+def _count(mask):  # type: ignore[no-untyped-def]
+    """How many positions behind the context the first row sees."""
+    count = 0
+    for word in (mask[0, 0], mask[0, 1]):
+        while word:
+            word &= word - np.uint64(1)
+            count += 1
+    return count
 
 
 @_inlined
@@ -793,6 +817,24 @@ def _find_block(a, store, slot, head, start, size, k, v, where):  # type: ignore
             _copy(a[3] + offset, k[j], d, store)
             _copy(a[4] + offset, v[j], d, store)
             where[0, j], where[1, j] = k[j].ctypes.data, v[j].ctypes.data
+
+
+@_inlined
+def _find_path(a, store, slot, head, start, size, context, low, high, k, v, where):  # type: ignore[no-untyped-def]
+    """The same of the context followed by the positions whose bits are set, side by side."""
+    before = max(0, min(size, context - start))
+    if before:
+        _find_block(a, store, slot, head, start, before, k, v, where)
+    skip, j = max(0, start - context), before  # of the set bits, those of earlier blocks
+    for bit in range(128):
+        word = low if bit < 64 else high
+        if j == size or not (word >> np.uint64(bit % 64)) & np.uint64(1):
+            continue
+        if skip:
+            skip -= 1
+            continue
+        _find_block(a, store, slot, head, context + bit, 1, k[j:], v[j:], where[:, j:])
+        j += 1
 
 
 def _block_largest(s: Any, used: int, seen: Any) -> Any:

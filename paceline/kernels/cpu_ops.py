@@ -42,7 +42,10 @@ class CpuOps(TorchOps):
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
+        """`deterministic`: a row's result does not depend on the rows beside it (float32)."""
+        self.deterministic = deterministic
+        self._long_segment = 1 << 62 if deterministic else LONG_SEGMENT
         self._packed: dict[int, _Packed] = {}
         # Every layer of a step passes the same Segments: its addresses are read once. Held, so they stay valid.
         self._last_segments: tuple[Segments, tuple[int, ...], int] | None = None
@@ -68,7 +71,7 @@ class CpuOps(TorchOps):
     def prepare(self, weights: list[Tensor]) -> None:
         self._packed.clear()
         for weight in weights:
-            if weight.dtype != torch.float32 or weight.numel() >= PACKED_ELEMENTS:
+            if weight.dtype != torch.float32 or weight.numel() >= PACKED_ELEMENTS or self.deterministic:
                 self.pack(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,6 +85,8 @@ class CpuOps(TorchOps):
         if dtype is torch.bfloat16:
             return _onednn_linear(x, packed, bias, "none", [], "")
         num_rows = x.shape[0]
+        if self.deterministic and num_rows:
+            return _row_by_row(x, packed, weight, bias)
         if num_rows > PACKED_ROWS or num_rows == 0:
             return F.linear(x, weight, bias)
         # Naming the actual row count makes it use the packed weight, whose layout does not depend on the rows.
@@ -153,9 +158,9 @@ class CpuOps(TorchOps):
         _same("head_dim of the cache", head_dim, cache_dim)
         if segments.mask.shape[0] < num_rows:
             raise ValueError(f"segments.mask has {segments.mask.shape[0]} rows, q {num_rows}")
-        if num_rows >= LONG_SEGMENT:
+        if num_rows >= self._long_segment:
             for i, (length, causal) in enumerate(zip(segments.length.tolist(), segments.causal.tolist(), strict=True)):
-                if causal and length >= LONG_SEGMENT:
+                if causal and length >= self._long_segment:
                     row = int(segments.row[i])
                     out[row : row + length] = _attend_long(q[row : row + length], cache, segments, i, scale)
         assert k.is_contiguous() and v.is_contiguous() and page_table.dtype == torch.int32
@@ -163,7 +168,7 @@ class CpuOps(TorchOps):
         threads = 1 if pairs * num_heads * head_dim < PARALLEL_PRODUCTS else torch.get_num_threads()
         _run("attention", q.dtype, threads, q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
              page_table.data_ptr(), page_table.stride(0), page_size, num_heads, num_kv_heads, head_dim, _double(scale),
-             LONG_SEGMENT, *addresses)
+             self._long_segment, *addresses)
         return out
 
     def _addresses(self, segments: Segments) -> tuple[tuple[int, ...], int]:
@@ -205,6 +210,18 @@ class CpuOps(TorchOps):
         _run("gumbel", torch.float32, _threads_for(num_rows * vocab), seed.data_ptr(), position.data_ptr(), token_ids.data_ptr(),
              num_rows, vocab, out.data_ptr())
         return out
+
+
+def _row_by_row(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The packed product sums every row in the same order for 2 to PACKED_ROWS rows (tests hold MKL to it); one row alone takes
+    another path, so it gets company."""
+    if x.shape[0] == 1:
+        return _mkl_linear(x.expand(2, -1).contiguous(), packed, weight, bias, 2)[:1]
+    blocks = list(x.split(PACKED_ROWS))
+    if len(blocks) > 1 and blocks[-1].shape[0] == 1:
+        blocks[-2:] = [x[-PACKED_ROWS - 1 : -2], x[-2:]]
+    parts = [_mkl_linear(block, packed, weight, bias, block.shape[0]) for block in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Packed(NamedTuple):

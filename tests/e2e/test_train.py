@@ -91,7 +91,8 @@ def test_ppo_learns_and_stays_near_its_reference(folder):
     rewards, values = [r["reward/mean"] for r in records], [r["loss/value"] for r in records]
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
     assert sum(values[-8:]) < sum(values[:8])
-    assert all(0 <= r["kl"] < 1.0 for r in records)
+    distance = [r["kl"] for r in records]
+    assert all(0 <= x < 1.5 for x in distance) and sum(distance[-8:]) < 1.2 * sum(distance[8:16])  # it has stopped growing
 
 
 def start(arguments: list[str]) -> subprocess.Popen:

@@ -101,3 +101,23 @@ def test_ops_for():
     assert ops_for("cpu", torch.float32).name == "cpu" and ops_for("cpu", torch.float16).name == "torch"
     x, weight = normal(2, 8, dtype=torch.float16), torch.ones(8, dtype=torch.float16)
     assert torch.equal(CpuOps().rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "width"), [(16, 128), (128, 128), (640, 128), (128, 320), (576, 1536), (61, 32)])
+def test_a_row_of_a_deterministic_product_does_not_depend_on_its_neighbours(threads, rows, width):
+    from paceline.kernels.cpu_ops import CpuOps
+
+    if not torch.backends.mkl.is_available():
+        pytest.skip("this torch was built without MKL")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    draw = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(rows, width, generator=draw), torch.randn(rows, generator=draw)
+    x, ops = torch.randn(131, width, generator=draw), CpuOps(deterministic=True)
+    ops.prepare([weight])
+    whole = ops.linear(x, weight, bias)
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    for start, count in ((0, 1), (5, 1), (3, 2), (130, 1), (64, 3), (17, 64), (2, 65), (1, 129), (60, 16), (0, 130)):
+        assert torch.equal(ops.linear(x[start : start + count], weight, bias), whole[start : start + count]), (start, count)
+    torch.set_num_threads(before)

@@ -1,0 +1,47 @@
+"""Verifiable tasks and their rewards. A task is a small class, a frozen config and one line in TASKS. Free of torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from paceline.config import Config
+from paceline.tasks.arc import Arc, ArcConfig
+from paceline.tasks.base import Problem, Task
+from paceline.tasks.competition import Math, MathConfig
+from paceline.tasks.custom import Python, PythonConfig
+from paceline.tasks.gsm8k import Gsm8k, Gsm8kConfig
+from paceline.tasks.humaneval import HumanEval, HumanEvalConfig
+from paceline.tasks.jsonl import Jsonl, JsonlConfig
+from paceline.tasks.options import make_config
+from paceline.tasks.pool import Graded, RewardPool
+from paceline.tasks.reasoning import ReasoningGym, ReasoningGymConfig, split_options
+
+__all__ = ["TASKS", "Graded", "Problem", "RewardPool", "Task", "make_task"]
+
+TASKS: dict[str, tuple[type[Config], Callable[[Any], Task]]] = {
+    "arc": (ArcConfig, Arc),
+    "gsm8k": (Gsm8kConfig, Gsm8k),
+    "humaneval": (HumanEvalConfig, HumanEval),
+    "jsonl": (JsonlConfig, Jsonl),
+    "math": (MathConfig, Math),
+    "python": (PythonConfig, Python),
+    "reasoning-gym": (ReasoningGymConfig, ReasoningGym),
+}
+"""Name → options and class. A new task is one line here."""
+
+
+def make_task(name: str, **options: Any) -> Task:
+    """A task by name; `reasoning-gym:chain_sum` (or `reasoning_gym/chain_sum`) names one of reasoning-gym's generators."""
+    generator = re.fullmatch(r"reasoning[-_]gym(?:[:/](\w+))?", name)
+    if generator is not None:
+        name = "reasoning-gym"
+        options = split_options(options if generator[1] is None else {**options, "generator": generator[1]})
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        raise ValueError(f"task: there is no {name!r}" + (f", did you mean {near[0]}?" if near else "") +
+                         f" (there are {', '.join(TASKS)}, reasoning-gym:<generator>)")
+    config_class, make = TASKS[name]
+    return make(make_config(name, config_class, options))

@@ -1,0 +1,163 @@
+"""Grading in worker processes: a grader that raises, hangs or dies costs its own sample, and no one else's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from paceline.tasks.base import Problem, Task
+from paceline.tasks.worker import grade_here, grade_in_worker, ready, start_worker
+
+_STALLED_S = 30.0
+"""Without any answer for so long beyond the time limit, workers are taken for lost and replaced."""
+_MAX_ATTEMPTS = 8
+"""A sample whose pool broke this often is taken for the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """The reward of one sample."""
+
+    value: float
+    """0 where there is an error."""
+    error: str | None
+    seconds: float
+    """Spent grading; of a crash that is not known: 0."""
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """What `submit` gives and `collect` takes."""
+
+    problem: Problem
+    answer: str
+    future: Future[Any] | None = None
+    graded: Graded | None = None
+    generation: int = -1
+    """Of the workers it was sent to."""
+    attempts: int = 0
+
+
+class RewardPool:
+    """`submit` never waits; `collect` does. Workers start with the first `submit`, or ahead of it with `start`.
+
+    With workers=0 everything is graded in this process, at once: exceptions are held, time limits and crashes are not.
+    """
+
+    def __init__(self, task: Task, workers: int, timeout_s: float, *, memory_gb: float = 4.0) -> None:
+        _require(workers >= 0, "workers", workers, ">= 0")
+        _require(timeout_s > 0, "timeout_s", timeout_s, "> 0")
+        _require(memory_gb > 0, "memory_gb", memory_gb, "> 0")
+        self.task, self.workers, self.timeout_s, self.memory_gb = task, workers, timeout_s, memory_gb
+        self.num_errors = 0
+        """Graders that raised, or gave no number."""
+        self.num_timeouts = 0
+        self.num_crashes = 0
+        self._pickled = pickle.dumps(task) if workers else b""
+        self._pool: ProcessPool | None = None
+        self._generation = 0
+        self._closed = False
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Workers start now, beside whatever else runs; does not wait for them."""
+        if self.workers and self._pool is None:
+            self._schedule(ready)
+
+    def submit(self, problem: Problem, answer: str) -> Pending:
+        handle = Pending(problem, answer)
+        if self.workers:
+            self._send(handle)
+        else:
+            handle.graded = self._book(*grade_here(lambda: self.task, problem, answer))
+        return handle
+
+    def collect(self, handles: Sequence[Pending]) -> list[Graded]:
+        """In the order of `handles`. A handle may be collected again."""
+        while waiting := {handle for handle in handles if handle.graded is None}:
+            for handle in waiting:
+                if handle.generation != self._generation:  # its workers are gone
+                    self._send(handle)
+            futures = {handle.future: handle for handle in waiting if handle.graded is None and handle.future is not None}
+            done, _ = wait(futures, timeout=self.timeout_s + _STALLED_S, return_when=FIRST_COMPLETED)
+            if futures and not done:
+                self._drop()
+            for future in done:
+                self._settle(futures[future])
+        return [handle.graded for handle in handles if handle.graded is not None]
+
+    def close(self) -> None:
+        """Samples not collected are dropped."""
+        self._closed = True
+        self._drop()
+
+    def _send(self, handle: Pending) -> None:
+        if handle.attempts == _MAX_ATTEMPTS:
+            self._crashed(handle, f"the grader's process was lost {handle.attempts} times")
+            return
+        try:
+            handle.future = self._schedule(grade_in_worker, handle.problem, handle.answer)
+        except RuntimeError:  # pebble: the pool broke while nobody looked, say an idle worker was killed
+            self._drop()
+            handle.future = self._schedule(grade_in_worker, handle.problem, handle.answer)
+        handle.generation, handle.attempts = self._generation, handle.attempts + 1
+
+    def _settle(self, handle: Pending) -> None:
+        assert handle.future is not None
+        try:
+            handle.graded = self._book(*handle.future.result())
+        except TimeoutError:
+            self.num_timeouts += 1
+            handle.graded = Graded(0.0, f"no grade within {self.timeout_s} s", self.timeout_s)
+        except ProcessExpired as error:
+            self._crashed(handle, f"the grader's process ended with code {error.exitcode}")
+        except (BrokenProcessPool, CancelledError):  # all workers lost at once; this sample may not be at fault: once more
+            if handle.generation == self._generation:
+                self._drop()
+
+    def _crashed(self, handle: Pending, error: str) -> None:
+        self.num_crashes += 1
+        handle.graded = Graded(0.0, error, 0.0)
+
+    def _book(self, value: float, error: str | None, seconds: float) -> Graded:
+        self.num_errors += error is not None
+        return Graded(value, error, seconds)
+
+    def _schedule(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        assert not self._closed, "the pool is closed"
+        if self._pool is None:
+            self._pool = ProcessPool(max_workers=self.workers, initializer=start_worker, initargs=(self._pickled, self.memory_gb),
+                                     context=_context())
+        return self._pool.schedule(function, args=args, timeout=self.timeout_s)
+
+    def _drop(self) -> None:
+        """These workers are gone; the next sample starts new ones."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+        self._generation += 1
+
+
+def _context() -> Any:
+    """Workers fork from a small server process, never from this one: a fork would leave its threads (torch, OpenMP) in pieces."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.tasks", "math_verify"])  # read once, so a worker starts in milliseconds
+    return context
+
+
+def _require(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}: {value} is not {wanted}")

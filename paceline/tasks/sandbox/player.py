@@ -1,0 +1,49 @@
+"""The process that holds the candidate's code: it runs the sources it is sent, then answers calls, until its socket closes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import cage
+import guard
+import wire
+
+
+def play(sock: socket.socket, folder: str, limits: dict[str, int]) -> None:
+    """Never returns: leaves by os._exit, so that nothing of the judge's runs twice."""
+    try:
+        cage.die_with_parent()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # neither the judge's input (tests, nonce) nor its output (verdict)
+            os.dup2(null, descriptor)
+        cage.limit(**limits)
+        guard.install(folder)
+        _answer_calls(sock)
+    finally:
+        os._exit(1)
+
+
+def _answer_calls(sock: socket.socket) -> None:
+    first = wire.receive(sock)
+    assert first is not None
+    names: dict[str, Any] = {"__name__": "candidate", "__builtins__": __builtins__}
+    wire.send(sock, _attempt(lambda: _define(first["sources"], names)))
+    function = names.get(first["entry_point"])
+    while (call := wire.receive(sock)) is not None:
+        args, kwargs = wire.decode(call["args"]), wire.decode(call["kwargs"])
+        wire.send(sock, _attempt(lambda: function(*args, **kwargs)))  # type: ignore[misc]  # noqa: B023
+
+
+def _define(sources: list[str], names: dict[str, Any]) -> None:
+    for source in sources:
+        exec(compile(source, "<candidate>", "exec", dont_inherit=True), names)
+
+
+def _attempt(action: Any) -> dict[str, Any]:
+    """Whatever the candidate raises, SystemExit among it, is a result."""
+    try:
+        return {"value": wire.encode(action())}
+    except BaseException as error:
+        return {"error": type(error).__name__, "text": str(error)[:500]}

@@ -1,0 +1,73 @@
+"""One candidate against its tests, in processes of its own, with an end in time whatever it does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_JUDGE = Path(__file__).with_name("judge.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one run."""
+
+    seconds: float = 5.0
+    """By the clock; of processor time one second more."""
+    memory_mb: int = 512
+    """Address space of each process."""
+    file_mb: int = 8
+    """Size of a file."""
+    processes: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    passed: bool
+    detail: str | None
+    """Why not."""
+    held: tuple[str, ...] = ()
+    """What the kernel held it by: user, network, processes, files."""
+
+
+def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, limits: Limits) -> Verdict:
+    """`sources` are the candidate's, run in order in one namespace. `tests` define check(candidate); `prelude` is what they may
+    use beside it. The candidate's arguments and results are plain data."""
+    nonce = secrets.token_hex(16)
+    job = {"nonce": nonce, "sources": sources, "prelude": prelude, "tests": tests, "entry_point": entry_point}
+    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
+        said = _play(json.dumps(job).encode(), folder, limits)
+    if said is None:
+        return Verdict(False, f"no end within {limits.seconds} s")
+    try:
+        verdict = json.loads(said)
+    except ValueError:
+        return Verdict(False, "the judge ended without a verdict")
+    if not secrets.compare_digest(str(verdict["nonce"]), nonce):
+        return Verdict(False, "the verdict is not the judge's")
+    return Verdict(verdict["failure"] is None, verdict["failure"], tuple(verdict["held"]))
+
+
+def _play(job: bytes, folder: str, limits: Limits) -> bytes | None:
+    """The judge's output; None: out of time. Its whole group is killed then: nothing it started stays."""
+    numbers = (math.ceil(limits.seconds) + 1, limits.memory_mb << 20, limits.file_mb << 20, limits.processes)
+    command = [sys.executable, "-I", "-B", str(_JUDGE), folder, *map(str, numbers)]
+    environment = {"HOME": folder, "TMPDIR": folder, "PATH": "", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
+                               env=environment, start_new_session=True)
+    try:
+        return process.communicate(job, timeout=limits.seconds)[0]  # a judge that ends takes its group along
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

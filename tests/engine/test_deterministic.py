@@ -1,0 +1,32 @@
+"""`deterministic` on a CPU in float32: not only the tokens, every bit of the log-probabilities is the same whatever the batch,
+the chunks and the strategy. (Without it they differ in the last digits, and a near-tie may fall the other way.)"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import VOCAB, eagle, model
+
+from paceline import Engine, SamplingParams
+from paceline.config import EngineConfig
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch was built without MKL")
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_bits_do_not_depend_on_the_batch_or_the_strategy(kind):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 30, 110]))] for _ in range(6)]
+    params = SamplingParams(max_new_tokens=60, seed=5)
+
+    def run(strategy: str, max_batch: int, max_rows: int) -> list[tuple[list[int], list[float]]]:
+        config = EngineConfig(deterministic=True, max_batch=max_batch, max_rows=max_rows, kv_tokens=6000)
+        policy = model(kind, dtype=torch.float32)
+        engine = Engine(policy, drafter=eagle(kind, dtype=torch.float32), strategy=strategy, config=config)
+        groups = engine.generate(prompts, params, n=3)
+        return [(r.token_ids, r.logprobs) for group in groups for r in group.rollouts]
+
+    alone = run("off", 1, 512)
+    for strategy, max_batch, max_rows in (("off", 18, 512), ("suffix:d6w3v20", 7, 100), ("eagle:d4w3v12", 18, 40), ("auto", 5, 33)):
+        assert run(strategy, max_batch, max_rows) == alone, strategy

@@ -47,6 +47,9 @@ class EngineConfig(Config):
     """Likewise for the suffix drafter's counts."""
     suffix_tokens: int = Field(4_000_000, ge=1)
     """Tokens of history the suffix drafter remembers."""
+    suffix_scope: Literal["prompt", "all"] = "prompt"
+    """Where it looks: the prompt and its answers, earlier ones too; or every answer to any prompt (the last 262,144 tokens), for
+    tasks whose answers resemble each other."""
 
 
 class RolloutConfig(Config):

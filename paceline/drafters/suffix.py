@@ -1,5 +1,5 @@
 """The suffix drafter: what followed the longest suffix of this text when it last occurred, in the prompt, in the
-answers of the same group or in earlier rollouts of the prompt.
+answers of the same group or in earlier rollouts of the prompt; or, shared, in whatever was generated before.
 
 Owns the texts, one automaton per distinct prompt, and their memory. Knows nothing of the policy, the engine or torch.
 Each request inserts its tokens as they are accepted, so the state to draft from is at hand and a token costs the same
@@ -68,10 +68,11 @@ class _Prompt:
 
 
 class SuffixDrafter:
-    """Drafts from repetition. `max_tokens` bounds the remembered tokens of all prompts together."""
+    """Drafts from repetition. `max_tokens` bounds the remembered tokens of all prompts together. `shared`: all prompts have one
+    history, for tasks whose answers resemble each other (then `max_tokens_per_prompt` bounds that)."""
 
     def __init__(self, max_tokens: int = 4_000_000, max_tokens_per_prompt: int = 262_144, min_match: int = 1,
-                 min_survival: float = 0.2) -> None:
+                 min_survival: float = 0.2, shared: bool = False) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_tokens_per_prompt", max_tokens_per_prompt),
                             ("min_match", min_match)):
             if value < 1:
@@ -79,7 +80,7 @@ class SuffixDrafter:
         if not 0.0 <= min_survival <= 1.0:
             raise ValueError(f"min_survival: {min_survival} is not in [0, 1]")
         self.max_tokens, self.max_tokens_per_prompt = max_tokens, min(max_tokens, max_tokens_per_prompt)
-        self.min_match, self.min_survival = min_match, min_survival
+        self.min_match, self.min_survival, self.shared = min_match, min_survival, shared
         self._prompts: dict[bytes, _Prompt] = {}
         self._idle: OrderedDict[bytes, _Prompt] = OrderedDict()  # without live requests, least recently used first
         self._by_request: dict[int, _Prompt] = {}
@@ -99,6 +100,8 @@ class SuffixDrafter:
     def start(self, request_id: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
         if request_id in self._by_request:
             raise ValueError(f"request_id: {request_id} is already live")
+        if self.shared:
+            prompt, generated = (), [*prompt, *generated]
         key = array("i", prompt).tobytes()
         entry = self._prompts.get(key)
         if entry is None:

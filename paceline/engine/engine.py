@@ -375,7 +375,7 @@ def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,
                    config: EngineConfig) -> tuple[SuffixDrafter | None, Eagle | None]:
     if drafter is None or drafter == "none":
         return None, None
-    suffix = SuffixDrafter(max_tokens=config.suffix_tokens)
+    suffix = SuffixDrafter(max_tokens=config.suffix_tokens, shared=config.suffix_scope == "all")
     if drafter == "suffix":
         return suffix, None
     return suffix, drafter if isinstance(drafter, Eagle) else load_eagle(drafter, model)

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config import Config
 from paceline.tasks.arc import Arc, ArcConfig
 from paceline.tasks.base import Problem, Task
+from paceline.tasks.collatz import Collatz, CollatzConfig
 from paceline.tasks.competition import Math, MathConfig
 from paceline.tasks.custom import Python, PythonConfig
 from paceline.tasks.gsm8k import Gsm8k, Gsm8kConfig
@@ -23,6 +24,7 @@ __all__ = ["TASKS", "Graded", "Problem", "RewardPool", "Task", "make_task"]
 
 TASKS: dict[str, tuple[type[Config], Callable[[Any], Task]]] = {
     "arc": (ArcConfig, Arc),
+    "collatz": (CollatzConfig, Collatz),
     "gsm8k": (Gsm8kConfig, Gsm8k),
     "humaneval": (HumanEvalConfig, HumanEval),
     "jsonl": (JsonlConfig, Jsonl),

@@ -5,9 +5,25 @@ from __future__ import annotations
 
 import random
 
+from pydantic import Field, model_validator
+
+from paceline.config import Config
 from paceline.tasks.base import Problem
 
-_LARGEST = 10**6
+
+class CollatzConfig(Config):
+    lowest: int = Field(2, ge=2)
+    """First and …"""
+    highest: int = Field(99, le=10**6)
+    """… last number to start from. Longer paths than those of the default need another policy than the one that ships."""
+    seed: int = 0
+    """Of the problems' order."""
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> CollatzConfig:
+        if self.lowest > self.highest:
+            raise ValueError(f"highest: {self.highest} is below lowest, {self.lowest}")
+        return self
 
 
 def collatz_path(start: int) -> list[int]:
@@ -24,19 +40,15 @@ class Collatz:
 
     name = "collatz"
 
-    def __init__(self, lowest: int = 2, highest: int = 99, seed: int = 0) -> None:
-        if not 2 <= lowest <= _LARGEST:
-            raise ValueError(f"lowest: {lowest} is not in 2..{_LARGEST}")
-        if not lowest <= highest <= _LARGEST:
-            raise ValueError(f"highest: {highest} is not in lowest..{_LARGEST} (lowest is {lowest})")
-        starts = range(lowest, highest + 1)
-        self._starts = random.Random(seed).sample(starts, len(starts))
+    def __init__(self, config: CollatzConfig) -> None:
+        starts = range(config.lowest, config.highest + 1)
+        self.starts = random.Random(config.seed).sample(starts, len(starts))
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     def __getitem__(self, index: int) -> Problem:
-        start = self._starts[index]
+        start = self.starts[index]
         return Problem(id=f"collatz-{start}", prompt=f"{start}:", truth=" ".join(map(str, collatz_path(start))))
 
     def grade(self, problem: Problem, answer: str) -> float:

@@ -269,3 +269,23 @@ def test_cost_per_token_does_not_grow_with_history():
 
     seconds(100)  # compiles
     assert seconds(200_000) < 3 * seconds(2_000)
+
+
+def test_shared_history_reaches_across_prompts():
+    """What one prompt's answer was helps another's, but only when shared; and what is remembered stays bounded."""
+    answer = list(range(100, 120))
+
+    def hits(shared: bool) -> int:
+        drafter = SuffixDrafter(shared=shared, max_tokens_per_prompt=300)
+        for request in range(40):
+            drafter.start(request, [20 + request, 1, 2])
+            drafter.extend(request, answer)
+            drafter.finish(request)
+        assert drafter.num_tokens <= (300 if shared else 40 * 23)
+        drafter.start(99, [5, 5, 5])
+        drafter.extend(99, answer[:15])
+        drafts = drafter.draft([99], 4, 1, np.array([4]), np.array([1]), np.array([18]), np.array([0.0]), 1.0)
+        found = drafts.tokens[0, : drafts.num_nodes[0]].tolist()
+        return sum(a == b for a, b in zip(found, answer[15:], strict=False))
+
+    assert hits(shared=True) == 4 and hits(shared=False) == 0

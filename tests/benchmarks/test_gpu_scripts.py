@@ -1,0 +1,67 @@
+"""The GPU benchmarks run from end to end on a tiny model, and count right."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import gpu_graphs
+import gpu_long_tail
+import gpu_speculate
+import pytest
+
+from paceline import Strategy
+from paceline.types import Rollout, StepResult
+
+
+@pytest.mark.parametrize("script", [gpu_speculate, gpu_long_tail, gpu_graphs])
+def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--out", str(file)])
+    script.main()
+    found = json.loads(file.read_text())
+    assert {"command", "date", "versions", "device"} <= found.keys()
+    assert str(tmp_path) not in file.read_text()
+    if script is gpu_speculate:
+        twin, policy = (found["models"][name]["batches"]["2"]["strategies"] for name in ("twin", "policy"))
+        for name in twin.keys() - {"auto"}:  # the twin's acceptance is the policy's
+            assert twin[name]["tokens_per_verification"] == policy[name]["tokens_per_verification"]
+        assert found["models"]["twin"]["flips_per_million"]["tokens_compared"] > 0
+    elif script is gpu_long_tail:
+        assert set(found["ratio_to_off"]) == {"auto", "off", "eagle:d3w2v4"}
+    else:
+        assert found["switch"]["2"]["warm"]["on_step_ms"] > 0
+        assert {"one", "all_naive", "all_pooled"} == found["memory"]["graph_bytes"].keys()
+
+
+def step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) -> StepResult:
+    done = [Rollout(0, 0, [], [], [], "", "length", [])] * finished
+    return StepResult(0, Strategy.OFF, len(tokens), len(tokens), prefill, 0, 0, tokens, done, 1.0)
+
+
+def test_a_window_counts_only_steps_in_which_all_decode():
+    window = gpu_speculate.Window(2)
+    for result in (step({1: [5]}, prefill=9), step({1: [5], 2: [5]}), step({1: [5], 2: [5]}),  # settling
+                   step({1: [5, 6], 2: [5]}), step({}), step({1: [5], 2: [5, 6, 7]}), step({1: [5], 2: [5]}, finished=1),
+                   step({1: [5]})):
+        window(result)
+    assert (window.tokens, window.verifications) == (7, 4)
+
+
+def test_flips_are_counted_until_the_first_of_each_answer():
+    flips = gpu_speculate.Flips()
+    flips.compare("auto", [[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 2, 3, 4], [1, 9, 9, 9]])
+    assert flips.summary() == {"all": 1e6 / 6, "flips": 1, "tokens_compared": 6, "by_strategy": {"auto": 1e6 / 6}}
+
+
+def test_lengths_follow_the_file(tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("output_tokens,probability\n10,0.5\n20,0.3\n160,0.2\n")
+    lengths = gpu_long_tail.draw_lengths(file, 10, 320)
+    assert sorted(lengths) == [20] * 5 + [40] * 3 + [320] * 2
+
+
+def test_the_delay_of_switching_is_what_it_took_beyond_the_usual():
+    on = [False] * 5 + [True] * 6
+    seen = gpu_graphs.Intervals(0.0, [2.0] * 5 + [30.0, 5.0, 5.0, 5.0, 5.0, 5.0], on)
+    assert gpu_graphs.switch_delay(seen)["delay_ms"] == pytest.approx(25.0)

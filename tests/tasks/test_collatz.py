@@ -1,0 +1,76 @@
+"""Collatz: problems are pure, and the grader takes the whole path and nothing else."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pytest
+
+from paceline.tasks import make_task
+from paceline.tasks.collatz import collatz_path
+
+
+@pytest.fixture
+def task():
+    return make_task("collatz")
+
+
+def find(task, start):
+    return next(problem for problem in map(task.__getitem__, range(len(task))) if problem.prompt == f"{start}:")
+
+
+def test_path():
+    assert collatz_path(6) == [3, 10, 5, 16, 8, 4, 2, 1]
+    assert len(collatz_path(27)) == 111 and max(collatz_path(27)) == 9232
+    assert collatz_path(2) == [1]
+
+
+@pytest.mark.parametrize("answer", [" 3 10 5 16 8 4 2 1", "3 10 5 16 8 4 2 1", "3 10 5 16 8 4 2 1 "])
+def test_right_answers(task, answer):
+    assert task.grade(find(task, 6), answer) == 1.0
+
+
+@pytest.mark.parametrize("answer", [
+    "", " ", "1", "3 10 5 16 8 4 2", "3 10 5 16 8 4 2 1 4 2 1", "6 3 10 5 16 8 4 2 1", "3 10 5 16 8 4 2 1 1", "3 10 5 15 8 4 2 1",
+    "3  10 5 16 8 4 2 1", "3,10,5,16,8,4,2,1", "3 10 5 16 8 4 2 1.", "3 10 5 16 8 4 2 1?", "03 10 5 16 8 4 2 1",
+    "٣ 10 5 16 8 4 2 1",
+    "3 10 5 16 8 4 2 1\n", "3 10 5 16\n8 4 2 1", "3 10 5 16 8 4 2 1 \x00", "3 1_0 5 16 8 4 2 1",
+])
+def test_wrong_answers(task, answer):
+    assert task.grade(find(task, 6), answer) == 0.0
+
+
+def test_huge_junk_is_cheap(task):
+    began = time.perf_counter()
+    for junk in ("9" * 10_000_000, " " * 10_000_000, "3 10 " * 2_000_000):
+        assert task.grade(find(task, 6), junk) == 0.0
+    assert time.perf_counter() - began < 2
+
+
+def test_every_start_once_in_a_seeded_order(task):
+    starts = [task[i].prompt for i in range(len(task))]
+    assert sorted(starts) == sorted(f"{n}:" for n in range(2, 100))
+    again, other = make_task("collatz"), make_task("collatz", seed=1)
+    assert starts == [again[i].prompt for i in range(98)]
+    assert starts != [other[i].prompt for i in range(98)]
+    assert len({task[i].id for i in range(98)}) == 98
+    with pytest.raises(IndexError):
+        task[98]
+
+
+def test_truths_earn_the_reward(task):
+    assert all(task.grade(task[i], task[i].truth) == 1.0 for i in range(len(task)))
+    assert not any(task.grade(task[i], task[i + 1].truth) for i in range(len(task) - 1))
+
+
+def test_options():
+    narrow = make_task("collatz", lowest=5, highest=5)
+    assert len(narrow) == 1 and narrow[0].prompt == "5:"
+    for options, field in (({"lowest": 1}, "lowest"), ({"lowest": 9, "highest": 8}, "highest"), ({"highest": 10**9}, "highest")):
+        with pytest.raises(ValueError, match=field):
+            make_task("collatz", **options)
+
+
+def test_pickles(task):
+    assert pickle.loads(pickle.dumps(task))[3] == task[3]

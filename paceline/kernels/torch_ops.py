@@ -25,14 +25,14 @@ class TorchOps:
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _normalise(_up(x), weight, eps).to(x.dtype)
+        return _normalise(at_least_float32(x), weight, eps).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = _up(gate_up).chunk(2, dim=-1)
+        gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
@@ -40,7 +40,7 @@ class TorchOps:
         _, num_kv_heads, head_dim = cache.k.shape
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q, k = _up(q), _up(k)
+        q, k = at_least_float32(q), at_least_float32(k)
         if q_norm is not None:
             q = _normalise(q, q_norm, eps)
         if k_norm is not None:
@@ -62,7 +62,7 @@ class TorchOps:
         return out
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-        logits = _up(logits)
+        logits = at_least_float32(logits)
         greedy = params.temperature == 0
         scaled = logits / torch.where(greedy, 1.0, params.temperature).to(logits.dtype)[:, None]
         kept = torch.where(scaled >= thresholds(scaled, params)[:, None], scaled, -torch.inf)  # [R, V]
@@ -94,9 +94,9 @@ def attend_segment(q: Tensor, cache: PagedCache, segments: Segments, i: int, sca
     length, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
     index, visible = cache_index(cache, segments, i), visibility(segments, i)  # [L], [n, L]
-    k, v = _up(cache.k[index]), _up(cache.v[index])  # [L, Hkv, D]
+    k, v = at_least_float32(cache.k[index]), at_least_float32(cache.v[index])  # [L, Hkv, D]
     # Heads of one group share a key/value head: [n, Hkv, G, D]
-    grouped = _up(q).view(length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = at_least_float32(q).view(length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("nhgd,lhd->hgnl", grouped, k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("hgnl,lhd->nhgd", weights, v).reshape(length, num_heads, head_dim).to(q.dtype)
@@ -155,7 +155,7 @@ def thresholds(scaled: Tensor, params: SamplingTensors) -> Tensor:
     return bound
 
 
-def _up(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """At least float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 

@@ -6,15 +6,14 @@ values live in the paged cache), a trainer `PackedAttend` (sequences side by sid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.kernels import Ops, PagedCache, Segments
-from paceline.kernels.torch_ops import apply_rope
+from paceline.kernels.packed_attention import PackedPlan, join_rotated, packed_attention
 
 
 class AttentionShape(Protocol):
@@ -56,29 +55,16 @@ class PagedAttend:
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
 
-@dataclass(frozen=True, slots=True)
 class PackedAttend:
     """Whole sequences side by side in one list of rows; none sees another."""
 
-    ops: Ops
-    cos: Tensor  # [R, D/2]
-    sin: Tensor
-    lengths: tuple[int, ...]
+    def __init__(self, ops: Ops, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> None:
+        """cos, sin [R, D/2]."""
+        self.ops, self.cos, self.sin, self.plan = ops, cos, sin, PackedPlan(lengths, cos.device)
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.ops.rms_norm(q, layer.q_norm, layer.eps), self.ops.rms_norm(k, layer.k_norm, layer.eps)
-        q, k = (apply_rope(x, self.cos, self.sin).to(qkv.dtype) for x in (q, k))  # rotated in cos's precision
-        out = [
-            _causal(*parts)
-            for parts in zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
-        ]
-        return torch.cat(out).flatten(1)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One sequence: [N, H, D], [N, Hkv, D] -> [N, H, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        return packed_attention(join_rotated(q, k, v, self.cos, self.sin), heads, kv_heads, self.plan).flatten(1)

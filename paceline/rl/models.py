@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from paceline.kernels import TorchOps
+from paceline.kernels.train_ops import TrainOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Layer, Rope
 from paceline.models.names import load_state
@@ -32,7 +32,7 @@ class Trunk(nn.Module):
 
     def __init__(self, model: Decoder, compute: torch.dtype) -> None:
         super().__init__()
-        self.model, self.ops, self.compute = model, TorchOps(), compute
+        self.model, self.ops, self.compute = model, TrainOps(), compute
         self._rope: Rope | None = None
 
     def hidden(self, batch: MicroBatch) -> Tensor:

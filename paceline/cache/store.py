@@ -30,7 +30,7 @@ class PagedStore:
                        for heads, dim in layers]
         self.features = torch.empty(total, feature_size, dtype=dtype, device=device) if feature_size else None
         self.tokens = torch.zeros(total, dtype=torch.int64, device=device)
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor[self.spare_page * page_size :].zero_()
 
     @staticmethod
@@ -41,22 +41,17 @@ class PagedStore:
         """(from, to), whole pages."""
         for source, target in pairs:
             a, b, size = source * self.page_size, target * self.page_size, self.page_size
-            for tensor in self._tensors():
+            for tensor in self.tensors():
                 tensor[b : b + size].copy_(tensor[a : a + size])
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Token slots [...] -> [...]; all are read before any is written."""
-        for tensor in self._tensors():
-            tensor[target] = tensor[source]
 
     def export_request(self, pages: list[int], num_tokens: int) -> list[Tensor]:
         """Everything stored for a request's first `num_tokens` tokens, for another worker's `import_request`."""
         slots = self.slots(pages, num_tokens)
-        return [tensor[slots].cpu() for tensor in self._tensors()]
+        return [tensor[slots].cpu() for tensor in self.tensors()]
 
     def import_request(self, pages: list[int], tensors: list[Tensor]) -> None:
         slots = self.slots(pages, len(tensors[0]))
-        for mine, theirs in zip(self._tensors(), tensors, strict=True):
+        for mine, theirs in zip(self.tensors(), tensors, strict=True):
             mine[slots] = theirs.to(mine.device, mine.dtype)
 
     def slots(self, pages: list[int], num_tokens: int) -> Tensor:
@@ -65,6 +60,7 @@ class PagedStore:
         device = self.layers[0].k.device
         return (base + torch.arange(self.page_size)).flatten()[:num_tokens].to(device)
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """All that is indexed by token slot."""
         tensors = [self.tokens, *(tensor for layer in self.layers for tensor in layer)]
         return tensors if self.features is None else [*tensors, self.features]

@@ -7,40 +7,67 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
-from paceline.kernels import Ops, PagedCache, Segments
+from paceline.kernels import Ops, PagedCache, Segments, SlotTensors
+from paceline.kernels.tree_rows import bit
+from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
 
+MAX_CATCH_UP_ROWS = 8192
+"""Rows of one pass when much is to be caught up."""
+
+
 class DraftView(NamedTuple):
-    """What drafting reads of the step's decode requests (each has at least one committed token)."""
+    """What drafting reads of the requests it drafts for. Padding requests have no committed token."""
 
     slots: Tensor  # [B] int64
     context: Tensor  # [B] int64 committed tokens
     last_token: Tensor  # [B] int64 the token at position `context`
     seed: Tensor  # [B] int64
     temperature: Tensor  # [B] float32
+    shared: Tensor  # [B] int64 leading positions on other requests' pages: complete, and not to be written
     tokens: Tensor  # [T] int64 committed token of every token slot
     features: Tensor  # [T, F] the policy's hidden states of every token slot
     cache: PagedCache  # the drafter's own layer
+    spare: int  # a token slot that nobody reads
+
+    @classmethod
+    def of(cls, slots: Tensor, state: SlotTensors, tokens: Tensor, features: Tensor, cache: PagedCache, spare: int) -> DraftView:
+        return cls(slots, state.context[slots], state.last_token[slots], state.seed[slots], state.temperature[slots],
+                   state.shared[slots], tokens, features, cache, spare)
 
 
 class EagleDrafter:
     def __init__(self, module: Eagle, policy: Decoder, rope: Rope, ops: Ops, columns: Tensor | None, tau: float) -> None:
         """columns: where the drafter's features lie among those captured (None: they are all of them)."""
-        self.module, self.policy, self.rope, self.ops, self.tau = module, policy, rope, ops, tau
+        self.module, self.policy, self.rope, self.ops = module, policy, rope, ops
+        self.tau = torch.full((1,), tau, device=policy.norm.device)  # a tensor: it may change under captured graphs
         self._columns = columns
+        self.policy_changed()
 
-    def draft(self, view: DraftView, missing: list[int], depth: int, width: int, budget: int) -> Drafts:
-        """missing: committed positions of each request that the drafter has not seen yet (at least 1)."""
-        state = self.catch_up(view, missing)  # [B, H]
+    @torch.inference_mode()
+    def policy_changed(self) -> None:
+        """The policy's head has new values."""
+        self.module.gather_head(self.policy)
+
+    def num_candidates(self, depth: int, width: int) -> int:
+        """Nodes that a tree is chosen from: with the budget, how many it has. So the host knows without asking."""
         width = min(width, self._vocabulary())
-        batch, device = len(missing), state.device
+        return width + (depth - 1) * width * width
+
+    def draft(self, view: DraftView, window: int, depth: int, width: int, budget: int) -> Drafts:
+        """Trees of min(budget, candidates) nodes. window: at most so many committed positions (at least 1) have not been seen yet.
+        Shapes follow from the arguments alone and nothing reads the device: it can be captured."""
+        state = self._window(view, window)  # [B, H]
+        width = min(width, self._vocabulary())
+        batch, device = state.shape[0], state.device
         level = self._children(view, state[:, None], torch.zeros(batch, 1, device=device), 1, width)
         tokens, scores = [level.tokens.flatten(1)], [level.scores.flatten(1)]
         parents = [torch.full((batch, width), -1, device=device)]
@@ -52,34 +79,48 @@ class EagleDrafter:
             above = torch.div(pick, width, rounding_mode="floor")
             chosen = level.tokens.flatten(1).gather(1, pick)
             state = level.state.gather(1, above[..., None].expand(-1, -1, level.state.shape[-1]))
-            bits = bits.gather(1, above[..., None].expand(-1, -1, 2)) | _bit(torch.arange(width, device=device) + (d - 1) * width)
+            bits = bits.gather(1, above[..., None].expand(-1, -1, 2)) | bit(torch.arange(width, device=device) + (d - 1) * width)
             state = self._level(view, chosen, state, bits, d, width)
             level = self._children(view, state, score, d + 1, width)
             parents.append((first + pick).repeat_interleave(width, dim=1))
             first += tokens[-1].shape[1]
             tokens.append(level.tokens.flatten(1))
             scores.append(level.scores.flatten(1))
-        return _best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), [t.shape[1] for t in tokens], budget)
+        return _best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), width, budget)
 
-    def catch_up(self, view: DraftView, missing: list[int]) -> Tensor:
-        """Runs the drafter over committed positions it has not seen; returns its output at each request's last one."""
-        device, batch = view.slots.device, len(missing)
-        counts = torch.tensor(missing, device=device)
-        ends = counts.cumsum(0)
-        request = torch.repeat_interleave(torch.arange(batch, device=device), counts, output_size=sum(missing))
-        start = view.context - counts
-        position = start[request] + torch.arange(len(request), device=device) - (ends - counts)[request]
-        write = _cache_index(view, request, position)
-        follows = position + 1
-        is_last = follows == view.context[request]
-        known = view.tokens[_cache_index(view, request, torch.where(is_last, position, follows))]
-        tokens = torch.where(is_last, view.last_token[request], known)
-        features = view.features[write] if self._columns is None else view.features[write][:, self._columns]
-        segments = Segments(row=(ends - counts).int(), length=counts.int(), slot=view.slots.int(), context=start.int(),
-                            causal=torch.ones(batch, dtype=torch.bool, device=device),
-                            mask=torch.zeros(len(request), 2, dtype=torch.int64, device=device))
-        out = self._run(tokens, self.module.encode(features, self.ops), position, write, segments, view.cache)
-        return out[ends - 1]
+    def catch_up(self, view: DraftView, missing: list[int]) -> None:
+        """Runs the drafter over committed positions it has not seen: each request's last `missing`, or more than there are."""
+        chunk = max(1, MAX_CATCH_UP_ROWS // len(missing))
+        bounds, device = np.array(missing), view.slots.device
+        for behind in range((max(missing) - 1) // chunk * chunk, -1, -chunk):  # the oldest first
+            counts = np.clip(bounds - behind, 0, chunk)
+            request = np.repeat(np.arange(len(counts)), counts)
+            back = np.cumsum(counts)[request] - np.arange(len(request))
+            rows = upload(np.stack([request, back]), device)
+            self._follow(_earlier(view, behind), rows[0], rows[1], upload(counts, device), least=0)
+
+    def _window(self, view: DraftView, window: int) -> Tensor:
+        """Catches up on the last `window` positions of every request; returns the drafter's output at the very last."""
+        batch, device = len(view.slots), view.slots.device
+        request = torch.arange(batch, device=device).repeat_interleave(window)
+        back = torch.arange(window, 0, -1, device=device).repeat(batch)
+        return self._follow(view, request, back, torch.full_like(view.context, window), least=1)[window - 1 :: window]
+
+    def _follow(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
+        """Rows [R] in order: request, and how far `back` from the context's end. counts [B]: rows of each request. Rows before a
+        request's own beginning are nobody's, but the last `least` are always computed. -> the drafter's output [R, H]."""
+        own = torch.minimum((view.context - view.shared).clamp_min(least), view.context)
+        length = torch.minimum(own, counts)
+        real = back <= length[request]
+        position = torch.where(real, view.context[request] - back, 0)
+        index = torch.where(real, _cache_index(view, request, position), view.spare)
+        known = view.tokens[torch.where(back > 1, _cache_index(view, request, position + 1), index)]
+        tokens = torch.where(back == 1, view.last_token[request], known)
+        features = view.features[index] if self._columns is None else view.features[index][:, self._columns]
+        segments = Segments(row=(counts.cumsum(0) - length).int(), length=length.int(), slot=view.slots.int(),
+                            context=(view.context - length).int(), causal=torch.ones_like(counts, dtype=torch.bool),
+                            mask=torch.zeros(len(request), 2, dtype=torch.int64, device=counts.device))
+        return self._run(tokens, self.module.encode(features, self.ops), position, index, segments, view.cache)
 
     def _level(self, view: DraftView, tokens: Tensor, state: Tensor, bits: Tensor, d: int, width: int) -> Tensor:
         """The beam at depth d [B, W] -> the drafter's output there [B, W, H]."""
@@ -126,22 +167,25 @@ class _Level(NamedTuple):
     state: Tensor  # [B, N, H] of the parents
 
 
-def _best(tokens: Tensor, parents: Tensor, scores: Tensor, sizes: list[int], budget: int) -> Drafts:
+def _best(tokens: Tensor, parents: Tensor, scores: Tensor, width: int, budget: int) -> Drafts:
     """The `budget` likeliest candidates. A child scores lower than its parent, so the choice is a tree."""
     count = min(budget, tokens.shape[1])
     keep = scores.topk(count, dim=1).indices.sort(dim=1).values  # levels in order: parents before children
     rank = torch.full_like(tokens, -1).scatter_(1, keep, torch.arange(count, device=keep.device).expand_as(keep))
     parent = parents.gather(1, keep)
-    level = torch.repeat_interleave(torch.arange(1, len(sizes) + 1), torch.tensor(sizes)).to(keep.device)
-    return Drafts(tokens.gather(1, keep), torch.where(parent < 0, -1, rank.gather(1, parent.clamp_min(0))), level[keep],
+    # Candidates: W children of the root, then W * W of every level.
+    depth = torch.where(keep < width, 1, 2 + torch.div(keep - width, width * width, rounding_mode="floor"))
+    return Drafts(tokens.gather(1, keep), torch.where(parent < 0, -1, rank.gather(1, parent.clamp_min(0))), depth,
                   scores.gather(1, keep).exp(), torch.full((len(tokens),), count, device=keep.device))
 
 
-def _bit(index: Tensor) -> Tensor:
-    """[W] -> [W, 2] int64 words with that one bit."""
-    one = torch.ones_like(index)
-    return torch.stack([torch.where(index < 64, one << index.clamp_max(63), 0),
-                        torch.where(index >= 64, one << (index - 64).clamp_min(0), 0)], dim=-1)
+def _earlier(view: DraftView, steps: int) -> DraftView:
+    """The same requests as they were so many tokens ago."""
+    if steps == 0:
+        return view
+    context = (view.context - steps).clamp_min(0)
+    everyone = torch.arange(len(context), device=context.device)
+    return view._replace(context=context, last_token=view.tokens[_cache_index(view, everyone, context)])
 
 
 def _cache_index(view: DraftView, request: Tensor, position: Tensor) -> Tensor:

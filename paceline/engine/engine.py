@@ -88,13 +88,13 @@ class Engine:
 
     def step(self, strategy: Strategy | None = None) -> StepResult:
         """One pass of the policy over all that is ready: choose (unless told), plan, draft, launch, book. On a GPU what is booked
-        is the step before the one just launched, unless a drafter must know first how that one ended."""
+        is the step before the one just launched, unless the suffix drafter must know first how that one ended."""
         if self._drained:
             return self._drained.pop(0)
         strategy = strategy or self.select(self._view())
         if strategy.drafter not in ("none", *self.drafting.available):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
-        result = self._book_in_flight() if strategy.drafter != "none" else None
+        result = self._book_in_flight() if strategy.drafter in ("suffix", "both") else None
         launched = self._launch(strategy)
         if result is None:
             result = self._book_in_flight()
@@ -103,6 +103,7 @@ class Engine:
             result = self._book_in_flight()
         return result or StepResult.nothing(self._counters.steps, strategy)
 
+    @torch.inference_mode()
     def _launch(self, strategy: Strategy) -> InFlight | None:
         """Queue the next step on the device; None: nothing can be done before what is in flight has been read."""
         began = time.perf_counter()
@@ -114,12 +115,13 @@ class Engine:
         self.state.admit(plan.admitted)
         self.state.set_pages(self.scheduler.running)
         self.store.copy_pages(plan.copies)
-        drafted = self.drafting.draft(plan, self._row_sizes)
+        drafted = self.drafting.draft(plan)
         want_raw = any(item.request.params.raw_logprobs for item in plan.decode)
         output = self.runner.run(plan, drafted, want_raw)
         self.drafting.prefilled(plan.prefill)
-        self.scheduler.commit(plan, drafted.num_nodes)
-        return InFlight(plan, drafted, Download.start(*output) if output else None, self.version, began)
+        self.scheduler.commit(plan, drafted.most_accepted)
+        drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
+        return InFlight(plan, drafted, drawn, self.version, began)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:
@@ -179,7 +181,7 @@ class Engine:
         self._prepare_weights()
         self.version = self.version + 1 if version is None else version
         if self.drafting.eagle is not None:
-            self.drafting.eagle.module.policy_changed()
+            self.drafting.eagle.policy_changed()
         if self.config.on_update == "recompute":
             self._drain()
             for request in list(self.scheduler.running):
@@ -237,7 +239,7 @@ class Engine:
         now = time.perf_counter()
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
-            num_rows=len(step.drafted.tree.tokens) + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
+            num_rows=step.drafted.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.drafted.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
             ms=(now - max(step.began, self._booked_at)) * 1e3)
         self._booked_at = now
@@ -252,7 +254,7 @@ class Engine:
         for i, (request, _) in enumerate(step.plan.decode):
             if request.status is Status.FINISHED:  # ended while this step was on its way
                 continue
-            self.scheduler.landed(request, step.drafted.num_nodes[i])
+            self.scheduler.landed(request, step.drafted.most_accepted[i])
             accepted += counts[i] - 1
             drawn = tokens[i][: counts[i]]
             failed = -1 in drawn
@@ -264,7 +266,7 @@ class Engine:
             if request.params.raw_logprobs:
                 request.raw_logprobs += raw[i][:taken]
             appended[request.id] = drawn[:taken]
-            self.drafting.extend(request, drawn[:taken])
+            self.drafting.extend(request, drawn[:taken], step.drafted.most_accepted[i])
             if failed and reason is None:
                 reason = "error"
                 request.error = f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
@@ -349,19 +351,19 @@ class Engine:
         self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), limits.max_batch, limits.max_rows, context)
         length = self.scheduler.max_length
         self.store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
-        self.state = SlotState(limits.max_batch, -(-length // config.page_size), num_pages, device)
+        self.state = SlotState(limits.max_batch, -(-length // config.page_size), config.page_size, num_pages, device)
         rope = Rope(shape, length + 1, dtype, device)
         # On a GPU the host works one step ahead of what it has read, and steps are captured graphs.
         self._pipelined = device.type == "cuda"
-        self._row_sizes = config.row_sizes or (GRAPH_SIZES if self._pipelined else ())
+        row_sizes = config.row_sizes or (GRAPH_SIZES if self._pipelined else ())
         capturable = self.ops.name == "triton" and dtype != torch.float64
         graphs = GraphPool(device) if capturable and config.cuda_graphs else None
-        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs, max(self._row_sizes, default=1))
+        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs)
         learned = None
         if eagle is not None:
             columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
             learned = EagleDrafter(eagle.to(device, dtype), self.model, rope, self.ops, columns, config.tau)
-        self.drafting = Drafting(self.state, self.store, suffix, learned, config.suffix_tau)
+        self.drafting = Drafting(self.state, self.store, self.ops, suffix, learned, config.suffix_tau, row_sizes, graphs)
         self._prepare_weights()
 
     def _prepare_weights(self) -> None:

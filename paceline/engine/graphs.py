@@ -14,6 +14,19 @@ GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160
 """Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
 
 
+def rehearsal(slots: torch.Tensor, padding: int) -> Callable[[Callable[[], Any]], None]:
+    """Runs a step where it can do no harm: with padding in all of its `slots`."""
+
+    def rehearse(step: Callable[[], Any]) -> None:
+        before = slots.clone()
+        slots.fill_(padding)
+        for _ in range(2):
+            step()
+        slots.copy_(before)
+
+    return rehearse
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: Any  # the tensors that a replay fills

@@ -37,6 +37,35 @@ class PagedCache(NamedTuple):
     page_size: int
 
 
+class SlotTensors(NamedTuple):
+    """What the device knows of every running request, one row per slot. The last slot is padding: a request that never ends,
+    whose rows fill a step up to a size; it stays at context 0."""
+
+    context: Tensor  # [slots] int64 committed tokens in the cache
+    last_token: Tensor  # [slots] int64 drawn, not yet fed
+    seed: Tensor  # [slots] int64
+    temperature: Tensor  # [slots] float32
+    top_k: Tensor  # [slots] int32
+    top_p: Tensor  # [slots] float32
+    min_p: Tensor  # [slots] float32
+    shared: Tensor  # [slots] int64 leading positions that lie on pages of other requests
+    page_table: Tensor  # [slots, pages] int32
+    page_size: int
+
+
+class DraftTree(NamedTuple):
+    """The decode rows of one step. Row order: requests as planned, root first, then nodes, parents before children."""
+
+    tokens: Tensor  # [R] int64; roots hold anything (the device knows each request's last token)
+    parents: Tensor  # [R] int64 absolute row of the parent; a root is its own
+    depths: Tensor  # [R] int64; 0 = root
+    node: Tensor  # [R] int64 place within the request's rows; 0 = root
+    request: Tensor  # [R] int64 which of the step's decode requests
+    mask: Tensor  # [R, 2] int64 rows of the same request that this row sees
+    first: Tensor  # [B] int64 row of each request's root; 0 for a request without rows
+    length: Tensor  # [B] int64 rows of each request
+
+
 class SamplingTensors(NamedTuple):
     """Per row to be sampled."""
 
@@ -46,6 +75,28 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor  # [R] int32; 0 = all
     top_p: Tensor  # [R] float32
     min_p: Tensor  # [R] float32
+
+
+class DecodeRows(NamedTuple):
+    """A step's decode rows, ready for the forward pass and the sampler."""
+
+    tokens: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    write: Tensor  # [R] int64 token slot where this row's key, value and features go
+    segments: Segments
+    sampling: SamplingTensors
+
+
+class Drawn(NamedTuple):
+    """What a step drew. Column d is the token drawn after the accepted node at depth d; columns beyond `num_drawn` repeat the
+    root's."""
+
+    tokens: Tensor  # [B, D + 1] int64; -1: the logits were not numbers
+    logprobs: Tensor  # [B, D + 1]
+    raw_logprobs: Tensor | None
+    num_drawn: Tensor  # [B] int64 columns that are real: accepted rows, the root included
+    source: Tensor  # [B, D + 1] int64 token slots to be moved together: accepted nodes …
+    target: Tensor  # … and where they belong; equal where nothing moves
 
 
 class Ops(Protocol):
@@ -85,6 +136,30 @@ class Ops(Protocol):
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
         """q [R, H, D] -> [R, H, D]; rows outside every segment come back as anything finite."""
+        ...
+
+    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+        """Drafted nodes [N, n] int64 (parents: node of the same line, -1 the root) -> the rows of `tree`, whose `node`, `request`,
+        `first` and `length` say where they go. draft [B] int64: which line speaks of a request."""
+        ...
+
+    def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+        """slots [B] int64: those of the requests that `tree` speaks of. A node's row is written at context + node."""
+        ...
+
+    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+                max_depth: int) -> Drawn:
+        """Verification is one comparison: from the root, through children that equal the policy's own samples. sampled [R]: what
+        the policy draws after each row. Context and last token of `of` move on behind what was accepted."""
+        ...
+
+    def movable(self, tensors: list[Tensor]) -> Any:
+        """Tensors [T, ...] indexed by token slot, for `move_tokens`; made anew whenever one of them is."""
+        ...
+
+    def move_tokens(self, what: Any, source: Tensor, target: Tensor) -> None:
+        """Token slots [B, M] -> [B, M] in all of them; pairs of equal slots are left alone. Within a line all are read before any
+        is written; lines (requests) do not touch each other's slots."""
         ...
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels import tree_rows
+from paceline.kernels.base import DecodeRows, DraftTree, Drawn, PagedCache, SamplingTensors, Segments, SlotTensors
 from paceline.kernels.draft_rank import Ranked, rank
 from paceline.kernels.noise import gumbel, gumbel_all
 
@@ -60,6 +61,28 @@ class TorchOps:
             if length > 0:
                 out[row : row + length] = attend_segment(q[row : row + length], cache, segments, i, scale)
         return out
+
+    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+        tree_rows.flatten(tokens, parents, depths, draft, tree, max_depth)
+
+    def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+        return tree_rows.build_rows(slots, tree, of)
+
+    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+                max_depth: int) -> Drawn:
+        return tree_rows.advance(slots, tree, of, sampled, logprobs, raw, max_depth)
+
+    def movable(self, tensors: list[Tensor]) -> Any:
+        return tensors
+
+    def move_tokens(self, what: Any, source: Tensor, target: Tensor) -> None:
+        if source.device.type == "cpu":  # nothing to wait for: copy only what moves, usually nothing
+            moved = source != target
+            if not bool(moved.any()):
+                return
+            source, target = source[moved], target[moved]
+        for tensor in what:
+            tensor[target] = tensor[source]
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         logits = _up(logits)

@@ -133,8 +133,11 @@ class TritonOps(TorchOps):
         rank = triton_draft.draft_topk if _ours(logits) and k <= triton_draft.MAX_K else draft_topk
         return rank(logits, seed, position, temperature, tau, k, token_ids)
 
-    def move_tokens(self, where: Movables, source: Tensor, target: Tensor) -> None:
-        triton_move.move_tokens(where, source, target)
+    def movable(self, tensors: list[Tensor]) -> Movables:
+        return triton_move.movables(tensors)
+
+    def move_tokens(self, what: Movables, source: Tensor, target: Tensor) -> None:
+        triton_move.move_tokens(what, source, target)
 
 
 def _ours(*tensors: Tensor) -> bool:

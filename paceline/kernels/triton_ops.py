@@ -21,8 +21,9 @@ from paceline.kernels import (
     triton_norm,
     triton_plan,
     triton_sample,
+    triton_tree,
 )
-from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels.base import DecodeRows, DraftTree, Drawn, PagedCache, SamplingTensors, Segments, SlotTensors
 from paceline.kernels.draft_rank import Ranked, draft_topk
 from paceline.kernels.torch_ops import TorchOps
 from paceline.kernels.triton_move import Movables
@@ -119,6 +120,18 @@ class TritonOps(TorchOps):
     def prefill_attention(self, q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:
         """q: the rows of the prompt chunks only."""
         return triton_attention.prefill_attention(q, cache, prefill, scale)
+
+    # -- rows
+
+    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+        triton_tree.flatten(tokens, parents, depths, draft, tree, max_depth)
+
+    def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+        return triton_tree.build_rows(slots, tree, of)
+
+    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+                max_depth: int) -> Drawn:
+        return triton_tree.advance(slots, tree, of, sampled, logprobs, raw, max_depth)
 
     # -- sampling and drafting
 

@@ -10,7 +10,8 @@ import warnings
 import pytest
 import torch
 
-from paceline.kernels import PagedCache, SamplingTensors, Segments, TorchOps
+from paceline.engine.inputs import InputBuffers, StepInputs
+from paceline.kernels import DraftTree, PagedCache, SamplingTensors, Segments, SlotTensors, TorchOps
 from paceline.kernels.draft_rank import draft_topk
 
 CUDA = torch.cuda.is_available()
@@ -32,7 +33,6 @@ if not CUDA:
     interpreter._patch_lang_tensor = _patch_index
 
 from paceline.kernels import triton_attention, triton_linear, triton_plan  # noqa: E402
-from paceline.kernels.triton_move import movables  # noqa: E402
 from paceline.kernels.triton_ops import TritonOps  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -263,6 +263,68 @@ def test_deterministic_linear_does_not_see_the_batch(dtype: torch.dtype) -> None
         assert torch.equal(ops.linear(x[rows], weight, bias), every[rows])
 
 
+# -- trees
+
+
+def _slot_tensors(slots: int, pages: int) -> SlotTensors:
+    return SlotTensors(torch.randint(0, 20, (slots,)).index_fill_(0, torch.tensor([slots - 1]), 0), torch.randint(0, 50, (slots,)),
+                       torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots), _int32(list(range(slots))), torch.rand(slots),
+                       torch.rand(slots), torch.zeros(slots, dtype=torch.int64), torch.randperm(slots * pages).view(slots, pages).int(), 4)
+
+
+def _random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[torch.Tensor, ...]:
+    """Siblings carry distinct tokens, parents stand first."""
+    tokens, parents, depths = [], [], []
+    for _ in range(lines):
+        line: list[tuple[int, int, int]] = []
+        while len(line) < nodes:
+            parent = int(torch.randint(-1, len(line), ())) if line else -1
+            level = 1 + (line[parent][2] if parent >= 0 else 0)
+            token = int(torch.randint(0, vocab, ()))
+            if level <= depth and all((token, parent) != node[:2] for node in line):
+                line.append((token, parent, level))
+        for out, values in zip((tokens, parents, depths), zip(*line, strict=True), strict=True):
+            out.append(values)
+    return torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths)
+
+
+@pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [
+    ([3, 0, 12, 7, 0, 0], 6, 12), ([100, 0, 90], 20, 100), ([1], 1, 1), ([0, 0, 0, 0], 0, 0)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], depth: int, nodes: int, fixed: bool) -> None:
+    """Every fused kernel equals its torch twin in every number, padding, empty requests and failed logits included."""
+    batch, slots = len(num_nodes), 9
+    buffers = InputBuffers(300 if fixed else 0, slots - 1, torch.device(DEVICE))
+    mine = [3, 0, 7, 5, slots - 1, slots - 1][:batch]
+
+    def inputs() -> StepInputs:
+        return buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
+
+    drafts = _random_drafts(batch, nodes, depth, 4) if depth else None
+    results = []
+    of = _slot_tensors(slots, 40)
+    for family in (TORCH, ops):
+        state = SlotTensors(*(x.clone() if isinstance(x, torch.Tensor) else x for x in of))
+        step = inputs()
+        if drafts is not None:
+            family.flatten(*drafts, step.draft, step.tree, depth)
+        tree = DraftTree(*(x.clone() for x in step.tree))
+        rows = family.build_rows(step.slots, tree, state)
+        torch.manual_seed(1)
+        num_rows = len(tree.tokens)
+        sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows), torch.rand(num_rows)
+        sampled[num_rows // 2] = -1
+        drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw, depth)
+        state.last_token[-1] = 0  # of padding: whatever
+        flat = [*rows[:3], *rows.segments, *rows.sampling]
+        moved = [drawn.source, drawn.target] if depth else []
+        results.append([*tree, *flat, drawn.tokens, drawn.logprobs, drawn.raw_logprobs, drawn.num_drawn, *moved, *state[:8]])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(a, b), i
+    if depth > 1:
+        assert int(drawn.num_drawn.max()) > 1, "nothing was accepted: the walk was not tried"
+
+
 # -- moving
 
 
@@ -273,5 +335,7 @@ def test_move_tokens(ops: TritonOps) -> None:
     expected = [tensor.clone() for tensor in tensors]
     for tensor in expected:
         tensor[target.flatten()] = tensor[source.flatten()]
-    ops.move_tokens(movables(tensors), source, target)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors, expected, strict=True))
+    plain = [tensor.clone() for tensor in tensors]
+    for family, mine in ((ops, tensors), (TORCH, plain)):
+        family.move_tokens(family.movable(mine), source, target)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(mine, expected, strict=True)), family.name

@@ -19,7 +19,6 @@ from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
-
 MAX_CATCH_UP_ROWS = 8192
 """Rows of one pass when much is to be caught up."""
 
@@ -63,7 +62,7 @@ class EagleDrafter:
         return width + (depth - 1) * width * width
 
     def draft(self, view: DraftView, window: int, depth: int, width: int, budget: int) -> Drafts:
-        """Trees of min(budget, candidates) nodes. window: at most so many committed positions (at least 1) have not been seen yet.
+        """Trees of min(budget, candidates) nodes. window: at most so many committed positions (at least 1) have not been seen.
         Shapes follow from the arguments alone and nothing reads the device: it can be captured."""
         state = self._window(view, window)  # [B, H]
         width = min(width, self._vocabulary())

@@ -47,7 +47,7 @@ class Drafting:
                  suffix_tau: float, row_sizes: tuple[int, ...], graphs: GraphPool | None) -> None:
         """row_sizes: decode rows are padded to one of them; with `graphs`, steps of that size are captured."""
         self.suffix, self.eagle, self.suffix_tau = suffix, eagle, suffix_tau
-        self._state, self._store, self._ops, self._graphs, self._row_sizes = state, store, ops, graphs, row_sizes
+        self._state, self._store, self._ops, self.graphs, self._row_sizes = state, store, ops, graphs, row_sizes
         captured = max(row_sizes, default=0) if graphs is not None else 0
         self._buffers = InputBuffers(captured, state.padding, state.device)
         self._slots = torch.full((captured,), state.padding, device=state.device)  # what captured drafting reads
@@ -87,7 +87,8 @@ class Drafting:
         num_nodes, lines = [0] * len(plan.decode), [0] * len(plan.decode)
         for line, (i, count) in enumerate(zip(chosen, found, strict=True)):
             num_nodes[i], lines[i] = count, line
-        drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy)
+        drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy,
+                                self._row_sizes)
         follows = plan.strategy.drafter in ("eagle", "both")
         self._followed = {plan.decode[i].request.id for i in chosen} if follows else set()
         for (request, _), most in zip(plan.decode, drafted.most_accepted, strict=True):
@@ -105,9 +106,22 @@ class Drafting:
         for request, _, _ in chunks:
             self._behind[request.id] = 0
 
-    def capture(self, batch: int, strategy: Strategy) -> None:
-        """Capture drafting for that many requests before it is needed."""
-        self._captured(batch, [self._state.padding] * batch, strategy)
+    def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> Drafted:
+        """A step of so many requests, all of them padding, with trees of the strategy's size: to capture before it is needed.
+        exact: no more rows than that."""
+        sizes = () if exact else self._row_sizes
+        slots, size = [self._state.padding] * batch, batch + padding(batch, sizes)
+        if strategy.drafter in ("eagle", "both") and self.graphs is not None and size <= len(self._slots):
+            self._captured(size, slots, strategy)
+        drafts = self._bush(strategy) if strategy.budget else None
+        return self._lay_out(slots, [strategy.budget] * batch, [0] * batch, drafts, strategy, sizes)
+
+    def _bush(self, strategy: Strategy) -> Drafts:
+        """One path of full depth, and leaves."""
+        node = torch.arange(strategy.budget, device=self._state.device)[None]
+        on_path = node < strategy.depth
+        zero = torch.zeros_like(node)
+        return Drafts(zero, torch.where(on_path, node - 1, -1), torch.where(on_path, node + 1, 1), zero.float(), zero[:, 0])
 
     def _chosen(self, plan: StepPlan) -> list[int]:
         chosen = [i for i, item in enumerate(plan.decode) if item.num_nodes > 0 and plan.strategy.drafter != "none"]
@@ -116,8 +130,8 @@ class Drafting:
         return chosen
 
     def _lay_out(self, slots: list[int], num_nodes: list[int], lines: list[int], drafts: Drafts | None,
-                 strategy: Strategy) -> Drafted:
-        pad = padding(len(slots) + sum(num_nodes), self._row_sizes)
+                 strategy: Strategy, row_sizes: tuple[int, ...]) -> Drafted:
+        pad = padding(len(slots) + sum(num_nodes), row_sizes)
         padded = slots + [self._state.padding] * pad
         if drafts is None or not any(num_nodes):
             return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0)
@@ -164,16 +178,16 @@ class Drafting:
             self.eagle.catch_up(view, [self._behind[request.id] for request in late])
         slots = [request.slot for request in requests]
         size = len(slots) + padding(len(slots), self._row_sizes)
-        if self._graphs is not None and size <= len(self._slots):
+        if self.graphs is not None and size <= len(self._slots):
             return self._captured(size, slots, strategy)
         return self._draft(upload(slots, self._state.device), strategy)
 
     def _captured(self, size: int, slots: list[int], strategy: Strategy) -> Drafts:
         """One graph from catching up to the chosen nodes, keyed by the padded number of requests and the strategy's sizes."""
-        assert self._graphs is not None
+        assert self.graphs is not None
         place = upload_into(self._slots[:size], np.array(slots + [self._state.padding] * (size - len(slots)), np.int64))
         key = ("draft", size, strategy.depth, strategy.width, strategy.budget)
-        return self._graphs.run(key, lambda: self._draft(place, strategy), rehearsal(place, self._state.padding))
+        return self.graphs.run(key, lambda: self._draft(place, strategy), rehearsal(place, self._state.padding))
 
     def _draft(self, slots: Tensor, strategy: Strategy) -> Drafts:
         assert self.eagle is not None

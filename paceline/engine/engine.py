@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
@@ -21,8 +21,9 @@ from paceline.drafters.speculate import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.drafting import Drafted, Drafting
 from paceline.engine.finish import append, final_text
-from paceline.engine.graphs import GRAPH_SIZES, GraphPool
+from paceline.engine.graphs import GRAPH_SIZES, GraphPool, GraphReport
 from paceline.engine.limits import Limits
+from paceline.engine.park import park, unpark
 from paceline.engine.request import Request, Status
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler, StepPlan
@@ -74,6 +75,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._drained: list[StepResult] = []
         self._booked_at = 0.0
+        self._asleep = False
         self._eos = frozenset(model.config.eos_token_ids)
         self._build(*_make_drafters(drafter, model, self.config))
 
@@ -91,6 +93,8 @@ class Engine:
         is the step before the one just launched, unless the suffix drafter must know first how that one ended."""
         if self._drained:
             return self._drained.pop(0)
+        if self._asleep:
+            raise RuntimeError("step: the engine is asleep; call wake() first")
         strategy = strategy or self.select(self._view())
         if strategy.drafter not in ("none", *self.drafting.available):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
@@ -180,13 +184,55 @@ class Engine:
         load_state(self.model, state)
         self._prepare_weights()
         self.version = self.version + 1 if version is None else version
-        if self.drafting.eagle is not None:
+        if self.drafting.eagle is not None and not self._asleep:  # `wake` does it
             self.drafting.eagle.policy_changed()
         if self.config.on_update == "recompute":
             self._drain()
-            for request in list(self.scheduler.running):
-                self.scheduler.preempt(request)
+            self.scheduler.preempt_all()
         self.scheduler.drop_prefixes()
+
+    def sleep(self, weights: bool = False) -> None:
+        """Gives the device's memory to others: cache, features and graphs go, and with `weights` those of policy and drafter to
+        the host, where they may be updated. Requests stay: after `wake` they prefill what they have and go on with the same
+        tokens."""
+        if not self._asleep:
+            self._drain()
+            self.scheduler.preempt_all()
+            self.scheduler.drop_prefixes()
+            self.runner.release()
+            self.store.release()
+            self._asleep = True
+        if weights:
+            park(self._modules())
+            if self.drafting.eagle is not None:
+                self.drafting.eagle.module.policy_changed()  # what it has gathered of the head goes, too
+        if self.state.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Takes the memory back."""
+        if not self._asleep:
+            return
+        unpark(self._modules(), self.state.device)
+        self.store.allocate()
+        self.runner.bind()
+        if self.drafting.eagle is not None:
+            self.drafting.eagle.policy_changed()
+        self._asleep = False
+
+    @torch.inference_mode()
+    def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
+        """Capture what these strategies will need at these numbers of requests, before it is needed. exact: unpadded."""
+        for strategy in strategies:
+            for batch in batches:
+                drafted = self.drafting.rehearse(batch, strategy, exact)
+                if self.runner.graphs is not None and drafted.inputs.fixed:
+                    self.runner.replay(drafted.inputs, drafted.max_depth, want_raw=False)
+        return self.graph_report()
+
+    def graph_report(self) -> GraphReport:
+        """What captured graphs cost so far; nothing where none are."""
+        return GraphReport() if self.runner.graphs is None else self.runner.graphs.report()
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self.scheduler
@@ -367,10 +413,13 @@ class Engine:
         self._prepare_weights()
 
     def _prepare_weights(self) -> None:
-        learned = self.drafting.eagle
-        modules = [*self.model.modules(), *(learned.module.modules() if learned is not None else ())]
         if self.config.pack_weights:
+            modules = [module for part in self._modules() for module in part.modules()]
             self.ops.prepare([module.weight for module in modules if isinstance(module, Linear)])
+
+    def _modules(self) -> list[nn.Module]:
+        learned = self.drafting.eagle
+        return [self.model] if learned is None else [self.model, learned.module]
 
 
 def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,

@@ -46,13 +46,13 @@ class InputBuffers:
         first = np.cumsum(length) - length
         request = np.repeat(np.arange(real), length)
         host[0, real:] = self._padding
-        for row, values in zip(host, (slots, first, length, draft, request, np.arange(num_rows) - first[request]), strict=False):
-            row[: len(values)] = values
+        host[0, :real], host[1, :real], host[2, :real], host[3, :real] = slots, first, length, draft
+        host[4, :num_rows], host[5, :num_rows] = request, np.arange(num_rows) - first[request]
         mine = self._place(host.ravel(), fixed).view(_FIELDS, stride)
-        per_request, per_row = mine[:4, :batch], mine[4:9, :num_rows]
-        request_, node, tokens, parents, depths = per_row
-        tree = DraftTree(tokens, parents, depths, node, request_, mine[9:].view(stride, 2)[:num_rows], per_request[1], per_request[2])
-        return StepInputs(per_request[0], tree, per_request[3], fixed)
+        slot, first_, length_, draft_ = mine[:4, :batch]
+        request_, node, tokens, parents, depths = mine[4:9, :num_rows]
+        mask = mine[9:].view(stride, 2)[:num_rows]
+        return StepInputs(slot, DraftTree(tokens, parents, depths, node, request_, mask, first_, length_), draft_, fixed)
 
     def _place(self, values: np.ndarray, fixed: bool) -> Tensor:
         return upload_into(self._fixed[: len(values)], values) if fixed else upload(values, self._device)

@@ -23,9 +23,19 @@ class Runner:
                  graphs: GraphPool | None) -> None:
         self.model, self.rope, self.store, self.state, self.ops, self.graphs = model, rope, store, state, ops, graphs
         self.capture = capture
-        self._layers = [PagedCache(layer.k, layer.v, state.tensors.page_table, store.page_size)
-                        for layer in store.layers[: model.config.num_layers]]
-        self._movable = ops.movable(store.tensors())
+        self.bind()
+
+    def bind(self) -> None:
+        """The store has been allocated (anew)."""
+        self._layers = [PagedCache(layer.k, layer.v, self.state.tensors.page_table, self.store.page_size)
+                        for layer in self.store.layers[: self.model.config.num_layers]]
+        self._movable = self.ops.movable(self.store.tensors())
+
+    def release(self) -> None:
+        """The store is about to go, and what was captured on it."""
+        self._layers, self._movable = [], None
+        if self.graphs is not None:
+            self.graphs.clear()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drafted: Drafted, want_raw: bool) -> Drawn | None:

@@ -112,6 +112,10 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
+    def preempt_all(self) -> None:
+        for request in reversed(self.running.copy()):  # so that the oldest waits in front
+            self.preempt(request)
+
     def drop_prefixes(self) -> None:
         """The weights changed: nothing computed so far may be shared with what comes."""
         self.pages.drop_prefixes()

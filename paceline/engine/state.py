@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from paceline.engine.request import Request
-from paceline.kernels.upload import upload
 from paceline.kernels import SlotTensors
+from paceline.kernels.upload import upload
 
 
 class SlotState:
@@ -30,8 +30,8 @@ class SlotState:
         }
         self._host_pages = np.zeros((slots, max_pages), np.int32)
         self._host_pages[self.padding] = spare_page
-        self.tensors = SlotTensors(*(torch.from_numpy(array).to(device) for array in self._host.values()),
-                                   page_table=torch.from_numpy(self._host_pages).to(device), page_size=page_size)
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in self._host.items()}
+        self.tensors = SlotTensors(**tensors, page_table=torch.from_numpy(self._host_pages).to(device), page_size=page_size)
         self._num_pages = [0] * slots
 
     def admit(self, requests: list[Request]) -> None:
@@ -47,9 +47,9 @@ class SlotState:
         if self.device.type != "cpu" and requests:
             slots = [request.slot for request in requests]
             index = upload(slots, self.device)
-            for tensor, array in zip(self.tensors, self._host.values(), strict=False):  # the page table has its own way
-                assert isinstance(tensor, torch.Tensor)
-                tensor[index] = upload(array[slots], self.device)
+            tensors = self.tensors._asdict()
+            for name, array in self._host.items():
+                tensors[name][index] = upload(array[slots], self.device)
 
     def set_pages(self, requests: list[Request]) -> None:
         """Pages were added to these requests since the last step."""

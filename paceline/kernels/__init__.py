@@ -10,8 +10,8 @@ from paceline.kernels.base import DecodeRows, DraftTree, Drawn, Ops, PagedCache,
 from paceline.kernels.torch_ops import TorchOps, apply_rope
 
 __all__ = [
-    "DecodeRows", "DraftTree", "Drawn", "Ops", "PagedCache", "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope",
-    "ops_for",
+    "DecodeRows", "DraftTree", "Drawn", "Ops", "PagedCache", "SamplingTensors", "Segments", "SlotTensors", "TorchOps",
+    "apply_rope", "ops_for",
 ]
 
 

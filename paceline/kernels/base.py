@@ -139,8 +139,8 @@ class Ops(Protocol):
         ...
 
     def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
-        """Drafted nodes [N, n] int64 (parents: node of the same line, -1 the root) -> the rows of `tree`, whose `node`, `request`,
-        `first` and `length` say where they go. draft [B] int64: which line speaks of a request."""
+        """Drafted nodes [N, n] int64 (parents: node of the same line, -1 the root) -> the rows of `tree`, whose `node`,
+        `request`, `first` and `length` say where they go. draft [B] int64: which line speaks of a request."""
         ...
 
     def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:

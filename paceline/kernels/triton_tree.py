@@ -34,9 +34,9 @@ def build_rows(slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
     if num_rows:
         _build_kernel[(triton.cdiv(max(num_rows, num_requests), BLOCK),)](
             slots, tree.request, tree.node, tree.depths, tree.tokens, tree.first, tree.length, of.context, of.last_token, of.seed,
-            of.temperature, of.top_k, of.top_p, of.min_p, of.page_table, tokens, positions, write, seed, next_position, temperature,
-            top_k, top_p, min_p, row, length, slot, context, causal, num_rows, num_requests, of.page_size, of.page_table.shape[1],
-            BLOCK=BLOCK, num_warps=4)
+            of.temperature, of.top_k, of.top_p, of.min_p, of.page_table, tokens, positions, write, seed, next_position,
+            temperature, top_k, top_p, min_p, row, length, slot, context, causal, num_rows, num_requests, of.page_size,
+            of.page_table.shape[1], BLOCK=BLOCK, num_warps=4)
     return DecodeRows(tokens, positions, write, Segments(row, length, slot, context, causal.view(torch.bool), tree.mask),
                       SamplingTensors(seed, next_position, temperature, top_k, top_p, min_p))
 
@@ -51,9 +51,9 @@ def advance(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, lo
                   torch.empty(batch, dtype=torch.int64, device=slots.device), source, target)
     if batch:
         _advance_kernel[(batch,)](
-            slots, tree.first, tree.length, tree.tokens, tree.parents, sampled, logprobs, logprobs if raw is None else raw, of.context,
-            of.last_token, of.page_table, drawn.tokens, drawn.logprobs, drawn.logprobs if raw is None else drawn.raw_logprobs,
-            drawn.num_drawn, source, target, columns, len(of.context) - 1, of.page_size, of.page_table.shape[1],
+            slots, tree.first, tree.length, tree.tokens, tree.parents, sampled, logprobs, logprobs if raw is None else raw,
+            of.context, of.last_token, of.page_table, drawn.tokens, drawn.logprobs,
+            drawn.logprobs if raw is None else drawn.raw_logprobs, drawn.num_drawn, source, target, columns, len(of.context) - 1, of.page_size, of.page_table.shape[1],
             RAW=raw is not None, ROWS=MAX_TREE_ROWS if max_depth else 16, num_warps=1)
     return drawn
 
@@ -97,8 +97,8 @@ def _flatten_kernel(tokens, parents, depths, draft, first, request, node, out_to
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "table_columns"])
 def _build_kernel(slots, request, node, depths, tree_tokens, first, length, context, last_token, seed, temperature, top_k, top_p,
-                  min_p, page_table, out_tokens, out_positions, out_write, out_seed, out_next, out_temperature, out_top_k, out_top_p,
-                  out_min_p, out_row, out_length, out_slot, out_context, out_causal, num_rows, num_requests, page_size,
+                  min_p, page_table, out_tokens, out_positions, out_write, out_seed, out_next, out_temperature, out_top_k,
+                  out_top_p, out_min_p, out_row, out_length, out_slot, out_context, out_causal, num_rows, num_requests, page_size,
                   table_columns, BLOCK: tl.constexpr):
     """Element i is row i of the step, and its request i."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -125,9 +125,9 @@ def _build_kernel(slots, request, node, depths, tree_tokens, first, length, cont
 
 
 @triton.jit(do_not_specialize=["columns", "padding", "table_columns"])
-def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprobs, raw, context, last_token, page_table, out_tokens,
-                    out_logprobs, out_raw, out_count, out_source, out_target, columns, padding, page_size, table_columns,
-                    RAW: tl.constexpr, ROWS: tl.constexpr):
+def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprobs, raw, context, last_token, page_table,
+                    out_tokens, out_logprobs, out_raw, out_count, out_source, out_target, columns, padding, page_size,
+                    table_columns, RAW: tl.constexpr, ROWS: tl.constexpr):
     """Program: one request's walk from the root, one depth at a time."""
     b = tl.program_id(0).to(tl.int64)
     slot, root, rows = tl.load(slots + b), tl.load(first + b), tl.load(length + b)
@@ -148,8 +148,9 @@ def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprob
         if RAW:
             tl.store(out_raw + place, tl.load(raw + at))
         moves = alive & (at - root != d)
-        tl.store(out_target + place, _one_index(page_table, slot, start + tl.where(moves, d, 0), page_size, table_columns))
-        tl.store(out_source + place, _one_index(page_table, slot, start + tl.where(moves, at - root, 0), page_size, table_columns))
+        to, origin = start + tl.where(moves, d, 0), start + tl.where(moves, at - root, 0)
+        tl.store(out_target + place, _one_index(page_table, slot, to, page_size, table_columns))
+        tl.store(out_source + place, _one_index(page_table, slot, origin, page_size, table_columns))
         child = tl.max(tl.where(inside & (r > 0) & (parent == at) & (token == drawn), r, -1), axis=0)
         follows = alive & (child >= 0)
         current = tl.where(follows, root + child, current)

@@ -267,9 +267,10 @@ def test_deterministic_linear_does_not_see_the_batch(dtype: torch.dtype) -> None
 
 
 def _slot_tensors(slots: int, pages: int) -> SlotTensors:
-    return SlotTensors(torch.randint(0, 20, (slots,)).index_fill_(0, torch.tensor([slots - 1]), 0), torch.randint(0, 50, (slots,)),
-                       torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots), _int32(list(range(slots))), torch.rand(slots),
-                       torch.rand(slots), torch.zeros(slots, dtype=torch.int64), torch.randperm(slots * pages).view(slots, pages).int(), 4)
+    context, pages_of = torch.randint(0, 20, (slots,)), torch.randperm(slots * pages).view(slots, pages).int()
+    context[-1] = 0
+    return SlotTensors(context, torch.randint(0, 50, (slots,)), torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots),
+                       _int32(list(range(slots))), torch.rand(slots), torch.rand(slots), torch.zeros_like(context), pages_of, 4)
 
 
 def _random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[torch.Tensor, ...]:

@@ -148,7 +148,7 @@ class Drafting:
             return drafts, [min(item.num_nodes, drafts.tokens.shape[1]) for item in items]
         drafts = self._from_suffix(items, strategy)
         if strategy.drafter == "both":
-            learned = Drafts(*(x.cpu() for x in self._from_eagle(items, strategy)))
+            learned = Drafts(*(x[: len(items)].cpu() for x in self._from_eagle(items, strategy)))
             drafts = merge(learned, drafts, strategy.budget)
         counts = [min(item.num_nodes, count) for item, count in zip(items, drafts.num_nodes.tolist(), strict=True)]
         nodes = upload(torch.stack([drafts.tokens, drafts.parents, drafts.depths]).numpy(), self._state.device)
@@ -169,7 +169,7 @@ class Drafting:
         return Drafts(tokens, parents.long(), depths.long(), survival, count.long())
 
     def _from_eagle(self, items: list[Decode], strategy: Strategy) -> Drafts:
-        """On the device. Whom it has not followed for long, it catches up with first: one layer over what it missed."""
+        """On the device, perhaps with lines of padding behind those of the items. Whom it has not followed for long, it catches up with first: one layer over what it missed."""
         assert self.eagle is not None
         requests = [item.request for item in items]
         late = [request for request in requests if self._behind[request.id] > _window(strategy)]

@@ -53,7 +53,8 @@ def advance(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, lo
         _advance_kernel[(batch,)](
             slots, tree.first, tree.length, tree.tokens, tree.parents, sampled, logprobs, logprobs if raw is None else raw,
             of.context, of.last_token, of.page_table, drawn.tokens, drawn.logprobs,
-            drawn.logprobs if raw is None else drawn.raw_logprobs, drawn.num_drawn, source, target, columns, len(of.context) - 1, of.page_size, of.page_table.shape[1],
+            drawn.logprobs if raw is None else drawn.raw_logprobs, drawn.num_drawn, source, target, columns, len(of.context) - 1,
+            of.page_size, of.page_table.shape[1],
             RAW=raw is not None, ROWS=MAX_TREE_ROWS if max_depth else 16, num_warps=1)
     return drawn
 

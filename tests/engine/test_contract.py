@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, eagle, model
+from tiny import VOCAB, captured, eagle, model
 
 from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.config import EngineConfig
@@ -72,7 +72,7 @@ class RandomSelector:
 @given(kind=st.sampled_from(["llama", "qwen2", "qwen3"]), form=st.sampled_from(["eagle", "eagle3", None]),
        page_size=st.integers(1, 17), max_batch=st.integers(1, 14), max_rows=st.integers(1, 60),
        kv_tokens=st.integers(90, 400), pad=st.booleans(), kernels=st.sampled_from(["auto", "auto", "torch"]),
-       preempt=st.sampled_from([0.0, 0.05, 0.3]), pipelined=st.booleans(), disturb=st.sampled_from([0.0, 0.0, 0.02]),
+       preempt=st.sampled_from([0.0, 0.05, 0.3]), pipelined=st.sampled_from(["no", "launches first", "captures"]), disturb=st.sampled_from([0.0, 0.0, 0.02]),
        on_update=st.sampled_from(["continue", "recompute"]), seed=st.integers(0, 2**32))
 def test_rollouts_do_not_depend_on_how_they_are_made(kind, form, page_size, max_batch, max_rows, kv_tokens, pad, kernels,
                                                      preempt, pipelined, disturb, on_update, seed):
@@ -81,7 +81,9 @@ def test_rollouts_do_not_depend_on_how_they_are_made(kind, form, page_size, max_
     config = EngineConfig(page_size=page_size, max_batch=max_batch, max_rows=max_rows, kv_tokens=kv_tokens,
                           kernels=kernels, row_sizes=(4, 16, 64) if pad else (), on_update=on_update)
     engine = Engine(model(kind), drafter=drafter, strategy=RandomSelector(rng), config=config)
-    engine._pipelined = pipelined  # as on a GPU: a step is launched before the last one is read
+    engine._pipelined = pipelined != "no"  # as on a GPU: a step is launched before the last one is read
+    if pipelined == "captures":
+        captured(engine, (1, 4, 16, 40))
     got, want, aborted = run_randomly(engine, rng, preempt, disturb), reference(kind), 0
     assert got.keys() == want.keys()
     for key in want:
@@ -125,10 +127,10 @@ def run_randomly(engine: Engine, rng: random.Random, preempt: float, disturb: fl
 
 @pytest.mark.parametrize("strategy", ["suffix:d6w2v12", "eagle:d5w3v16", "eagle:d1w1v1", "both:d4w4v24", "eagle:d16w8v100"])
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_every_strategy_gives_the_reference(strategy, form, pipelined):
+@pytest.mark.parametrize("capture", [False, True])
+def test_every_strategy_gives_the_reference(strategy, form, capture):
     engine = Engine(model("qwen3"), drafter=eagle("qwen3", form), strategy=strategy)
-    engine._pipelined = pipelined
+    graphs = captured(engine, (1, 4, 16, 64, 256)) if capture else None
     owner = {}
     for job, (prompt, params, n) in enumerate(JOBS):
         owner |= {request: (job, sample) for sample, request in enumerate(engine.add(prompt, params, n))}
@@ -136,6 +138,7 @@ def test_every_strategy_gives_the_reference(strategy, form, pipelined):
         for rollout in engine.step().finished:
             assert_same(answer(rollout), reference("qwen3")[owner[rollout.request_id]], strategy)
     assert engine.stats().drafted > 0
+    assert graphs is None or 2 <= len(graphs.steps) <= 18, "a few graphs, and they are used"
 
 
 def test_a_perfect_drafter_is_accepted():

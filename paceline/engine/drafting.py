@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.store import PagedStore
-from paceline.drafters.speculate import DraftView, EagleDrafter
+from paceline.drafters.speculate import DraftView, EagleDrafter, lines_of
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.tree import Drafts, merge
 from paceline.engine.batch import padding
@@ -102,7 +102,9 @@ class Drafting:
             return
         host = np.array([(request.slot, start + count, request.tokens[start + count]) for request, start, count in chunks])
         slots, ends, next_tokens = upload(np.ascontiguousarray(host.T), self._state.device)
-        self.eagle.catch_up(self._view(slots)._replace(context=ends, last_token=next_tokens), [count for _, _, count in chunks])
+        view = self._view(slots)
+        view = view._replace(lines=view.lines._replace(context=ends, last_token=next_tokens))
+        self.eagle.catch_up(view, [count for _, _, count in chunks])
         for request, _, _ in chunks:
             self._behind[request.id] = 0
 
@@ -169,7 +171,8 @@ class Drafting:
         return Drafts(tokens, parents.long(), depths.long(), survival, count.long())
 
     def _from_eagle(self, items: list[Decode], strategy: Strategy) -> Drafts:
-        """On the device, perhaps with lines of padding behind those of the items. Whom it has not followed for long, it catches up with first: one layer over what it missed."""
+        """On the device, perhaps with lines of padding behind those of the items. Whom it has not followed for long it catches
+        up with first: one layer over what it missed."""
         assert self.eagle is not None
         requests = [item.request for item in items]
         late = [request for request in requests if self._behind[request.id] > _window(strategy)]
@@ -197,7 +200,7 @@ class Drafting:
         state, store = self._state.tensors, self._store
         assert store.features is not None
         cache = PagedCache(store.layers[-1].k, store.layers[-1].v, state.page_table, store.page_size)
-        return DraftView.of(slots, state, store.tokens, store.features, cache, store.spare_page * store.page_size)
+        return DraftView(lines_of(slots, state), store.tokens, store.features, cache, store.spare_page * store.page_size)
 
 
 def _window(strategy: Strategy) -> int:

@@ -39,6 +39,7 @@ class GraphReport:
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: Any  # the tensors that a replay fills
+    step: Callable[[], Any]  # never called again: it holds the tensors that a replay reads
     num_bytes: int
 
 
@@ -86,7 +87,7 @@ class GraphPool:
         with torch.cuda.graph(graph, pool=self._pool if self._shared else torch.cuda.graph_pool_handle()):
             output = step()
         torch.cuda.synchronize(self.device)
-        entry = _Captured(graph, output, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
+        entry = _Captured(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
         while self._graphs and self.num_bytes + entry.num_bytes > self.max_bytes:
             self._graphs.popitem(last=False)
         self._graphs[key] = entry

@@ -6,12 +6,24 @@ from importlib.util import find_spec
 
 import torch
 
-from paceline.kernels.base import DecodeRows, DraftTree, Drawn, Ops, PagedCache, SamplingTensors, Segments, SlotTensors
+from paceline.kernels.base import (
+    Candidates,
+    DecodeRows,
+    DraftRows,
+    DraftTree,
+    Drawn,
+    Lines,
+    Ops,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.torch_ops import TorchOps, apply_rope
 
 __all__ = [
-    "DecodeRows", "DraftTree", "Drawn", "Ops", "PagedCache", "SamplingTensors", "Segments", "SlotTensors", "TorchOps",
-    "apply_rope", "ops_for",
+    "Candidates", "DecodeRows", "DraftRows", "DraftTree", "Drawn", "Lines", "Ops", "PagedCache", "SamplingTensors", "Segments",
+    "SlotTensors", "TorchOps", "apply_rope", "ops_for",
 ]
 
 

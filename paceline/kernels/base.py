@@ -99,6 +99,46 @@ class Drawn(NamedTuple):
     target: Tensor  # … and where they belong; equal where nothing moves
 
 
+class Lines(NamedTuple):
+    """What drafting reads of the requests it drafts for, a line each. Padding has no committed token."""
+
+    slots: Tensor  # [B] int64
+    context: Tensor  # [B] int64 committed tokens
+    last_token: Tensor  # [B] int64 the token at position `context`
+    seed: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32
+    shared: Tensor  # [B] int64 leading positions on other requests' pages: complete, and not to be written
+
+
+class DraftRows(NamedTuple):
+    """Rows of one pass of the drafter."""
+
+    tokens: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    write: Tensor  # [R] int64
+    segments: Segments
+
+
+class Candidates(NamedTuple):
+    """Nodes that a tree is chosen from: W children of the root, then W * W of every level."""
+
+    tokens: Tensor  # [B, C] int64
+    parents: Tensor  # [B, C] int64 candidate, -1 the root
+    scores: Tensor  # [B, C] float32 log-survival; a child's is lower than its parent's
+
+
+class Beam(NamedTuple):
+    """The likeliest nodes of a level, W per line: the drafter's next rows."""
+
+    rows: DraftRows
+    above: Tensor  # [B * W] int64 row of the parent among the last level's
+    scores: Tensor  # [B, W] float32
+    origin: Tensor  # [B, W] int64 their places among the candidates
+    seed: Tensor  # [B * W] int64, and so on: what their children are drawn with
+    next_position: Tensor  # [B * W] int64
+    temperature: Tensor  # [B * W] float32
+
+
 class Ops(Protocol):
     """Same names and signatures in torch (reference, any device, differentiable), numba (CPU) and Triton (CUDA)."""
 
@@ -169,6 +209,28 @@ class Ops(Protocol):
     def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
                    token_ids: Tensor | None = None) -> Ranked:
         """The k likeliest to be drawn after each row: largest log q / tau + G; see `draft_rank`."""
+        ...
+
+    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
+                    least: int, spare: int) -> DraftRows:
+        """The drafter's rows for committed positions, `back` [R] from the end of the context of line `request` [R], in order;
+        counts [B]: rows of each line. Rows before a line's own beginning are nobody's and go to token slot `spare`, but the last
+        `least` are always computed. stored [T]: the token of every token slot. A row feeds the token behind its position."""
+        ...
+
+    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+        """The children of N nodes per line (ranked: [B * N, W]) as candidates first, first + 1, …; scores, origin [B, N]: the
+        nodes'. A child's score is its share of all ranked, shrunk a little so that children lose to parents."""
+        ...
+
+    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
+        """The `width` likeliest of the candidates from `first` on, all at `depth`. They lie behind the context, levels side by
+        side; bits [B, N, 2]: what their parents see of that."""
+        ...
+
+    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The `budget` likeliest candidates, parents before children: tokens, parents (-1: the root), depths [B, n] int64,
+        survival [B, n] float32."""
         ...
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

@@ -8,8 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels import tree_rows
-from paceline.kernels.base import DecodeRows, DraftTree, Drawn, PagedCache, SamplingTensors, Segments, SlotTensors
+from paceline.kernels import draft_rows, tree_rows
+from paceline.kernels.base import (
+    Beam,
+    Candidates,
+    DecodeRows,
+    DraftRows,
+    DraftTree,
+    Drawn,
+    Lines,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.draft_rank import Ranked, rank
 from paceline.kernels.noise import gumbel, gumbel_all
 
@@ -100,6 +112,19 @@ class TorchOps:
                    token_ids: Tensor | None = None) -> Ranked:
         ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
         return rank(logits, self.gumbel(seed, position, ids), temperature, tau, k)
+
+    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
+                    least: int, spare: int) -> DraftRows:
+        return draft_rows.follow_rows(lines, stored, cache, request, back, counts, least, spare)
+
+    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+        draft_rows.collect(ranked, scores, origin, ids, into, first)
+
+    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
+        return draft_rows.grow(found, first, bits, lines, cache, depth, width)
+
+    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return draft_rows.choose(found, width, budget)
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         return gumbel(seed, position, token_ids)

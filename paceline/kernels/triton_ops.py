@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.kernels import (
     triton_attention,
     triton_attention_fixed,
+    triton_beam,
     triton_draft,
     triton_linear,
     triton_move,
@@ -23,7 +24,19 @@ from paceline.kernels import (
     triton_sample,
     triton_tree,
 )
-from paceline.kernels.base import DecodeRows, DraftTree, Drawn, PagedCache, SamplingTensors, Segments, SlotTensors
+from paceline.kernels.base import (
+    Beam,
+    Candidates,
+    DecodeRows,
+    DraftRows,
+    DraftTree,
+    Drawn,
+    Lines,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.draft_rank import Ranked, draft_topk
 from paceline.kernels.torch_ops import TorchOps
 from paceline.kernels.triton_move import Movables
@@ -145,6 +158,21 @@ class TritonOps(TorchOps):
                    token_ids: Tensor | None = None) -> Ranked:
         rank = triton_draft.draft_topk if _ours(logits) and k <= triton_draft.MAX_K else draft_topk
         return rank(logits, seed, position, temperature, tau, k, token_ids)
+
+    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
+                    least: int, spare: int) -> DraftRows:
+        return triton_beam.follow_rows(lines, stored, cache, request, back, counts, least, spare)
+
+    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+        triton_beam.collect(ranked, scores, origin, ids, into, first)
+
+    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
+        return triton_beam.grow(found, first, bits, lines, cache, depth, width)
+
+    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return triton_beam.choose(found, width, budget)
+
+    # -- moving
 
     def movable(self, tensors: list[Tensor]) -> Movables:
         return triton_move.movables(tensors)

@@ -72,7 +72,8 @@ class RandomSelector:
 @given(kind=st.sampled_from(["llama", "qwen2", "qwen3"]), form=st.sampled_from(["eagle", "eagle3", None]),
        page_size=st.integers(1, 17), max_batch=st.integers(1, 14), max_rows=st.integers(1, 60),
        kv_tokens=st.integers(90, 400), pad=st.booleans(), kernels=st.sampled_from(["auto", "auto", "torch"]),
-       preempt=st.sampled_from([0.0, 0.05, 0.3]), pipelined=st.sampled_from(["no", "launches first", "captures"]), disturb=st.sampled_from([0.0, 0.0, 0.02]),
+       preempt=st.sampled_from([0.0, 0.05, 0.3]), pipelined=st.sampled_from(["no", "launches first", "captures"]),
+       disturb=st.sampled_from([0.0, 0.0, 0.02]),
        on_update=st.sampled_from(["continue", "recompute"]), seed=st.integers(0, 2**32))
 def test_rollouts_do_not_depend_on_how_they_are_made(kind, form, page_size, max_batch, max_rows, kv_tokens, pad, kernels,
                                                      preempt, pipelined, disturb, on_update, seed):

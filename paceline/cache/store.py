@@ -6,6 +6,7 @@ a request move everything that belongs to a token together.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,16 +23,25 @@ class PagedStore:
                  dtype: torch.dtype, device: torch.device | str) -> None:
         """layers: (kv heads, head size) of each layer, the drafter's last. One page more than the allocator knows of:
         padding lives there."""
-        self.page_size = page_size
-        self.spare_page = num_pages
-        total = (num_pages + 1) * page_size
+        self.page_size, self.spare_page = page_size, num_pages
+        self._shapes, self._feature_size, self._dtype, self._device = layers, feature_size, dtype, device
+        self.layers: list[LayerStore] = []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Room for everything, with nothing in it: at the beginning, and again after `release`."""
+        total = (self.spare_page + 1) * self.page_size
+        new = partial(torch.empty, dtype=self._dtype, device=self._device)
         # Left uninitialised on purpose: pages cost memory when they are first written, not before.
-        self.layers = [LayerStore(*(torch.empty(total, heads, dim, dtype=dtype, device=device) for _ in "kv"))
-                       for heads, dim in layers]
-        self.features = torch.empty(total, feature_size, dtype=dtype, device=device) if feature_size else None
-        self.tokens = torch.zeros(total, dtype=torch.int64, device=device)
-        for tensor in self._tensors():
-            tensor[self.spare_page * page_size :].zero_()
+        self.layers = [LayerStore(*(new(total, heads, dim) for _ in "kv")) for heads, dim in self._shapes]
+        self.features = new(total, self._feature_size) if self._feature_size else None
+        self.tokens = torch.zeros(total, dtype=torch.int64, device=self._device)
+        for tensor in self.tensors():
+            tensor[self.spare_page * self.page_size :].zero_()
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self.layers, self.features, self.tokens = [], None, torch.zeros(0, dtype=torch.int64)
 
     @staticmethod
     def bytes_per_token(layers: list[tuple[int, int]], feature_size: int, dtype: torch.dtype) -> int:
@@ -41,30 +51,25 @@ class PagedStore:
         """(from, to), whole pages."""
         for source, target in pairs:
             a, b, size = source * self.page_size, target * self.page_size, self.page_size
-            for tensor in self._tensors():
+            for tensor in self.tensors():
                 tensor[b : b + size].copy_(tensor[a : a + size])
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Token slots [...] -> [...]; all are read before any is written."""
-        for tensor in self._tensors():
-            tensor[target] = tensor[source]
 
     def export_request(self, pages: list[int], num_tokens: int) -> list[Tensor]:
         """Everything stored for a request's first `num_tokens` tokens, for another worker's `import_request`."""
         slots = self.slots(pages, num_tokens)
-        return [tensor[slots].cpu() for tensor in self._tensors()]
+        return [tensor[slots].cpu() for tensor in self.tensors()]
 
     def import_request(self, pages: list[int], tensors: list[Tensor]) -> None:
         slots = self.slots(pages, len(tensors[0]))
-        for mine, theirs in zip(self._tensors(), tensors, strict=True):
+        for mine, theirs in zip(self.tensors(), tensors, strict=True):
             mine[slots] = theirs.to(mine.device, mine.dtype)
 
     def slots(self, pages: list[int], num_tokens: int) -> Tensor:
         """Token slots [num_tokens] of the positions 0, 1, … of a request that holds `pages`."""
         base = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
-        device = self.layers[0].k.device
-        return (base + torch.arange(self.page_size)).flatten()[:num_tokens].to(device)
+        return (base + torch.arange(self.page_size)).flatten()[:num_tokens].to(self._device)
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """All that is indexed by token slot."""
         tensors = [self.tokens, *(tensor for layer in self.layers for tensor in layer)]
         return tensors if self.features is None else [*tensors, self.features]

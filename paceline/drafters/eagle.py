@@ -98,9 +98,20 @@ class Eagle(nn.Module):
         if self.draft_ids is None:
             return policy.logits(out, ops)
         if self._gathered is None:
-            self._gathered = policy.head.weight[self.draft_ids].contiguous()
+            self.gather_head(policy)
+        assert self._gathered is not None
         return ops.linear(out, self._gathered)
 
     def policy_changed(self) -> None:
         """The policy's head has new values: gather a reduced vocabulary's rows again."""
         self._gathered = None
+
+    def gather_head(self, policy: Decoder) -> None:
+        """The same at once and in place: captured graphs keep the address."""
+        if self.draft_ids is None or self.head is not None:
+            return
+        rows = policy.head.weight[self.draft_ids]
+        if self._gathered is None or self._gathered.device != rows.device or self._gathered.dtype != rows.dtype:
+            self._gathered = rows.contiguous()
+        else:
+            self._gathered.copy_(rows)

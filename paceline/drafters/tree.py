@@ -1,6 +1,7 @@
 """Draft trees for a batch: a flat list of rows, every request's last token first and its drafted nodes behind it.
 
-Trees come from drafters as padded arrays (`Drafts`), are merged and trimmed there, and become rows (`DraftTree`) only once.
+Trees come from drafters as padded arrays (`Drafts`), are merged and trimmed there, and become rows (`DraftTree`, by the kernels'
+`flatten`) only once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from paceline.kernels import DraftTree
 
 
 class Drafts(NamedTuple):
@@ -22,58 +25,18 @@ class Drafts(NamedTuple):
     num_nodes: Tensor  # [B] int64: nodes that are real
 
 
-class DraftTree(NamedTuple):
-    """The decode rows of one step. Row order: requests as planned, root first, then nodes."""
-
-    tokens: Tensor  # [R] int64; roots hold anything (the device knows each request's last token)
-    parents: Tensor  # [R] int64 absolute row of the parent; a root is its own
-    depths: Tensor  # [R] int64; 0 = root
-    node: Tensor  # [R] int64 place within the request's rows; 0 = root
-    request: Tensor  # [R] int64 which of the step's decode requests
-    mask: Tensor  # [R, 2] int64 rows of the same request that this row sees
-
-
 @lru_cache(maxsize=512)
 def roots_only(num_requests: int, device: torch.device | str) -> DraftTree:
     """No speculation: one row per request. Remembered: nothing may write to it."""
     rows = torch.arange(num_requests, device=device)
     zeros = torch.zeros_like(rows)
-    return DraftTree(zeros, rows, zeros, zeros, rows, torch.stack([torch.ones_like(rows), zeros], dim=1))
-
-
-def flatten(drafts: Drafts, counts: list[int], max_depth: int) -> DraftTree:
-    """Padded drafts -> rows. `counts` is what the host knows of `drafts.num_nodes` (equal to it): shapes come from there."""
-    device = drafts.tokens.device
-    lengths = torch.tensor([1 + count for count in counts], device=device)
-    starts = lengths.cumsum(0) - lengths
-    num_rows = len(counts) + sum(counts)
-    request = torch.repeat_interleave(torch.arange(len(counts), device=device), lengths, output_size=num_rows)
-    node = torch.arange(num_rows, device=device) - starts[request]  # 0 = root
-    is_root = node == 0
-    index = (node - 1).clamp_min(0)
-    if drafts.tokens.shape[1] == 0:
-        return roots_only(len(counts), device)
-    tokens = torch.where(is_root, 0, drafts.tokens[request, index])
-    depths = torch.where(is_root, 0, drafts.depths[request, index])
-    parents = torch.where(is_root, starts[request], starts[request] + 1 + drafts.parents[request, index])
-    return DraftTree(tokens, parents, depths, node, request, ancestor_masks(parents, node, max_depth))
-
-
-def ancestor_masks(parents: Tensor, node: Tensor, max_depth: int) -> Tensor:
-    """[R, 2] int64: bit i is set when node i of the same request lies on the way from the root to this row."""
-    one = torch.ones_like(node)
-    own = torch.stack([torch.where(node < 64, one << node.clamp_max(63), 0),
-                       torch.where(node >= 64, one << (node - 64).clamp_min(0), 0)], dim=1)
-    mask, above = own, parents
-    for _ in range(max_depth):  # walk up one generation at a time; roots stay where they are
-        mask = mask | own[above]
-        above = parents[above]
-    return mask
+    ones = torch.ones_like(rows)
+    return DraftTree(zeros, rows, zeros, zeros, rows, torch.stack([ones, zeros], dim=1), rows, ones)
 
 
 def merge(a: Drafts, b: Drafts, budget: int) -> Drafts:
-    """Both drafters' trees as one: nodes that spell the same path are one node (its survival: either may be right), the
-    `budget` likeliest remain. A few dozen nodes per request: plain Python is quick enough."""
+    """Both drafters' trees as one, on the host: nodes that spell the same path are one node (its survival: either may be right),
+    the `budget` likeliest remain. A few dozen nodes per request: plain Python is quick enough."""
     rows = [_merge_one(_paths(a, i), _paths(b, i), budget) for i in range(len(a.num_nodes))]
     width = max((len(row) for row in rows), default=0)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -85,8 +48,7 @@ def merge(a: Drafts, b: Drafts, budget: int) -> Drafts:
             tokens[i, j], depths[i, j], survival[i, j] = path[-1], len(path), chance
             parents[i, j] = index.get(path[:-1], -1)
     count = torch.tensor([len(row) for row in rows])
-    device = a.tokens.device
-    return Drafts(*(t.to(device) for t in (tokens, parents, depths, survival, count)))
+    return Drafts(tokens, parents, depths, survival, count)
 
 
 _Path = tuple[int, ...]

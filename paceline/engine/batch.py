@@ -6,39 +6,15 @@ Device-side positions come from the slot state, so the host can prepare a step b
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from paceline.drafters.tree import DraftTree
 from paceline.engine.scheduler import Prefill
 from paceline.engine.state import SlotState
-from paceline.engine.transfer import upload
-from paceline.kernels import SamplingTensors, Segments
-
-
-class Rows(NamedTuple):
-    tokens: Tensor  # [R] int64
-    positions: Tensor  # [R] int64
-    write: Tensor  # [R] int64 token slot where this row's key, value and features go
-    segments: Segments
-    slots: Tensor  # [decode rows] int64 slot of each decode row
-    requests: Tensor  # [B] int64 slot of each decode request
-
-
-def decode_rows(requests: Tensor, tree: DraftTree, state: SlotState, page_size: int) -> Rows:
-    """The decode rows of one step. requests [B]: slots of those that `tree` speaks of."""
-    slots = requests[tree.request]
-    context = state.context[slots]
-    length = torch.zeros_like(requests).index_add_(0, tree.request, torch.ones_like(tree.request))
-    segments = Segments(row=(length.cumsum(0) - length).int(), length=length.int(), slot=requests.int(),
-                        context=state.context[requests].int(), causal=torch.zeros_like(requests, dtype=torch.bool),
-                        mask=tree.mask)
-    return Rows(tokens=torch.where(tree.depths == 0, state.last_token[slots], tree.tokens), positions=context + tree.depths,
-                write=state.cache_index(slots, context + tree.node, page_size), segments=segments, slots=slots,
-                requests=requests)
+from paceline.kernels import DecodeRows, Segments
+from paceline.kernels.tree_rows import cache_index
+from paceline.kernels.upload import upload
 
 
 def padding(rows: int, sizes: tuple[int, ...]) -> int:
@@ -47,15 +23,8 @@ def padding(rows: int, sizes: tuple[int, ...]) -> int:
     return sizes[index] - rows if index < len(sizes) else 0
 
 
-def sampling_tensors(rows: Rows, state: SlotState) -> SamplingTensors:
-    slots = rows.slots
-    return SamplingTensors(seed=state.seed[slots], position=rows.positions[: len(slots)] + 1,
-                           temperature=state.temperature[slots], top_k=state.top_k[slots], top_p=state.top_p[slots],
-                           min_p=state.min_p[slots])
-
-
-def with_prefill(rows: Rows, prefill: list[Prefill], state: SlotState, page_size: int) -> Rows:
-    """Behind the decode rows, one causal segment per chunk."""
+def with_prefill(rows: DecodeRows, prefill: list[Prefill], state: SlotState) -> DecodeRows:
+    """Behind the decode rows, one causal segment per chunk. They are not sampled after."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -65,7 +34,7 @@ def with_prefill(rows: Rows, prefill: list[Prefill], state: SlotState, page_size
         tokens += request.tokens[start : start + count]
         positions += range(start, start + count)
         slots += [request.slot] * count
-    new_tokens, new_positions, new_slots = (upload(x, state.device) for x in (tokens, positions, slots))
+    new_tokens, new_positions, new_slots = upload(np.array([tokens, positions, slots]), state.device)
     chunks = upload(np.array([(row, item.num_rows, item.request.slot, item.start)
                               for row, item in zip(starts, prefill, strict=True)], np.int32), state.device)
     old = rows.segments
@@ -77,4 +46,4 @@ def with_prefill(rows: Rows, prefill: list[Prefill], state: SlotState, page_size
         mask=torch.cat([old.mask, old.mask.new_zeros(len(tokens), 2)]))
     return rows._replace(
         tokens=torch.cat([rows.tokens, new_tokens]), positions=torch.cat([rows.positions, new_positions]),
-        write=torch.cat([rows.write, state.cache_index(new_slots, new_positions, page_size)]), segments=segments)
+        write=torch.cat([rows.write, cache_index(state.tensors, new_slots, new_positions)]), segments=segments)

@@ -1,6 +1,8 @@
 """The drafters of one engine behind one door: it follows the requests, and turns a plan into a draft tree.
 
-Drafters may be wrong, late or missing; the tokens do not depend on them. So nothing here is ever waited for or repaired.
+Drafters may be wrong, late or missing; the tokens do not depend on them. So nothing here is ever repaired. The suffix drafter
+works on the host and must know the text; the learned one works on the device and is never waited for: how many nodes it drafts is
+known beforehand, and where it starts from is the device's business.
 """
 
 from __future__ import annotations
@@ -9,32 +11,48 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.cache.store import PagedStore
-from paceline.drafters.speculate import DraftView, EagleDrafter
+from paceline.drafters.speculate import DraftView, EagleDrafter, lines_of
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.drafters.tree import Drafts, DraftTree, flatten, merge, roots_only
+from paceline.drafters.tree import Drafts, merge
 from paceline.engine.batch import padding
+from paceline.engine.graphs import GraphPool, rehearsal
+from paceline.engine.inputs import InputBuffers, StepInputs
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Decode, Prefill, StepPlan
 from paceline.engine.state import SlotState
-from paceline.kernels import PagedCache
-from paceline.types import DrafterName
+from paceline.kernels import Ops, PagedCache
+from paceline.kernels.upload import upload, upload_into
+from paceline.types import DrafterName, Strategy
 
 
 class Drafted(NamedTuple):
-    tree: DraftTree
+    inputs: StepInputs
     num_nodes: list[int]
-    """Drafted nodes of each decode request; behind them padding requests, which have none."""
+    """Drafted nodes of each decode request."""
+    most_accepted: list[int]
+    """How many of them can be accepted: no more than the tree is deep."""
     max_depth: int
+
+    @property
+    def num_rows(self) -> int:
+        """Decode rows, padding included."""
+        return len(self.inputs.tree.tokens)
 
 
 class Drafting:
-    def __init__(self, state: SlotState, store: PagedStore, suffix: SuffixDrafter | None, eagle: EagleDrafter | None,
-                 suffix_tau: float) -> None:
+    def __init__(self, state: SlotState, store: PagedStore, ops: Ops, suffix: SuffixDrafter | None, eagle: EagleDrafter | None,
+                 suffix_tau: float, row_sizes: tuple[int, ...], graphs: GraphPool | None) -> None:
+        """row_sizes: decode rows are padded to one of them; with `graphs`, steps of that size are captured."""
         self.suffix, self.eagle, self.suffix_tau = suffix, eagle, suffix_tau
-        self._state, self._store = state, store
-        self._seen: dict[int, int] = {}  # request -> positions that the learned drafter has in its cache
+        self._state, self._store, self._ops, self.graphs, self._row_sizes = state, store, ops, graphs, row_sizes
+        captured = max(row_sizes, default=0) if graphs is not None else 0
+        self._buffers = InputBuffers(captured, state.padding, state.device)
+        self._slots = torch.full((captured,), state.padding, device=state.device)  # what captured drafting reads
+        self._behind: dict[int, int] = {}  # request -> tokens that may have been committed since the learned drafter followed it
+        self._followed: set[int] = set()  # by the newest step
 
     @property
     def available(self) -> tuple[DrafterName, ...]:
@@ -47,67 +65,101 @@ class Drafting:
 
     def begin(self, request: Request) -> None:
         """In a slot, with `num_computed` tokens found in the cache (the drafter's part of it included)."""
-        self._seen[request.id] = request.num_computed
+        self._behind[request.id] = 0
         if self.suffix is not None and request.num_preemptions == 0:
             self.suffix.start(request.id, request.prompt_ids, request.output_ids)
 
-    def extend(self, request: Request, tokens: list[int]) -> None:
+    def extend(self, request: Request, tokens: list[int], most_accepted: int) -> None:
+        """What a step drew has been read."""
+        if not (request.num_steps_in_flight and request.id in self._followed):  # the bound still counts that step
+            self._behind[request.id] -= 1 + most_accepted - len(tokens)
         if self.suffix is not None:
             self.suffix.extend(request.id, tokens)
 
     def end(self, request: Request) -> None:
-        if self._seen.pop(request.id, None) is not None and self.suffix is not None:
+        if self._behind.pop(request.id, None) is not None and self.suffix is not None:
             self.suffix.finish(request.id)
 
-    def draft(self, plan: StepPlan, row_sizes: tuple[int, ...]) -> Drafted:
-        """A tree for every planned decode request that has room for one, padded to one of `row_sizes`."""
-        name = plan.strategy.drafter
-        chosen = [i for i, item in enumerate(plan.decode) if item.num_nodes > 0 and name != "none"]
-        if name in ("eagle", "both"):
-            chosen = [i for i in chosen if plan.decode[i].request.num_computed > 0]
-        drafts, counts = self._counted(plan, chosen) if chosen else (None, [0] * len(plan.decode))
-        counts += [0] * padding(len(counts) + sum(counts), row_sizes)
-        if drafts is None or not any(counts):
-            return Drafted(roots_only(len(counts), self._state.device), counts, 0)
-        depth = min(plan.strategy.depth, max(counts))
-        return Drafted(flatten(_spread(drafts, chosen, len(counts)), counts, depth), counts, depth)
-
-    def _counted(self, plan: StepPlan, chosen: list[int]) -> tuple[Drafts, list[int]]:
-        """Drafts of the chosen, and how many nodes each planned request brings."""
-        items = [plan.decode[i] for i in chosen]
-        drafts = self._drafts(items, plan)
-        limits = torch.tensor([item.num_nodes for item in items])
-        found = torch.minimum(drafts.num_nodes.cpu(), limits).tolist()  # level order: a cut tree is still a tree
-        counts = [0] * len(plan.decode)
-        for i, count in zip(chosen, found, strict=True):
-            counts[i] = count
-        return drafts, counts
+    def draft(self, plan: StepPlan) -> Drafted:
+        """A tree for every planned decode request that has room for one, padded to one of the row sizes."""
+        chosen = self._chosen(plan)
+        drafts, found = self._drafts([plan.decode[i] for i in chosen], plan.strategy) if chosen else (None, [])
+        num_nodes, lines = [0] * len(plan.decode), [0] * len(plan.decode)
+        for line, (i, count) in enumerate(zip(chosen, found, strict=True)):
+            num_nodes[i], lines[i] = count, line
+        drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy,
+                                self._row_sizes)
+        follows = plan.strategy.drafter in ("eagle", "both")
+        self._followed = {plan.decode[i].request.id for i in chosen} if follows else set()
+        for (request, _), most in zip(plan.decode, drafted.most_accepted, strict=True):
+            self._behind[request.id] = 1 + most + (0 if request.id in self._followed else self._behind[request.id])
+        return drafted
 
     def prefilled(self, chunks: list[Prefill]) -> None:
         """The policy has just computed these chunks: the learned drafter follows, so that it can start at any step and
         shared prompts are complete."""
         if self.eagle is None or not chunks:
             return
-        device = self._state.device
-        ends = torch.tensor([start + count for _, start, count in chunks], device=device)
-        follows = torch.tensor([request.tokens[start + count] for request, start, count in chunks], device=device)
-        view = self._view([request for request, _, _ in chunks])._replace(context=ends, last_token=follows)
+        host = np.array([(request.slot, start + count, request.tokens[start + count]) for request, start, count in chunks])
+        slots, ends, next_tokens = upload(np.ascontiguousarray(host.T), self._state.device)
+        view = self._view(slots)
+        view = view._replace(lines=view.lines._replace(context=ends, last_token=next_tokens))
         self.eagle.catch_up(view, [count for _, _, count in chunks])
-        for request, start, count in chunks:
-            self._seen[request.id] = start + count
+        for request, _, _ in chunks:
+            self._behind[request.id] = 0
 
-    def _drafts(self, items: list[Decode], plan: StepPlan) -> Drafts:
-        match plan.strategy.drafter:
-            case "suffix":
-                return self._from_suffix(items, plan)
-            case "eagle":
-                return self._from_eagle(items, plan)
-            case _:
-                return merge(self._from_eagle(items, plan), self._from_suffix(items, plan), plan.strategy.budget)
+    def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> Drafted:
+        """A step of so many requests, all of them padding, with trees of the strategy's size: to capture before it is needed.
+        exact: no more rows than that."""
+        sizes = () if exact else self._row_sizes
+        slots, size = [self._state.padding] * batch, batch + padding(batch, sizes)
+        if strategy.drafter in ("eagle", "both") and self.graphs is not None and size <= len(self._slots):
+            self._captured(size, slots, strategy)
+        drafts = self._bush(strategy) if strategy.budget else None
+        return self._lay_out(slots, [strategy.budget] * batch, [0] * batch, drafts, strategy, sizes)
 
-    def _from_suffix(self, items: list[Decode], plan: StepPlan) -> Drafts:
+    def _bush(self, strategy: Strategy) -> Drafts:
+        """One path of full depth, and leaves."""
+        node = torch.arange(strategy.budget, device=self._state.device)[None]
+        on_path = node < strategy.depth
+        zero = torch.zeros_like(node)
+        return Drafts(zero, torch.where(on_path, node - 1, -1), torch.where(on_path, node + 1, 1), zero.float(), zero[:, 0])
+
+    def _chosen(self, plan: StepPlan) -> list[int]:
+        chosen = [i for i, item in enumerate(plan.decode) if item.num_nodes > 0 and plan.strategy.drafter != "none"]
+        if plan.strategy.drafter in ("eagle", "both"):  # which starts from the features of a committed token
+            chosen = [i for i in chosen if plan.decode[i].request.num_computed + plan.decode[i].request.num_steps_in_flight > 0]
+        return chosen
+
+    def _lay_out(self, slots: list[int], num_nodes: list[int], lines: list[int], drafts: Drafts | None,
+                 strategy: Strategy, row_sizes: tuple[int, ...]) -> Drafted:
+        pad = padding(len(slots) + sum(num_nodes), row_sizes)
+        padded = slots + [self._state.padding] * pad
+        if drafts is None or not any(num_nodes):
+            return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0)
+        inputs = self._buffers.trees(padded, num_nodes + [0] * pad, lines + [0] * pad)
+        # A captured step is as deep as its strategy, so that few are needed.
+        depth = min(strategy.depth, strategy.budget if inputs.fixed else max(num_nodes))
+        self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
+        return Drafted(inputs, num_nodes, [min(count, depth) for count in num_nodes], depth)
+
+    def _drafts(self, items: list[Decode], strategy: Strategy) -> tuple[Drafts, list[int]]:
+        """Drafts on the device, and how many nodes of each are to be verified: in level order a cut tree is still a tree."""
+        if strategy.drafter == "eagle":
+            drafts = self._from_eagle(items, strategy)
+            return drafts, [min(item.num_nodes, drafts.tokens.shape[1]) for item in items]
+        drafts = self._from_suffix(items, strategy)
+        if strategy.drafter == "both":
+            learned = Drafts(*(x[: len(items)].cpu() for x in self._from_eagle(items, strategy)))
+            drafts = merge(learned, drafts, strategy.budget)
+        counts = [min(item.num_nodes, count) for item, count in zip(items, drafts.num_nodes.tolist(), strict=True)]
+        nodes = upload(torch.stack([drafts.tokens, drafts.parents, drafts.depths]).numpy(), self._state.device)
+        return drafts._replace(tokens=nodes[0], parents=nodes[1], depths=nodes[2]), counts
+
+    def _from_suffix(self, items: list[Decode], strategy: Strategy) -> Drafts:
+        """On the host."""
         assert self.suffix is not None
-        requests, strategy = [item.request for item in items], plan.strategy
+        requests = [item.request for item in items]
         found = self.suffix.draft(
             [request.id for request in requests], strategy.depth, strategy.width,
             np.array([item.num_nodes for item in items], np.int32),
@@ -115,32 +167,42 @@ class Drafting:
             np.array([len(request.tokens) for request in requests], np.int64),
             np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau,
             strategy.min_survival)
-        arrays = (found.tokens, found.parents, found.depths, found.survival, found.num_nodes)
-        tokens, parents, depths, survival, count = (torch.from_numpy(a).to(self._state.device) for a in arrays)
-        return Drafts(tokens.long(), parents.long(), depths.long(), survival, count.long())
+        tokens, parents, depths, survival, count = (torch.from_numpy(array) for array in found)
+        return Drafts(tokens, parents.long(), depths.long(), survival, count.long())
 
-    def _from_eagle(self, items: list[Decode], plan: StepPlan) -> Drafts:
+    def _from_eagle(self, items: list[Decode], strategy: Strategy) -> Drafts:
+        """On the device, perhaps with lines of padding behind those of the items. Whom it has not followed for long it catches
+        up with first: one layer over what it missed."""
         assert self.eagle is not None
-        requests, strategy = [item.request for item in items], plan.strategy
-        # At least the last position: its output is where the tree starts from.
-        missing = [max(1, request.num_computed - self._seen[request.id]) for request in requests]
-        drafts = self.eagle.draft(self._view(requests), missing, strategy.depth, strategy.width, strategy.budget)
-        for request in requests:
-            self._seen[request.id] = request.num_computed
-        return drafts
+        requests = [item.request for item in items]
+        late = [request for request in requests if self._behind[request.id] > _window(strategy)]
+        if late:
+            view = self._view(upload([request.slot for request in late], self._state.device))
+            self.eagle.catch_up(view, [self._behind[request.id] for request in late])
+        slots = [request.slot for request in requests]
+        size = len(slots) + padding(len(slots), self._row_sizes)
+        if self.graphs is not None and size <= len(self._slots):
+            return self._captured(size, slots, strategy)
+        return self._draft(upload(slots, self._state.device), strategy)
 
-    def _view(self, requests: list[Request]) -> DraftView:
-        state, store = self._state, self._store
-        slots = torch.tensor([request.slot for request in requests], device=state.device)
+    def _captured(self, size: int, slots: list[int], strategy: Strategy) -> Drafts:
+        """One graph from catching up to the chosen nodes, keyed by the padded number of requests and the strategy's sizes."""
+        assert self.graphs is not None
+        place = upload_into(self._slots[:size], np.array(slots + [self._state.padding] * (size - len(slots)), np.int64))
+        key = ("draft", size, strategy.depth, strategy.width, strategy.budget)
+        return self.graphs.run(key, lambda: self._draft(place, strategy), rehearsal(place, self._state.padding))
+
+    def _draft(self, slots: Tensor, strategy: Strategy) -> Drafts:
+        assert self.eagle is not None
+        return self.eagle.draft(self._view(slots), _window(strategy), strategy.depth, strategy.width, strategy.budget)
+
+    def _view(self, slots: Tensor) -> DraftView:
+        state, store = self._state.tensors, self._store
         assert store.features is not None
-        layer = store.layers[-1]
-        return DraftView(slots, state.context[slots], state.last_token[slots], state.seed[slots], state.temperature[slots],
-                         store.tokens, store.features, PagedCache(layer.k, layer.v, state.page_table, store.page_size))
+        cache = PagedCache(store.layers[-1].k, store.layers[-1].v, state.page_table, store.page_size)
+        return DraftView(lines_of(slots, state), store.tokens, store.features, cache, store.spare_page * store.page_size)
 
 
-def _spread(drafts: Drafts, chosen: list[int], batch: int) -> Drafts:
-    """Rows of the drafting requests to their places among all."""
-    if len(chosen) == batch:
-        return drafts
-    index = torch.tensor(chosen, device=drafts.tokens.device)
-    return Drafts(*(x.new_zeros(batch, *x.shape[1:]).index_copy_(0, index, x) for x in drafts))
+def _window(strategy: Strategy) -> int:
+    """Positions that may be new after one step of this strategy."""
+    return min(strategy.depth, strategy.budget) + 1

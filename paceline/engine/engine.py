@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
@@ -21,8 +21,9 @@ from paceline.drafters.speculate import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.drafting import Drafted, Drafting
 from paceline.engine.finish import append, final_text
-from paceline.engine.graphs import GRAPH_SIZES, GraphPool
+from paceline.engine.graphs import GRAPH_SIZES, GraphPool, GraphReport
 from paceline.engine.limits import Limits
+from paceline.engine.park import park, unpark
 from paceline.engine.request import Request, Status
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler, StepPlan
@@ -74,6 +75,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._drained: list[StepResult] = []
         self._booked_at = 0.0
+        self._asleep = False
         self._eos = frozenset(model.config.eos_token_ids)
         self._build(*_make_drafters(drafter, model, self.config))
 
@@ -88,13 +90,15 @@ class Engine:
 
     def step(self, strategy: Strategy | None = None) -> StepResult:
         """One pass of the policy over all that is ready: choose (unless told), plan, draft, launch, book. On a GPU what is booked
-        is the step before the one just launched, unless a drafter must know first how that one ended."""
+        is the step before the one just launched, unless the suffix drafter must know first how that one ended."""
         if self._drained:
             return self._drained.pop(0)
+        if self._asleep:
+            raise RuntimeError("step: the engine is asleep; call wake() first")
         strategy = strategy or self.select(self._view())
         if strategy.drafter not in ("none", *self.drafting.available):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
-        result = self._book_in_flight() if strategy.drafter != "none" else None
+        result = self._book_in_flight() if strategy.drafter in ("suffix", "both") else None
         launched = self._launch(strategy)
         if result is None:
             result = self._book_in_flight()
@@ -103,6 +107,7 @@ class Engine:
             result = self._book_in_flight()
         return result or StepResult.nothing(self._counters.steps, strategy)
 
+    @torch.inference_mode()
     def _launch(self, strategy: Strategy) -> InFlight | None:
         """Queue the next step on the device; None: nothing can be done before what is in flight has been read."""
         began = time.perf_counter()
@@ -114,12 +119,13 @@ class Engine:
         self.state.admit(plan.admitted)
         self.state.set_pages(self.scheduler.running)
         self.store.copy_pages(plan.copies)
-        drafted = self.drafting.draft(plan, self._row_sizes)
+        drafted = self.drafting.draft(plan)
         want_raw = any(item.request.params.raw_logprobs for item in plan.decode)
         output = self.runner.run(plan, drafted, want_raw)
         self.drafting.prefilled(plan.prefill)
-        self.scheduler.commit(plan, drafted.num_nodes)
-        return InFlight(plan, drafted, Download.start(*output) if output else None, self.version, began)
+        self.scheduler.commit(plan, drafted.most_accepted)
+        drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
+        return InFlight(plan, drafted, drawn, self.version, began)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:
@@ -178,13 +184,55 @@ class Engine:
         load_state(self.model, state)
         self._prepare_weights()
         self.version = self.version + 1 if version is None else version
-        if self.drafting.eagle is not None:
-            self.drafting.eagle.module.policy_changed()
+        if self.drafting.eagle is not None and not self._asleep:  # `wake` does it
+            self.drafting.eagle.policy_changed()
         if self.config.on_update == "recompute":
             self._drain()
-            for request in list(self.scheduler.running):
-                self.scheduler.preempt(request)
+            self.scheduler.preempt_all()
         self.scheduler.drop_prefixes()
+
+    def sleep(self, weights: bool = False) -> None:
+        """Gives the device's memory to others: cache, features and graphs go, and with `weights` those of policy and drafter to
+        the host, where they may be updated. Requests stay: after `wake` they prefill what they have and go on with the same
+        tokens."""
+        if not self._asleep:
+            self._drain()
+            self.scheduler.preempt_all()
+            self.scheduler.drop_prefixes()
+            self.runner.release()
+            self.store.release()
+            self._asleep = True
+        if weights:
+            park(self._modules())
+            if self.drafting.eagle is not None:
+                self.drafting.eagle.module.policy_changed()  # what it has gathered of the head goes, too
+        if self.state.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Takes the memory back."""
+        if not self._asleep:
+            return
+        unpark(self._modules(), self.state.device)
+        self.store.allocate()
+        self.runner.bind()
+        if self.drafting.eagle is not None:
+            self.drafting.eagle.policy_changed()
+        self._asleep = False
+
+    @torch.inference_mode()
+    def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
+        """Capture what these strategies will need at these numbers of requests, before it is needed. exact: unpadded."""
+        for strategy in strategies:
+            for batch in batches:
+                drafted = self.drafting.rehearse(batch, strategy, exact)
+                if self.runner.graphs is not None and drafted.inputs.fixed:
+                    self.runner.replay(drafted.inputs, drafted.max_depth, want_raw=False)
+        return self.graph_report()
+
+    def graph_report(self) -> GraphReport:
+        """What captured graphs cost so far; nothing where none are."""
+        return GraphReport() if self.runner.graphs is None else self.runner.graphs.report()
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self.scheduler
@@ -237,7 +285,7 @@ class Engine:
         now = time.perf_counter()
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
-            num_rows=len(step.drafted.tree.tokens) + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
+            num_rows=step.drafted.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.drafted.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
             ms=(now - max(step.began, self._booked_at)) * 1e3)
         self._booked_at = now
@@ -252,7 +300,7 @@ class Engine:
         for i, (request, _) in enumerate(step.plan.decode):
             if request.status is Status.FINISHED:  # ended while this step was on its way
                 continue
-            self.scheduler.landed(request, step.drafted.num_nodes[i])
+            self.scheduler.landed(request, step.drafted.most_accepted[i])
             accepted += counts[i] - 1
             drawn = tokens[i][: counts[i]]
             failed = -1 in drawn
@@ -264,7 +312,7 @@ class Engine:
             if request.params.raw_logprobs:
                 request.raw_logprobs += raw[i][:taken]
             appended[request.id] = drawn[:taken]
-            self.drafting.extend(request, drawn[:taken])
+            self.drafting.extend(request, drawn[:taken], step.drafted.most_accepted[i])
             if failed and reason is None:
                 reason = "error"
                 request.error = f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
@@ -349,26 +397,29 @@ class Engine:
         self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), limits.max_batch, limits.max_rows, context)
         length = self.scheduler.max_length
         self.store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
-        self.state = SlotState(limits.max_batch, -(-length // config.page_size), num_pages, device)
+        self.state = SlotState(limits.max_batch, -(-length // config.page_size), config.page_size, num_pages, device)
         rope = Rope(shape, length + 1, dtype, device)
         # On a GPU the host works one step ahead of what it has read, and steps are captured graphs.
         self._pipelined = device.type == "cuda"
-        self._row_sizes = config.row_sizes or (GRAPH_SIZES if self._pipelined else ())
+        row_sizes = config.row_sizes or (GRAPH_SIZES if self._pipelined else ())
         capturable = self.ops.name == "triton" and dtype != torch.float64
         graphs = GraphPool(device) if capturable and config.cuda_graphs else None
-        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs, max(self._row_sizes, default=1))
+        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs)
         learned = None
         if eagle is not None:
             columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
             learned = EagleDrafter(eagle.to(device, dtype), self.model, rope, self.ops, columns, config.tau)
-        self.drafting = Drafting(self.state, self.store, suffix, learned, config.suffix_tau)
+        self.drafting = Drafting(self.state, self.store, self.ops, suffix, learned, config.suffix_tau, row_sizes, graphs)
         self._prepare_weights()
 
     def _prepare_weights(self) -> None:
-        learned = self.drafting.eagle
-        modules = [*self.model.modules(), *(learned.module.modules() if learned is not None else ())]
         if self.config.pack_weights:
+            modules = [module for part in self._modules() for module in part.modules()]
             self.ops.prepare([module.weight for module in modules if isinstance(module, Linear)])
+
+    def _modules(self) -> list[nn.Module]:
+        learned = self.drafting.eagle
+        return [self.model] if learned is None else [self.model, learned.module]
 
 
 def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,38 @@ GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160
 """Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
 
 
+def rehearsal(slots: torch.Tensor, padding: int) -> Callable[[Callable[[], Any]], None]:
+    """Runs a step where it can do no harm: with padding in all of its `slots`."""
+
+    def rehearse(step: Callable[[], Any]) -> None:
+        before = slots.clone()
+        slots.fill_(padding)
+        for _ in range(2):
+            step()
+        slots.copy_(before)
+
+    return rehearse
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    num_graphs: int = 0
+    num_bytes: int = 0
+    """Device memory that capturing them took."""
+    capture_seconds: float = 0.0
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: Any  # the tensors that a replay fills
+    step: Callable[[], Any]  # never called again: it holds the tensors that a replay reads
     num_bytes: int
 
 
 class GraphPool:
-    def __init__(self, device: torch.device, max_bytes: int = 4 << 30) -> None:
-        self.device, self.max_bytes = device, max_bytes
+    def __init__(self, device: torch.device, max_bytes: int = 4 << 30, shared: bool = True) -> None:
+        """shared: all graphs use the same memory, one after the other; otherwise each has its own."""
+        self.device, self.max_bytes, self._shared = device, max_bytes, shared
         self.capture_seconds = 0.0
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
@@ -30,6 +54,9 @@ class GraphPool:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._graphs.values())
+
+    def report(self) -> GraphReport:
+        return GraphReport(len(self._graphs), self.num_bytes, self.capture_seconds)
 
     @property
     def sizes(self) -> dict[Hashable, int]:
@@ -57,10 +84,10 @@ class GraphPool:
         torch.cuda.synchronize(self.device)
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool if self._shared else torch.cuda.graph_pool_handle()):
             output = step()
         torch.cuda.synchronize(self.device)
-        entry = _Captured(graph, output, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
+        entry = _Captured(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
         while self._graphs and self.num_bytes + entry.num_bytes > self.max_bytes:
             self._graphs.popitem(last=False)
         self._graphs[key] = entry

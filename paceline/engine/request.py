@@ -34,6 +34,8 @@ class Request:
     slot: int = -1
     """Its row in the page table and in the per-request device state; -1 while waiting."""
     pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    """Leading tokens that lie on pages of other requests, too: not to be written."""
     num_computed: int = 0
     """Committed tokens in the cache. While decoding that is all but the last: a step feeds the last token and draws."""
     num_in_flight: int = 0

@@ -76,11 +76,11 @@ class Scheduler:
         self._plan_nodes(plan, rows_left)
         return plan
 
-    def commit(self, plan: StepPlan, num_nodes: list[int]) -> None:
-        """The step has been launched, with so many drafted nodes: its requests are in flight; what it prefills may be shared
-        and what it copied from given away behind it."""
-        for item, nodes in zip(plan.decode, num_nodes, strict=False):  # padding behind them
-            item.request.num_in_flight += 1 + nodes
+    def commit(self, plan: StepPlan, most_accepted: list[int]) -> None:
+        """The step has been launched, and no more drafted nodes than this can be accepted: its requests are in flight; what it
+        prefills may be shared and what it copied from given away behind it."""
+        for item, most in zip(plan.decode, most_accepted, strict=True):
+            item.request.num_in_flight += 1 + most
             item.request.num_steps_in_flight += 1
         self.pages.release(plan.borrowed)
         plan.borrowed = []
@@ -88,9 +88,9 @@ class Scheduler:
             if request.status is Status.DECODE and not request.stale:
                 self.pages.publish(request.tokens[: request.num_computed], request.pages)
 
-    def landed(self, request: Request, num_nodes: int) -> None:
-        """A step of this request has been read."""
-        request.num_in_flight -= 1 + num_nodes
+    def landed(self, request: Request, most_accepted: int) -> None:
+        """A step of this request has been read; `most_accepted` as it was committed."""
+        request.num_in_flight -= 1 + most_accepted
         request.num_steps_in_flight -= 1
 
     def finish(self, request: Request) -> None:
@@ -111,6 +111,10 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
+
+    def preempt_all(self) -> None:
+        for request in reversed(self.running.copy()):  # so that the oldest waits in front
+            self.preempt(request)
 
     def drop_prefixes(self) -> None:
         """The weights changed: nothing computed so far may be shared with what comes."""
@@ -155,7 +159,7 @@ class Scheduler:
         """How many drafted nodes it may bring: not past the end of the answer or the context, and only if pages are there.
         A learned drafter also writes its levels behind the context: room for whichever is longer."""
         start = request.num_computed + request.num_in_flight
-        if request.params.max_new_tokens - request.num_generated - request.num_in_flight <= 1:
+        if request.params.max_new_tokens - request.num_generated - request.num_steps_in_flight <= 1:
             return 0
         nodes = max(0, min(strategy.budget, rows_left, self.max_length - start - 1))
         scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
@@ -219,7 +223,8 @@ class Scheduler:
             self.pages.release(held)
             return False
         request.pages = known.pages + pages
-        request.num_computed = len(known.pages) * self.pages.page_size + known.num_tail
+        request.num_shared = len(known.pages) * self.pages.page_size
+        request.num_computed = request.num_shared + known.num_tail
         if known.tail is not None:
             plan.copies.append((known.tail, pages[0]))
             plan.borrowed.append(known.tail)

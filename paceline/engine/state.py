@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.engine.request import Request
-from paceline.engine.transfer import upload
+from paceline.kernels import SlotTensors
+from paceline.kernels.upload import upload
 
 
 class SlotState:
     """One row per slot and one more for padding: a request that never ends, on the store's spare page, whose rows fill a step
     up to a size. On a CPU the tensors share memory with the host's arrays."""
 
-    def __init__(self, max_batch: int, max_pages: int, spare_page: int, device: torch.device) -> None:
+    def __init__(self, max_batch: int, max_pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
         self.device = device
         slots = max_batch + 1
         self.padding = max_batch
@@ -26,18 +26,12 @@ class SlotState:
             "top_k": np.zeros(slots, np.int32),
             "top_p": np.ones(slots, np.float32),
             "min_p": np.zeros(slots, np.float32),
+            "shared": np.zeros(slots, np.int64),
         }
         self._host_pages = np.zeros((slots, max_pages), np.int32)
         self._host_pages[self.padding] = spare_page
         tensors = {name: torch.from_numpy(array).to(device) for name, array in self._host.items()}
-        self.context: Tensor = tensors["context"]  # [slots] int64 committed tokens in the cache
-        self.last_token: Tensor = tensors["last_token"]  # [slots] int64 drawn, not yet fed
-        self.seed: Tensor = tensors["seed"]
-        self.temperature: Tensor = tensors["temperature"]
-        self.top_k: Tensor = tensors["top_k"]
-        self.top_p: Tensor = tensors["top_p"]
-        self.min_p: Tensor = tensors["min_p"]
-        self.page_table: Tensor = torch.from_numpy(self._host_pages).to(device)  # [slots, pages] int32
+        self.tensors = SlotTensors(**tensors, page_table=torch.from_numpy(self._host_pages).to(device), page_size=page_size)
         self._num_pages = [0] * slots
 
     def admit(self, requests: list[Request]) -> None:
@@ -46,15 +40,16 @@ class SlotState:
             slot, params = request.slot, request.params
             seed = params.seed & (2**64 - 1)
             values = (len(request.tokens) - 1, request.tokens[-1], seed - 2**64 if seed >= 2**63 else seed,
-                      params.temperature, params.top_k, params.top_p, params.min_p)
+                      params.temperature, params.top_k, params.top_p, params.min_p, request.num_shared)
             for array, value in zip(self._host.values(), values, strict=True):
                 array[slot] = value
             self._num_pages[slot] = 0
         if self.device.type != "cpu" and requests:
             slots = [request.slot for request in requests]
             index = upload(slots, self.device)
+            tensors = self.tensors._asdict()
             for name, array in self._host.items():
-                getattr(self, name)[index] = upload(array[slots], self.device)
+                tensors[name][index] = upload(array[slots], self.device)
 
     def set_pages(self, requests: list[Request]) -> None:
         """Pages were added to these requests since the last step."""
@@ -66,9 +61,4 @@ class SlotState:
                 self._num_pages[slot] = len(request.pages)
                 changed.append(slot)
         if changed and self.device.type != "cpu":
-            self.page_table[upload(changed, self.device)] = upload(self._host_pages[changed], self.device)
-
-    def cache_index(self, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
-        """Token slot in the paged store of (request, position), element by element."""
-        pages = self.page_table[slots, positions // page_size]
-        return pages.long() * page_size + positions % page_size
+            self.tensors.page_table[upload(changed, self.device)] = upload(self._host_pages[changed], self.device)

@@ -1,18 +1,11 @@
-"""Between host and device without making either wait: uploads from pinned memory, downloads that are read when they are due."""
+"""From device to host without making either wait: downloads that are read when they are due. The way up: `kernels.upload`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-
-
-def upload(values: list[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A small array on its way to the device; the host goes on at once."""
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Download(NamedTuple):

@@ -6,10 +6,25 @@ from importlib.util import find_spec
 
 import torch
 
-from paceline.kernels.base import Ops, PagedCache, SamplingTensors, Segments
+from paceline.kernels.base import (
+    Candidates,
+    DecodeRows,
+    DraftRows,
+    DraftTree,
+    Drawn,
+    Lines,
+    Ops,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.torch_ops import TorchOps, apply_rope
 
-__all__ = ["Ops", "PagedCache", "SamplingTensors", "Segments", "TorchOps", "apply_rope", "ops_for"]
+__all__ = [
+    "Candidates", "DecodeRows", "DraftRows", "DraftTree", "Drawn", "Lines", "Ops", "PagedCache", "SamplingTensors", "Segments",
+    "SlotTensors", "TorchOps", "apply_rope", "ops_for",
+]
 
 
 def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768) -> Ops:

@@ -37,6 +37,35 @@ class PagedCache(NamedTuple):
     page_size: int
 
 
+class SlotTensors(NamedTuple):
+    """What the device knows of every running request, one row per slot. The last slot is padding: a request that never ends,
+    whose rows fill a step up to a size; it stays at context 0."""
+
+    context: Tensor  # [slots] int64 committed tokens in the cache
+    last_token: Tensor  # [slots] int64 drawn, not yet fed
+    seed: Tensor  # [slots] int64
+    temperature: Tensor  # [slots] float32
+    top_k: Tensor  # [slots] int32
+    top_p: Tensor  # [slots] float32
+    min_p: Tensor  # [slots] float32
+    shared: Tensor  # [slots] int64 leading positions that lie on pages of other requests
+    page_table: Tensor  # [slots, pages] int32
+    page_size: int
+
+
+class DraftTree(NamedTuple):
+    """The decode rows of one step. Row order: requests as planned, root first, then nodes, parents before children."""
+
+    tokens: Tensor  # [R] int64; roots hold anything (the device knows each request's last token)
+    parents: Tensor  # [R] int64 absolute row of the parent; a root is its own
+    depths: Tensor  # [R] int64; 0 = root
+    node: Tensor  # [R] int64 place within the request's rows; 0 = root
+    request: Tensor  # [R] int64 which of the step's decode requests
+    mask: Tensor  # [R, 2] int64 rows of the same request that this row sees
+    first: Tensor  # [B] int64 row of each request's root; 0 for a request without rows
+    length: Tensor  # [B] int64 rows of each request
+
+
 class SamplingTensors(NamedTuple):
     """Per row to be sampled."""
 
@@ -46,6 +75,68 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor  # [R] int32; 0 = all
     top_p: Tensor  # [R] float32
     min_p: Tensor  # [R] float32
+
+
+class DecodeRows(NamedTuple):
+    """A step's decode rows, ready for the forward pass and the sampler."""
+
+    tokens: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    write: Tensor  # [R] int64 token slot where this row's key, value and features go
+    segments: Segments
+    sampling: SamplingTensors
+
+
+class Drawn(NamedTuple):
+    """What a step drew. Column d is the token drawn after the accepted node at depth d; columns beyond `num_drawn` repeat the
+    root's."""
+
+    tokens: Tensor  # [B, D + 1] int64; -1: the logits were not numbers
+    logprobs: Tensor  # [B, D + 1]
+    raw_logprobs: Tensor | None
+    num_drawn: Tensor  # [B] int64 columns that are real: accepted rows, the root included
+    source: Tensor  # [B, D + 1] int64 token slots to be moved together: accepted nodes …
+    target: Tensor  # … and where they belong; equal where nothing moves
+
+
+class Lines(NamedTuple):
+    """What drafting reads of the requests it drafts for, a line each. Padding has no committed token."""
+
+    slots: Tensor  # [B] int64
+    context: Tensor  # [B] int64 committed tokens
+    last_token: Tensor  # [B] int64 the token at position `context`
+    seed: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32
+    shared: Tensor  # [B] int64 leading positions on other requests' pages: complete, and not to be written
+
+
+class DraftRows(NamedTuple):
+    """Rows of one pass of the drafter."""
+
+    tokens: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    write: Tensor  # [R] int64
+    segments: Segments
+
+
+class Candidates(NamedTuple):
+    """Nodes that a tree is chosen from: W children of the root, then W * W of every level."""
+
+    tokens: Tensor  # [B, C] int64
+    parents: Tensor  # [B, C] int64 candidate, -1 the root
+    scores: Tensor  # [B, C] float32 log-survival; a child's is lower than its parent's
+
+
+class Beam(NamedTuple):
+    """The likeliest nodes of a level, W per line: the drafter's next rows."""
+
+    rows: DraftRows
+    above: Tensor  # [B * W] int64 row of the parent among the last level's
+    scores: Tensor  # [B, W] float32
+    origin: Tensor  # [B, W] int64 their places among the candidates
+    seed: Tensor  # [B * W] int64, and so on: what their children are drawn with
+    next_position: Tensor  # [B * W] int64
+    temperature: Tensor  # [B * W] float32
 
 
 class Ops(Protocol):
@@ -87,6 +178,30 @@ class Ops(Protocol):
         """q [R, H, D] -> [R, H, D]; rows outside every segment come back as anything finite."""
         ...
 
+    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+        """Drafted nodes [N, n] int64 (parents: node of the same line, -1 the root) -> the rows of `tree`, whose `node`,
+        `request`, `first` and `length` say where they go. draft [B] int64: which line speaks of a request."""
+        ...
+
+    def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+        """slots [B] int64: those of the requests that `tree` speaks of. A node's row is written at context + node."""
+        ...
+
+    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+                max_depth: int) -> Drawn:
+        """Verification is one comparison: from the root, through children that equal the policy's own samples. sampled [R]: what
+        the policy draws after each row. Context and last token of `of` move on behind what was accepted."""
+        ...
+
+    def movable(self, tensors: list[Tensor]) -> Any:
+        """Tensors [T, ...] indexed by token slot, for `move_tokens`; made anew whenever one of them is."""
+        ...
+
+    def move_tokens(self, what: Any, source: Tensor, target: Tensor) -> None:
+        """Token slots [B, M] -> [B, M] in all of them; pairs of equal slots are left alone. Within a line all are read before any
+        is written; lines (requests) do not touch each other's slots."""
+        ...
+
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Shared-noise sampling: logits [R, V] -> (token [R] int64, log-probability [R] of logits' precision)."""
         ...
@@ -94,6 +209,28 @@ class Ops(Protocol):
     def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
                    token_ids: Tensor | None = None) -> Ranked:
         """The k likeliest to be drawn after each row: largest log q / tau + G; see `draft_rank`."""
+        ...
+
+    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
+                    least: int, spare: int) -> DraftRows:
+        """The drafter's rows for committed positions, `back` [R] from the end of the context of line `request` [R], in order;
+        counts [B]: rows of each line. Rows before a line's own beginning are nobody's and go to token slot `spare`, but the last
+        `least` are always computed. stored [T]: the token of every token slot. A row feeds the token behind its position."""
+        ...
+
+    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+        """The children of N nodes per line (ranked: [B * N, W]) as candidates first, first + 1, …; scores, origin [B, N]: the
+        nodes'. A child's score is its share of all ranked, shrunk a little so that children lose to parents."""
+        ...
+
+    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
+        """The `width` likeliest of the candidates from `first` on, all at `depth`. They lie behind the context, levels side by
+        side; bits [B, N, 2]: what their parents see of that."""
+        ...
+
+    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The `budget` likeliest candidates, parents before children: tokens, parents (-1: the root), depths [B, n] int64,
+        survival [B, n] float32."""
         ...
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

@@ -8,7 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels import draft_rows, tree_rows
+from paceline.kernels.base import (
+    Beam,
+    Candidates,
+    DecodeRows,
+    DraftRows,
+    DraftTree,
+    Drawn,
+    Lines,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.draft_rank import Ranked, rank
 from paceline.kernels.noise import gumbel, gumbel_all
 
@@ -61,6 +74,28 @@ class TorchOps:
                 out[row : row + length] = attend_segment(q[row : row + length], cache, segments, i, scale)
         return out
 
+    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+        tree_rows.flatten(tokens, parents, depths, draft, tree, max_depth)
+
+    def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+        return tree_rows.build_rows(slots, tree, of)
+
+    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+                max_depth: int) -> Drawn:
+        return tree_rows.advance(slots, tree, of, sampled, logprobs, raw, max_depth)
+
+    def movable(self, tensors: list[Tensor]) -> Any:
+        return tensors
+
+    def move_tokens(self, what: Any, source: Tensor, target: Tensor) -> None:
+        if source.device.type == "cpu":  # nothing to wait for: copy only what moves, usually nothing
+            moved = source != target
+            if not bool(moved.any()):
+                return
+            source, target = source[moved], target[moved]
+        for tensor in what:
+            tensor[target] = tensor[source]
+
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         logits = at_least_float32(logits)
         greedy = params.temperature == 0
@@ -77,6 +112,19 @@ class TorchOps:
                    token_ids: Tensor | None = None) -> Ranked:
         ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
         return rank(logits, self.gumbel(seed, position, ids), temperature, tau, k)
+
+    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
+                    least: int, spare: int) -> DraftRows:
+        return draft_rows.follow_rows(lines, stored, cache, request, back, counts, least, spare)
+
+    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+        draft_rows.collect(ranked, scores, origin, ids, into, first)
+
+    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
+        return draft_rows.grow(found, first, bits, lines, cache, depth, width)
+
+    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return draft_rows.choose(found, width, budget)
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         return gumbel(seed, position, token_ids)

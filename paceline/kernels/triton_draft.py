@@ -36,7 +36,7 @@ def draft_topk(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tens
     _rank_kernel[(num_rows, blocks)](
         logits, seed, position, temperature, tau, seed if token_ids is None else token_ids, values, index, sums, vocab,
         blocks, K=k, IDS=token_ids is not None, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False)
-    _select_kernel[(num_rows,)](values, index, sums, temperature, tau, *ranked, blocks, K=k,
+    _select_kernel[(num_rows,)](values, index, sums, temperature, tau, *ranked, blocks, vocab, K=k,
                                 BLOCKS=max(triton.next_power_of_2(blocks), 16),
                                 CANDIDATES=max(triton.next_power_of_2(blocks * k), 16), num_warps=4)
     return ranked
@@ -75,7 +75,7 @@ def _rank_kernel(logits, seed, position, temperature, tau, token_ids, values, in
 
 
 @triton.jit
-def _select_kernel(values, index, sums, temperature, tau, out_values, out_index, out_sum, blocks, K: tl.constexpr,
+def _select_kernel(values, index, sums, temperature, tau, out_values, out_index, out_sum, blocks, vocab, K: tl.constexpr,
                    BLOCKS: tl.constexpr, CANDIDATES: tl.constexpr):
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS)
@@ -90,7 +90,9 @@ def _select_kernel(values, index, sums, temperature, tau, out_values, out_index,
     for j in tl.static_range(K):
         value, which = tl.max(candidates, axis=0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(out_values + row * K + j, value - shift)
-        tl.store(out_index + row * K + j, tl.load(index + row * blocks * K + which).to(tl.int64))
+        # Where logits are not numbers no comparison holds: whatever is found must still be a column.
+        found = tl.load(index + row * blocks * K + tl.minimum(which, blocks * K - 1))
+        tl.store(out_index + row * K + j, tl.minimum(found, vocab - 1).to(tl.int64))
         candidates = tl.where(c == which, float("-inf"), candidates)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.kernels import (
     triton_attention,
     triton_attention_fixed,
+    triton_beam,
     triton_draft,
     triton_linear,
     triton_move,
@@ -21,8 +22,21 @@ from paceline.kernels import (
     triton_norm,
     triton_plan,
     triton_sample,
+    triton_tree,
 )
-from paceline.kernels.base import PagedCache, SamplingTensors, Segments
+from paceline.kernels.base import (
+    Beam,
+    Candidates,
+    DecodeRows,
+    DraftRows,
+    DraftTree,
+    Drawn,
+    Lines,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.draft_rank import Ranked, draft_topk
 from paceline.kernels.torch_ops import TorchOps
 from paceline.kernels.triton_move import Movables
@@ -120,6 +134,18 @@ class TritonOps(TorchOps):
         """q: the rows of the prompt chunks only."""
         return triton_attention.prefill_attention(q, cache, prefill, scale)
 
+    # -- rows
+
+    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+        triton_tree.flatten(tokens, parents, depths, draft, tree, max_depth)
+
+    def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+        return triton_tree.build_rows(slots, tree, of)
+
+    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+                max_depth: int) -> Drawn:
+        return triton_tree.advance(slots, tree, of, sampled, logprobs, raw, max_depth)
+
     # -- sampling and drafting
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
@@ -133,8 +159,26 @@ class TritonOps(TorchOps):
         rank = triton_draft.draft_topk if _ours(logits) and k <= triton_draft.MAX_K else draft_topk
         return rank(logits, seed, position, temperature, tau, k, token_ids)
 
-    def move_tokens(self, where: Movables, source: Tensor, target: Tensor) -> None:
-        triton_move.move_tokens(where, source, target)
+    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
+                    least: int, spare: int) -> DraftRows:
+        return triton_beam.follow_rows(lines, stored, cache, request, back, counts, least, spare)
+
+    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+        triton_beam.collect(ranked, scores, origin, ids, into, first)
+
+    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
+        return triton_beam.grow(found, first, bits, lines, cache, depth, width)
+
+    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return triton_beam.choose(found, width, budget)
+
+    # -- moving
+
+    def movable(self, tensors: list[Tensor]) -> Movables:
+        return triton_move.movables(tensors)
+
+    def move_tokens(self, what: Movables, source: Tensor, target: Tensor) -> None:
+        triton_move.move_tokens(what, source, target)
 
 
 def _ours(*tensors: Tensor) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.upload import upload
 
 BLOCK_N = 64
 """Keys per step of the inner loop."""
@@ -88,10 +90,10 @@ def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: Pa
     device, size = cache.k.device, cache.page_size
     rows, keys = [count for _, _, count in chunks], [start + count for _, start, count in chunks]
     cum_q, cum_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (rows, keys))
-    slots = torch.cat([torch.full((start + count,), slot, device="cpu") for slot, start, count in chunks]).to(device)
-    position = torch.cat([torch.arange(n, device="cpu") for n in keys]).to(device)
+    slots = upload(np.repeat([slot for slot, _, _ in chunks], keys), device)
+    position = upload(np.concatenate([np.arange(n) for n in keys]), device)
     where = cache.page_table[slots, position // size].long() * size + position % size
-    both = torch.tensor([cum_q, cum_k], dtype=torch.int32, device=device)
+    both = upload(np.array([cum_q, cum_k], np.int32), device)
     return Prefill(first_row, where, both[0], both[1], tuple(zip(rows, keys, strict=True)))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, eagle, model
 
-from paceline import Engine, SamplingParams
+from paceline import Engine, SamplingParams, Strategy
+from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.kernels import TorchOps
@@ -43,8 +45,6 @@ def greedy_chain(policy: Decoder, drafter: Eagle, tokens: list[int], depth: int)
 @pytest.mark.parametrize("draft_vocab", [0, 20])
 def test_drafts_equal_a_slow_reference(form, draft_vocab):
     """Chains, through prefill in chunks, accepted and rejected drafts, and steps in which the drafter did not run."""
-    from paceline.config import EngineConfig
-
     policy, drafter = model("qwen3"), eagle("qwen3", form, draft_vocab=draft_vocab)
     strategies = iter(["eagle:d4w1v4", "eagle:d4w1v4", "off", "off", "eagle:d4w1v4", "suffix:d4w2v8", "eagle:d4w1v4"] * 4)
     engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=8, max_batch=2))
@@ -53,19 +53,60 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
 
     def spy(view, missing, *sizes):
         drafts = real(view, missing, *sizes)
-        (request,) = [r for r in engine.scheduler.running if r.slot == int(view.slots[0])]
+        (request,) = [r for r in engine.scheduler.running if r.slot == int(view.lines.slots[0])]
         made.append((list(request.tokens), drafts.tokens[0].tolist()))
         return drafts
 
     engine.drafting.eagle.draft = spy
     engine.add([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], SamplingParams(temperature=0, max_new_tokens=25))
-    from paceline import Strategy
-
     while engine.has_work:
         engine.step(Strategy.parse(next(strategies)))
     assert len(made) > 5
     for tokens, guesses in made:
         assert guesses == greedy_chain(policy, drafter, tokens, 4)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("rows", [3, 8192])
+def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, seed, rows, monkeypatch):
+    """Trees of changing depth, all, some or none of their nodes accepted, pauses of the drafter, requests that share a prompt;
+    the host knows bounds only. Guesses are recorded, then replaced by what the policy will say, so that they are accepted."""
+    monkeypatch.setattr("paceline.drafters.speculate.MAX_CATCH_UP_ROWS", rows)  # a pause is caught up in pieces
+    rng, policy, drafter = random.Random(seed), model("qwen3"), eagle("qwen3", "eagle3")
+    prompts, params = [[5, 6, 7, 8, 9, 10, 11], [1], [30, 31]], SamplingParams(temperature=0, max_new_tokens=40)
+    texts = {}  # slot -> text
+    truth = [r for g in Engine(policy, drafter=None, strategy="off").generate(prompts, params, n=2) for r in g.rollouts]
+    engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=60, max_batch=6))
+    engine._pipelined = pipelined
+    made = []
+    real = engine.drafting.eagle.draft
+
+    def spy(view, window, *sizes):
+        drafts = real(view, window, *sizes)
+        for line, (slot, context) in enumerate(zip(view.lines.slots.tolist(), view.lines.context.tolist(), strict=True)):
+            text = texts[slot]
+            made.append((text[: context + 1], drafts.tokens[line].tolist()))
+            if rng.random() < 0.7:
+                told = (text[context + 1 :] + [0] * 64)[: drafts.tokens.shape[1] - rng.randrange(2)]
+                drafts.tokens[line, : len(told)] = torch.tensor(told)
+        return drafts
+
+    engine.drafting.eagle.draft = spy
+    ids = [request for prompt in prompts for request in engine.add(prompt, params, n=2)]
+    while engine.has_work:
+        choice = rng.choice(["eagle:d4w1v4", "eagle:d4w1v4", "eagle:d7w1v7", "eagle:d1w1v1", "suffix:d4w2v8", "off"])
+        for _ in range(rng.choice([1, 1, 1, 9])):
+            texts |= {r.slot: t.prompt_ids + t.token_ids for r in engine._requests.values()
+                      for t in [truth[ids.index(r.id)]]}
+            if not texts.keys() >= set(range(6)):
+                engine.step(Strategy.OFF)  # until everybody has a slot
+                continue
+            engine.step(Strategy.parse(choice))
+    assert engine.stats().accepted > 30 and len(made) > 30
+    for tokens, guesses in rng.sample(made, 30):
+        if len(tokens) < 40:  # those who were finished before it was known drafted beyond their end
+            assert guesses == greedy_chain(policy, drafter, tokens, len(guesses))
 
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])

@@ -8,10 +8,11 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, eagle, model
+from tiny import VOCAB, captured, eagle, model
 
 from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.config import EngineConfig
+from paceline.models.names import export_state
 from paceline.types import StepView
 
 SHARED = [5, 9, 9, 2, 40, 17, 3, 3, 8]
@@ -71,40 +72,66 @@ class RandomSelector:
 @given(kind=st.sampled_from(["llama", "qwen2", "qwen3"]), form=st.sampled_from(["eagle", "eagle3", None]),
        page_size=st.integers(1, 17), max_batch=st.integers(1, 14), max_rows=st.integers(1, 60),
        kv_tokens=st.integers(90, 400), pad=st.booleans(), kernels=st.sampled_from(["auto", "auto", "torch"]),
-       preempt=st.sampled_from([0.0, 0.05, 0.3]),
-       seed=st.integers(0, 2**32))
+       preempt=st.sampled_from([0.0, 0.05, 0.3]), pipelined=st.sampled_from(["no", "launches first", "captures"]),
+       disturb=st.sampled_from([0.0, 0.0, 0.02]),
+       on_update=st.sampled_from(["continue", "recompute"]), seed=st.integers(0, 2**32))
 def test_rollouts_do_not_depend_on_how_they_are_made(kind, form, page_size, max_batch, max_rows, kv_tokens, pad, kernels,
-                                                     preempt, seed):
+                                                     preempt, pipelined, disturb, on_update, seed):
     rng = random.Random(seed)
     drafter = "suffix" if form is None else eagle(kind, form, draft_vocab=rng.choice([0, 20]))
     config = EngineConfig(page_size=page_size, max_batch=max_batch, max_rows=max_rows, kv_tokens=kv_tokens,
-                          kernels=kernels, row_sizes=(4, 16, 64) if pad else ())
+                          kernels=kernels, row_sizes=(4, 16, 64) if pad else (), on_update=on_update)
     engine = Engine(model(kind), drafter=drafter, strategy=RandomSelector(rng), config=config)
+    engine._pipelined = pipelined != "no"  # as on a GPU: a step is launched before the last one is read
+    if pipelined == "captures":
+        captured(engine, (1, 4, 16, 40))
+    got, want, aborted = run_randomly(engine, rng, preempt, disturb), reference(kind), 0
+    assert got.keys() == want.keys()
+    for key in want:
+        if got[key][3] == "abort":
+            aborted += 1
+            assert got[key][0] == want[key][0][: len(got[key][0])], f"{key}: not the reference's beginning"
+        else:
+            assert_same(got[key], want[key], key)
+    assert disturb or not aborted
+    stats = engine.stats()
+    assert stats.free_pages == stats.total_pages, "pages leaked"
+
+
+def run_randomly(engine: Engine, rng: random.Random, preempt: float, disturb: float) -> dict[tuple[int, int], Answer]:
+    """All jobs, arriving at random; `preempt`, `disturb`: how often a request is pushed out, and how often one is aborted or the
+    weights are loaded again (the same ones), whatever is in flight."""
     jobs = list(enumerate(JOBS))
     rng.shuffle(jobs)
     owner: dict[int, tuple[int, int]] = {}
     got: dict[tuple[int, int], Answer] = {}
+    same = {name: tensor.clone() for name, tensor in export_state(engine.model).items()}
     while jobs or engine.has_work:
         if jobs and rng.random() < 0.4:
             job, (prompt, params, n) = jobs.pop()
             owner |= {request: (job, sample) for sample, request in enumerate(engine.add(prompt, params, n))}
         if engine.scheduler.running and rng.random() < preempt:
-            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
-        for rollout in engine.step().finished:
+            engine._drain()
+            if engine.scheduler.running:
+                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+        finished = engine.step().finished
+        if engine.scheduler.running and rng.random() < disturb:
+            finished = finished + engine.abort([rng.choice(engine.scheduler.running).id])
+        if rng.random() < disturb:
+            engine.update_weights(same)
+        for rollout in finished:
+            assert owner[rollout.request_id] not in got, "finished twice"
             got[owner[rollout.request_id]] = answer(rollout)
         engine.scheduler.pages.check_integrity()
-    want = reference(kind)
-    assert got.keys() == want.keys()
-    for key in want:
-        assert_same(got[key], want[key], key)
-    stats = engine.stats()
-    assert stats.free_pages == stats.total_pages, "pages leaked"
+    return got
 
 
 @pytest.mark.parametrize("strategy", ["suffix:d6w2v12", "eagle:d5w3v16", "eagle:d1w1v1", "both:d4w4v24", "eagle:d16w8v100"])
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
-def test_every_strategy_gives_the_reference(strategy, form):
+@pytest.mark.parametrize("capture", [False, True])
+def test_every_strategy_gives_the_reference(strategy, form, capture):
     engine = Engine(model("qwen3"), drafter=eagle("qwen3", form), strategy=strategy)
+    graphs = captured(engine, (1, 4, 16, 64, 256)) if capture else None
     owner = {}
     for job, (prompt, params, n) in enumerate(JOBS):
         owner |= {request: (job, sample) for sample, request in enumerate(engine.add(prompt, params, n))}
@@ -112,6 +139,7 @@ def test_every_strategy_gives_the_reference(strategy, form):
         for rollout in engine.step().finished:
             assert_same(answer(rollout), reference("qwen3")[owner[rollout.request_id]], strategy)
     assert engine.stats().drafted > 0
+    assert graphs is None or 2 <= len(graphs.steps) <= 18, "a few graphs, and they are used"
 
 
 def test_a_perfect_drafter_is_accepted():

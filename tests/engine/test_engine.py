@@ -115,7 +115,7 @@ def test_real_engine_leaks_nothing_under_aborts():
     while engine.has_work:
         engine.step()
     assert engine.stats().free_pages == engine.stats().total_pages
-    assert engine._requests == {} and engine.drafting._seen == {}
+    assert engine._requests == {} and engine.drafting._behind == {}
 
 
 # -- weights

@@ -10,8 +10,9 @@ import warnings
 import pytest
 import torch
 
-from paceline.kernels import PagedCache, SamplingTensors, Segments, TorchOps
-from paceline.kernels.draft_rank import draft_topk
+from paceline.engine.inputs import InputBuffers, StepInputs
+from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, SamplingTensors, Segments, SlotTensors, TorchOps
+from paceline.kernels.draft_rank import Ranked, draft_topk
 
 CUDA = torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
@@ -32,7 +33,6 @@ if not CUDA:
     interpreter._patch_lang_tensor = _patch_index
 
 from paceline.kernels import triton_attention, triton_linear, triton_plan  # noqa: E402
-from paceline.kernels.triton_move import movables  # noqa: E402
 from paceline.kernels.triton_ops import TritonOps  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -263,6 +263,145 @@ def test_deterministic_linear_does_not_see_the_batch(dtype: torch.dtype) -> None
         assert torch.equal(ops.linear(x[rows], weight, bias), every[rows])
 
 
+# -- trees
+
+
+def _slot_tensors(slots: int, pages: int) -> SlotTensors:
+    context, pages_of = torch.randint(0, 20, (slots,)), torch.randperm(slots * pages).view(slots, pages).int()
+    context[-1] = 0
+    return SlotTensors(context, torch.randint(0, 50, (slots,)), torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots),
+                       _int32(list(range(slots))), torch.rand(slots), torch.rand(slots), torch.zeros_like(context), pages_of, 4)
+
+
+def _random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[torch.Tensor, ...]:
+    """Siblings carry distinct tokens, parents stand first."""
+    tokens, parents, depths = [], [], []
+    for _ in range(lines):
+        line: list[tuple[int, int, int]] = []
+        while len(line) < nodes:
+            parent = int(torch.randint(-1, len(line), ())) if line else -1
+            level = 1 + (line[parent][2] if parent >= 0 else 0)
+            token = int(torch.randint(0, vocab, ()))
+            if level <= depth and all((token, parent) != node[:2] for node in line):
+                line.append((token, parent, level))
+        for out, values in zip((tokens, parents, depths), zip(*line, strict=True), strict=True):
+            out.append(values)
+    return torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths)
+
+
+@pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [
+    ([3, 0, 12, 7, 0, 0], 6, 12), ([100, 0, 90], 20, 100), ([1], 1, 1), ([0, 0, 0, 0], 0, 0)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], depth: int, nodes: int, fixed: bool) -> None:
+    """Every fused kernel equals its torch twin in every number, padding, empty requests and failed logits included."""
+    batch, slots = len(num_nodes), 9
+    buffers = InputBuffers(300 if fixed else 0, slots - 1, torch.device(DEVICE))
+    mine = [3, 0, 7, 5, slots - 1, slots - 1][:batch]
+
+    def inputs() -> StepInputs:
+        return buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
+
+    drafts = _random_drafts(batch, nodes, depth, 4) if depth else None
+    results = []
+    of = _slot_tensors(slots, 40)
+    for family in (TORCH, ops):
+        state = SlotTensors(*(x.clone() if isinstance(x, torch.Tensor) else x for x in of))
+        step = inputs()
+        if drafts is not None:
+            family.flatten(*drafts, step.draft, step.tree, depth)
+        tree = DraftTree(*(x.clone() for x in step.tree))
+        rows = family.build_rows(step.slots, tree, state)
+        torch.manual_seed(1)
+        num_rows = len(tree.tokens)
+        sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows), torch.rand(num_rows)
+        sampled[num_rows // 2] = -1
+        drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw, depth)
+        state.last_token[-1] = 0  # of padding: whatever
+        flat = [*rows[:3], *rows.segments, *rows.sampling]
+        moved = [drawn.source, drawn.target] if depth else []
+        results.append([*tree, *flat, drawn.tokens, drawn.logprobs, drawn.raw_logprobs, drawn.num_drawn, *moved, *state[:8]])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(a, b), i
+    if depth > 1:
+        assert int(drawn.num_drawn.max()) > 1, "nothing was accepted: the walk was not tried"
+
+
+# -- drafting
+
+
+def _lines(batch: int, slots: int) -> Lines:
+    context = torch.tensor([9, 0, 3, 17, 1][:batch])
+    return Lines(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)), torch.randint(-(2**60), 2**60, (batch,)),
+                 torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
+
+
+@pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1)])
+def test_follow_rows(ops: TritonOps, counts: list[int], least: int) -> None:
+    """Windows longer than a text, nothing at all, contexts that end where sharing does."""
+    batch = len(counts)
+    lines, stored = _lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
+    cache = _cache(8, 1, 16, torch.float32, slots=6)
+    request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
+    back = torch.cat([torch.arange(count, 0, -1) for count in counts])
+    args = (lines, stored, cache, request, back, torch.tensor(counts), least, 77)
+    _same_rows(ops.follow_rows(*args), TORCH.follow_rows(*args))
+
+
+def _same_rows(ours: DraftRows, theirs: DraftRows) -> None:
+    for name, a, b in zip(DraftRows._fields, ours, theirs, strict=True):
+        if name == "segments":
+            for field, x, y in zip(Segments._fields, a, b, strict=True):
+                assert torch.equal(x, y), field
+        else:
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (3, 20, 127), (2, 40, 99), (18, 7, 50)])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_tree_grows_and_is_chosen(ops: TritonOps, depth: int, width: int, budget: int, reduced: bool) -> None:
+    batch, lines, cache = 5, _lines(5, 6), _cache(12, 1, 16, torch.float32, slots=6)
+    ids = torch.randperm(5000)[:400] if reduced else None
+    total = width + (depth - 1) * width**2
+    rooms = [Candidates(*(torch.zeros(batch, total, dtype=t) for t in (torch.int64, torch.int64, torch.float32))) for _ in "ab"]
+    nodes, first, bits = 1, 0, torch.zeros(batch, 1, 2, dtype=torch.int64)
+    scores, origin = torch.zeros(batch, 1), torch.full((batch, 1), -1)
+    for d in range(1, depth + 1):
+        rows = batch * nodes
+        ranked = Ranked(torch.randn(rows, width), torch.randint(0, 400, (rows, width)), torch.full((rows,), 9.0))
+        for family, room in zip((ops, TORCH), rooms, strict=True):
+            family.collect(ranked, scores, origin, ids, room, first)
+        if d < depth:
+            ours, theirs = (family.grow(room, first, bits, lines, cache, d, width)
+                            for family, room in zip((ops, TORCH), rooms, strict=True))
+            _same_rows(ours.rows, theirs.rows)
+            assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True)), d
+            first += nodes * width
+            nodes, bits, scores, origin = width, ours.rows.segments.mask.view(batch, width, 2), ours.scores, ours.origin
+    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
+    *ours, survival = ops.choose(rooms[0], width, budget)
+    *theirs, expected = TORCH.choose(rooms[0], width, budget)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    torch.testing.assert_close(survival, expected)
+    tokens, parents, depths = ours
+    assert tokens.shape == (batch, min(budget, total)) and bool((parents < torch.arange(tokens.shape[1])).all())
+    assert int(depths.min()) == 1
+
+
+def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
+    """Columns stay within the vocabulary and parents within the tree, whatever the logits were."""
+    logits = torch.randn(3, 2100)
+    logits[1], logits[2, 7] = torch.nan, torch.nan
+    zeros = torch.zeros(3, dtype=torch.int64)
+    ranked = ops.draft_topk(logits, zeros, zeros, torch.ones(3), 0.35, 4)
+    assert bool(((ranked.columns >= 0) & (ranked.columns < 2100)).all())
+    room = Candidates(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4))
+    ops.collect(ranked, torch.zeros(3, 1), torch.full((3, 1), -1), None, room, 0)
+    cache = _cache(8, 1, 16, torch.float32, slots=6)
+    beam = ops.grow(room, 0, torch.zeros(3, 1, 2, dtype=torch.int64), _lines(3, 6), cache, 1, 4)
+    assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 3
+    assert ops.choose(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 3
+
+
 # -- moving
 
 
@@ -273,5 +412,7 @@ def test_move_tokens(ops: TritonOps) -> None:
     expected = [tensor.clone() for tensor in tensors]
     for tensor in expected:
         tensor[target.flatten()] = tensor[source.flatten()]
-    ops.move_tokens(movables(tensors), source, target)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors, expected, strict=True))
+    plain = [tensor.clone() for tensor in tensors]
+    for family, mine in ((ops, tensors), (TORCH, plain)):
+        family.move_tokens(family.movable(mine), source, target)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(mine, expected, strict=True)), family.name

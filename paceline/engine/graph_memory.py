@@ -1,0 +1,54 @@
+"""What captured graphs cost: ours, and the usual way, measured by capturing both."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.engine.engine import Engine
+from paceline.engine.graphs import GraphPool, GraphReport
+from paceline.types import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class GraphComparison:
+    ours: GraphReport
+    """All strategies: graphs keyed by rows, one memory pool."""
+    per_strategy: dict[str, GraphReport]
+    """The usual way, one strategy alone: a policy graph per batch size and tokens to verify, a drafter graph per batch size, each
+    with memory of its own."""
+
+    @property
+    def naive(self) -> GraphReport:
+        """The usual way for all strategies: one such set each."""
+        reports = self.per_strategy.values()
+        return GraphReport(sum(r.num_graphs for r in reports), sum(r.num_bytes for r in reports),
+                           sum(r.capture_seconds for r in reports))
+
+
+def compare_graph_memory(engine: Engine, strategies: Sequence[Strategy], batches: Sequence[int]) -> GraphComparison:
+    """Captures every strategy at every batch size whose rows fit the engine's largest row size, and lets go again. The engine
+    must have nothing to do. Only on a GPU with graphs."""
+    own = engine.runner.graphs
+    if own is None or engine.has_work:
+        raise ValueError("engine: graphs are compared on an idle engine that captures them")
+    own.clear()
+    try:
+        ours = _measure(engine, strategies, batches, shared=True)
+        alone = {str(strategy): _measure(engine, [strategy], batches, shared=False) for strategy in strategies}
+    finally:
+        engine.runner.graphs = engine.drafting.graphs = own
+    return GraphComparison(ours, alone)
+
+
+def _measure(engine: Engine, strategies: Sequence[Strategy], batches: Sequence[int], shared: bool) -> GraphReport:
+    """shared: our way; otherwise steps are padded to the batch size only, and no two graphs share memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    pool = GraphPool(engine.state.device, max_bytes=1 << 62, shared=shared)
+    engine.runner.graphs = engine.drafting.graphs = pool
+    engine.capture_graphs(strategies, batches, exact=not shared)
+    return pool.report()

@@ -1,0 +1,167 @@
+# mypy: allow-untyped-defs
+"""Trees as rows with one launch each: drafts to rows, rows to what the model reads, samples to accepted paths. Twin: `tree_rows`.
+
+Grids follow from shapes alone; everything else is read on the device, so all of it can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.base import DecodeRows, DraftTree, Drawn, SamplingTensors, Segments, SlotTensors
+from paceline.types import MAX_TREE_ROWS
+
+BLOCK = 128
+
+
+def flatten(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+    num_rows = len(tree.tokens)
+    _flatten_kernel[(triton.cdiv(num_rows, BLOCK),)](
+        tokens.contiguous(), parents.contiguous(), depths.contiguous(), draft, tree.first, tree.request, tree.node, tree.tokens,
+        tree.parents, tree.depths, tree.mask, num_rows, tokens.shape[1], max_depth, BLOCK=BLOCK, num_warps=4)
+
+
+def build_rows(slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+    num_rows, num_requests = len(tree.tokens), len(slots)
+    tokens, positions, write, seed, next_position = _empty(5, num_rows, slots, torch.int64)
+    temperature, top_p, min_p = _empty(3, num_rows, slots, torch.float32)
+    (top_k,) = _empty(1, num_rows, slots, torch.int32)
+    row, length, slot, context = _empty(4, num_requests, slots, torch.int32)
+    causal = torch.empty(num_requests, dtype=torch.int8, device=slots.device)
+    if num_rows:
+        _build_kernel[(triton.cdiv(max(num_rows, num_requests), BLOCK),)](
+            slots, tree.request, tree.node, tree.depths, tree.tokens, tree.first, tree.length, of.context, of.last_token, of.seed,
+            of.temperature, of.top_k, of.top_p, of.min_p, of.page_table, tokens, positions, write, seed, next_position,
+            temperature, top_k, top_p, min_p, row, length, slot, context, causal, num_rows, num_requests, of.page_size,
+            of.page_table.shape[1], BLOCK=BLOCK, num_warps=4)
+    return DecodeRows(tokens, positions, write, Segments(row, length, slot, context, causal.view(torch.bool), tree.mask),
+                      SamplingTensors(seed, next_position, temperature, top_k, top_p, min_p))
+
+
+def advance(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+            max_depth: int) -> Drawn:
+    batch, columns = len(slots), max_depth + 1
+    shape = (batch, columns)
+    tokens, source, target = (torch.empty(shape, dtype=torch.int64, device=slots.device) for _ in range(3))
+    drawn = Drawn(tokens, torch.empty(shape, dtype=logprobs.dtype, device=slots.device),
+                  None if raw is None else torch.empty(shape, dtype=raw.dtype, device=slots.device),
+                  torch.empty(batch, dtype=torch.int64, device=slots.device), source, target)
+    if batch:
+        _advance_kernel[(batch,)](
+            slots, tree.first, tree.length, tree.tokens, tree.parents, sampled, logprobs, logprobs if raw is None else raw,
+            of.context, of.last_token, of.page_table, drawn.tokens, drawn.logprobs,
+            drawn.logprobs if raw is None else drawn.raw_logprobs, drawn.num_drawn, source, target, columns, len(of.context) - 1,
+            of.page_size, of.page_table.shape[1],
+            RAW=raw is not None, ROWS=MAX_TREE_ROWS if max_depth else 16, num_warps=1)
+    return drawn
+
+
+def _empty(count: int, size: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(size, dtype=dtype, device=like.device) for _ in range(count))
+
+
+@triton.jit
+def _cache_index(page_table, slot, position, page_size, table_columns, mask):
+    page = tl.load(page_table + slot * table_columns + position // page_size, mask=mask, other=0).to(tl.int64)
+    return page * page_size + position % page_size
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "max_depth"])
+def _flatten_kernel(tokens, parents, depths, draft, first, request, node, out_tokens, out_parents, out_depths, out_mask, num_rows,
+                    num_nodes, max_depth, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    b, n = tl.load(request + row, mask=inside, other=0), tl.load(node + row, mask=inside, other=0)
+    root, line = tl.load(first + b, mask=inside, other=0), tl.load(draft + b, mask=inside, other=0) * num_nodes
+    drafted = inside & (n > 0)
+    at = line + n - 1
+    parent = tl.load(parents + at, mask=drafted, other=-1)
+    tl.store(out_tokens + row, tl.load(tokens + at, mask=drafted, other=0), mask=inside)
+    tl.store(out_depths + row, tl.load(depths + at, mask=drafted, other=0), mask=inside)
+    tl.store(out_parents + row, tl.where(drafted, root + 1 + parent, root), mask=inside)
+    # Up the path, one generation at a time: bit i for node i, the root's in every row.
+    one = tl.full([BLOCK], 1, tl.int64)
+    low, high = one, tl.zeros([BLOCK], tl.int64)
+    above = tl.where(drafted, n - 1, -1)
+    for _ in range(0, max_depth):
+        on = above >= 0
+        i = above + 1
+        low |= tl.where(on & (i < 64), one << tl.minimum(tl.maximum(i, 0), 63), 0)
+        high |= tl.where(on & (i >= 64), one << tl.maximum(i - 64, 0), 0)
+        above = tl.load(parents + line + above, mask=on, other=-1)
+    tl.store(out_mask + 2 * row, low, mask=inside)
+    tl.store(out_mask + 2 * row + 1, high, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "table_columns"])
+def _build_kernel(slots, request, node, depths, tree_tokens, first, length, context, last_token, seed, temperature, top_k, top_p,
+                  min_p, page_table, out_tokens, out_positions, out_write, out_seed, out_next, out_temperature, out_top_k,
+                  out_top_p, out_min_p, out_row, out_length, out_slot, out_context, out_causal, num_rows, num_requests, page_size,
+                  table_columns, BLOCK: tl.constexpr):
+    """Element i is row i of the step, and its request i."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, mine = i < num_rows, i < num_requests
+    slot = tl.load(slots + i, mask=mine, other=0)
+    tl.store(out_row + i, tl.load(first + i, mask=mine, other=0).to(tl.int32), mask=mine)
+    tl.store(out_length + i, tl.load(length + i, mask=mine, other=0).to(tl.int32), mask=mine)
+    tl.store(out_slot + i, slot.to(tl.int32), mask=mine)
+    tl.store(out_context + i, tl.load(context + slot, mask=mine, other=0).to(tl.int32), mask=mine)
+    tl.store(out_causal + i, tl.zeros([BLOCK], tl.int8), mask=mine)
+    s = tl.load(slots + tl.load(request + i, mask=inside, other=0), mask=inside, other=0)
+    start, depth = tl.load(context + s, mask=inside, other=0), tl.load(depths + i, mask=inside, other=0)
+    drafted = tl.load(tree_tokens + i, mask=inside, other=0)
+    tl.store(out_tokens + i, tl.where(depth == 0, tl.load(last_token + s, mask=inside, other=0), drafted), mask=inside)
+    tl.store(out_positions + i, start + depth, mask=inside)
+    where = start + tl.load(node + i, mask=inside, other=0)
+    tl.store(out_write + i, _cache_index(page_table, s, where, page_size, table_columns, inside), mask=inside)
+    tl.store(out_seed + i, tl.load(seed + s, mask=inside, other=0), mask=inside)
+    tl.store(out_next + i, start + depth + 1, mask=inside)
+    tl.store(out_temperature + i, tl.load(temperature + s, mask=inside, other=0), mask=inside)
+    tl.store(out_top_k + i, tl.load(top_k + s, mask=inside, other=0), mask=inside)
+    tl.store(out_top_p + i, tl.load(top_p + s, mask=inside, other=0), mask=inside)
+    tl.store(out_min_p + i, tl.load(min_p + s, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["columns", "padding", "table_columns"])
+def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprobs, raw, context, last_token, page_table,
+                    out_tokens, out_logprobs, out_raw, out_count, out_source, out_target, columns, padding, page_size,
+                    table_columns, RAW: tl.constexpr, ROWS: tl.constexpr):
+    """Program: one request's walk from the root, one depth at a time."""
+    b = tl.program_id(0).to(tl.int64)
+    slot, root, rows = tl.load(slots + b), tl.load(first + b), tl.load(length + b)
+    r = tl.arange(0, ROWS)
+    inside = r < rows
+    token = tl.load(tree_tokens + root + r, mask=inside, other=-2)
+    parent = tl.load(parents + root + r, mask=inside, other=-1)
+    start = tl.load(context + slot)
+    current, last, count = root, root, tl.minimum(rows, 1)
+    for d in range(0, columns):
+        alive = d < count
+        at = tl.where(alive, current, root)
+        last = tl.where(alive, current, last)
+        drawn = tl.load(sampled + at)
+        place = b * columns + d
+        tl.store(out_tokens + place, drawn)
+        tl.store(out_logprobs + place, tl.load(logprobs + at))
+        if RAW:
+            tl.store(out_raw + place, tl.load(raw + at))
+        moves = alive & (at - root != d)
+        to, origin = start + tl.where(moves, d, 0), start + tl.where(moves, at - root, 0)
+        tl.store(out_target + place, _one_index(page_table, slot, to, page_size, table_columns))
+        tl.store(out_source + place, _one_index(page_table, slot, origin, page_size, table_columns))
+        child = tl.max(tl.where(inside & (r > 0) & (parent == at) & (token == drawn), r, -1), axis=0)
+        follows = alive & (child >= 0)
+        current = tl.where(follows, root + child, current)
+        count = tl.where(follows, count + 1, count)
+    tl.store(out_count + b, count)
+    if slot != padding:
+        tl.store(context + slot, start + count)
+        tl.store(last_token + slot, tl.maximum(tl.load(sampled + last), 0))
+
+
+@triton.jit
+def _one_index(page_table, slot, position, page_size, table_columns):
+    return tl.load(page_table + slot * table_columns + position // page_size).to(tl.int64) * page_size + position % page_size

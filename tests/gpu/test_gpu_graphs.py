@@ -1,0 +1,136 @@
+"""Captured drafting, launching ahead, sleeping: what only a CUDA device can show. `python -m pytest tests/gpu` on a GPU host."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import eagle, model
+
+from paceline import Engine, SamplingParams, Strategy
+from paceline.config import EngineConfig
+from paceline.engine.graph_memory import compare_graph_memory
+from paceline.models.decoder import Decoder
+from paceline.types import StepView
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40, [50, 51] * 9]
+PARAMS = SamplingParams(max_new_tokens=64, seed=3, temperature=0.5)
+STRATEGIES = ["off", "eagle:d3w2v6", "eagle:d6w4v24", "eagle:d1w1v1", "suffix:d4w2v8", "both:d3w2v6"]
+
+
+def moved(kind: str, dtype: torch.dtype) -> Decoder:
+    decoder = Decoder(model(kind).config).to("cuda", dtype)
+    decoder.load_state_dict(model(kind).state_dict())
+    return decoder.requires_grad_(False)
+
+
+def made(strategy: str, dtype: torch.dtype = torch.bfloat16, draft_vocab: int = 0, **options) -> Engine:
+    settings = {"max_batch": 16, "kv_memory_gb": 0.25, "deterministic": dtype == torch.bfloat16} | options
+    return Engine(moved("qwen3", dtype), drafter=eagle("qwen3", "eagle3", draft_vocab=draft_vocab), strategy=strategy,
+                  config=EngineConfig(**settings))
+
+
+def tokens(engine: Engine, n: int = 2) -> list[list[int]]:
+    return [r.token_ids for group in engine.generate(PROMPTS, PARAMS, n) for r in group.rollouts]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float64_drafting_gives_the_tokens_of_a_cpu(strategy):
+    assert tokens(made(strategy, torch.float64)) == tokens(Engine(model("qwen3"), drafter=None, strategy="off"))
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 20])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:4])
+def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab):
+    """Deterministic bfloat16: the same tokens, and as many of them guessed."""
+    results = []
+    for graphs in (True, False):
+        engine = made(strategy, draft_vocab=draft_vocab, cuda_graphs=graphs)
+        results.append((tokens(engine), engine.stats().drafted, engine.stats().accepted, engine.stats().steps))
+        assert (engine.graph_report().num_graphs > 0) is graphs
+    assert results[0] == results[1]
+    assert results[0][2] > 0 and results[0][0] == tokens(made("off"))
+
+
+def test_any_mix_of_strategies_gives_the_same_tokens():
+    rng = random.Random(0)
+
+    def select(view: StepView) -> Strategy:
+        return Strategy.parse(rng.choice(STRATEGIES))
+
+    engine = made("off", kv_tokens=700, page_size=4)
+    want = tokens(made("off"))
+    engine.select = select
+    for _ in range(3):
+        assert tokens(engine) == want
+    assert engine.stats().free_pages == engine.stats().total_pages
+
+
+@pytest.mark.parametrize("strategy", ["off", "eagle:d3w2v6"])
+def test_launching_a_step_never_waits_for_the_device(strategy):
+    engine = made(strategy)
+    tokens(engine)  # everything is captured and compiled
+    launch = engine._launch
+
+    def unwaiting(chosen: Strategy):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(chosen)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine._launch = unwaiting
+    assert tokens(engine) == tokens(made("off"))
+
+
+def test_new_weights_reach_captured_drafting():
+    """A reduced vocabulary's rows of the head are the policy's new ones, at the old address."""
+    engine = made("eagle:d3w2v6", draft_vocab=20)
+    tokens(engine)
+    changed = {name: tensor * 1.05 for name, tensor in engine.model.state_dict().items()}
+    engine.update_weights(changed)
+    engine.reset_stats()
+    got = tokens(engine), engine.stats().accepted
+    fresh = made("eagle:d3w2v6", draft_vocab=20)
+    fresh.update_weights(changed)
+    fresh.reset_stats()
+    assert got == (tokens(fresh), fresh.stats().accepted)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_sleeping_engine_has_given_its_memory_back(weights):
+    engine = made("eagle:d3w2v6", kv_memory_gb=2, max_batch=64)
+    before = tokens(engine), engine.stats().accepted
+    held = sum(tensor.numel() * tensor.element_size() for tensor in engine.store.tensors())
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep(weights)
+    assert torch.cuda.mem_get_info()[0] - free > 0.95 * held and engine.graph_report().num_graphs == 0
+    assert (next(engine.model.parameters()).device.type == "cpu") is weights
+    engine.wake()
+    engine.reset_stats()
+    assert (tokens(engine), engine.stats().accepted) == before
+    assert next(engine.model.parameters()).device.type == "cuda"
+
+
+def test_sleeping_requests_go_on():
+    engine, want = made("eagle:d3w2v6"), tokens(made("off"), n=1)
+    ids = [request for prompt in PROMPTS for request in engine.add(prompt, PARAMS)]
+    finished = {}
+    for nap in range(400):
+        if nap in (4, 11):
+            engine.sleep(weights=True)
+            engine.wake()
+        finished |= {rollout.request_id: rollout.token_ids for rollout in engine.step().finished}
+    assert [finished[i] for i in ids] == want
+
+
+def test_one_pool_for_all_strategies_is_smaller_than_one_each():
+    engine = made("off", torch.bfloat16)
+    strategies = [Strategy.parse(text) for text in ("off", "eagle:d2w2v4", "eagle:d3w2v8", "eagle:d6w4v24")]
+    found = compare_graph_memory(engine, strategies, [1, 4, 16])
+    assert 0 < found.ours.num_bytes < found.naive.num_bytes
+    assert found.ours.num_graphs <= found.naive.num_graphs == 3 * (1 + 2 * 3)
+    assert tokens(engine) == tokens(made("off"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from upscale import QWEN_7B
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.drafters.eagle import Eagle, EagleConfig
+from paceline.engine.graph_memory import compare_graph_memory
 from paceline.models.decoder import Decoder
 from paceline.types import StepResult, StepView
 
@@ -59,70 +60,24 @@ def main() -> None:
             report.save()
             print(f"switch at batch {batch}", cells[str(batch)], flush=True)
     if "memory" in args.sections:
-        memory(setting, model, drafter, report, budget)
+        memory(setting, model, drafter, report)
 
 
 # --- memory
 
 
-def memory(setting: Setting, model: Decoder, drafter: Eagle, report: Report, budget: Budget) -> None:
-    """Each strategy in an engine of its own (a pool of its own), then all in one engine."""
-    cells: dict[str, Any] = report.content.setdefault("memory", {"batches": BATCHES, "each": {}})
-    strategies = STRATEGIES[2:] if setting.tiny else STRATEGIES
-    for strategy in strategies:
-        if budget.left < 60:
-            break
-        cells["each"][strategy] = graphs_of(setting, model, drafter, (strategy,))
-        report.save()
-        print(strategy, cells["each"][strategy], flush=True)
-    cells["pooled"] = graphs_of(setting, model, drafter, strategies)
-    each = list(cells["each"].values())
-    for name in ("reserved_bytes", "device_bytes", "graph_bytes"):
-        cells[name] = {"one": max(cell[name] for cell in each), "all_naive": sum(cell[name] for cell in each),
-                       "all_pooled": cells["pooled"][name]}
+def memory(setting: Setting, model: Decoder, drafter: Eagle, report: Report) -> None:
+    """Every strategy at every batch size: our way, and the usual way (graphs by strategy and batch size, memory of their own)."""
+    if setting.tiny:
+        return  # a CPU captures nothing
+    engine = setting.engine(model, drafter, max(BATCHES), kv_gb=KV_GB, max_context=1024)
+    found = compare_graph_memory(engine, [Strategy.OFF, *map(Strategy.parse, STRATEGIES)], BATCHES)
+    report.content["memory"] = {
+        "batches": BATCHES, "one_strategy": asdict(found.per_strategy[STRATEGIES[0]]), "all_naive": asdict(found.naive),
+        "all_pooled": asdict(found.ours), "each": {name: asdict(each) for name, each in found.per_strategy.items()},
+        "pooled_share_of_naive": found.ours.num_bytes / found.naive.num_bytes}
     report.save()
-    print("pooled", cells["pooled"], cells["device_bytes"], flush=True)
-
-
-def graphs_of(setting: Setting, model: Decoder, drafter: Eagle, strategies: tuple[str, ...]) -> dict[str, Any]:
-    """Every strategy at every batch size in a fresh engine, without graphs and with: what the second takes more is theirs."""
-    taken = []
-    for graphs in (False, True):
-        setting.free()
-        before = memory_now(setting)
-        engine = setting.engine(model, drafter, max(BATCHES), kv_gb=KV_GB, max_context=1024, cuda_graphs=graphs)
-        exercise(setting, engine, strategies)
-        taken.append({name: value - before[name] for name, value in memory_now(setting).items()})
-        figures = graph_figures(setting, engine) if graphs else {}
-        del engine
-    setting.free()
-    plain, captured = taken
-    return {name: captured[name] - plain[name] for name in plain} | figures
-
-
-def exercise(setting: Setting, engine: Engine, strategies: tuple[str, ...]) -> None:
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    batches = BATCHES[:2] if setting.tiny else BATCHES
-    for number, strategy in enumerate((*strategies, "off")):
-        for batch in batches:
-            prompts = random_prompts(batch, 32, engine.model.config.vocab_size, 100 * number + batch)
-            engine.generate(prompts, params, strategy=strategy)
-
-
-def memory_now(setting: Setting) -> dict[str, int]:
-    if setting.tiny:
-        return {"reserved_bytes": 0, "device_bytes": 0}
-    setting.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return {"reserved_bytes": torch.cuda.memory_reserved(), "device_bytes": total - free}
-
-
-def graph_figures(setting: Setting, engine: Engine) -> dict[str, Any]:
-    """As the engine itself counts."""
-    if setting.tiny:
-        return {"num_graphs": 0, "graph_bytes": 0, "capture_seconds": 0.0}
-    found = engine.graph_report()  # type: ignore[attr-defined]
-    return {"num_graphs": found.num_graphs, "graph_bytes": found.bytes, "capture_seconds": found.seconds}
+    print("memory", report.content["memory"], flush=True)
 
 
 # --- switching on

@@ -4,8 +4,8 @@
 Trained from random weights on correct paths, with smoothed labels: it knows every step, and is taught to hesitate a little
 before each token. So it slips now and then, anywhere, the more surely the longer the answer; and what reinforcement learning
 teaches it on short paths, to trust itself, helps on long ones. (Stopped early instead, it would know some steps by heart and
-others not at all, and far fewer groups of answers would disagree.) Deterministic for one seed and machine. About two minutes
-on two idle cores, then one for the samples behind the report.
+others not at all, and far fewer groups of answers would disagree.) The same policy from the same seed, up to rounding. About
+two minutes on two idle cores, then one for the samples behind the report.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--steps", type=int, default=160)
     args = options.parse_args()
-    torch.set_num_threads(2)  # how sums are split up is part of the recipe
+    torch.set_num_threads(2)  # too small a model for more
     task, tokenizer = Collatz(CollatzConfig()), make_tokenizer()
     model = initial_model(args.seed)
     train(model, tokenizer, task.starts, args.seed, args.steps)

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
@@ -118,6 +116,8 @@ def load_reward_model(source: str | Path, device: torch.device | str, dtype: tor
 
 def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], seed: int) -> None:
     """Low-rank adapters on the named projections, in place; only they are trained."""
+    from peft import LoraConfig, inject_adapter_in_model  # seconds to import: only where it is used
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), bias="none"), model)
@@ -125,7 +125,7 @@ def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], se
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The plain decoder's parameters by its own names, adapters added in: for the engine and for checkpoints."""
-    adapted = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    adapted = {plain_name(name): module for name, module in model.named_modules() if ".base_layer" not in name}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
@@ -133,7 +133,7 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not wrapped:
             yield owner, parameter.detach()
         elif kind == "weight":
-            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()
+            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()  # type: ignore[operator]
         else:
             yield f"{owner}.{kind}", parameter.detach()
 

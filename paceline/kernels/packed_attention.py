@@ -20,7 +20,7 @@ _SPARE_SHARE = 0.25
 class Group(NamedTuple):
     """Sequences that share a call."""
 
-    count: int
+    size: int
     longest: int
 
 
@@ -44,7 +44,7 @@ class PackedPlan:
         """[R] int64: each row's place among the groups' padded rows; None: its own."""
         order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
         starts, at = torch.zeros(len(order), dtype=torch.int64), 0
-        of_rank = [group.longest for group in self.groups for _ in range(group.count)]
+        of_rank = [group.longest for group in self.groups for _ in range(group.size)]
         for i, longest in zip(order, of_rank, strict=True):
             starts[i], at = at, at + longest
         rows = torch.cat([torch.arange(length) for length in self.lengths])
@@ -60,9 +60,9 @@ def similar(lengths: Sequence[int]) -> list[Group]:
     rows = 0  # of the last group, without padding
     for length in sorted(lengths, reverse=True):
         if groups:
-            count, longest = groups[-1]
-            if (count + 1) * longest - rows - length <= _SPARE_ROWS + _SPARE_SHARE * (rows + length):
-                groups[-1], rows = Group(count + 1, longest), rows + length
+            size, longest = groups[-1]
+            if (size + 1) * longest - rows - length <= _SPARE_ROWS + _SPARE_SHARE * (rows + length):
+                groups[-1], rows = Group(size + 1, longest), rows + length
                 continue
         groups.append(Group(1, length))
         rows = length
@@ -77,7 +77,7 @@ def packed_attention(qkv: Tensor, num_heads: int, num_kv_heads: int, plan: Packe
         # The operator behind `varlen_attn`, whose signature differs between torch 2.11, 2.12 and 2.13; this one's does not.
         longest, starts = max(plan.lengths), plan.cumulative
         return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[0]
-    sizes = [group.count * group.longest for group in plan.groups]
+    sizes = [group.size * group.longest for group in plan.groups]
     places = plan.places
     padded = qkv if places is None else _Scatter.apply(qkv, places, sum(sizes))
     parts = [_group_attention(rows, heads, group) for rows, group in zip(padded.split(sizes), plan.groups, strict=True)]

@@ -24,7 +24,7 @@ class Recipe(NamedTuple):
 
 RECIPES: dict[TrainingForm, Recipe] = {
     "eagle": Recipe(1, 1.0, 1.0, 0.1),
-    "hass": Recipe(4, 1.0, 1.0, 0.1),
+    "hass": Recipe(3, 1.0, 1.0, 0.1),
     "eagle3": Recipe(7, 0.8, 0.0, 1.0),
 }
 _AGREEMENT_WEIGHT = 1.0
@@ -35,7 +35,7 @@ class SpotConfig(Config):
     """A drafter's training. Two trainers with the same one and the same records give the same weights."""
 
     form: TrainingForm = "hass"
-    """eagle: one step on the policy's features; hass: further steps on the drafter's own; eagle3: three layers fused, seven steps."""
+    """eagle: one step on the policy's features; hass: more, on the drafter's own; eagle3: three layers fused, seven steps."""
     objective: Objective = "agreement"
     """What the drafter's distribution is held to: cross-entropy to the policy's, or -log of how often shared noise makes both
     draw the same token."""
@@ -51,7 +51,8 @@ class SpotConfig(Config):
     """That rollouts are drawn at: both distributions are taken there."""
     feature_noise: float = Field(0.0, ge=0)
     """Uniform noise on features while training, in parts of their root mean square."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float | None = Field(None, gt=0)
+    """None: 0.5 / hidden size."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
@@ -63,13 +64,20 @@ class SpotConfig(Config):
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
     average: float = Field(0.98, ge=0, lt=1)
     """A moving average of the weights is what is published: good at any moment, without knowing when training ends. 0: none."""
-    step_tokens: int = Field(4096, ge=1)
-    """Tokens drawn for one optimizer step."""
-    micro_batch_tokens: int = Field(2048, ge=1)
-    """Answers are packed side by side up to this many tokens; training yields between such micro-batches."""
+    step_tokens: int | None = Field(None, ge=1)
+    """Tokens drawn for one optimizer step; None: 512 on a CPU, 8192 on a GPU."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Answers are packed side by side up to this many tokens, a longer one goes alone; training yields between such
+    micro-batches. None: 1024 on a CPU, 8192 on a GPU."""
     max_length: int = Field(8192, ge=3)
     """Longer answers are cut behind so many tokens, their prompts included."""
     seed: int = 0
+
+    def resolved(self, hidden_size: int, on_gpu: bool) -> SpotConfig:
+        """With every size filled in."""
+        return self.model_copy(update={
+            "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (8192 if on_gpu else 512),
+            "micro_batch_tokens": self.micro_batch_tokens or (8192 if on_gpu else 1024)})
 
     @property
     def module_form(self) -> Form:

@@ -37,8 +37,8 @@ def overlap(logits: Tensor, policy_logits: Tensor) -> Tensor:
 
 
 def disagreement(logits: Tensor, policy_logits: Tensor) -> Tensor:
-    """-log Σ min(p, q). Total variation itself hardly pulls on tokens that q thinks impossible; its logarithm does: where the policy
-    is certain this is the cross-entropy, where it is not it asks for the overlap and nothing else."""
+    """-log Σ min(p, q). Total variation itself hardly pulls on tokens that q thinks impossible; its logarithm does: where the
+    policy is certain this is the cross-entropy, where it is not it asks for the overlap and nothing else."""
     return -torch.minimum(policy_logits.log_softmax(-1), logits.log_softmax(-1)).logsumexp(-1)
 
 
@@ -87,7 +87,8 @@ def target_loss(own: Tensor, wanted: Tensor, weight: Tensor, heads: Heads, objec
     vocabulary both distributions are those given that the token is in it."""
     if most is None:
         most = 2**22 if own.device.type == "cpu" else 2**27
-    return TargetLoss(*_Chunked.apply(own, wanted, weight, heads.drafter, heads.policy, heads.temperature, PULLS[objective], most))
+    pull = PULLS[objective]
+    return TargetLoss(*_Chunked.apply(own, wanted, weight, heads.drafter, heads.policy, heads.temperature, pull, most))
 
 
 class _Chunked(torch.autograd.Function):

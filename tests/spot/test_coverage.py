@@ -1,0 +1,69 @@
+"""Coverage: against a drafter that is the policy's twin, and noise that is consistent with what was drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spot.answers import OPS, answers, features_of, sampled
+from spot.test_unroll import slow_path
+from tiny import eagle, model
+
+from paceline.spot.coverage import coverage, posterior_noise
+from paceline.spot.fresh import capture_layers
+from paceline.types import FeatureRecord
+
+
+def test_noise_given_what_was_drawn():
+    """It draws that token, and over many draws from p it is plain Gumbel noise again."""
+    generator = torch.Generator().manual_seed(0)
+    log_p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().expand(60_000, 3)
+    drawn = log_p.exp().multinomial(1, generator=generator)[:, 0]
+    noise = posterior_noise(log_p, drawn, generator)
+    assert torch.equal((log_p + noise).argmax(-1), drawn)
+    mean, variance = noise.mean(0), noise.var(0)
+    assert torch.allclose(mean, torch.full((3,), 0.5772, dtype=torch.float64), atol=0.03)
+    assert torch.allclose(variance, torch.full((3,), 1.6449, dtype=torch.float64), atol=0.06)
+    assert abs(float(torch.corrcoef(noise.T)[0, 1])) < 0.02
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_without_noise_it_is_the_place_of_the_drawn_token_in_q(form):
+    policy, drafter = model("qwen3"), eagle("qwen3", form)
+    records = answers(policy, [12, 16], capture_layers(drafter.config))
+    depth, hits, rows = 3, torch.zeros(3), torch.zeros(3)
+    paths = []
+    for r in records:
+        for start in range(r.prompt_length - 2, len(r.token_ids) - 2):
+            outputs = slow_path(policy, drafter, r.token_ids, start, min(depth, len(r.token_ids) - 2 - start))
+            best = [drafter.logits(out[None], policy, OPS)[0].topk(4).indices.tolist() for out in outputs]
+            right = [r.token_ids[start + k + 2] in guesses for k, guesses in enumerate(best)]
+            for k, hit in enumerate(right):
+                hits[k] += hit
+                rows[k] += 1
+            if len(right) == depth:
+                paths.append(right)
+    found = coverage(drafter, policy, records, tau=0.0, depth=depth)
+    assert found.by_depth[4] == pytest.approx((hits / rows).tolist(), abs=1e-6)
+    reached = sum(next((k for k, hit in enumerate(p) if not hit), depth) for p in paths) / len(paths)
+    assert found.expected[4][-1] == pytest.approx(1 + reached, abs=1e-6)
+
+
+def test_by_position_and_version_counts_every_token_once():
+    policy, drafter = model("qwen3"), eagle("qwen3")
+    records = [FeatureRecord(r.token_ids, r.features, r.layers, [1] * 10 + [2] * (len(r.versions) - 10), 3)
+               for r in sampled(policy, [60, 80])]
+    found = coverage(drafter, policy, records, tau=1.0)
+    tokens = 57 + 77
+    assert sum(share.rows for _, share in found.by_position) == sum(share.rows for share in found.by_quarter) == tokens
+    assert {v: share.rows for v, share in found.by_version.items()} == {1: 20, 2: tokens - 20}
+    assert [edge for edge, _ in found.by_position] == [0, 32, 64]
+    overall = sum(share.covered * share.rows for share in found.by_quarter) / tokens
+    assert overall == pytest.approx(found.by_depth[1][0]) and "top-4" in str(found)
+    assert all(a <= b for a, b in zip(found.by_depth[1], found.by_depth[4], strict=True))
+
+
+def test_nothing_to_evaluate_on_is_said():
+    policy = model("qwen3")
+    prompt_only = FeatureRecord([1, 2, 3], features_of(policy, [1, 2, 3], (-1,)), (-1,), [], 3)
+    with pytest.raises(ValueError, match="records"):
+        coverage(eagle("qwen3"), policy, [prompt_only])

@@ -1,0 +1,51 @@
+"""When to train, and when to sound the alarm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.spot.alarms import AlarmConfig, DrafterFigures, alarms
+from paceline.spot.pays import Pace, PaceConfig, Slice, saved_seconds
+
+
+def test_seconds_saved_by_hand():
+    """From 2 to 2.5 tokens per verification: a fifth of the verifications less."""
+    assert saved_seconds(Slice(1.0, 2.0, 2.5), 30.0) == pytest.approx(6.0)
+    assert saved_seconds(Slice(1.0, 2.5, 2.0), 30.0) == pytest.approx(-7.5)
+
+
+def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
+    pace = Pace(PaceConfig(shortest_s=1, longest_s=6, horizon=2, pause=3))
+    lengths = []
+    for gain in (0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0):  # tokens per verification; generation takes 20 s
+        lengths.append(pace.next_seconds())
+        pace.learned(Slice(lengths[-1], 2.0, 2.0 + gain), 20.0)
+    assert lengths == [1, 2, 4, 6, 6, 3, 1.5]
+    assert pace.next_seconds() == 1
+    assert not pace.learned(Slice(1, 2.0, 2.0), 20.0)
+    assert [pace.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "tried again after a while"
+
+
+def test_idle_time_costs_nothing():
+    assert Pace(PaceConfig()).learned(Slice(0.0, 2.0, 2.001), 1.0)
+
+
+GOOD = DrafterFigures(3.0, policy_version=10, drafter_version=9, expected_hits=0.5, hits=0.48)
+
+
+def test_a_healthy_drafter_is_silent():
+    assert alarms([], AlarmConfig()) == []
+    assert alarms([GOOD] * 6, AlarmConfig()) == []
+    assert alarms([replace(GOOD, tokens_per_verification=1.0)] * 3, AlarmConfig()) == [], "nothing to lose"
+
+
+@pytest.mark.parametrize(("change", "name", "says"), [
+    ({"tokens_per_verification": 2.5}, "acceptance", "2.50 tokens per verification, 3.00 before"),
+    ({"policy_version": 20}, "age", "11 policy versions behind"),
+    ({"hits": 0.2}, "calibration", "0.20 of drafted nodes accepted, 0.50 expected"),
+])
+def test_each_decay_is_said_aloud(change, name, says):
+    (alarm,) = alarms([GOOD] * 5 + [replace(GOOD, **change)], AlarmConfig())
+    assert alarm.name == name and says in alarm.message

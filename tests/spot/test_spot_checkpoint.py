@@ -1,0 +1,124 @@
+"""Checkpoints of the spot trainer: bit for bit, only what is trained, and whole whenever the process dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from spot.answers import answers
+from spot.test_trainer import filled, made, micro_batches, same
+from tiny import eagle, model
+
+from paceline.spot.buffer import FeatureBuffer
+from paceline.spot.checkpoint import Snapshot, SpotCheckpoints, load_snapshot, restore, snapshot
+from paceline.spot.config import SpotConfig
+from paceline.spot.stalls import measure_stalls
+from paceline.spot.trainer import SpotTrainer
+
+LENGTHS = [20, 30, 9, 14, 26]
+
+
+@pytest.mark.parametrize("form", ["hass", "eagle3"])
+@pytest.mark.parametrize("stop", [1, 6, 7, 8])
+def test_a_resumed_trainer_equals_an_unbroken_one(form, stop, tmp_path):
+    """Stopped anywhere, in the middle of an optimizer step too, with its buffer read back from disk."""
+    options = {"form": form, "unroll": 2, "feature_noise": 0.1}
+    unbroken = made(filled(LENGTHS), **options)
+    unbroken.run(micro_batches(14))
+    buffer = filled(LENGTHS, folder=tmp_path / "buffer")
+    first = made(buffer, **options)
+    first.run(micro_batches(stop))
+    checkpoints = SpotCheckpoints(tmp_path)
+    checkpoints.save(snapshot(first))
+    first.run(micro_batches(2))  # what was staged does not change with it
+    checkpoints.close()
+    buffer.close()
+
+    again = made(FeatureBuffer.open(tmp_path / "buffer", 10**9), **options)
+    restore(again, load_snapshot(tmp_path))
+    again.run(micro_batches(14 - stop))
+    assert again.progress == unbroken.progress and same(again, unbroken)
+    assert torch.equal(again.drafter().fc.weight, unbroken.drafter().fc.weight)
+
+
+def test_with_a_checkpoint_behind_each_micro_batch_a_kill_loses_no_more_than_one(tmp_path):
+    trainer, checkpoints, seen = made(filled(LENGTHS)), SpotCheckpoints(tmp_path), []
+
+    def save() -> None:
+        checkpoints.save(snapshot(trainer))
+        checkpoints.wait()
+        found = load_snapshot(tmp_path)
+        assert found is not None
+        progress = found.known["progress"]
+        seen.append((progress["step"], progress["cursor"]))
+
+    trainer.run(micro_batches(7), between=save)
+    checkpoints.close()
+    assert len(set(seen)) == 7 and seen[-1] == (trainer.progress.step, trainer.progress.cursor)
+    assert any(cursor > 0 for _, cursor in seen)
+
+
+def test_only_what_is_trained_is_stored(tmp_path):
+    trainer = made(filled(LENGTHS))
+    trainer.run(micro_batches(3))
+    found = snapshot(trainer)
+    policy = {t.data_ptr() for t in model("qwen3").parameters()}
+    assert not policy & {t.data_ptr() for t in found.tensors.values()}
+    trained = sum(p.numel() for p in trainer.parameters.values())
+    assert sum(t.numel() for t in found.tensors.values()) < 5.2 * trained  # weights, average, two moments, gradients; scales
+
+
+def _save_for_ever(folder) -> None:
+    """Each file holds one number everywhere."""
+    torch.set_num_threads(1)
+    checkpoints = SpotCheckpoints(folder)
+    for n in range(10**9):
+        tensors = {f"{i}": torch.full((20_000,), float(n)) for i in range(10)}
+        checkpoints.save(Snapshot(tensors, {"n": n}))
+
+
+def test_the_last_one_is_whole_after_a_kill_at_any_moment(tmp_path):
+    seen = -1
+    for attempt in range(8):
+        process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(tmp_path,))
+        process.start()
+        if attempt == 0:
+            deadline = time.monotonic() + 20
+            while load_snapshot(tmp_path) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        time.sleep(0.05 + 0.013 * attempt)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        found = load_snapshot(tmp_path)
+        assert found is not None
+        assert len(found.tensors) == 10 and all(bool((t == found.known["n"]).all()) for t in found.tensors.values())
+        seen = max(seen, found.known["n"])
+    assert seen > 0
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
+    assert load_snapshot(tmp_path) is None
+    trainer = made(filled(LENGTHS))
+    checkpoints = SpotCheckpoints(tmp_path)
+    checkpoints.save(snapshot(trainer))
+    checkpoints.close()
+    with pytest.raises(ValueError, match="form"):
+        restore(made(filled(LENGTHS), form="eagle3"), load_snapshot(tmp_path))
+    (tmp_path / "spot.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match="damaged"):
+        load_snapshot(tmp_path)
+
+
+def test_stalls_are_measured(tmp_path):
+    """Of a policy whose head is its embedding, too."""
+    buffer = FeatureBuffer(10**9)
+    for record in answers(model("llama"), LENGTHS):
+        buffer.add(record, 0)
+    trainer = SpotTrainer(eagle("llama"), model("llama"), buffer, SpotConfig(max_length=256))
+    trainer.run(micro_batches(6))
+    stalls = measure_stalls(trainer, tmp_path, repeats=3)
+    assert 0 < stalls.selective < stalls.blocking and stalls.selective_bytes > 0

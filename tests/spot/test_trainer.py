@@ -1,0 +1,225 @@
+"""The spot trainer: it learns, it yields, it is deterministic, and it leaves the policy alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from copy import deepcopy
+
+import pytest
+import torch
+from spot.answers import OPS, answers, sampled
+from tiny import eagle, model
+
+from paceline.drafters.eagle import Eagle
+from paceline.models.decoder import Rope
+from paceline.spot.buffer import FeatureBuffer
+from paceline.spot.config import SpotConfig
+from paceline.spot.coverage import coverage
+from paceline.spot.fresh import capture_layers, fresh_eagle
+from paceline.spot.objective import Objective
+from paceline.spot.packing import pack
+from paceline.spot.scales import measure, to_plain, to_training
+from paceline.spot.trainer import SpotTrainer, lr_factor
+
+LAYERS = capture_layers(eagle("qwen3", "eagle3").config)  # enough for either form
+SMALL = {"step_tokens": 60, "micro_batch_tokens": 24, "warmup_steps": 3, "max_length": 256}
+
+
+def filled(lengths, layers=LAYERS, folder=None) -> FeatureBuffer:
+    buffer = FeatureBuffer(10**9, folder)
+    for record in answers(model("qwen3"), lengths, layers):
+        buffer.add(record, 0)
+    return buffer
+
+
+def made(buffer: FeatureBuffer, **options) -> SpotTrainer:
+    config = SpotConfig(**{**SMALL, **options})
+    return SpotTrainer(eagle("qwen3", config.module_form), model("qwen3"), buffer, config)
+
+
+def micro_batches(count: int):
+    """`until` that lets so many pass."""
+    left = iter([False] * count)
+    return lambda: next(left, True)
+
+
+def same(a: SpotTrainer, b: SpotTrainer) -> bool:
+    return all(torch.equal(a.parameters[n], b.parameters[n]) and torch.equal(a.averaged[n], b.averaged[n]) for n in a.parameters)
+
+
+FORMS = [("eagle", "cross_entropy"), ("hass", "cross_entropy"), ("hass", "agreement"), ("eagle3", "cross_entropy")]
+
+
+@pytest.mark.parametrize(("form", "objective"), FORMS)
+def test_packed_loss_is_the_loss_of_each_record_alone(form, objective):
+    policy, config = model("qwen3"), SpotConfig(form=form, objective=objective, **SMALL)
+    drafter, records = eagle("qwen3", config.module_form), answers(model("qwen3"), [12, 4, 25, 8], LAYERS)
+    scales = measure(policy, drafter.config, records)
+    loss = Objective(policy, config, scales, OPS, Rope(policy.config, 256, torch.float64, "cpu"))
+    shares = loss.shares([(len(r.token_ids), r.prompt_length) for r in records])
+
+    def run(parts):
+        module = to_training(drafter, scales)
+        found = [loss(module, pack(part, drafter.config.feature_layers, 32), shares) for part in parts]
+        sum(x.total for x in found).backward()
+        return sum(x.total.item() for x in found), [p.grad for p in module.parameters() if p.grad is not None], found
+
+    total, grads, (together,) = run([records])
+    alone, grads_alone, _ = run([[r] for r in records])
+    assert total == pytest.approx(alone, rel=1e-10)
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(grads, grads_alone, strict=True))
+    assert float(together.weight.sum()) == pytest.approx(1.0), "weights of all steps and rows sum up to one"
+
+
+@pytest.mark.parametrize(("form", "objective"), FORMS)
+def test_one_batch_is_learned_by_heart(form, objective):
+    policy = model("qwen3", dtype=torch.float32)
+    records = sampled(policy, [24, 30, 18], LAYERS, temperature=0.4)
+    buffer = FeatureBuffer(10**9)
+    for record in records:
+        buffer.add(record, 0)
+    config = SpotConfig(form=form, objective=objective, unroll=None if form == "eagle" else 3, lr=1e-2, step_tokens=70,
+                        average=0.9, schedule="cosine", total_steps=200, max_length=256, temperature=0.4)
+    trainer = SpotTrainer(fresh_eagle(policy, config.module_form, records), policy, buffer, config)
+    before = coverage(trainer.drafter(), policy, records, tau=1.0, depth=3, temperature=0.4).by_depth[1]
+    trainer.run(lambda: trainer.progress.step >= 200)
+    after = coverage(trainer.drafter(), policy, records, tau=1.0, depth=3, temperature=0.4).by_depth[1]
+    assert before[0] < 0.6 and after[0] > 0.95
+    assert form == "eagle" or min(after) > 0.9
+
+
+def test_the_policy_and_the_drafter_given_are_left_alone():
+    buffer, policy, given = filled([20, 30, 9]), model("qwen3"), eagle("qwen3")
+    before = [deepcopy(list(m.state_dict().items())) for m in (policy, given)]
+    trainer = made(buffer)
+    trainer.run(micro_batches(12))
+    trainer.drafter()
+    for module, kept in zip((policy, given), before, strict=True):
+        assert all(torch.equal(module.state_dict()[name], value) for name, value in kept)
+    assert all(p.grad is None and not p.requires_grad for p in policy.parameters())
+    assert not torch.equal(trainer.drafter().fc.weight, given.fc.weight)
+
+
+@pytest.mark.parametrize("form", ["hass", "eagle3"])
+def test_two_trainers_on_the_same_records_give_the_same_weights(form):
+    a, b, other = (made(filled([20, 30, 9, 14, 26]), form=form, unroll=2, feature_noise=0.1, seed=s) for s in (0, 0, 1))
+    for trainer in (a, b, other):
+        trainer.run(micro_batches(15))
+    assert a.progress.step > 3 and same(a, b) and not same(a, other)
+
+
+def test_stopped_anywhere_it_goes_on_there():
+    """One micro-batch a call, among them the middle of optimizer steps."""
+    whole, pieces = made(filled([20, 30, 9, 14, 26])), made(filled([20, 30, 9, 14, 26]))
+    whole.run(micro_batches(11))
+    middles = 0
+    for _ in range(11):
+        report = pieces.run(micro_batches(1))
+        assert report.micro_batches == 1
+        middles += pieces.progress.cursor > 0
+    assert middles > 3 and same(whole, pieces)
+
+
+def test_it_returns_within_a_micro_batch_and_says_how_long_one_takes():
+    trainer = made(filled([20, 30, 9]))
+    asked = []
+
+    def until() -> bool:
+        asked.append(None)
+        return len(asked) > 4
+
+    report = trainer.run(until)
+    assert report.micro_batches == 4 and len(asked) == 5
+    assert 0 < report.max_micro_batch_s <= report.seconds and report.tokens > 0
+    report = trainer.run(0.05)
+    assert report.late_s <= report.max_micro_batch_s and report.tokens_per_second > 0
+    assert {"hidden", "target", "overlap/1", "top1/3"} <= report.losses.keys()
+
+
+def test_an_empty_buffer_is_nothing_to_do():
+    report = made(FeatureBuffer(10)).run(5.0)
+    assert report.micro_batches == 0 and report.seconds < 1
+
+
+def test_what_is_not_a_number_changes_no_weight():
+    buffer = filled([20])
+    trainer = made(buffer)
+    record = buffer.get(0)
+    record.features[5] = torch.nan
+    before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    trainer.run(micro_batches(4))
+    assert trainer.progress.skipped > 0 and trainer.progress.step == 0
+    assert all(torch.equal(trainer.parameters[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("draft_vocab", [0, 20])
+def test_into_the_units_of_training_and_back_changes_no_bit(form, draft_vocab):
+    policy, records = model("qwen3"), answers(model("qwen3"), [20, 9], LAYERS)
+    for dtype in (torch.float64, torch.bfloat16):
+        plain = Eagle.random(eagle("qwen3", form).config, 0, 0.2, dtype, draft_ids=eagle("qwen3", form, draft_vocab=20).draft_ids)
+        scales = measure(policy, plain.config, records)
+        module = to_training(plain, scales)
+        back = to_plain(module, dict(module.named_parameters()), scales, plain.config, dtype)
+        assert all(torch.equal(value, back.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("form", ["hass", "eagle3"])
+def test_a_reduced_vocabulary_holds_the_tokens_that_occur(form):
+    policy, records = model("qwen3", dtype=torch.float32), answers(model("qwen3", dtype=torch.float32), [20] * 4, LAYERS)
+    config = SpotConfig(form=form, unroll=2, **SMALL)
+    drafter = fresh_eagle(policy, config.module_form, records, draft_vocab=50)
+    assert len(drafter.draft_ids) == 50
+    assert {t for r in records for t in r.token_ids} <= set(drafter.draft_ids.tolist())
+    buffer = FeatureBuffer(10**9)
+    for record in records:
+        buffer.add(record, 0)
+    trainer = SpotTrainer(drafter, policy, buffer, config)
+    first = trainer.run(micro_batches(4)).losses["overlap/1"]
+    trainer.run(micro_batches(200))
+    assert trainer.run(micro_batches(4)).losses["overlap/1"] > first + 0.05
+
+
+def test_bfloat16_policies_are_served_by_float32_weights():
+    policy = model("qwen3", dtype=torch.bfloat16)
+    buffer = FeatureBuffer(10**9)
+    for record in answers(policy, [20, 30, 25], LAYERS):
+        buffer.add(record, 0)
+    trainer = SpotTrainer(fresh_eagle(policy), policy, buffer, SpotConfig(**SMALL))
+    trainer.run(micro_batches(30))
+    assert trainer.progress.step > 5 and trainer.progress.skipped == 0
+    assert all(p.dtype == torch.float32 for p in trainer.parameters.values())
+    assert trainer.drafter().fc.weight.dtype == torch.bfloat16
+
+
+def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="form"):
+        SpotTrainer(eagle("qwen3", "eagle"), model("qwen3"), FeatureBuffer(1), SpotConfig(form="eagle3"))
+    with pytest.raises(ValueError, match="hidden_weight"):
+        SpotTrainer(eagle("qwen3", "eagle3"), model("qwen3"), FeatureBuffer(1), SpotConfig(form="eagle3", hidden_weight=1.0))
+    with pytest.raises(ValueError, match="unrol"):
+        SpotConfig(unrol=3)
+
+
+def test_the_rate_warms_up_and_falls():
+    config = SpotConfig(warmup_steps=4, schedule="cosine", total_steps=104, min_lr_ratio=0.1)
+    assert [lr_factor(s, config) for s in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert lr_factor(54, config) == pytest.approx(0.55) and lr_factor(500, config) == pytest.approx(0.1)
+
+
+def test_answers_may_arrive_while_it_trains():
+    """As in a thread beside generation: the buffer is small, so records come and go under it."""
+    buffer = FeatureBuffer(40_000)
+    records = answers(model("qwen3"), [20, 30, 9, 14, 26] * 6, LAYERS)
+    buffer.add(records[0], 0)
+    trainer, done = made(buffer), threading.Event()
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(trainer.run(done.is_set)))
+    thread.start()
+    for i, record in enumerate(records):
+        buffer.add(record, i // 5)
+        time.sleep(0.01)
+    done.set()
+    thread.join(timeout=20)
+    assert not thread.is_alive() and reports[0].steps > 0 and buffer.dropped > 0 and trainer.progress.skipped == 0

@@ -93,7 +93,7 @@ class EagleDrafter:
             rows = (torch.arange(batch, device=device).repeat_interleave(window),
                     torch.arange(window, 0, -1, device=device).repeat(batch), torch.full((batch,), window, device=device))
             self._windows[batch, window] = rows
-        return self._follow(view, *rows, least=1)[window - 1 :: window]
+        return self._follow(view, *rows, least=1)[window - 1 :: window].contiguous()
 
     def _follow(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
         """See `Ops.follow_rows`. -> the drafter's output [R, H]."""

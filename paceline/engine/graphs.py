@@ -82,6 +82,7 @@ class GraphPool:
         began = time.perf_counter()
         rehearse(step)
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # capturing does it anyway: before, so that what it adds can be told
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool if self._shared else torch.cuda.graph_pool_handle()):

@@ -215,13 +215,15 @@ class CpuOps(TorchOps):
 def _row_by_row(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The packed product sums every row in the same order for 2 to PACKED_ROWS rows (tests hold MKL to it); one row alone takes
     another path, so it gets company."""
-    if x.shape[0] == 1:
+    num_rows = x.shape[0]
+    if num_rows == 1:
         return _mkl_linear(x.expand(2, -1).contiguous(), packed, weight, bias, 2)[:1]
+    if num_rows <= PACKED_ROWS:
+        return _mkl_linear(x, packed, weight, bias, num_rows)
     blocks = list(x.split(PACKED_ROWS))
-    if len(blocks) > 1 and blocks[-1].shape[0] == 1:
+    if blocks[-1].shape[0] == 1:
         blocks[-2:] = [x[-PACKED_ROWS - 1 : -2], x[-2:]]
-    parts = [_mkl_linear(block, packed, weight, bias, block.shape[0]) for block in blocks]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat([_mkl_linear(block, packed, weight, bias, block.shape[0]) for block in blocks])
 
 
 class _Packed(NamedTuple):

@@ -6,8 +6,7 @@ READY := .venv/.ready
 .PHONY: test train lint clean
 
 train: $(READY)
-	$(BIN)/python scripts/get_smollm2.py
-	$(BIN)/paceline demo --model .models/smollm2.gguf
+	$(BIN)/paceline train
 
 test: $(READY)
 	$(BIN)/ruff check paceline tests benchmarks scripts

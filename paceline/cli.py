@@ -109,12 +109,14 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
 ) -> int:
     """Reinforcement learning with fast rollouts."""
-    from paceline.commands.settings import dump, read_resolved, read_settings
+    from paceline.commands.settings import dump, free_folder, read_resolved, read_settings
 
     if resume is not None and config is not None:
         raise ValueError("--resume: the run folder has its own configuration; give no other")
     changed = changes or []
     resolved = read_settings(config, changed) if resume is None else read_resolved(resume, [*changed, f'out="{resume}"'])
+    if resume is None and config is None and not any(change.startswith("out=") for change in changed):
+        resolved = resolved.model_copy(update={"out": free_folder(resolved.out)})
     if dry_run:
         print(dump(resolved), end="")
         return 0

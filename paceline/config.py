@@ -135,7 +135,10 @@ class TrainConfig(Config):
     strategy: str = "auto"
     """off, auto, or like suffix:d8w2v16. Changes no token."""
     drafter: str = "suffix"
-    """suffix, none, or a learned drafter's folder."""
+    """suffix; none; a learned drafter's folder; or `learned`: one that begins with nothing and is trained on the way, while that
+    pays."""
+    spot: dict[str, Any] = Field(default_factory=dict)
+    """How a drafter is trained: fields of `spot.SpotConfig`."""
     reward_model: str | None = None
     """Folder of a sequence classifier with one output; its score is added to the task's reward."""
     reward_model_weight: float = 1.0

@@ -154,6 +154,18 @@ class FeatureRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step that has been read came to, in plain numbers."""
+
+    step: int
+    strategy: Strategy
+    num_requests: int
+    num_prefill_rows: int
+    num_tokens: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepView:
     """What a selector sees before a step. Plain numbers, so that the same decision falls on every rank."""
 
@@ -169,6 +181,8 @@ class StepView:
     available: tuple[DrafterName, ...]
     """Drafters that are loaded."""
     free_pages: int
+    last: StepOutcome | None = None
+    """The step that was read last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def read_resolved(folder: Path, changes: Sequence[str] = ()) -> TrainConfig:
     for change in changes:
         _apply(raw, change)
     return _checked(raw, str(path))
+
+
+def free_folder(out: str) -> str:
+    """The default run can be run again: runs/default, then runs/default-2, …"""
+    names = chain([out], (f"{out}-{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def dump(config: TrainConfig) -> str:

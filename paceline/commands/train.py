@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from paceline.commands.follow import Follower, new_drafter
 from paceline.commands.generate import check_device
 from paceline.commands.progress import strategy_shares
 from paceline.commands.rollouts import Collector, Problems
@@ -25,11 +26,12 @@ from paceline.report import EventLog, TrainView, length_figures, read_metrics, w
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import Checkpoints, RunState, plain_policy, policy_folder, read_state, restore
 from paceline.rl.learner import Learner, NotFinite
-from paceline.rl.loop import StepDone
+from paceline.rl.loop import Clock, StepDone
 from paceline.rl.loop import train as run_loop
 from paceline.rl.models import load_reward_model
+from paceline.spot import capture_layers
 from paceline.tasks import RewardPool, make_task
-from paceline.types import SamplingParams, StepResult, Strategy
+from paceline.types import RolloutGroup, SamplingParams, StepResult
 
 OK, FAILED, INTERRUPTED = 0, 2, 130
 
@@ -74,7 +76,12 @@ class Run:
         self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s)
         self.collect = Collector(self.engine, self.off, Problems(task, config.seed, config.epochs), self.pool, config,
                                  self._on_engine_step)
+        self.follower = None
+        if config.drafter == "learned":
+            self.follower = Follower(self.engine, config.spot, folder.path / "drafter", config.rollout.temperature,
+                                     self.state.step)
         self.totals = Totals()
+        self._drafter_metrics: dict[str, float] = {}
         self._used: Counter[str] = Counter()
 
     def execute(self) -> int:
@@ -86,8 +93,8 @@ class Run:
                 self.pool.start()
                 self._warm_up()
                 self.totals.began = time.perf_counter()
-                self.state = run_loop(self.learner, self.state, config.steps, config.rollout.prompts, self.collect, self._publish,
-                                      self._on_step, self.view.phase)
+                self.state = run_loop(self.learner, self.state, config.steps, config.rollout.prompts, self._collect,
+                                      self._publish, self._on_step, self.view.phase)
                 self._save()
             except NotFinite as error:
                 self.view.warn(f"step {self.state.step + 1}: {error}; no weight was changed by it. {self._last_good()}")
@@ -96,6 +103,8 @@ class Run:
                 self.view.warn(f"interrupted in step {self.state.step + 1}; paceline train --resume {config.out} goes on. "
                                f"{self._last_good()}")
                 return INTERRUPTED
+        if self.follower is not None:
+            self.follower.close()
         self._finish()
         return OK
 
@@ -105,6 +114,12 @@ class Run:
             prompt = [1 % engine.model.config.vocab_size] * 4
             engine.generate([prompt], SamplingParams(max_new_tokens=8), 2)
             engine.reset_stats()
+
+    def _collect(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
+        groups = self.collect(cursor, count, clock)
+        if self.follower is not None:
+            self._drafter_metrics = self.follower.learn(groups, self.state.step + 1, clock)
+        return groups
 
     def _publish(self, learner: Learner, version: int) -> None:
         for engine in self._engines():
@@ -117,7 +132,8 @@ class Run:
             self.view.rollout(done, total, stats.tokens_per_second, result.strategy, stats.tokens_per_verification)
 
     def _on_step(self, done: StepDone) -> None:
-        metrics = {**rollout_metrics(done), **self._engine_metrics(done.metrics), **done.metrics, **self._reward_metrics()}
+        metrics = {**rollout_metrics(done), **self._engine_metrics(done.metrics), **done.metrics, **self._reward_metrics(),
+                   **self._drafter_metrics}
         aside = metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
         metrics["time/step"] -= aside
         self.state = done.state
@@ -227,10 +243,13 @@ def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate
     policy = plain_policy(learner)
     model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, config.device)
     load_state(model, export_state(policy))
-    drafter, strategy = (config.drafter, config.strategy) if speculate else ("none", "off")
-    if strategy not in ("auto", "off"):
-        Strategy.parse(strategy)
-    return Engine(model, tokenizer, drafter, strategy, config.engine)
+    if not speculate:
+        return Engine(model, tokenizer, "none", "off", config.engine)
+    if config.drafter != "learned":
+        return Engine(model, tokenizer, config.drafter, config.strategy, config.engine)
+    drafter = new_drafter(model, config.spot)
+    capture = tuple(dict.fromkeys((*config.engine.capture, *capture_layers(drafter.config))))
+    return Engine(model, tokenizer, drafter, config.strategy, config.engine.model_copy(update={"capture": capture}))
 
 
 def model_source(config: TrainConfig) -> Path | str:

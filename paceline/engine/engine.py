@@ -69,7 +69,7 @@ class Engine:
                  strategy: str | Strategy | Selector = "auto", config: EngineConfig | None = None) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.select = make_selector(strategy)
-        self.version = 0
+        self.version = self.drafter_version = 0
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
         self._in_flight: InFlight | None = None
@@ -233,6 +233,20 @@ class Engine:
     def graph_report(self) -> GraphReport:
         """What captured graphs cost so far; nothing where none are."""
         return GraphReport() if self.runner.graphs is None else self.runner.graphs.report()
+
+    def update_drafter(self, drafter: Eagle, version: int) -> None:
+        """New weights for the learned drafter, in place, from the next step on; `version`: of the policy that they follow. Tokens
+        do not depend on it, so requests in flight go on. The policy's tensors are not touched."""
+        if self.drafting.eagle is None:
+            raise ValueError("update_drafter: the engine was loaded without a learned drafter")
+        own = self.drafting.eagle.module
+        if drafter.config != own.config:
+            raise ValueError("update_drafter: this drafter is of another form or for another policy")
+        with torch.no_grad():
+            for mine, new in zip(own.parameters(), drafter.parameters(), strict=True):
+                mine.copy_(new)
+        self._prepare_weights()
+        self.drafter_version = version
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self.scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from paceline.types import DrafterName, StepResult, StepView
+from paceline.types import DrafterName, StepOutcome, StepResult, StepView
 
 _MEMORY = 0.97
 """How much of its weight a step keeps with each one that follows."""
@@ -52,13 +52,16 @@ class Counters:
     recent: dict[DrafterName, tuple[float, float]] = field(default_factory=dict)
     """Drafter → (drafted, accepted), fading."""
     line: tuple[float, float] | None = None
+    last: StepOutcome | None = None
 
     def record(self, result: StepResult) -> None:
         self.steps += 1
+        num_tokens = sum(map(len, result.tokens.values()))
+        self.last = StepOutcome(result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens, result.ms)
         self.drafted += result.drafted
         self.accepted += result.accepted
         self.verifications += result.num_requests
-        self.generated_tokens += sum(map(len, result.tokens.values()))
+        self.generated_tokens += num_tokens
         self.prompt_tokens += result.num_prefill_rows
         self.seconds += result.ms / 1e3
         if result.num_requests:
@@ -73,4 +76,4 @@ class Counters:
     def view(self, num_running: int, num_prefill_rows: int, available: tuple[DrafterName, ...], free_pages: int) -> StepView:
         step_ms, row_ms = self.line or (None, None)
         rates = {name: accepted / drafted for name, (drafted, accepted) in self.recent.items()}
-        return StepView(self.steps, num_running, num_prefill_rows, rates, step_ms, row_ms, available, free_pages)
+        return StepView(self.steps, num_running, num_prefill_rows, rates, step_ms, row_ms, available, free_pages, self.last)

@@ -14,8 +14,8 @@ from paceline.report.figures import PHASES, duration, human, moving_mean, number
 from paceline.report.svg import Bar, Series, bar_chart, line_chart
 
 Record = Mapping[str, Any]
-COLOURS = {"generate": "c-blue", "reward": "c-yellow", "infer": "c-purple", "train": "c-green", "idle": "c-grey",
-           "other": "c-pale"}
+COLOURS = {"generate": "c-blue", "reward": "c-yellow", "drafter": "c-teal", "infer": "c-purple", "train": "c-green",
+           "idle": "c-grey", "other": "c-pale"}
 _MAX_BARS = 96
 _MAX_SMALL = 30
 _SMOOTH_FROM, _SMOOTH_REWARD_FROM = 300, 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-PHASES = ("generate", "reward", "infer", "train", "idle")
+PHASES = ("generate", "reward", "drafter", "infer", "train", "idle")
 """Where a step's time goes; metrics `time/<phase>`, seconds."""
 
 

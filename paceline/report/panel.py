@@ -13,9 +13,9 @@ from rich.text import Text
 
 from paceline.report.figures import duration, human, number, phase_seconds, shares
 
-COLOURS = {"generate": "blue", "reward": "yellow", "infer": "magenta", "train": "green", "idle": "bright_black",
-           "other": "white"}
-_LETTERS = {"generate": "g", "reward": "r", "infer": "i", "train": "t", "idle": ".", "other": "-"}
+COLOURS = {"generate": "blue", "reward": "yellow", "drafter": "cyan", "infer": "magenta", "train": "green",
+           "idle": "bright_black", "other": "white"}
+_LETTERS = {"generate": "g", "reward": "r", "drafter": "d", "infer": "i", "train": "t", "idle": ".", "other": "-"}
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=*%#"
 _WIDEST = 100
 _NUM_WARNINGS = 3

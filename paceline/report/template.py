@@ -34,7 +34,7 @@ svg text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-
 .line.faint { stroke-width: 1; opacity: .4; }
 .dot, .fill { fill: var(--c); } .mark { fill: var(--red); }
 .c-blue { --c: var(--blue); } .c-yellow { --c: var(--yellow); } .c-purple { --c: var(--purple); } .c-green { --c: var(--green); }
-.c-grey { --c: var(--grey); } .c-pale { --c: var(--pale); }
+.c-grey { --c: var(--grey); } .c-pale { --c: var(--pale); } .c-teal { --c: #2a9d8f; }
 details { margin: .6rem 0; padding: .6rem .9rem; } summary { cursor: pointer; overflow-wrap: anywhere; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .6rem 0 .2rem; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo,
   Consolas, monospace; max-height: 28rem; overflow: auto; }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from paceline.strategy.beg import BegSelector
 from paceline.types import StepView, Strategy
 
 Selector = Callable[[StepView], Strategy]
@@ -54,10 +55,27 @@ class AutoSelector:
         return view.row_ms * view.num_running / plain_ms
 
 
+@dataclass(slots=True)
+class BestOfBoth:
+    """`auto`: with a learned drafter what was measured decides; the suffix drafter alone says itself what a node is worth."""
+
+    rule: AutoSelector = AutoSelector()
+    bandit: BegSelector = field(default_factory=BegSelector)
+
+    def __call__(self, view: StepView) -> Strategy:
+        return self.bandit(view) if "eagle" in view.available else self.rule(view)
+
+
 def make_selector(strategy: str | Strategy | Selector) -> Selector:
-    """`"auto"`, `"off"`, `"suffix:d8w2v16"`, a Strategy, or any callable of a StepView."""
+    """`"auto"`, `"beg"`, `"off"`, `"suffix:d8w2v16"`, a Strategy, or any callable of a StepView."""
     if isinstance(strategy, Strategy):
         return FixedSelector(strategy)
-    if isinstance(strategy, str):
-        return AutoSelector() if strategy == "auto" else FixedSelector(Strategy.parse(strategy))
-    return strategy
+    if not isinstance(strategy, str):
+        return strategy
+    match strategy:
+        case "auto":
+            return BestOfBoth()
+        case "beg":
+            return BegSelector()
+        case _:
+            return FixedSelector(Strategy.parse(strategy))

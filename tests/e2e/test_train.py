@@ -45,12 +45,13 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "changes"), [
-    ("grpo", {}), ("dapo", {"rollout.max_new_tokens": 10}), ("ppo", {"learner.minibatches": 2, "learner.epochs": 2})])
+    ("grpo", {}), ("dapo", {"rollout.max_new_tokens": 10}), ("ppo", {"learner.minibatches": 2, "learner.epochs": 2}),
+    ("grpo", {"drafter": "learned", "strategy": "auto"}), ("rloo", {"drafter": "learned", "strategy": "eagle:d3w2v6"})])
 def test_speculation_changes_nothing(folder, algorithm, changes):
     """Same seeds, float64: same rollouts, same rewards, same weights after five steps."""
     common = {"algorithm": algorithm, **changes}
-    assert run(settings(folder, "on", strategy="suffix:d4w2v8", **common)) == 0
-    assert run(settings(folder, "off", strategy="off", drafter="none", **{**common, "engine.max_batch": 3})) == 0
+    assert run(settings(folder, "on", **{"strategy": "suffix:d4w2v8", **common})) == 0
+    assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none", "engine.max_batch": 3})) == 0
     assert_same_run(folder / "on", folder / "off")
     drafted = [record["drafted"] for record in read_metrics(folder / "on")]
     assert sum(drafted) > 0  # it did speculate
@@ -132,6 +133,19 @@ def test_resume_refuses_what_is_no_run(folder, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
+def test_a_learned_drafter_is_trained_published_and_taken_up(folder):
+    changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "rollout.temperature": 0.5, "optimizer.lr": 1e-5}
+    assert run(settings(folder, "run", steps=6, **changes)) == 0
+    records = read_metrics(folder / "run")
+    trained = [r for r in records if "drafter/expected_after" in r]
+    assert trained and trained[-1]["drafter/expected_after"] > trained[0]["drafter/expected_before"]
+    assert records[-1]["accept_length"] > 1.02 * records[0]["accept_length"]  # step 1 has the untrained one
+    assert run(["train", "--resume", str(folder / "run"), "--set", "steps=7"]) == 0
+    resumed = read_metrics(folder / "run")[-1]
+    assert resumed["step"] == 7 and resumed["accept_length"] > records[0]["accept_length"]
+    assert resumed.get("drafter/steps", 1e9) > trained[-1]["drafter/steps"]
+
+
 def test_a_finished_run_resumed_with_more_steps_equals_one_run(folder):
     assert run(settings(folder, "long", steps=6)) == 0
     assert run(settings(folder, "short", steps=3)) == 0
@@ -209,3 +223,12 @@ def test_dry_run_prints_everything(folder, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert printed["rollout"]["temperature"] == 1.0 and printed["optimizer"]["lr"] == 0.01
     assert not (folder / "run").exists()
+
+
+def test_the_default_run_can_be_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == "runs/default"
+    (tmp_path / "runs" / "default").mkdir(parents=True)
+    assert run(["train", "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == "runs/default-2"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpu_common import TINY_TWIN, Budget, Report, Setting, VllmJob, parser_of, random_prompts, run_vllm
 from upscale import QWEN_7B
 
-from paceline import Engine, SamplingParams, Strategy
+from paceline import SamplingParams, Strategy
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.engine.graph_memory import compare_graph_memory
 from paceline.models.decoder import Decoder

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.types import StepView, Strategy
+from paceline.types import StepOutcome, StepView, Strategy
 
 _SUFFIX = Strategy("suffix", 8, 2, 16, min_survival=0.2)
 _SHAPES: dict[int, tuple[str, ...]] = {
@@ -34,7 +34,8 @@ class BegSelector:
     revisit: int = 40
     """… except every so many explorations: drafters and policies change."""
     _earned: dict[tuple[int, Strategy], deque[float]] = field(default_factory=dict)
-    _seen: int = -1
+    _last: StepOutcome | None = None
+    _decisions: int = 0
     _explorations: int = 0
 
     def __call__(self, view: StepView) -> Strategy:
@@ -48,7 +49,8 @@ class BegSelector:
             return unknown[0]
         worth = {arm: median(self._earned[bucket, arm]) for arm in arms}
         best = max(arms, key=lambda arm: worth[arm])
-        draw = random.Random(f"{self.seed}/{view.step}")
+        self._decisions += 1
+        draw = random.Random(f"{self.seed}/{self._decisions}")
         if draw.random() >= self.epsilon:
             return best
         self._explorations += 1
@@ -57,9 +59,9 @@ class BegSelector:
 
     def _learn(self, view: StepView) -> None:
         last = view.last
-        if last is None or last.step <= self._seen or last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
+        if last is None or last is self._last or last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
             return
-        self._seen = last.step
+        self._last = last
         key = (bucket_of(last.num_requests), last.strategy)
         self._earned.setdefault(key, deque(maxlen=self.window)).append(last.num_tokens / last.ms)
 

@@ -28,5 +28,6 @@ def test_bits_do_not_depend_on_the_batch_or_the_strategy(kind):
         return [(r.token_ids, r.logprobs) for group in groups for r in group.rollouts]
 
     alone = run("off", 1, 512)
-    for strategy, max_batch, max_rows in (("off", 18, 512), ("suffix:d6w3v20", 7, 100), ("eagle:d4w3v12", 18, 40), ("auto", 5, 33)):
+    others = (("off", 18, 512), ("suffix:d6w3v20", 7, 100), ("eagle:d4w3v12", 18, 40), ("auto", 5, 33))
+    for strategy, max_batch, max_rows in others:
         assert run(strategy, max_batch, max_rows) == alone, strategy

@@ -1,4 +1,4 @@
-"""The bandit against simulated steps: it finds the best arm of every bucket, off among them, follows drift, and repeats itself."""
+"""The bandit against simulated steps: it finds the best arm of a bucket, off among them, follows drift, and repeats itself."""
 
 from __future__ import annotations
 

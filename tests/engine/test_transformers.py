@@ -40,10 +40,10 @@ def test_smollm2_greedy_equals_generate(smollm2_path):
         smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32).eval()
     engine = Engine.load(smollm2_path, dtype="float32", strategy="auto")
     messages = [[{"role": "user", "content": text}] for text in ("List the planets.", "What is 17 + 25?")]
-    groups = engine.generate(messages, SamplingParams(temperature=0, max_new_tokens=48))
+    groups = engine.generate(messages, SamplingParams(temperature=0, max_new_tokens=32))
     for group in groups:
         ids = torch.tensor([group.prompt_ids])
-        want = theirs.generate(ids, max_new_tokens=48, do_sample=False, attention_mask=torch.ones_like(ids))
+        want = theirs.generate(ids, max_new_tokens=32, do_sample=False, attention_mask=torch.ones_like(ids))
         rollout = group.rollouts[0]
         want_ids = want[0, len(group.prompt_ids):].tolist()
         assert rollout.token_ids == want_ids

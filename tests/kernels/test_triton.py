@@ -290,7 +290,7 @@ def _random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[torc
 
 
 @pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [
-    ([3, 0, 12, 7, 0, 0], 6, 12), ([100, 0, 90], 20, 100), ([1], 1, 1), ([0, 0, 0, 0], 0, 0)])
+    ([3, 0, 12, 7, 0, 0], 6, 12), ([70, 0, 66], 9, 70), ([1], 1, 1), ([0, 0, 0, 0], 0, 0)])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], depth: int, nodes: int, fixed: bool) -> None:
     """Every fused kernel equals its torch twin in every number, padding, empty requests and failed logits included."""

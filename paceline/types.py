@@ -183,6 +183,8 @@ class StepView:
     free_pages: int
     last: StepOutcome | None = None
     """The step that was read last."""
+    num_drafters: int = 0
+    """How often the learned drafter has been replaced: what was measured of the one before is history."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Engine:
                  strategy: str | Strategy | Selector = "auto", config: EngineConfig | None = None) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.select = make_selector(strategy)
-        self.version = self.drafter_version = 0
+        self.version = self.drafter_version = self._num_drafters = 0
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
         self._in_flight: InFlight | None = None
@@ -247,6 +247,7 @@ class Engine:
                 mine.copy_(new)
         self._prepare_weights()
         self.drafter_version = version
+        self._num_drafters += 1
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self.scheduler
@@ -287,8 +288,9 @@ class Engine:
     def _view(self) -> StepView:
         scheduler = self.scheduler
         prefilling = sum(r.num_to_prefill for r in scheduler.running if r.status is Status.PREFILL)
-        return self._counters.view(sum(r.status is Status.DECODE for r in scheduler.running), prefilling,
+        view = self._counters.view(sum(r.status is Status.DECODE for r in scheduler.running), prefilling,
                                    self.drafting.available, scheduler.pages.num_available)
+        return replace(view, num_drafters=self._num_drafters)
 
     def _book_in_flight(self) -> StepResult | None:
         """What the step in flight drew, appended to its requests."""

@@ -35,6 +35,7 @@ class BegSelector:
     """… except every so many explorations: drafters and policies change."""
     _earned: dict[tuple[int, Strategy], deque[float]] = field(default_factory=dict)
     _last: StepOutcome | None = None
+    _num_drafters: int = 0
     _decisions: int = 0
     _explorations: int = 0
 
@@ -58,12 +59,25 @@ class BegSelector:
         return draw.choice([arm for arm in arms if worth[arm] >= floor])
 
     def _learn(self, view: StepView) -> None:
+        if view.num_drafters != self._num_drafters:  # measure the new one's best trees anew
+            self._num_drafters = view.num_drafters
+            self._forget()
         last = view.last
         if last is None or last is self._last or last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
             return
         self._last = last
         key = (bucket_of(last.num_requests), last.strategy)
         self._earned.setdefault(key, deque(maxlen=self.window)).append(last.num_tokens / last.ms)
+
+
+    def _forget(self) -> None:
+        """In every bucket, what the learned drafter's best tree earned: it is tried again at once, the others as before."""
+        best: dict[int, tuple[float, Strategy]] = {}
+        for (bucket, arm), earned in self._earned.items():
+            if arm.drafter == "eagle" and earned:
+                best[bucket] = max(best.get(bucket, (0.0, arm)), (median(earned), arm), key=lambda pair: pair[0])
+        for bucket, (_, arm) in best.items():
+            self._earned[bucket, arm].clear()
 
 
 def bucket_of(batch: int) -> int:

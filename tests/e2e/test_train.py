@@ -104,11 +104,10 @@ def start(arguments: list[str]) -> subprocess.Popen:
                             stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_killed_at_any_moment_it_ends_with_the_same_weights(folder, algorithm):
-    common = {"algorithm": algorithm, "steps": 8, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear"}
+def test_killed_at_any_moment_it_ends_with_the_same_weights(folder):
+    common = {"algorithm": "ppo", "steps": 8, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear"}
     assert run(settings(folder, "whole", **common)) == 0
-    broken, draw = folder / "broken", random.Random(algorithm)
+    broken, draw = folder / "broken", random.Random(7)
     arguments = settings(folder, "broken", **common)
     for attempt in range(8):
         process = start(arguments if attempt == 0 else ["train", "--resume", str(broken)])

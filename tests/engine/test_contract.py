@@ -68,7 +68,7 @@ class RandomSelector:
         return strategy
 
 
-@settings(max_examples=26, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(kind=st.sampled_from(["llama", "qwen2", "qwen3"]), form=st.sampled_from(["eagle", "eagle3", None]),
        page_size=st.integers(1, 17), max_batch=st.integers(1, 14), max_rows=st.integers(1, 60),
        kv_tokens=st.integers(90, 400), pad=st.booleans(), kernels=st.sampled_from(["auto", "auto", "torch"]),

@@ -12,11 +12,11 @@ from paceline.types import StepOutcome, StepView, Strategy
 ALL = ("suffix", "eagle", "both")
 
 
-def play(selector, batch, tokens_per_ms, steps, first=0, available=ALL, seed=0):
+def play(selector, batch, tokens_per_ms, steps, first=0, available=ALL, seed=0, num_drafters=0):
     """What it chose, when a strategy earns `tokens_per_ms(strategy)` with noise."""
     noise, last, chosen = random.Random(seed), None, []
     for step in range(first, first + steps):
-        strategy = selector(StepView(step, batch, 0, {}, None, None, available, 100, last))
+        strategy = selector(StepView(step, batch, 0, {}, None, None, available, 100, last, num_drafters))
         chosen.append(strategy)
         rate = tokens_per_ms(strategy) * noise.uniform(0.7, 1.3)
         last = StepOutcome(step, strategy, batch, 0, 100, 100 / rate)
@@ -45,6 +45,13 @@ def test_follows_an_abrupt_change():
     assert all(s.drafter != "eagle" for s in chosen[-20:]) or sum(s.drafter != "eagle" for s in chosen[-100:]) > 90
     chosen = play(selector, 3, good, 3000, first=600)
     assert sum(s.drafter == "eagle" for s in chosen[-200:]) > 150
+
+
+def test_a_new_drafter_is_measured_at_once():
+    selector = BegSelector()
+    play(selector, 3, lambda s: 0.5 if s.drafter == "eagle" else 1.0, 200)
+    chosen = play(selector, 3, lambda s: 2.0 if s.drafter == "eagle" else 1.0, 30, first=200, num_drafters=1)
+    assert all(s.drafter == "eagle" for s in chosen[-15:])
 
 
 def test_buckets_have_arms_and_repeat():

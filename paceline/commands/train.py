@@ -56,6 +56,8 @@ class Totals:
     lengths: list[int] = field(default_factory=list)
     tokens: int = 0
     verifications: int = 0
+    step_seconds: float = 0.0
+    """Of whole steps, without the comparison."""
 
 
 class Run:
@@ -103,8 +105,9 @@ class Run:
                 self.view.warn(f"interrupted in step {self.state.step + 1}; paceline train --resume {config.out} goes on. "
                                f"{self._last_good()}")
                 return INTERRUPTED
-        if self.follower is not None:
-            self.follower.close()
+            finally:
+                if self.follower is not None:
+                    self.follower.close()
         self._finish()
         return OK
 
@@ -136,6 +139,7 @@ class Run:
                    **self._drafter_metrics}
         aside = metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
         metrics["time/step"] -= aside
+        self.totals.step_seconds += metrics["time/step"]
         self.state = done.state
         self.totals.lengths += [len(r.token_ids) for group in done.groups for r in group.rollouts]
         self.folder.write_rollouts(done.state.step, done.groups)
@@ -181,6 +185,7 @@ class Run:
         report = write_report(self.folder.path, summary)
         for name, value in summary.items():
             print(f"{name:>20}  {value}")
+        print(verdict(summary))
         print(f"Policy: {policy_folder(self.checkpoints.latest() or Path())}. Picture: {report}.")
 
     def summary(self) -> dict[str, Any]:
@@ -194,18 +199,29 @@ class Run:
             "accept_length": round(self.totals.tokens / max(1, self.totals.verifications), 3),
             "length_p50": lengths.get("length/p50"), "length_p99": lengths.get("length/p99"),
             "seconds": round(time.perf_counter() - self.totals.began, 1)}
-        return {**summary, **self._compared(records)}
+        return {**summary, **self._compared()}
 
-    def _compared(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def _compared(self) -> dict[str, Any]:
         """Whole run, not the median step: the long steps are what this is about."""
         comparison = self.collect.comparison
         if not comparison.seconds_off:
             return {}
         on, off = sum(comparison.seconds_on), sum(comparison.seconds_off)
-        steps = sum(record["time/step"] for record in records[-len(comparison.seconds_on):])
+        steps = self.totals.step_seconds
         return {"identical_rollouts": comparison.identical, "compared_rollouts": comparison.num_rollouts,
                 "differing_rollouts": comparison.num_differing, "rollout_speedup": round(off / on, 3),
                 "step_speedup": round((steps - on + off) / steps, 3)}
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What happened, for someone who has never seen this."""
+    learned = f"The mean reward went from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}."
+    if "rollout_speedup" not in summary:
+        return learned
+    same = ("All" if summary["identical_rollouts"] else f"All but {summary['differing_rollouts']} of the")
+    return (f"{learned} Every batch was generated twice with the same seeds: without speculation it took "
+            f"{summary['rollout_speedup']:.2f} times as long as with it ({summary['accept_length']:.2f} tokens per pass of the "
+            f"policy instead of 1). {same} {summary['compared_rollouts']:,} rollouts are identical, token for token.")
 
 
 def rollout_metrics(done: StepDone) -> dict[str, float]:
@@ -229,7 +245,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     if config.reward_model is not None:
         reward_model = load_reward_model(config.reward_model, config.device, master, compute or master)
     learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, config.rollout.temperature,
-                      compute or master, config.seed, reward_model)
+                      compute or master, config.seed, reward_model, config.reward_model_weight)
     if learner.reference is not None and checkpoint is not None and not lora:
         first, _ = load_model(model_source(config), config.device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is what the run began with

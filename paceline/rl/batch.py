@@ -33,7 +33,7 @@ class Sample:
     returns: Tensor | None = None
     advantages: Tensor | None = None
     score: float | None = None
-    """Of the reward model."""
+    """Of the reward model, times its weight: added to the reward."""
 
     @property
     def num_answer(self) -> int:

@@ -23,10 +23,11 @@ class NotFinite(ValueError):
 
 class Learner:
     def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
-                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: Scorer | None = None) -> None:
+                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: Scorer | None = None,
+                 reward_weight: float = 1.0) -> None:
         """`model`: weights in float32 at least; `compute`: what products run in; `steps`: of the whole run, for the rate."""
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
-        self.optimizer_config, self.total_steps = optimizer, steps
+        self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
         self.policy = Policy(model.requires_grad_(True), compute)
         self.reference = Policy(_frozen(model), compute) if algorithm.needs_reference else None
         self.critic = Scorer(deepcopy(model).requires_grad_(True), compute) if algorithm.needs_critic else None
@@ -63,7 +64,7 @@ class Learner:
                 _hand_out(samples, batch, "values", self.critic.values(batch))
             if self.reward_model is not None:
                 for i, score in zip(batch.members, self.reward_model.scores(batch).tolist(), strict=True):
-                    samples[i].score = score
+                    samples[i].score = self.reward_weight * score
 
     @property
     def _needs_old(self) -> bool:

@@ -74,6 +74,9 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
         with clock("train"):
             metrics = learner.update(samples, state.step) if samples else {}
             publish(learner, state.step + 1)
+        scores = [sample.score for sample in samples if sample.score is not None]
+        if scores:
+            metrics["reward/model"] = sum(scores) / len(scores)
         state = RunState(state.step + 1, cursor)
         on_step(StepDone(state, groups, {**metrics, **clock.metrics()}))
     return state

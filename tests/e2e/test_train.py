@@ -78,7 +78,8 @@ def test_the_run_folder_and_the_summary(folder, capsys):
     first = rollouts(out)[0]
     assert first.keys() >= {"id", "sample", "step", "token_ids", "text", "reward"}
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
-    assert "reward_last" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "reward_last" in printed and "All 72 rollouts are identical, token for token" in " ".join(printed.split())
 
 
 def test_reward_rises(folder):
@@ -96,6 +97,25 @@ def test_ppo_learns_and_stays_near_its_reference(folder):
     assert sum(values[-8:]) < sum(values[:8])
     distance = [r["kl"] for r in records]
     assert all(0 <= x < 1.5 for x in distance) and sum(distance[-8:]) < 1.2 * sum(distance[8:16])  # it has stopped growing
+
+
+def test_the_whole_step_with_a_learned_reward_model(folder):
+    """Generation, then critic, reference and reward model, then training: the model's score moves the weights."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                        num_key_value_heads=2, num_labels=1, pad_token_id=0, max_position_embeddings=256)
+    LlamaForSequenceClassification(shape).save_pretrained(folder / "judge")
+    common = {"algorithm": "ppo", "steps": 2}
+    assert run(settings(folder, "judged", reward_model=str(folder / "judge"), reward_model_weight=5.0, **common)) == 0
+    assert run(settings(folder, "once", reward_model=str(folder / "judge"), **{**common, "steps": 1})) == 0
+    assert run(settings(folder, "plain", **common)) == 0
+    records = read_metrics(folder / "judged")
+    assert records[0]["reward/model"] == pytest.approx(5 * read_metrics(folder / "once")[0]["reward/model"])
+    assert all(record["reward/model"] != 0 and {"loss/value", "kl"} <= record.keys() for record in records)
+    a, b = weights(folder / "judged"), weights(folder / "plain")
+    assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
 def start(arguments: list[str]) -> subprocess.Popen:

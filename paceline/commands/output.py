@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from paceline.report.lines import write_file
 from paceline.types import Rollout
 
 _DONE = ("stop", "length")
@@ -59,7 +60,7 @@ class RolloutFile:
         """Settings compared or written down, what is whole read, what is torn or failed dropped."""
         meta = Path(f"{self.path}.meta.json")
         if self.path.stat().st_size == 0:
-            _replace(meta, (json.dumps(settings, indent=2) + "\n").encode())
+            write_file(meta, (json.dumps(settings, indent=2) + "\n").encode())
             return
         _require_same(self.path, meta, settings)
         end, failed = self._read()
@@ -149,16 +150,6 @@ def _require_same(path: Path, meta: Path, settings: Mapping[str, Any]) -> None:
         was = ", ".join(f"{name} {before.get(name) if isinstance(before, dict) else None!r}, now {now[name]!r}"
                         for name in changed)
         raise ValueError(f"--out {path}: was made with other settings ({was}); choose another --out or the same settings")
-
-
-def _replace(path: Path, data: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        scratch.write_bytes(data)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise OSError(f"{path}: {error.strerror or error}") from None
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

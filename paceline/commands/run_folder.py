@@ -3,15 +3,14 @@ at any moment is taken up from its last checkpoint, and what it did after that i
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.report.lines import write_file
 from paceline.types import RolloutGroup
 
 SUMMARY_FILE = "summary.json"
@@ -40,14 +39,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """In place at once, or an OSError and the old one."""
-        scratch = self.path / f".{name}.new"
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, self.path / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink(missing_ok=True)
-            raise OSError(f"{self.path / name}: {error.strerror or error}; what was written before is kept") from None
+        write_file(self.path / name, text.encode())
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         lines = [json.dumps({"id": group.key, "sample": rollout.sample, "step": step, "token_ids": rollout.token_ids,

@@ -64,6 +64,8 @@ class Collector:
         self.params = SamplingParams(temperature=wanted.temperature, top_k=wanted.top_k, top_p=wanted.top_p, min_p=wanted.min_p,
                                      max_new_tokens=wanted.max_new_tokens, stop=wanted.stop, seed=config.seed)
         self.comparison = Comparison()
+        self.refused: list[str] = []
+        """Problems that the engine would not take, and why."""
         self._on_engine_step = on_engine_step
 
     def __call__(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
@@ -89,8 +91,13 @@ class Collector:
         """All answers; each goes to a grader as soon as it is finished."""
         groups, owner, handles = [], {}, []
         for problem, key in zip(problems, keys, strict=True):
-            ids = engine.add(as_prompt(engine, problem), self.params, self.size, key)
             groups.append(RolloutGroup([], key=problem.id))
+            try:
+                ids = engine.add(as_prompt(engine, problem), self.params, self.size, key)
+            except ValueError as error:  # say, a prompt longer than the context: this problem has no answers, the others go on
+                if graded:
+                    self.refused.append(f"{problem.id}: {error}")
+                continue
             owner.update(dict.fromkeys(ids, (problem, groups[-1])))
         total, done = len(owner), 0
         while owner:

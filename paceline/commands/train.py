@@ -119,7 +119,10 @@ class Run:
             engine.reset_stats()
 
     def _collect(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
+        refused = len(self.collect.refused)
         groups = self.collect(cursor, count, clock)
+        for line in self.collect.refused[refused:]:
+            self.view.warn(f"left out: {line}")
         if self.follower is not None:
             self._drafter_metrics = self.follower.learn(groups, self.state.step + 1, clock)
         return groups
@@ -167,7 +170,8 @@ class Run:
 
     def _reward_metrics(self) -> dict[str, float]:
         pool = self.pool
-        return {"reward/errors": pool.num_errors, "reward/timeouts": pool.num_timeouts, "reward/crashes": pool.num_crashes}
+        return {"reward/errors": pool.num_errors, "reward/timeouts": pool.num_timeouts, "reward/crashes": pool.num_crashes,
+                "problems_refused": len(self.collect.refused)}
 
     def _engines(self) -> list[Engine]:
         return [self.engine] if self.off is None else [self.engine, self.off]

@@ -44,7 +44,8 @@ class Clock:
 
 class Collect(Protocol):
     def __call__(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
-        """Graded groups of the `count` problems from `cursor` on (fewer if fewer are left, Exhausted if none is)."""
+        """Graded groups of the `count` problems from `cursor` on (fewer if fewer are left, Exhausted if none is). A group without
+        answers is a problem that could not be posed."""
         ...
 
 
@@ -94,8 +95,12 @@ def gather(learner: Learner, cursor: int, prompts: int, collect: Collect, clock:
             if not seen:
                 raise
             break
-        cursor, seen = cursor + len(groups), seen + groups
+        cursor += len(groups)
+        groups = [group for group in groups if group.rollouts]
+        seen += groups
         kept += [group for group in groups if learner.algorithm.keep([r.reward or 0.0 for r in group.rollouts])]
-        if len(kept) >= prompts or not learner.algorithm.dynamic_sampling:
+        if len(kept) >= prompts or (seen and not learner.algorithm.dynamic_sampling):
             break
+    if not seen:
+        raise ValueError(f"task: none of the last {prompts * (1 + learner.algorithm.max_refills)} problems could be posed")
     return (kept or seen), cursor

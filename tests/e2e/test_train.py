@@ -231,6 +231,19 @@ def test_a_grader_that_fails_costs_its_sample(folder):
     assert 0 < record["reward/crashes"] < 12 and 0 < record["reward/mean"] < 1
 
 
+def test_a_problem_that_cannot_be_posed_is_left_out(folder, capsys):
+    file = folder / "prompts.jsonl"
+    file.write_text(file.read_text() + json.dumps({"id": "long", "prompt": "a" * 5000, "answer": ""}) + "\n")
+    assert run(settings(folder, "run", steps=4, compare_off=True)) == 0  # 12 draws of 7 problems
+    assert "left out: long: prompt: 5000 tokens leave no room" in " ".join(capsys.readouterr().err.split())
+    records = read_metrics(folder / "run")
+    assert len(records) == 4 and records[-1]["problems_refused"] >= 1
+    assert "long" not in {rollout["id"] for rollout in rollouts(folder / "run")}
+    file.write_text(json.dumps({"id": "long", "prompt": "a" * 5000, "answer": ""}) + "\n")
+    assert run(settings(folder, "none")) == 2
+    assert "could be posed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("change", "complaint"), [
     ("rollout.promts=3", "rollout.promts: no such key"), ("optimizer.lr=-1", "optimizer.lr"), ("algorithm=gpro", "gpro"),
     ("task=nonsense", "nonsense"), ("strategy=fast", "strategy"), ("algorithm_options.klx=1", "klx"), ("rollout=3", "rollout"),

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+DrafterMode = Literal["between", "beside", "stream"]
+
 
 class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +34,9 @@ class EngineConfig(Config):
     """Layers whose hidden states are kept with each rollout: i is the input of layer i, -1 the final norm's output."""
     on_update: Literal["continue", "recompute"] = "continue"
     """What requests in flight do after a weight update: go on with the keys and values they have, or prefill again."""
+    profile: bool = True
+    """Measure what steps cost before the first one whose strategy is predicted (`auto`, `model`): about two seconds, kept for the
+    next start in the user's cache folder."""
     kernels: Literal["auto", "torch"] = "auto"
     """The fastest kernels for the device, or the plain torch reference."""
     deterministic: bool = False
@@ -135,8 +140,15 @@ class TrainConfig(Config):
     strategy: str = "auto"
     """off, auto, or like suffix:d8w2v16. Changes no token."""
     drafter: str = "suffix"
-    """suffix; none; a learned drafter's folder; or `learned`: one that begins with nothing and is trained on the way, while that
-    pays."""
+    """suffix; none; a learned drafter's folder; or `learned`: one that begins with nothing."""
+    drafter_follow: bool = True
+    """A learned drafter is trained on the way, while that pays; false: it stays as it was in its folder."""
+    drafter_mode: DrafterMode = "between"
+    """When it is trained: between generation and the policy's update; beside generation, in a process of its own on idle cores
+    (`threads` says how many generation takes); stream: in a thread while a step's last answers decode, on a GPU on a stream of
+    low priority."""
+    drafter_alarms: dict[str, Any] = Field(default_factory=dict)
+    """When to warn that it no longer fits: fields of `spot.alarms.AlarmConfig`."""
     spot: dict[str, Any] = Field(default_factory=dict)
     """How a drafter is trained: fields of `spot.SpotConfig`."""
     reward_model: str | None = None

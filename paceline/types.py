@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 DrafterName = Literal["none", "suffix", "eagle", "both"]
 
+NUM_QUALITIES = 4
+"""Requests are told apart by how often their first drafted token was right lately: hardly ever, at times, mostly, always."""
 MAX_TREE_ROWS = 128
 """Rows one request may bring to a step (its last token and the drafted nodes): the tree mask is two 64-bit words."""
 
@@ -72,7 +74,13 @@ class Strategy:
     budget: int = 0
     """Drafted nodes verified per request, at most."""
     min_survival: float = 0.0
-    """Nodes that the drafter thinks less likely to be accepted than this are not verified."""
+    """Nodes that the suffix drafter thinks less likely to be accepted than this are not verified."""
+    shares: tuple[int, ...] = ()
+    """Drafted nodes of a request by its quality (see `NUM_QUALITIES`); empty: `budget` for all."""
+    tau: float | None = None
+    """What the learned drafter guesses with from here on; None: as before."""
+    watch: bool = False
+    """Look closely at what comes of the drafts: the result holds them node by node."""
 
     OFF: ClassVar[Strategy]
 
@@ -84,6 +92,8 @@ class Strategy:
         _require(1 <= self.depth <= 64, "strategy depth", self.depth, "in 1..64")
         _require(1 <= self.width <= 64, "strategy width", self.width, "in 1..64")
         _require(1 <= self.budget < MAX_TREE_ROWS, "strategy budget", self.budget, f"in 1..{MAX_TREE_ROWS - 1}")
+        _require(len(self.shares) in (0, NUM_QUALITIES) and all(0 <= n <= self.budget for n in self.shares), "strategy shares",
+                 self.shares, f"{NUM_QUALITIES} numbers of nodes within the budget")
         _require(self.drafter == "suffix" or (self.depth - 1) * self.width <= MAX_TREE_ROWS, "strategy (depth - 1) * width",
                  (self.depth - 1) * self.width, f"<= {MAX_TREE_ROWS}, which a learned drafter's levels must fit in")
 
@@ -153,6 +163,31 @@ class FeatureRecord:
     prompt_length: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Watched:
+    """Drafted nodes of one step and what came of them: arrays [M], an entry a node, a line's side by side, parents first."""
+
+    strategy: Strategy
+    num_lines: int
+    """Requests that were drafted for, those whose tree is empty included."""
+    quality: Any
+    """[num_lines] int64."""
+    line: Any
+    """[M] int64, in order."""
+    parent: Any
+    """[M] int64 node, -1: the root."""
+    depth: Any
+    """[M] int64, 1: child of the root."""
+    rank: Any
+    """[M] int64 place among the parent's children, the likeliest 0."""
+    chance: Any
+    """[M] float64: the drafter's own estimate that the node is accepted if its parent is."""
+    tested: Any
+    """[M] bool: the parent was accepted, so the policy's sample told …"""
+    hit: Any
+    """… [M] bool: accepted."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step that has been read came to, in plain numbers."""
@@ -163,6 +198,10 @@ class StepOutcome:
     num_prefill_rows: int
     num_tokens: int
     ms: float
+    num_rows: int = 0
+    """Padding included."""
+    context: float = 0.0
+    """Mean of the requests that ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +211,6 @@ class StepView:
     step: int
     num_running: int
     num_prefill_rows: int
-    hit_rate: dict[DrafterName, float]
-    """Drafter → share of its verified nodes that were accepted, a moving average over recent steps (absent: not tried)."""
-    step_ms: float | None
-    """Milliseconds of a decoding step beside those of its rows (None: not known yet) …"""
-    row_ms: float | None
-    """… and of one row more: a line fitted through recent steps."""
     available: tuple[DrafterName, ...]
     """Drafters that are loaded."""
     free_pages: int
@@ -185,6 +218,12 @@ class StepView:
     """The step that was read last."""
     num_drafters: int = 0
     """How often the learned drafter has been replaced: what was measured of the one before is history."""
+    qualities: tuple[int, ...] = ()
+    """Of those running, how many are of each quality; empty: not known."""
+    context: float = 0.0
+    """Their mean."""
+    watched: Watched | None = None
+    """If the step that was read last was watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +242,10 @@ class StepResult:
     """Request id → tokens appended."""
     finished: list[Rollout]
     ms: float
+    watched: Watched | None = None
+    """If it was looked at closely: now and then, and whenever the strategy asks for it."""
+    expected: float = 0.0
+    """Of a watched step: drafted nodes that should be accepted by the drafter's own estimates, to compare with `accepted`."""
 
     @classmethod
     def nothing(cls, step: int, strategy: Strategy) -> StepResult:

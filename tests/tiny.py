@@ -49,6 +49,7 @@ class FakeGraphs:
 
     def __init__(self) -> None:
         self.steps: dict[Hashable, Callable[[], Any]] = {}
+        self.capture_seconds = 0.0
 
     def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None]) -> Any:
         if key not in self.steps:

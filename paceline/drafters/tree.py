@@ -16,7 +16,7 @@ from paceline.kernels import DraftTree
 
 
 class Drafts(NamedTuple):
-    """Drafted nodes of B requests, padded to N; parents stand before their children."""
+    """Drafted nodes of B requests, padded to N, the likeliest first; parents stand before their children."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64: node index in the same row, -1 = child of the root
@@ -69,5 +69,4 @@ def _merge_one(a: dict[_Path, float], b: dict[_Path, float], budget: int) -> lis
     for path in sorted(both, key=len):  # a child is never likelier than its parent
         if len(path) > 1:
             both[path] = min(both[path], both[path[:-1]])
-    best = sorted(both.items(), key=lambda item: (-item[1], len(item[0])))[:budget]
-    return sorted(best, key=lambda item: len(item[0]))
+    return sorted(both.items(), key=lambda item: (-item[1], len(item[0])))[:budget]

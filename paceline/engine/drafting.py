@@ -27,6 +27,8 @@ from paceline.kernels import Ops, PagedCache
 from paceline.kernels.upload import upload, upload_into
 from paceline.types import DrafterName, Strategy
 
+_USUAL_NODES = 48
+
 
 class Drafted(NamedTuple):
     inputs: StepInputs
@@ -35,6 +37,10 @@ class Drafted(NamedTuple):
     most_accepted: list[int]
     """How many of them can be accepted: no more than the tree is deep."""
     max_depth: int
+    lines: list[int]
+    """Which of the drafts is each request's."""
+    survival: Tensor | None = None
+    """[drafts, N] what the drafter thinks of its nodes."""
 
     @property
     def num_rows(self) -> int:
@@ -47,12 +53,13 @@ class Drafting:
                  suffix_tau: float, row_sizes: tuple[int, ...], graphs: GraphPool | None) -> None:
         """row_sizes: decode rows are padded to one of them; with `graphs`, steps of that size are captured."""
         self.suffix, self.eagle, self.suffix_tau = suffix, eagle, suffix_tau
-        self._state, self._store, self._ops, self.graphs, self._row_sizes = state, store, ops, graphs, row_sizes
+        self._state, self._store, self._ops, self.graphs, self.row_sizes = state, store, ops, graphs, row_sizes
         captured = max(row_sizes, default=0) if graphs is not None else 0
         self._buffers = InputBuffers(captured, state.padding, state.device)
         self._slots = torch.full((captured,), state.padding, device=state.device)  # what captured drafting reads
         self._behind: dict[int, int] = {}  # request -> tokens that may have been committed since the learned drafter followed it
         self._followed: set[int] = set()  # by the newest step
+        self._tau: float | None = None  # what the learned drafter has been told last
 
     @property
     def available(self) -> tuple[DrafterName, ...]:
@@ -62,6 +69,12 @@ class Drafting:
         if self.eagle is not None:
             names.append("eagle")
         return (*names, "both") if len(names) == 2 else tuple(names)
+
+    def set_tau(self, tau: float) -> None:
+        """From the next draft on."""
+        if self.eagle is not None and tau != self._tau:
+            self._tau = tau
+            self.eagle.tau.fill_(tau)
 
     def begin(self, request: Request) -> None:
         """In a slot, with `num_computed` tokens found in the cache (the drafter's part of it included)."""
@@ -88,7 +101,7 @@ class Drafting:
         for line, (i, count) in enumerate(zip(chosen, found, strict=True)):
             num_nodes[i], lines[i] = count, line
         drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy,
-                                self._row_sizes)
+                                self.row_sizes)
         follows = plan.strategy.drafter in ("eagle", "both")
         self._followed = {plan.decode[i].request.id for i in chosen} if follows else set()
         for (request, _), most in zip(plan.decode, drafted.most_accepted, strict=True):
@@ -109,14 +122,15 @@ class Drafting:
             self._behind[request.id] = 0
 
     def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> Drafted:
-        """A step of so many requests, all of them padding, with trees of the strategy's size: to capture before it is needed.
-        exact: no more rows than that."""
-        sizes = () if exact else self._row_sizes
-        slots, size = [self._state.padding] * batch, batch + padding(batch, sizes)
-        if strategy.drafter in ("eagle", "both") and self.graphs is not None and size <= len(self._slots):
-            self._captured(size, slots, strategy)
+        """A step of so many requests, all of them padding, with trees of the strategy's size. exact: no more rows than that."""
+        slots, sizes = [self._state.padding] * batch, () if exact else self.row_sizes
         drafts = self._bush(strategy) if strategy.budget else None
         return self._lay_out(slots, [strategy.budget] * batch, [0] * batch, drafts, strategy, sizes)
+
+    def rehearse_drafting(self, batch: int, strategy: Strategy) -> None:
+        """Likewise, what the learned drafter does before."""
+        if strategy.drafter in ("eagle", "both"):
+            self._from_slots([self._state.padding] * batch, strategy)
 
     def _bush(self, strategy: Strategy) -> Drafts:
         """One path of full depth, and leaves."""
@@ -136,15 +150,16 @@ class Drafting:
         pad = padding(len(slots) + sum(num_nodes), row_sizes)
         padded = slots + [self._state.padding] * pad
         if drafts is None or not any(num_nodes):
-            return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0)
+            return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0, lines)
         inputs = self._buffers.trees(padded, num_nodes + [0] * pad, lines + [0] * pad)
         # A captured step is as deep as its strategy, so that few are needed.
         depth = min(strategy.depth, strategy.budget if inputs.fixed else max(num_nodes))
         self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
-        return Drafted(inputs, num_nodes, [min(count, depth) for count in num_nodes], depth)
+        return Drafted(inputs, num_nodes, [min(count, depth) for count in num_nodes], depth, lines, drafts.survival)
 
     def _drafts(self, items: list[Decode], strategy: Strategy) -> tuple[Drafts, list[int]]:
-        """Drafts on the device, and how many nodes of each are to be verified: in level order a cut tree is still a tree."""
+        """Drafts on the device, and how many nodes of each are to be verified: the likeliest come first, parents before their
+        children, so a cut tree is still a tree."""
         if strategy.drafter == "eagle":
             drafts = self._from_eagle(items, strategy)
             return drafts, [min(item.num_nodes, drafts.tokens.shape[1]) for item in items]
@@ -179,22 +194,25 @@ class Drafting:
         if late:
             view = self._view(upload([request.slot for request in late], self._state.device))
             self.eagle.catch_up(view, [self._behind[request.id] for request in late])
-        slots = [request.slot for request in requests]
-        size = len(slots) + padding(len(slots), self._row_sizes)
+        return self._from_slots([request.slot for request in requests], strategy)
+
+    def _from_slots(self, slots: list[int], strategy: Strategy) -> Drafts:
+        size = len(slots) + padding(len(slots), self.row_sizes)
         if self.graphs is not None and size <= len(self._slots):
             return self._captured(size, slots, strategy)
         return self._draft(upload(slots, self._state.device), strategy)
 
     def _captured(self, size: int, slots: list[int], strategy: Strategy) -> Drafts:
-        """One graph from catching up to the chosen nodes, keyed by the padded number of requests and the strategy's sizes."""
+        """One graph from catching up to the chosen nodes, keyed by the padded number of requests and the tree's shape: how many
+        of its nodes are verified is the host's business."""
         assert self.graphs is not None
         place = upload_into(self._slots[:size], np.array(slots + [self._state.padding] * (size - len(slots)), np.int64))
-        key = ("draft", size, strategy.depth, strategy.width, strategy.budget)
+        key = ("draft", size, strategy.depth, strategy.width, _num_chosen(strategy))
         return self.graphs.run(key, lambda: self._draft(place, strategy), rehearsal(place, self._state.padding))
 
     def _draft(self, slots: Tensor, strategy: Strategy) -> Drafts:
         assert self.eagle is not None
-        return self.eagle.draft(self._view(slots), _window(strategy), strategy.depth, strategy.width, strategy.budget)
+        return self.eagle.draft(self._view(slots), _window(strategy), strategy.depth, strategy.width, _num_chosen(strategy))
 
     def _view(self, slots: Tensor) -> DraftView:
         state, store = self._state.tensors, self._store
@@ -205,4 +223,9 @@ class Drafting:
 
 def _window(strategy: Strategy) -> int:
     """Positions that may be new after one step of this strategy."""
-    return min(strategy.depth, strategy.budget) + 1
+    return strategy.depth + 1
+
+
+def _num_chosen(strategy: Strategy) -> int:
+    """Nodes that drafting puts in order: alike for all budgets of a shape that are usual, so that they share a graph."""
+    return max(strategy.budget, min(_USUAL_NODES, strategy.width + (strategy.depth - 1) * strategy.width**2))

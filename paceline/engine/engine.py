@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -24,6 +25,7 @@ from paceline.engine.finish import append, final_text
 from paceline.engine.graphs import GRAPH_SIZES, GraphPool, GraphReport
 from paceline.engine.limits import Limits
 from paceline.engine.park import park, unpark
+from paceline.engine.profile import load_or_profile
 from paceline.engine.request import Request, Status
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler, StepPlan
@@ -31,12 +33,15 @@ from paceline.engine.seeds import derive_seed
 from paceline.engine.state import SlotState
 from paceline.engine.stats import Counters
 from paceline.engine.transfer import Download
+from paceline.engine.watch import EVERY, Look
 from paceline.kernels import TorchOps, ops_for
 from paceline.models.decoder import Decoder, Linear, Rope
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
-from paceline.strategy import Selector, make_selector
+from paceline.strategy import CostCurve, FixedSelector, ModelSelector, Selector, make_selector
 from paceline.types import (
+    NUM_QUALITIES,
+    DrafterName,
     EngineStats,
     FeatureRecord,
     FinishReason,
@@ -58,6 +63,12 @@ class InFlight(NamedTuple):
     """None: it holds nothing but prompts."""
     version: int
     began: float
+    look: Look | None
+    """At what comes of its drafts."""
+    context: float
+    """Mean of its decode requests."""
+    capture_s: float
+    """Spent on capturing graphs, which is no part of a step."""
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -68,7 +79,10 @@ class Engine:
     def __init__(self, model: Decoder, tokenizer: Any = None, drafter: str | Path | Eagle | None = "suffix",
                  strategy: str | Strategy | Selector = "auto", config: EngineConfig | None = None) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
-        self.select = make_selector(strategy)
+        self.costs = CostCurve.unknown()
+        """What steps cost; `profile` measures it."""
+        self._selectors: dict[str, Selector] = {}
+        self.select = self.selector(strategy)
         self.version = self.drafter_version = self._num_drafters = 0
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
@@ -76,8 +90,13 @@ class Engine:
         self._drained: list[StepResult] = []
         self._booked_at = 0.0
         self._asleep = False
+        self._speculated = 0
         self._eos = frozenset(model.config.eos_token_ids)
+        self._distrusted: DrafterName | None = None
         self._build(*_make_drafters(drafter, model, self.config))
+        self.drafter_mismatch: str | None = None
+        if self.drafting.eagle is not None:
+            self._check_origin(self.drafting.eagle.module)
 
     @classmethod
     def load(cls, source: str | Path, device: str = "cpu", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
@@ -95,7 +114,8 @@ class Engine:
             return self._drained.pop(0)
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
-        strategy = strategy or self.select(self._view())
+        if strategy is None:
+            strategy = self._select()
         if strategy.drafter not in ("none", *self.drafting.available):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
         result = self._book_in_flight() if strategy.drafter in ("suffix", "both") else None
@@ -110,10 +130,13 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, strategy: Strategy) -> InFlight | None:
         """Queue the next step on the device; None: nothing can be done before what is in flight has been read."""
-        began = time.perf_counter()
+        began, captured_s = time.perf_counter(), self._capture_seconds()
         plan = self.scheduler.schedule(strategy)
         if not plan:
             return None
+        if strategy.tau is not None:
+            self.drafting.set_tau(strategy.tau)
+        context = sum(item.request.num_computed for item in plan.decode) / max(1, len(plan.decode))
         for request in plan.admitted:
             self.drafting.begin(request)
         self.state.admit(plan.admitted)
@@ -125,7 +148,16 @@ class Engine:
         self.drafting.prefilled(plan.prefill)
         self.scheduler.commit(plan, drafted.most_accepted)
         drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
-        return InFlight(plan, drafted, drawn, self.version, began)
+        look = Look.start(plan, drafted) if self._is_watched(strategy) else None
+        return InFlight(plan, drafted, drawn, self.version, began, look, context, self._capture_seconds() - captured_s)
+
+    def _is_watched(self, strategy: Strategy) -> bool:
+        """Whenever it is asked for, and now and then."""
+        self._speculated += strategy.drafter != "none"
+        return strategy.watch or (strategy.drafter != "none" and self._speculated % EVERY == 0)
+
+    def _capture_seconds(self) -> float:
+        return 0.0 if self.runner.graphs is None else self.runner.graphs.capture_seconds
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:
@@ -151,7 +183,7 @@ class Engine:
         """All answers of all prompts. A prompt that cannot be served gives rollouts that say why; the others finish.
         `strategy` overrides the engine's own for this call."""
         if strategy is not None:
-            own, self.select = self.select, make_selector(strategy)
+            own, self.select = self.select, self.selector(strategy)
             try:
                 return self.generate(prompts, params, n, keys, on_step)
             finally:
@@ -220,14 +252,46 @@ class Engine:
             self.drafting.eagle.policy_changed()
         self._asleep = False
 
+    def _select(self) -> Strategy:
+        if isinstance(self.select, FixedSelector):
+            return self.select.strategy  # it need not look
+        if isinstance(self.select, ModelSelector) and not self.costs.profiled and self.config.profile and self.drafting.available:
+            self.profile()
+        return self.select(self._view())
+
+    def selector(self, strategy: str | Strategy | Selector) -> Selector:
+        """By name always the same one, with what it has learned on this engine."""
+        if not isinstance(strategy, str):
+            return make_selector(strategy)
+        if strategy not in self._selectors:
+            made = self._selectors[strategy] = make_selector(strategy)
+            if isinstance(made, ModelSelector):
+                made.costs = self.costs
+        return self._selectors[strategy]
+
+    def profile(self, seconds: float = 2.0, folder: Path | None = None) -> CostCurve:
+        """Measures what steps cost, in about so many seconds (captures apart), or reads what an earlier start measured. Selectors
+        that predict start from that; without it they start from a guess and learn from their steps."""
+        self.costs = load_or_profile(self, seconds, folder)
+        for selector in (self.select, *self._selectors.values()):
+            if isinstance(selector, ModelSelector):
+                selector.costs = self.costs
+        return self.costs
+
+    @torch.inference_mode()
+    def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> None:
+        """A step of so many requests that are nobody's, verification only. exact: unpadded."""
+        drafted = self.drafting.rehearse(batch, strategy, exact)
+        self.runner.run_rows(drafted.inputs, drafted.max_depth)
+
     @torch.inference_mode()
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
         """Capture what these strategies will need at these numbers of requests, before it is needed. exact: unpadded."""
         for strategy in strategies:
             for batch in batches:
-                drafted = self.drafting.rehearse(batch, strategy, exact)
-                if self.runner.graphs is not None and drafted.inputs.fixed:
-                    self.runner.replay(drafted.inputs, drafted.max_depth, want_raw=False)
+                if self.runner.graphs is not None:
+                    self.drafting.rehearse_drafting(batch, strategy)
+                    self.rehearse(batch, strategy, exact)
         return self.graph_report()
 
     def graph_report(self) -> GraphReport:
@@ -240,14 +304,31 @@ class Engine:
         if self.drafting.eagle is None:
             raise ValueError("update_drafter: the engine was loaded without a learned drafter")
         own = self.drafting.eagle.module
-        if drafter.config != own.config:
+        if drafter.config != own.config or not _same(drafter.draft_ids, own.draft_ids):
             raise ValueError("update_drafter: this drafter is of another form or for another policy")
+        if version > self.version:
+            raise ValueError(f"update_drafter: version {version} is newer than the policy's, {self.version}")
         with torch.no_grad():
             for mine, new in zip(own.parameters(), drafter.parameters(), strict=True):
                 mine.copy_(new)
         self._prepare_weights()
-        self.drafter_version = version
+        own.origin, self.drafter_version = drafter.origin, version
         self._num_drafters += 1
+        self._distrusted = None
+        self._check_origin(own)
+
+    def distrust(self, drafter: DrafterName | None) -> None:
+        """Selectors do without this drafter until a new one comes with `update_drafter`; None: they may use all again. A strategy
+        that names it outright still does."""
+        self._distrusted = drafter
+
+    def _check_origin(self, drafter: Eagle) -> None:
+        """A drafter for other weights of this shape is legal, an older policy of the same run's say; but it is said."""
+        said, self.drafter_mismatch = self.drafter_mismatch, drafter.origin.differs(self.model) if drafter.origin else None
+        if self.drafter_mismatch is None and self.drafter_version < self.version:
+            self.drafter_mismatch = f"the drafter follows policy version {self.drafter_version}, the policy is at {self.version}"
+        if self.drafter_mismatch is not None and said is None:
+            warnings.warn(self.drafter_mismatch, stacklevel=3)
 
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self.scheduler
@@ -286,11 +367,20 @@ class Engine:
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def _view(self) -> StepView:
-        scheduler = self.scheduler
-        prefilling = sum(r.num_to_prefill for r in scheduler.running if r.status is Status.PREFILL)
-        view = self._counters.view(sum(r.status is Status.DECODE for r in scheduler.running), prefilling,
-                                   self.drafting.available, scheduler.pages.num_available)
-        return replace(view, num_drafters=self._num_drafters)
+        scheduler, counters = self.scheduler, self._counters
+        prefilling = decoding = context = 0
+        qualities = [0] * NUM_QUALITIES
+        for request in scheduler.running:
+            if request.status is Status.DECODE:
+                decoding, context = decoding + 1, context + request.num_computed
+                qualities[request.quality] += 1
+            else:
+                prefilling += request.num_to_prefill
+        available = self.drafting.available
+        if self._distrusted is not None:
+            available = tuple(name for name in available if name not in (self._distrusted, "both"))
+        return StepView(counters.steps, decoding, prefilling, available, scheduler.pages.num_available, counters.last,
+                        self._num_drafters, tuple(qualities), context / max(1, decoding), counters.watched)
 
     def _book_in_flight(self) -> StepResult | None:
         """What the step in flight drew, appended to its requests."""
@@ -298,14 +388,15 @@ class Engine:
         if step is None:
             return None
         tokens, finished, accepted = self._book(step) if step.drawn is not None else ({}, [], 0)
+        watched, expected = (None, 0.0) if step.look is None or step.drawn is None else step.look.result(step.drawn)
         now = time.perf_counter()
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
             num_rows=step.drafted.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.drafted.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=(now - max(step.began, self._booked_at)) * 1e3)
+            ms=max(0.0, now - max(step.began, self._booked_at) - step.capture_s) * 1e3, watched=watched, expected=expected)
         self._booked_at = now
-        self._counters.record(result)
+        self._counters.record(result, step.context)
         return result
 
     def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:
@@ -318,6 +409,8 @@ class Engine:
                 continue
             self.scheduler.landed(request, step.drafted.most_accepted[i])
             accepted += counts[i] - 1
+            if step.drafted.num_nodes[i]:
+                request.tried(counts[i] > 1)
             drawn = tokens[i][: counts[i]]
             failed = -1 in drawn
             drawn = drawn[: drawn.index(-1)] if failed else drawn
@@ -446,6 +539,10 @@ def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,
     if drafter == "suffix":
         return suffix, None
     return suffix, drafter if isinstance(drafter, Eagle) else load_eagle(drafter, model)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a.to(b.device), b))
 
 
 def _columns(stored: tuple[int, ...], wanted: tuple[int, ...], hidden: int) -> Tensor:

@@ -85,7 +85,9 @@ class GraphPool:
         torch.cuda.empty_cache()  # capturing does it anyway: before, so that what it adds can be told
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool if self._shared else torch.cuda.graph_pool_handle()):
+        # thread_local: a drafter that trains beside may allocate meanwhile
+        pool = self._pool if self._shared else torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self.device)
         entry = _Captured(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 
-from paceline.types import FinishReason, SamplingParams
+from paceline.types import NUM_QUALITIES, FinishReason, SamplingParams
+
+_QUALITIES = (0.3, 0.6, 0.85)
+assert len(_QUALITIES) == NUM_QUALITIES - 1
 
 
 class Status(Enum):
@@ -45,11 +49,22 @@ class Request:
     stale: bool = False
     """Part of its cache was written by earlier weights: not to be shared."""
     num_preemptions: int = 0
+    first_hits: float = 0.7
+    """How often lately the first drafted token was right."""
     finish_reason: FinishReason | None = None
     error: str | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+
+    @property
+    def quality(self) -> int:
+        """0 … NUM_QUALITIES - 1."""
+        return bisect_right(_QUALITIES, self.first_hits)
+
+    def tried(self, hit: bool) -> None:
+        """The first drafted token was right, or was not."""
+        self.first_hits += 0.12 * (hit - self.first_hits)
 
     @property
     def num_generated(self) -> int:

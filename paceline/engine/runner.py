@@ -41,22 +41,24 @@ class Runner:
     def run(self, plan: StepPlan, drafted: Drafted, want_raw: bool) -> Drawn | None:
         """Queue one step. Rows of padding come out too, behind those of the plan. None: nothing but prompts."""
         inputs, depth = drafted.inputs, drafted.max_depth
-        if self.graphs is not None and inputs.fixed and plan.decode and not plan.prefill:
-            return self.replay(inputs, depth, want_raw)
+        if plan.decode and not plan.prefill:
+            return self.run_rows(inputs, depth, want_raw)
         rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
         if plan.prefill:
             rows = with_prefill(rows, plan.prefill, self.state)
         hidden = self._forward(rows, [(item.request.slot, item.start, item.num_rows) for item in plan.prefill])
         return self._draw(inputs, rows, hidden, depth, want_raw) if plan.decode else None
 
-    def replay(self, inputs: StepInputs, depth: int, want_raw: bool) -> Drawn:
-        """The same through a captured graph, keyed by the number of rows (and how deep the trees are, 0: there are none)."""
-        assert self.graphs is not None
+    def run_rows(self, inputs: StepInputs, depth: int, want_raw: bool = False) -> Drawn:
+        """A step without prompts; where it can be, through a captured graph, keyed by the number of rows (and how deep the trees
+        are, 0: there are none)."""
 
         def step() -> Drawn:
             rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
             return self._draw(inputs, rows, self._forward(rows, []), depth, want_raw)
 
+        if self.graphs is None or not inputs.fixed:
+            return step()
         key = (len(inputs.tree.tokens), depth, want_raw)
         return self.graphs.run(key, step, rehearsal(inputs.slots, self.state.padding))
 

@@ -161,7 +161,8 @@ class Scheduler:
         start = request.num_computed + request.num_in_flight
         if request.params.max_new_tokens - request.num_generated - request.num_steps_in_flight <= 1:
             return 0
-        nodes = max(0, min(strategy.budget, rows_left, self.max_length - start - 1))
+        wanted_nodes = strategy.shares[request.quality] if strategy.shares else strategy.budget
+        nodes = max(0, min(wanted_nodes, rows_left, self.max_length - start - 1))
         scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
         wanted = start + 1 + max(nodes, scratch)
         if nodes and wanted <= self.max_length and self._grow(request, wanted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,14 @@ class Download(NamedTuple):
         event.record()
         return cls(copies, event)
 
+    def arrays(self) -> list[np.ndarray]:
+        """Waits if it must."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [t.numpy() for t in self.tensors if t is not None]
+
     def lists(self) -> list[list]:
         """Waits if it must; a tensor that was None is an empty list."""
         if self.event is not None:
             self.event.synchronize()
-        return [[] if t is None else t.tolist() for t in self.tensors]
+        return [[] if t is None else t.numpy().tolist() for t in self.tensors]  # numpy's is many times as fast as torch's

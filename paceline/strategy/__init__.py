@@ -1,6 +1,8 @@
 """Which strategy the next step uses: `select(view) -> Strategy`, pure given what it has seen."""
 
 from paceline.strategy.beg import BegSelector
-from paceline.strategy.select import AutoSelector, FixedSelector, Selector, make_selector
+from paceline.strategy.cost import CostCurve, Points
+from paceline.strategy.model import ModelSelector
+from paceline.strategy.select import FixedSelector, Selector, make_selector
 
-__all__ = ["AutoSelector", "BegSelector", "FixedSelector", "Selector", "make_selector"]
+__all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "make_selector"]

@@ -1,0 +1,180 @@
+"""The chance that a drafted node is accepted, learned from what came of drafts; so the tokens that a tree of any size will give
+are known before it is verified. Numpy only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.types import NUM_QUALITIES, Watched
+
+Array = NDArray[np.float64]
+
+MAX_NODES = 64
+"""Nodes per request that gains are known for."""
+_DEPTHS, _RANKS, _GAPS = 8, 4, 8
+_EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
+"""Of the drafter's own estimates: how far ahead of the rest a guess is."""
+_BANDS = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9])
+_KEEP_NODES = 2000.0
+_TRUST = 4.0
+"""Nodes that the drafter's own estimate counts as."""
+_LINES = 32
+"""Of one step, at most: more tell little more."""
+_KEEP_LINES = 160.0
+"""Lines (a request in a step) that are remembered, about."""
+_OF_ALL = 8.0
+"""Lines that what is known of all requests counts as for those of one quality."""
+
+
+class Gain(NamedTuple):
+    """Of a shape's trees, the likeliest nodes first."""
+
+    survival: Array
+    """[Q, N] the n-th node's chance if there is one, never rising, by quality of the request."""
+    present: Array
+    """[Q, N] share of requests that have so many nodes; 0 where it is not known."""
+
+
+class _Curve:
+    """Sums [Q, N] over lines, the older the less: how many might have had an n-th node, how many had, their chances."""
+
+    def __init__(self) -> None:
+        self.sums = np.zeros((3, NUM_QUALITIES, MAX_NODES))
+
+    def add(self, quality: NDArray[np.int64], might: NDArray[np.bool_], chances: Array) -> None:
+        """might, chances [L, N]; a chance of 0: no such node."""
+        self.sums *= max(0.5, 1 - len(quality) / _KEEP_LINES)
+        width = chances.shape[1]
+        for sums, values in zip(self.sums, (might, chances > 0, chances), strict=True):
+            np.add.at(sums[:, :width], quality, values)
+
+    def gain(self) -> Gain:
+        lines, nodes, chances = self.sums + _OF_ALL * self.sums.sum(1, keepdims=True) / (self.sums[0].sum(0) + 1e-30)
+        present = np.divide(nodes, lines, out=np.zeros_like(nodes), where=lines > 1e-12)
+        survival = np.divide(chances, nodes, out=np.zeros_like(nodes), where=nodes > 1e-12)
+        return Gain(np.minimum.accumulate(survival, axis=1), present)
+
+
+class Survival:
+    """Of one drafter."""
+
+    def __init__(self, shapes: tuple[tuple[int, int], ...]) -> None:
+        """shapes: (depth, width) whose gains are wanted."""
+        self.shapes = shapes
+        self.num_lines = 0
+        self._sums = np.zeros(3)  # tested nodes, how many should have been accepted, how many were: the older the less
+        self._bands = np.zeros((2, len(_BANDS) + 1))  # nodes by the drafter's own estimate of their survival; accepted ones
+        self._tested = np.zeros(_DEPTHS * _RANKS * _GAPS)
+        self._hits = np.zeros_like(self._tested)
+        self._curves: dict[tuple[int, int], _Curve] = {}
+        self._gains: dict[tuple[int, int], Gain] = {}
+
+    def learn(self, watched: Watched) -> None:
+        """Outcomes first, then what trees like these are worth by what is known now."""
+        if watched.num_lines == 0:
+            return
+        bins = _bins(watched)
+        tested, hit = watched.tested, watched.hit
+        if tested.any():
+            count = int(tested.sum())
+            keep = max(0.5, 1 - count / _KEEP_NODES)
+            self._sums = keep * self._sums + (count, self._chance(bins, watched.chance)[tested].sum(), hit.sum())
+            self._tested = keep * self._tested + np.bincount(bins[tested], minlength=len(self._tested))
+            self._hits = keep * self._hits + np.bincount(bins[hit], minlength=len(self._tested))
+        self._learn_bands(watched)
+        self._learn_gains(watched, self.survival(watched, bins))
+        self.num_lines += watched.num_lines
+
+    def forget(self) -> None:
+        """The drafter has been replaced: keep a little of what is known, as a first guess."""
+        for sums in (self._tested, self._hits):
+            sums *= 0.1
+        for curve in self._curves.values():
+            curve.sums *= 0.1
+        self.num_lines = 0
+
+    def survival(self, watched: Watched, bins: NDArray[np.int64] | None = None) -> Array:
+        """[M] chance that each node is accepted."""
+        return _along_paths(watched, self._chance(_bins(watched) if bins is None else bins, watched.chance))
+
+    @property
+    def error(self) -> float:
+        """How far the share of nodes accepted was from what was expected, lately."""
+        tested, expected, hits = self._sums
+        return abs(expected - hits) / max(tested, 1.0)
+
+    def threshold(self, price: float) -> float:
+        """The drafter's own estimate from which on its nodes are accepted at least this often."""
+        nodes, accepted = self._bands
+        own = np.array([0.0, *_BANDS])
+        shares = np.maximum.accumulate((accepted + _TRUST * own) / (nodes + _TRUST))
+        return float(own[min(int(np.searchsorted(shares, price)), len(own) - 1)])
+
+    def gain(self, shape: tuple[int, int]) -> Gain | None:
+        """None: no tree that holds this shape has been seen."""
+        if shape not in self._gains and shape in self._curves:
+            self._gains[shape] = self._curves[shape].gain()
+        return self._gains.get(shape)
+
+    def _chance(self, bins: NDArray[np.int64], own: Array) -> Array:
+        return (self._hits[bins] + _TRUST * own) / (self._tested[bins] + _TRUST)
+
+    def _learn_bands(self, watched: Watched) -> None:
+        which = np.searchsorted(_BANDS, _along_paths(watched, watched.chance.copy()), side="right")
+        self._bands *= max(0.5, 1 - len(which) / _KEEP_NODES)
+        self._bands += [np.bincount(which, minlength=len(_BANDS) + 1), np.bincount(which[watched.hit], minlength=len(_BANDS) + 1)]
+
+    def _learn_gains(self, watched: Watched, survival: Array) -> None:
+        lines = min(watched.num_lines, _LINES)
+        here = watched.line < lines
+        depth, line, survival = watched.depth[here], watched.line[here], np.maximum(survival[here], 1e-9)
+        wide = _widest_rank(watched)[here]
+        for shape in self.shapes:
+            if shape[0] > watched.strategy.depth or shape[1] > watched.strategy.width:
+                continue
+            inside = (depth <= shape[0]) & (wide < shape[1])
+            chances = _by_line(line[inside], survival[inside], lines)
+            # A learned drafter has as many nodes as it may bring: behind them nothing is known. The other found no more.
+            might = chances > 0
+            if watched.strategy.drafter == "suffix":
+                might |= np.arange(chances.shape[1]) < watched.strategy.budget
+            self._curves.setdefault(shape, _Curve()).add(watched.quality[:lines], might, chances)
+            self._gains.pop(shape, None)
+
+
+def _bins(watched: Watched) -> NDArray[np.int64]:
+    depth = np.minimum(watched.depth, _DEPTHS) - 1
+    rank = np.minimum(watched.rank, _RANKS - 1)
+    return (depth * _RANKS + rank) * _GAPS + np.searchsorted(_EDGES, watched.chance)
+
+
+def _along_paths(watched: Watched, found: Array) -> Array:
+    """[M] chances if the parent was accepted -> chances."""
+    for depth in range(2, int(watched.depth.max(initial=0)) + 1):
+        level = watched.depth == depth
+        found[level] *= found[watched.parent[level]]
+    return found
+
+
+def _widest_rank(watched: Watched) -> NDArray[np.int64]:
+    """[M] the largest rank on a node's path: a narrower tree would not hold it."""
+    found = watched.rank.copy()
+    for depth in range(2, int(watched.depth.max(initial=0)) + 1):
+        level = watched.depth == depth
+        found[level] = np.maximum(found[level], found[watched.parent[level]])
+    return found
+
+
+def _by_line(line: NDArray[np.int64], survival: Array, lines: int) -> Array:
+    """[L, N] chances, falling; 0 where there is no node."""
+    order = np.lexsort((-survival, line))
+    line, survival = line[order], survival[order]
+    count = np.bincount(line, minlength=lines)
+    place = np.arange(len(line)) - (np.cumsum(count) - count)[line]
+    inside = place < MAX_NODES
+    chances = np.zeros((lines, MAX_NODES))
+    chances[line[inside], place[inside]] = survival[inside]
+    return chances

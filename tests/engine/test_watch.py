@@ -1,0 +1,90 @@
+"""What a watched step tells of its drafts equals what the step did; watching, profiling and shares change no token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+
+from paceline import Engine, SamplingParams, Strategy
+from paceline.config import EngineConfig
+from paceline.strategy import ModelSelector
+
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=5)
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 7, 8, 7], [5]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def engine(model, strategy="off", **options):
+    return Engine(model, None, tiny.eagle(), strategy, EngineConfig(max_batch=8, max_context=128, kv_tokens=2048, **options))
+
+
+@pytest.mark.parametrize("text", ["suffix:d4w2v6", "eagle:d3w2v5", "both:d3w2v6"])
+def test_watched_nodes_are_what_was_accepted(model, text):
+    made = engine(model)
+    strategy = Strategy.parse(text)
+    watched = Strategy(strategy.drafter, strategy.depth, strategy.width, strategy.budget, watch=True)
+    seen = []
+    made.generate(PROMPTS, PARAMS, n=2, strategy=watched, on_step=seen.append)
+    looked = [result for result in seen if result.watched is not None]
+    assert looked and all(result.watched is not None for result in seen if result.drafted)
+    for result in looked:
+        nodes = result.watched
+        assert len(nodes.line) == result.drafted and nodes.hit.sum() == result.accepted
+        assert np.all(nodes.hit <= nodes.tested) and np.all((nodes.chance > 0) & (nodes.chance <= 1))
+        assert np.all(nodes.parent < np.arange(len(nodes.line)))
+        child = nodes.parent >= 0
+        assert np.all(nodes.depth[child] == nodes.depth[nodes.parent[child]] + 1)
+        assert np.all(nodes.line[child] == nodes.line[nodes.parent[child]])
+        families = set(zip(nodes.line.tolist(), nodes.parent.tolist(), nodes.rank.tolist(), strict=True))
+        assert len(families) == len(nodes.line) and nodes.rank.max(initial=0) < strategy.width * (2 if "both" in text else 1)
+
+
+def test_a_look_that_finds_no_node_is_a_look(model):
+    """Otherwise a drafter that has nothing to say would be asked for ever."""
+    made = engine(model)
+    seen = []
+    made.generate([[5]], SamplingParams(max_new_tokens=3, ignore_eos=True), strategy=Strategy("suffix", 2, 1, 2, watch=True),
+                  on_step=seen.append)
+    first = next(result for result in seen if result.num_requests)
+    assert first.drafted == 0 and first.watched is not None and first.watched.num_lines == 1
+
+
+@pytest.mark.parametrize("strategy", ["auto", "model", "beg", Strategy("eagle", 3, 2, 5, shares=(0, 1, 3, 5)),
+                                      Strategy("eagle", 3, 2, 5, tau=1.0, watch=True)])
+def test_rollouts_are_those_of_off(model, strategy):
+    plain = engine(model).generate(PROMPTS, PARAMS, n=3)
+    other = engine(model, strategy).generate(PROMPTS, PARAMS, n=3)
+    assert [r.token_ids for g in plain for r in g.rollouts] == [r.token_ids for g in other for r in g.rollouts]
+
+
+def test_shares_follow_the_requests_quality(model):
+    made = engine(model)
+    ids = made.add(PROMPTS[0], PARAMS, 2)
+    for _ in range(3):
+        made.step()
+    good, bad = (made._requests[i] for i in ids)
+    good.first_hits, bad.first_hits = 0.95, 0.1
+    plan = made.scheduler.schedule(Strategy("suffix", 4, 2, 6, shares=(1, 2, 3, 6)))
+    assert [item.num_nodes for item in plan.decode] == [6, 1]
+
+
+def test_the_profile_is_kept_and_read_again(model, tmp_path):
+    made = engine(model, "auto")
+    costs = made.profile(0.2, tmp_path)
+    assert costs.profiled and len(costs.policy.x) >= 2 and np.all(np.diff(costs.policy.y) >= 0) and costs.level.y.max() > 0
+    file = next(tmp_path.iterdir())
+    assert isinstance(made.select, ModelSelector) and made.select.costs is costs
+    again = engine(model, "auto").profile(0.2, tmp_path)
+    assert np.array_equal(again.policy.y, costs.policy.y)
+    file.write_text("{")  # torn
+    assert engine(model, "auto").profile(0.2, tmp_path).profiled
+
+
+def test_a_named_selector_keeps_what_it_learned(model):
+    made = engine(model)
+    assert made.selector("auto") is made.selector("auto") is not made.selector("model")

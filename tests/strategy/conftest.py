@@ -1,0 +1,6 @@
+"""`world` is a neighbour of these tests, not a package."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,115 @@
+"""`model` and `auto` in simulated worlds: regret against the best fixed strategy, abrupt changes, hostile and perfect ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from world import World, cpu_costs, gpu_costs, rate_of
+
+from paceline.strategy import BegSelector, CostCurve, ModelSelector, Points, make_selector
+from paceline.types import StepView, Strategy
+
+FIXED = ("off", "eagle:d8w4v48", "eagle:d6w4v16", "eagle:d4w2v8", "eagle:d6w1v6", "eagle:d4w1v4", "eagle:d2w1v2", "eagle:d1w1v1")
+
+
+def auto(costs: CostCurve) -> ModelSelector:
+    return ModelSelector(costs, corrected=True)
+
+
+def best_fixed(world: World) -> float:
+    return max(rate_of(world, Strategy.parse(name), 400 if world.batch > 4 else 1500) for name in FIXED)
+
+
+@pytest.mark.parametrize(("costs", "batch", "skill"), [
+    (gpu_costs, 2, 0.75), (gpu_costs, 16, 0.75), (gpu_costs, 64, 0.7), (cpu_costs, 2, 0.8), (cpu_costs, 8, 0.6),
+    (cpu_costs, 64, 0.7)])
+def test_regret_is_bounded_and_below_the_bandits(costs, batch, skill):
+    """Drafters boast: what they say of themselves must not be believed."""
+    best = best_fixed(World(costs(), batch, {"eagle": skill}))
+    earned = {}
+    for name, selector in (("auto", auto(costs())), ("beg", BegSelector())):
+        world = World(costs(), batch, {"eagle": skill}, belief=0.6)
+        earned[name] = world.run(selector, 1200)
+    assert earned["auto"] > 0.94 * best
+    assert earned["auto"] > 0.99 * earned["beg"]
+
+
+def test_drifting_rewards_cost_auto_less_than_the_bandit():
+    earned = {}
+    for name, selector in (("auto", auto(gpu_costs())), ("beg", BegSelector())):
+        world = World(gpu_costs(), 8, {"eagle": 0.2})
+        for skill in (0.2, 0.35, 0.5, 0.65, 0.8, 0.65, 0.5, 0.35, 0.2, 0.05):
+            world.skill["eagle"] = skill
+            world.run(selector, 150)
+        earned[name] = world.tokens / world.ms
+    assert earned["auto"] > earned["beg"]
+
+
+@pytest.mark.parametrize("costs", [gpu_costs, cpu_costs])
+def test_a_hostile_drafter_costs_three_per_cent_at_most_after_fifty_steps(costs):
+    for batch in (1, 8, 64):
+        world, selector = World(costs(), batch, {"eagle": 0.0}, belief=0.1, noise=0.0), auto(costs())
+        world.run(selector, 50)
+        off = batch / float(costs().policy.at(batch))
+        assert world.run(selector, 400) > 0.97 * off
+
+
+def test_recovers_within_two_hundred_steps_of_an_abrupt_change():
+    """Good to useless, and useless to good when the drafter is replaced."""
+    world, selector = World(gpu_costs(), 4, {"eagle": 0.8}, noise=0.0), auto(gpu_costs())
+    world.run(selector, 300)
+    world.skill["eagle"] = 0.0
+    world.run(selector, 200)
+    assert world.run(selector, 200) > 0.97 * 4 / float(gpu_costs().policy.at(4))
+    world.skill["eagle"], world.num_drafters = 0.8, 1
+    world.run(selector, 200)
+    assert world.run(selector, 600) > 0.9 * best_fixed(World(gpu_costs(), 4, {"eagle": 0.8}))
+
+
+def test_a_perfect_drafter_is_used_at_full_depth():
+    world, selector = World(gpu_costs(), 2, {"eagle": 0.999}), auto(gpu_costs())
+    world.run(selector, 200)
+    assert all(strategy.depth == 8 for strategy in world.chosen[-40:])
+
+
+def test_a_wrong_profile_is_corrected_by_what_was_earned():
+    """The profile says that rows are free; they are not."""
+    free = CostCurve(Points.through([(1, 4.0), (512, 4.1)]), Points.through([(1, 0.1)]), Points.through([(1, 0.1)]))
+    world, selector = World(cpu_costs(), 32, {"eagle": 0.4}, noise=0.0), auto(free)
+    world.run(selector, 400)
+    assert world.run(selector, 400) > 0.95 * 32 / float(cpu_costs().policy.at(32))
+
+
+def test_hysteresis_a_little_better_is_not_enough_to_switch():
+    world, selector = World(gpu_costs(), 8, {"eagle": 0.7}), auto(gpu_costs())
+    world.run(selector, 600)
+    settled = [(s.drafter, s.depth, s.width) for s in world.chosen[300:] if not s.watch]
+    assert sum(a != b for a, b in pairwise(settled)) <= 6
+
+
+def test_elastic_in_both_directions():
+    """A shrinking batch turns speculation on, a growing one off again."""
+    world, selector = World(cpu_costs(), 200, {"eagle": 0.75}), auto(cpu_costs())
+    used = []
+    for batch in (200, 2, 200):
+        world.batch = batch
+        world.run(selector, 120)
+        used.append(sum(s.drafter == "eagle" for s in world.chosen[-60:]) / 60)
+    assert used[0] < 0.1 and used[1] > 0.9 and used[2] < 0.1
+
+
+def test_the_same_views_give_the_same_decisions():
+    chosen = []
+    for _ in range(2):
+        world = World(cpu_costs(), 5, {"eagle": 0.6, "suffix": 0.4}, seed=3)
+        world.run(auto(cpu_costs()), 300)
+        chosen.append(world.chosen)
+    assert chosen[0] == chosen[1]
+
+
+def test_without_a_drafter_it_is_off():
+    selector = make_selector("auto")
+    assert isinstance(selector, ModelSelector) and selector.corrected
+    assert selector(StepView(0, 4, 0, (), 100)) == Strategy.OFF
+    assert selector(StepView(0, 0, 0, ("suffix",), 100)) == Strategy.OFF

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from paceline.drafters.origin import Origin
 from paceline.kernels import Ops
 from paceline.models.attend import Attend
 from paceline.models.config import ModelConfig
@@ -60,6 +61,7 @@ class Eagle(nn.Module):
         vocabulary = model.vocab_size if draft_ids is None else len(draft_ids)
         self.head = Linear(hidden, vocabulary, bias=False) if own_head else None
         self._gathered: Tensor | None = None
+        self.origin: Origin | None = None  # the policy it was trained for, if known
 
     @classmethod
     def random(cls, config: EagleConfig, seed: int = 0, std: float = 0.02, dtype: torch.dtype = torch.float32,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
-from paceline.kernels import Candidates, DraftRows, Lines, Ops, PagedCache, SlotTensors
+from paceline.kernels import Candidates, DraftLayer, DraftRows, Lines, Ops, PagedCache, SlotTensors
 from paceline.kernels.draft_rank import Ranked
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
@@ -34,8 +34,8 @@ class DraftView(NamedTuple):
 
 
 def lines_of(slots: Tensor, state: SlotTensors) -> Lines:
-    return Lines(slots, state.context[slots], state.last_token[slots], state.seed[slots], state.temperature[slots],
-                 state.shared[slots])
+    return Lines(slots, *(field.index_select(0, slots) for field in
+                          (state.context, state.last_token, state.seed, state.temperature, state.shared)))
 
 
 class EagleDrafter:
@@ -44,6 +44,8 @@ class EagleDrafter:
         self.module, self.policy, self.rope, self.ops = module, policy, rope, ops
         self.tau = torch.full((1,), tau, device=policy.norm.device)  # a tensor: it may change under captured graphs
         self._columns = columns
+        self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
+        self._layer = _layer_of(module, policy, rope)  # parameters stay the same objects
         self._windows: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self.policy_changed()
 
@@ -57,8 +59,12 @@ class EagleDrafter:
         Shapes follow from the arguments alone and nothing reads the device: it can be captured."""
         lines, width = view.lines, min(width, self._vocabulary())
         batch, device = len(lines.slots), lines.slots.device
-        found = _room(batch, width + (depth - 1) * width * width, device)
         state = self._window(view, window)  # [B, H] where the trees start from
+        tree = self._whole(view, state, depth, width, budget)
+        if tree is not None:
+            tokens, parents, depths, survival = tree
+            return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
+        found = _room(batch, width + (depth - 1) * width * width, device)
         ranked = self._rank(state, lines.seed, lines.context + 1, lines.temperature, width)
         self.ops.collect(ranked, torch.zeros(batch, 1, device=device), torch.full((batch, 1), -1, device=device),
                          self.module.draft_ids, found, 0)
@@ -67,7 +73,7 @@ class EagleDrafter:
         for d in range(1, depth):
             beam = self.ops.grow(found, first, bits, lines, view.cache, d, width)
             bits = beam.rows.segments.mask.view(batch, width, 2)
-            state = self._run(beam.rows, state[beam.above], view.cache)  # [B * W, H]
+            state = self._run(beam.rows, state, beam.above, view.cache)  # [B * W, H]
             ranked = self._rank(state, beam.seed, beam.next_position, beam.temperature, width)
             first += width if d == 1 else width * width
             self.ops.collect(ranked, beam.scores, beam.origin, self.module.draft_ids, found, first)
@@ -98,10 +104,24 @@ class EagleDrafter:
     def _follow(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
         """See `Ops.follow_rows`. -> the drafter's output [R, H]."""
         rows = self.ops.follow_rows(view.lines, view.tokens, view.cache, request, back, counts, least, view.spare)
-        features = view.features[rows.write] if self._columns is None else view.features[rows.write][:, self._columns]
-        return self._run(rows, self.module.encode(features, self.ops), view.cache)
+        features = view.features.index_select(0, rows.write)
+        if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):
+            features = features[:, self._columns]
+        return self._run(rows, self.module.encode(features, self.ops), None, view.cache)
 
-    def _run(self, rows: DraftRows, state: Tensor, cache: PagedCache) -> Tensor:
+    def _whole(self, view: DraftView, state: Tensor, depth: int, width: int,
+               budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """All of it at once, where the kernels can."""
+        if self._layer is None:
+            return None
+        return self.ops.draft_tree(self._layer, view.lines, state, view.cache, self.tau, depth, width, budget)
+
+    def _run(self, rows: DraftRows, state: Tensor, above: Tensor | None, cache: PagedCache) -> Tensor:
+        """above [R]: which state a row continues; None: row i state i."""
+        out = None if self._layer is None else self.ops.draft_layer(self._layer, rows, state, above, cache)
+        if out is not None:
+            return out
+        state = state if above is None else state[above]
         cos, sin = self.rope(rows.positions)
         plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.policy.config.num_heads, cache, [])
         attend = PagedAttend(self.ops, [cache], cos, sin, rows.write, rows.segments, plan)
@@ -115,6 +135,24 @@ class EagleDrafter:
     def _vocabulary(self) -> int:
         ids = self.module.draft_ids
         return self.policy.config.vocab_size if ids is None else len(ids)
+
+
+def _layer_of(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | None:
+    """Its tensors, if it has none but the usual ones."""
+    attention, mlp, three = module.attention, module.mlp, module.config.form == "eagle3"
+    linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
+    if attention.q_norm is not None or any(linear.bias is not None for linear in linears):
+        return None
+    qkv, o, gate_up, down = (linear.weight for linear in linears)
+    return DraftLayer(policy.embed.weight, None if three else module.fc.weight, qkv, o, gate_up, down, module.mlp_norm,
+                      module.input_norm, module.hidden_norm, rope.cos, rope.sin, module.norm, _head(module, policy),
+                      module.draft_ids, attention.num_heads, module.config.model.rms_eps)
+
+
+def _head(module: Eagle, policy: Decoder) -> Tensor | None:
+    if module.head is not None:
+        return module.head.weight
+    return policy.head.weight if module.draft_ids is None else None
 
 
 def _room(batch: int, count: int, device: torch.device) -> Candidates:

@@ -9,10 +9,12 @@ import torch
 from paceline.kernels.base import (
     Candidates,
     DecodeRows,
+    DraftLayer,
     DraftRows,
     DraftTree,
     Drawn,
     Lines,
+    Normed,
     Ops,
     PagedCache,
     SamplingTensors,
@@ -22,8 +24,8 @@ from paceline.kernels.base import (
 from paceline.kernels.torch_ops import TorchOps, apply_rope
 
 __all__ = [
-    "Candidates", "DecodeRows", "DraftRows", "DraftTree", "Drawn", "Lines", "Ops", "PagedCache", "SamplingTensors", "Segments",
-    "SlotTensors", "TorchOps", "apply_rope", "ops_for",
+    "Candidates", "DecodeRows", "DraftLayer", "DraftRows", "DraftTree", "Drawn", "Lines", "Normed", "Ops", "PagedCache",
+    "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope", "ops_for",
 ]
 
 

@@ -110,6 +110,20 @@ class Lines(NamedTuple):
     shared: Tensor  # [B] int64 leading positions on other requests' pages: complete, and not to be written
 
 
+class Normed(NamedTuple):
+    """Rows behind an RMS norm, perhaps without their row's factor, which the product they enter can apply later."""
+
+    rows: Tensor  # [R, H]
+    squares: Tensor | None = None  # [P, R] float32 parts of each row's sum of squares before the norm; None: rows are complete
+    eps: float = 0.0
+
+    def complete(self) -> Tensor:
+        if self.squares is None:
+            return self.rows
+        factor = (self.squares.sum(dim=0) / self.rows.shape[1] + self.eps).rsqrt()
+        return (self.rows * factor[:, None]).to(self.rows.dtype)
+
+
 class DraftRows(NamedTuple):
     """Rows of one pass of the drafter."""
 
@@ -117,6 +131,27 @@ class DraftRows(NamedTuple):
     positions: Tensor  # [R] int64
     write: Tensor  # [R] int64
     segments: Segments
+
+
+class DraftLayer(NamedTuple):
+    """A drafter's one layer, for `draft_layer`. Matrices [N, K]."""
+
+    embed: Tensor  # [V, H] the policy's
+    fc: Tensor | None  # [H, 2 H]; None: EAGLE-3, whose layer takes both halves as they are
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    mlp_norm: Tensor  # [H]
+    input_norm: Tensor | None  # [H] EAGLE-3's
+    hidden_norm: Tensor | None
+    cos: Tensor  # [positions, D/2]
+    sin: Tensor
+    norm: Tensor | None  # [H] EAGLE-3's, before the head
+    head: Tensor | None  # [V, H]; None: it is gathered anew now and then
+    draft_ids: Tensor | None
+    num_heads: int
+    eps: float
 
 
 class Candidates(NamedTuple):
@@ -166,6 +201,24 @@ class Ops(Protocol):
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
         """Split qkv [R, (H + 2 Hkv) D], normalise heads if asked, rotate q and k, store k and v at cache index `write`
         [R] int64, return q [R, H, D]. cos, sin: [R, D/2] float32 (float64 for a float64 model)."""
+        ...
+
+    def fuses(self, num_rows: int, hidden: int, head_dim: int) -> bool:
+        """Whether the next three are worth calling, with so many rows of that width, instead of what they are made of."""
+        ...
+
+    def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
+                    eps: float) -> tuple[Normed, Tensor]:
+        """add_rms_norm(linear(x, weight, bias), residual, norm, eps)."""
+        ...
+
+    def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu_mul(linear(x, weight, bias))."""
+        ...
+
+    def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
+                 cache: PagedCache) -> Tensor:
+        """rope_write(linear(x, weight, bias), num_heads, None, None, …)."""
         ...
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
@@ -218,6 +271,18 @@ class Ops(Protocol):
         `least` are always computed. stored [T]: the token of every token slot. A row feeds the token behind its position."""
         ...
 
+    def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
+                    cache: PagedCache) -> Tensor | None:
+        """The drafter's layer over these rows in one call -> [R, H]; None: it is to be run operation by operation. state [N, H];
+        above [R] int64: which of them a row continues (None: row i state i)."""
+        ...
+
+    def draft_tree(self, layer: DraftLayer, lines: Lines, state: Tensor, cache: PagedCache, tau: Tensor, depth: int, width: int,
+                   budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """A whole tree from the drafter's output at the roots, state [B, H], as `choose` gives it, in one call; None: it is to be
+        grown level by level."""
+        ...
+
     def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
         """The children of N nodes per line (ranked: [B * N, W]) as candidates first, first + 1, …; scores, origin [B, N]: the
         nodes'. A child's score is its share of all ranked, shrunk a little so that children lose to parents."""
@@ -229,8 +294,8 @@ class Ops(Protocol):
         ...
 
     def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The `budget` likeliest candidates, parents before children: tokens, parents (-1: the root), depths [B, n] int64,
-        survival [B, n] float32."""
+        """The `budget` likeliest candidates in that order, so parents before children: tokens, parents (-1: the root), depths
+        [B, n] int64, survival [B, n] float32."""
         ...
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -506,6 +507,111 @@ _dots1, _dots2, _dots3 = _vector_dots(1), _vector_dots(2), _vector_dots(3)
 _mix1, _mix2, _mix3 = _vector_mix(1), _vector_mix(2), _vector_mix(3)
 
 
+# -- products of small matrices, where calling the matrix library costs more than it wins
+
+
+def _vector_tile(rows: int, columns: int) -> Any:
+    """So many rows and so many vectors of columns at once, with sums kept in registers. Every sum is taken in the same order."""
+
+    @intrinsic
+    def tile(typingctx, x, x_bytes, w, depth, out, out_bytes, acc):  # type: ignore[no-untyped-def]
+        """out_i = sum of x_i[k] * w_k over k < depth. x and out are addresses of the first row's, the next ones' lie so many
+        bytes further; the rows w_k lie side by side."""
+        vector, word = _vector_type(acc.dtype), ir.IntType(64)
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, x_bytes, w, depth, out, out_bytes = args[:6]
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(columns)] for _ in range(rows)]
+            for total in (total for row in sums for total in row):
+                builder.store(_constant(vector, 0), total)
+            xs = [builder.inttoptr(builder.add(x, builder.mul(x_bytes, ir.Constant(word, i))), vector.element.as_pointer())
+                  for i in range(rows)]
+            with cgutils.for_range(builder, depth) as loop:
+                first = builder.mul(loop.index, ir.Constant(word, columns))
+                vectors = [builder.load(_vector_at(builder, w, builder.add(first, ir.Constant(word, c)), vector), align=4)
+                           for c in range(columns)]
+                for x_i, row in zip(xs, sums, strict=True):
+                    factor = _splat(builder, builder.load(builder.gep(x_i, [loop.index])), vector)
+                    for v, total in zip(vectors, row, strict=True):
+                        builder.store(_multiply_add(builder, factor, v, builder.load(total)), total)
+            for i, row in enumerate(sums):
+                line = builder.add(out, builder.mul(out_bytes, ir.Constant(word, i)))
+                for c, total in enumerate(row):
+                    builder.store(builder.load(total), _vector_at(builder, line, ir.Constant(word, c), vector), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6, acc), codegen
+
+    return tile
+
+
+# As many sums as there are registers for.
+_COLUMNS = 4 if get_host_cpu_features().get("avx512f", False) else 1
+_tile4, _tile2, _tile1 = _vector_tile(4, _COLUMNS), _vector_tile(2, _COLUMNS), _vector_tile(1, _COLUMNS)
+_narrow4, _narrow1 = _vector_tile(4, 1), _vector_tile(1, 1)
+
+
+_ROWS = 16  # rows that share a panel while it is near
+
+
+def panels(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> what `linear` reads: panels [K, columns] side by side, as wide as a tile and then as a vector; what is left of
+    the rows as it is."""
+    (width, depth), lanes = weight.shape, 64 // weight.element_size()
+    wide, whole = (width // columns * columns for columns in (_COLUMNS * lanes, lanes))
+    parts = [part.view(-1, columns, depth).transpose(1, 2).flatten() for part, columns in
+             ((weight[:wide], _COLUMNS * lanes), (weight[wide:whole], lanes)) if len(part)]
+    return torch.cat([*parts, weight[whole:].flatten()])
+
+
+@_fast
+def _dot(x, y, count, acc):  # type: ignore[no-untyped-def]
+    u, v, total = carray(_pointer(x), count, acc), carray(_pointer(y), count, acc), acc(0)
+    for i in range(count):
+        total += u[i] * v[i]
+    return total
+
+
+@_inlined
+def _linear(block, store, acc):  # type: ignore[no-untyped-def]
+    """Work item: _ROWS rows. x [R, K], the weight's panels, out [R, N] | numbers: R, K, N."""
+    a = carray(block, 7, np.int64)
+    num_rows, depth, width = a[4], a[5], a[6]
+    x_bytes, out_bytes, vector = depth * _size(acc), width * _size(acc), _lanes(acc) * _size(acc)
+    while True:
+        start = _next_item(block) * _ROWS
+        if start >= num_rows:
+            return
+        end, c = min(start + _ROWS, num_rows), 0
+        while c + vector <= out_bytes:  # bytes of a row that are done
+            wide = c + _COLUMNS * vector <= out_bytes
+            row, panel = start, a[2] + c * depth
+            while row < end:
+                x, out = a[1] + row * x_bytes, a[3] + row * out_bytes + c
+                if row + 4 <= end:
+                    if wide:
+                        _tile4(x, x_bytes, panel, depth, out, out_bytes, acc)
+                    else:
+                        _narrow4(x, x_bytes, panel, depth, out, out_bytes, acc)
+                    row += 4
+                elif row + 2 <= end and wide:
+                    _tile2(x, x_bytes, panel, depth, out, out_bytes, acc)
+                    row += 2
+                else:
+                    if wide:
+                        _tile1(x, x_bytes, panel, depth, out, out_bytes, acc)
+                    else:
+                        _narrow1(x, x_bytes, panel, depth, out, out_bytes, acc)
+                    row += 1
+            c += _COLUMNS * vector if wide else vector
+        done = c // _size(acc)
+        if done < width:
+            for row in range(start, end):
+                out = carray(_pointer(a[3] + row * out_bytes), width, acc)
+                for i in range(done, width):
+                    out[i] = _dot(a[1] + row * x_bytes, a[2] + i * x_bytes, depth, acc)
+
+
 # -- elementwise kernels. store: element type in memory (uint16 for bfloat16); acc: type computed with
 
 
@@ -973,6 +1079,16 @@ def _philox_block(first, position, k0, k1, scratch, out):  # type: ignore[no-unt
 
 
 @_inlined
+def _philox_of(ids, position, k0, k1, out):  # type: ignore[no-untyped-def]
+    """The words of any tokens."""
+    for i in range(len(ids)):
+        token = ids[i]
+        x0, x1, x2, x3 = _philox(np.uint32(token >> 2), position, k0, k1)
+        low, high = (x1 if token & 1 else x0), (x3 if token & 1 else x2)
+        out[i] = high if token & 2 else low
+
+
+@_inlined
 def _gumbel(block, store, acc):  # type: ignore[no-untyped-def]
     """Work item: row. Token ids 0..V-1 share Philox calls in fours; other lists take one call each."""
     a = carray(block, 7, np.int64)
@@ -994,11 +1110,7 @@ def _gumbel(block, store, acc):  # type: ignore[no-untyped-def]
             if strays == 0:
                 _philox_block(start // 4, position, k0, k1, scratch, words)
             else:
-                for i in range(size):
-                    token = ids[start + i]
-                    x0, x1, x2, x3 = _philox(np.uint32(token >> 2), position, k0, k1)
-                    low, high = (x1 if token & 1 else x0), (x3 if token & 1 else x2)
-                    words[i] = high if token & 2 else low
+                _philox_of(ids[start : start + size], position, k0, k1, words)
             target = out[row, start : start + size]
             for i in range(size):
                 target[i] = _gumbel_from_bits(words[i])
@@ -1170,6 +1282,532 @@ def _bin(x, top):  # type: ignore[no-untyped-def]
     return min(np.int64(min((np.float64(top) - np.float64(x)) * 8.0, 255.0)), 255)
 
 
+# -- trees as rows, and a drafter's rows and choices: twins of `tree_rows` and `draft_rows`, in Triton `triton_tree` and
+# `triton_beam`. A few rows each, so one thread does all. Words are addresses unless named otherwise.
+
+
+@_inlined
+def _ints(address, count):  # type: ignore[no-untyped-def]
+    return carray(_pointer(address), count, np.int64)
+
+
+@_inlined
+def _halves(address, count):  # type: ignore[no-untyped-def]
+    return carray(_pointer(address), count, np.int32)
+
+
+@_inlined
+def _floats(address, count):  # type: ignore[no-untyped-def]
+    return carray(_pointer(address), count, np.float32)
+
+
+@_inlined
+def _token_slot(table, columns, page_size, slot, position):  # type: ignore[no-untyped-def]
+    """Where a position lies, through the page table [slots, columns] int32 at this address."""
+    page = carray(_pointer(table + slot * columns * 4), columns, np.int32)[position // page_size]
+    return np.int64(page) * page_size + position % page_size
+
+
+@_inlined
+def _set_bit(mask, row, i):  # type: ignore[no-untyped-def]
+    mask[row, i // 64] |= np.uint64(1) << np.uint64(i % 64)
+
+
+@_inlined
+def _flatten(block):  # type: ignore[no-untyped-def]
+    """tokens, parents, depths, draft, first, request, node | tokens, parents, depths, mask | numbers: rows, nodes of a line,
+    depth."""
+    a = carray(block, 15, np.int64)
+    num_rows, num_nodes, max_depth = a[12], a[13], a[14]
+    request, node = _ints(a[6], num_rows), _ints(a[7], num_rows)
+    tokens, parents, depths = _ints(a[8], num_rows), _ints(a[9], num_rows), _ints(a[10], num_rows)
+    mask = carray(_pointer(a[11]), (num_rows, 2), np.uint64)
+    for row in range(num_rows):
+        b, above = request[row], node[row] - 1
+        root, line = _ints(a[5], b + 1)[b], _ints(a[4], b + 1)[b] * num_nodes * 8
+        drafted = _ints(a[2] + line, num_nodes)  # parents of the line's nodes
+        tokens[row], depths[row], parents[row], mask[row, 0], mask[row, 1] = 0, 0, root, np.uint64(1), np.uint64(0)
+        if above >= 0:
+            tokens[row], depths[row] = _ints(a[1] + line, num_nodes)[above], _ints(a[3] + line, num_nodes)[above]
+            parents[row] = root + 1 + drafted[above]
+        for _ in range(max_depth):
+            if above >= 0:
+                _set_bit(mask, row, above + 1)
+                above = drafted[above]
+
+
+@_inlined
+def _build_rows(block):  # type: ignore[no-untyped-def]
+    """slots, request, node, depths, tokens, first, length | of the slots: context, last token, seed, temperature, top_k, top_p,
+    min_p, nothing, table | tokens, positions, write, seed, next, temperature, top_p, min_p, top_k | row, length, slot, context,
+    causal | numbers: rows, requests, page size, table columns."""
+    a = carray(block, 35, np.int64)
+    num_rows, num_requests, page_size, columns = a[31], a[32], a[33], a[34]
+    slots, first, length = _ints(a[1], num_requests), _ints(a[6], num_requests), _ints(a[7], num_requests)
+    row, length_, slot_ = _halves(a[26], num_requests), _halves(a[27], num_requests), _halves(a[28], num_requests)
+    context_, causal = _halves(a[29], num_requests), carray(_pointer(a[30]), num_requests, np.uint8)
+    for i in range(num_requests):
+        row[i], length_[i], slot_[i], causal[i] = first[i], length[i], slots[i], 0
+        context_[i] = _ints(a[8], slots[i] + 1)[slots[i]]
+    request, node, depths, drafted = (_ints(a[2], num_rows), _ints(a[3], num_rows), _ints(a[4], num_rows),
+                                      _ints(a[5], num_rows))
+    tokens, positions, write = _ints(a[17], num_rows), _ints(a[18], num_rows), _ints(a[19], num_rows)
+    seed, following = _ints(a[20], num_rows), _ints(a[21], num_rows)
+    temperature, top_p, min_p = _floats(a[22], num_rows), _floats(a[23], num_rows), _floats(a[24], num_rows)
+    top_k = _halves(a[25], num_rows)
+    for i in range(num_rows):
+        s = slots[request[i]]
+        context = _ints(a[8], s + 1)[s]
+        tokens[i] = drafted[i] if depths[i] else _ints(a[9], s + 1)[s]
+        positions[i], following[i] = context + depths[i], context + depths[i] + 1
+        write[i] = _token_slot(a[16], columns, page_size, s, context + node[i])
+        seed[i], temperature[i], top_k[i] = _ints(a[10], s + 1)[s], _floats(a[11], s + 1)[s], _halves(a[12], s + 1)[s]
+        top_p[i], min_p[i] = _floats(a[13], s + 1)[s], _floats(a[14], s + 1)[s]
+
+
+@_inlined
+def _take(source, wide, at, target, place):  # type: ignore[no-untyped-def]
+    """Element `at` to `place`; eight bytes if wide, else four."""
+    if wide:
+        _ints(target, place + 1)[place] = _ints(source, at + 1)[at]
+    else:
+        _halves(target, place + 1)[place] = _halves(source, at + 1)[at]
+
+
+@_inlined
+def _advance(block):  # type: ignore[no-untyped-def]
+    """slots, first, length, tokens, parents, sampled, logprobs, raw (0: none), context, last token, table | tokens, logprobs,
+    raw, count, source, target | numbers: requests, rows, columns, padding slot, page size, table columns, wide logprobs, wide
+    raw."""
+    a = carray(block, 26, np.int64)
+    num_requests, num_rows, width, padding, page_size, columns = a[18], a[19], a[20], a[21], a[22], a[23]
+    slots, first, length = _ints(a[1], num_requests), _ints(a[2], num_requests), _ints(a[3], num_requests)
+    tokens, parents, sampled = _ints(a[4], num_rows), _ints(a[5], num_rows), _ints(a[6], num_rows)
+    context, last_token = _ints(a[9], padding + 1), _ints(a[10], padding + 1)
+    drawn, count = carray(_pointer(a[12]), (num_requests, width), np.int64), _ints(a[15], num_requests)
+    source = carray(_pointer(a[16]), (num_requests, width), np.int64)
+    target = carray(_pointer(a[17]), (num_requests, width), np.int64)
+    for b in range(num_requests):
+        slot, root, accepted = slots[b], first[b], min(length[b], 1)
+        end, start, last = root + length[b], context[slot], root
+        child = root + 1  # rows are in order: a child lies behind its parent
+        for d in range(width):
+            alive = d < accepted
+            at = last if alive else root
+            drawn[b, d] = sampled[at]
+            _take(a[7], a[24] != 0, at, a[13], b * width + d)
+            if a[8]:
+                _take(a[8], a[25] != 0, at, a[14], b * width + d)
+            moves = alive and at - root != d
+            target[b, d] = _token_slot(a[11], columns, page_size, slot, start + (d if moves else 0))
+            source[b, d] = _token_slot(a[11], columns, page_size, slot, start + (at - root if moves else 0))
+            if not alive or d + 1 == width:
+                continue
+            while child < end and not (parents[child] == at and tokens[child] == sampled[at]):
+                child += 1
+            if child < end:
+                last, accepted = child, accepted + 1
+        count[b] = accepted
+        if slot != padding:
+            context[slot] = start + accepted
+            last_token[slot] = max(sampled[last], 0)
+
+
+@_inlined
+def _move_tokens(block):  # type: ignore[no-untyped-def]
+    """tensors' addresses, bytes of an element in each, source, target | numbers: tensors, lines, columns."""
+    a = carray(block, 8, np.int64)
+    num_tensors, num_lines, width = a[5], a[6], a[7]
+    tensors, sizes = _ints(a[1], num_tensors), _ints(a[2], num_tensors)
+    source = carray(_pointer(a[3]), (num_lines, width), np.int64)
+    target = carray(_pointer(a[4]), (num_lines, width), np.int64)
+    room = 0
+    for b in range(num_lines):
+        for d in range(width):
+            room += source[b, d] != target[b, d]
+    if room == 0:
+        return
+    room = 0
+    for i in range(num_tensors):
+        room = max(room, sizes[i])
+    held = np.empty((width, room), np.uint8)  # a line is read before it is written
+    for b in range(num_lines):
+        for i in range(num_tensors):
+            size = sizes[i]
+            for d in range(width):
+                if source[b, d] != target[b, d]:
+                    element = carray(_pointer(tensors[i] + source[b, d] * size), size, np.uint8)
+                    for c in range(size):
+                        held[d, c] = element[c]
+            for d in range(width):
+                if source[b, d] != target[b, d]:
+                    element = carray(_pointer(tensors[i] + target[b, d] * size), size, np.uint8)
+                    for c in range(size):
+                        element[c] = held[d, c]
+
+
+@_inlined
+def _follow_rows(block):  # type: ignore[no-untyped-def]
+    """slots, context, last token, shared, stored, table, request, back, counts | tokens, positions, write, mask | row, length,
+    slot, context, causal | numbers: rows, lines, least, spare, page size, table columns."""
+    a = carray(block, 25, np.int64)
+    num_rows, num_lines, least, spare, page_size, columns = a[19], a[20], a[21], a[22], a[23], a[24]
+    slots, context, shared = _ints(a[1], num_lines), _ints(a[2], num_lines), _ints(a[4], num_lines)
+    last_token, counts = _ints(a[3], num_lines), _ints(a[9], num_lines)
+    row, length, slot_ = _halves(a[14], num_lines), _halves(a[15], num_lines), _halves(a[16], num_lines)
+    before, causal = _halves(a[17], num_lines), carray(_pointer(a[18]), num_lines, np.uint8)
+    end = 0
+    for b in range(num_lines):
+        end += counts[b]
+        length[b] = min(min(max(context[b] - shared[b], least), context[b]), counts[b])
+        row[b], slot_[b], before[b], causal[b] = end - length[b], slots[b], context[b] - length[b], 1
+    request, back = _ints(a[7], num_rows), _ints(a[8], num_rows)
+    tokens, positions, write = _ints(a[10], num_rows), _ints(a[11], num_rows), _ints(a[12], num_rows)
+    mask = carray(_pointer(a[13]), (num_rows, 2), np.int64)
+    for i in range(num_rows):
+        b, behind = request[i], back[i]
+        real = behind <= length[b]
+        position = context[b] - behind if real else 0
+        write[i] = _token_slot(a[6], columns, page_size, slots[b], position) if real else spare
+        tokens[i] = last_token[b]
+        if behind != 1:
+            known = _token_slot(a[6], columns, page_size, slots[b], position + (behind > 1)) if real else spare
+            tokens[i] = _ints(a[5], known + 1)[known]
+        positions[i], mask[i, 0], mask[i, 1] = position, 0, 0
+
+
+@_inlined
+def _collect(block):  # type: ignore[no-untyped-def]
+    """values, columns, logsumexp, scores, origin, ids (0: none) | tokens, parents, scores | numbers: lines, nodes of each, width,
+    first, candidates of a line, wide values, shrink (float64)."""
+    a = carray(block, 17, np.int64)
+    lines, nodes, width, first, total, wide, shrink = a[10], a[11], a[12], a[13], a[14], a[15] != 0, _real(a[16])
+    rows = lines * nodes
+    column, score, origin = carray(_pointer(a[2]), (rows, width), np.int64), _floats(a[4], rows), _ints(a[5], rows)
+    narrow, narrow_sum = carray(_pointer(a[1]), (rows, width), np.float32), _floats(a[3], rows)
+    exact, exact_sum = carray(_pointer(a[1]), (rows, width), np.float64), carray(_pointer(a[3]), rows, np.float64)
+    for i in range(rows):
+        place = (i // nodes * total + first + i % nodes * width) * 8
+        tokens, parents, scores = _ints(a[7] + place, width), _ints(a[8] + place, width), _floats(a[9] + place // 2, width)
+        for j in range(width):
+            if wide:
+                scores[j] = np.float32(np.float64(score[i]) + (exact[i, j] - exact_sum[i] - shrink))
+            else:
+                scores[j] = score[i] + (narrow[i, j] - narrow_sum[i] - np.float32(shrink))
+            tokens[j] = _ints(a[6], column[i, j] + 1)[column[i, j]] if a[6] else column[i, j]
+            parents[j] = origin[i]
+
+
+@_inlined
+def _grow(block):  # type: ignore[no-untyped-def]
+    """tokens, scores, bits, slots, context, seed, temperature, table | tokens, positions, write, above, origin, seed, next,
+    mask | temperature, scores | row, length, slot, context, causal | numbers: lines, candidates of a line, first, nodes, width,
+    depth, page size, table columns."""
+    a = carray(block, 32, np.int64)
+    lines, total, first, nodes, width, depth, page_size, columns = a[24], a[25], a[26], a[27], a[28], a[29], a[30], a[31]
+    rows, level = lines * width, nodes * width
+    slots, context, seed = _ints(a[4], lines), _ints(a[5], lines), _ints(a[6], lines)
+    temperature, bits = _floats(a[7], lines), carray(_pointer(a[3]), (lines, nodes, 2), np.uint64)
+    tokens, positions, write, above = _ints(a[9], rows), _ints(a[10], rows), _ints(a[11], rows), _ints(a[12], rows)
+    origin, seeds, following = _ints(a[13], rows), _ints(a[14], rows), _ints(a[15], rows)
+    mask = carray(_pointer(a[16]), (rows, 2), np.uint64)
+    temperatures, best = _floats(a[17], rows), _floats(a[18], rows)
+    row_, length, slot_ = _halves(a[19], lines), _halves(a[20], lines), _halves(a[21], lines)
+    context_, causal = _halves(a[22], lines), carray(_pointer(a[23]), lines, np.uint8)
+    picked, top = np.empty(width, np.int64), np.empty(width, np.float32)
+    for b in range(lines):
+        row_[b], length[b], slot_[b], context_[b], causal[b] = b * width, width, slots[b], context[b], 0
+        candidates = _ints(a[1] + (b * total + first) * 8, level)
+        _keep_largest(_floats(a[2] + (b * total + first) * 4, level), top, picked, np.float32)
+        for j in range(width):
+            pick = picked[j]
+            row, parent, place = b * width + j, pick // width, (depth - 1) * width + j
+            tokens[row], best[row], origin[row], above[row] = candidates[pick], top[j], first + pick, b * nodes + parent
+            positions[row], following[row], seeds[row] = context[b] + depth - 1, context[b] + depth + 1, seed[b]
+            temperatures[row] = temperature[b]
+            write[row] = _token_slot(a[8], columns, page_size, slots[b], context[b] + place)
+            mask[row, 0], mask[row, 1] = bits[b, parent, 0], bits[b, parent, 1]
+            _set_bit(mask, row, place)
+
+
+@_inlined
+def _choose(block):  # type: ignore[no-untyped-def]
+    """tokens, parents, scores | tokens, parents, depths, survival | numbers: lines, candidates of a line, how many stay,
+    width."""
+    a = carray(block, 12, np.int64)
+    lines, total, count, width = a[8], a[9], a[10], a[11]
+    place, best, kept = np.empty(total, np.int64), np.empty(count, np.float32), np.empty(count, np.int64)
+    for b in range(lines):
+        tokens, parents = _ints(a[1] + b * total * 8, total), _ints(a[2] + b * total * 8, total)
+        tokens_, parents_ = _ints(a[4] + b * count * 8, count), _ints(a[5] + b * count * 8, count)
+        depths, survival = _ints(a[6] + b * count * 8, count), _floats(a[7] + b * count * 4, count)
+        _keep_largest(_floats(a[3] + b * total * 4, total), best, kept, np.float32)
+        for i in range(count):
+            c = kept[i]
+            place[c] = i
+            tokens_[i], survival[i], parents_[i] = tokens[c], np.float32(math.exp(best[i])), -1
+            if parents[c] >= 0:
+                parents_[i] = place[parents[c]]  # it stands before: its score is higher, or its number lower
+            depths[i] = 1 if c < width else 2 + (c - width) // (width * width)
+
+
+# -- a drafter's layer in one call: what it is made of is called by address, so nothing is compiled twice
+
+
+@intrinsic
+def _call(typingctx, address, block):  # type: ignore[no-untyped-def]
+    """Another kernel, with the block at this address."""
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = ir.IntType(8).as_pointer()
+        kernel = builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [pointer]).as_pointer())
+        builder.call(kernel, [builder.inttoptr(args[1], pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@_inlined
+def _product(kernel, sub, x, w, out, rows, depth, width):  # type: ignore[no-untyped-def]
+    sub[0], sub[1], sub[2], sub[3], sub[4], sub[5], sub[6] = 0, x, w, out, rows, depth, width
+    _call(kernel, sub.ctypes.data)
+
+
+@_inlined
+def _copied(source, target, count, acc):  # type: ignore[no-untyped-def]
+    x, y = carray(_pointer(source), count, acc), carray(_pointer(target), count, acc)
+    for i in range(count):
+        y[i] = x[i]
+
+
+@_fast
+def _normalised(source, weight, eps, target, count, acc):  # type: ignore[no-untyped-def]
+    x, w, y = (carray(_pointer(source), count, acc), carray(_pointer(weight), count, acc), carray(_pointer(target), count, acc))
+    squares = acc(0)
+    for i in range(count):
+        squares += x[i] * x[i]
+    factor = acc(1) / acc(math.sqrt(squares / acc(count) + eps))
+    for i in range(count):
+        y[i] = x[i] * factor * w[i]
+
+
+@_inlined
+def _added(source, target, count, acc):  # type: ignore[no-untyped-def]
+    x, y = carray(_pointer(source), count, acc), carray(_pointer(target), count, acc)
+    for i in range(count):
+        y[i] += x[i]
+
+
+@_inlined
+def _draft_layer(block, store, acc):  # type: ignore[no-untyped-def]
+    """tokens, positions, write, embed, state, above (0: row i's is state i), out, cos, sin | fc (0: EAGLE-3), qkv, o, gate_up,
+    down, all as panels | mlp, input and hidden norm | kernels: linear, rope_write, silu_mul, attention | k, v, table | numbers:
+    table columns, page size, rows, hidden, heads, kv heads, head size, intermediate, eps, scale | 8 words of the segments."""
+    a = carray(block, 43, np.int64)
+    rows, hidden, heads, kv_heads, dim, inner, eps = a[27], a[28], a[29], a[30], a[31], a[32], acc(_real(a[33]))
+    tokens, positions, above = _ints(a[1], rows), _ints(a[2], rows), _ints(a[6], rows)
+    wide, half, columns = hidden * _size(acc), dim // 2 * _size(acc), (heads + 2 * kv_heads) * dim  # two sizes in bytes
+    # Scratch, on a cache line: residual [R, H], both [R, 2, H], cos, sin [R, D / 2], qkv, q, seen [R, heads * D], gates, gated.
+    arena = np.empty((rows * (3 * hidden + dim + columns + 2 * heads * dim + 3 * inner)) * _size(acc) // 8 + 16, np.int64)
+    residual = (arena.ctypes.data + 63) // 64 * 64
+    both = residual + rows * wide
+    qkv = both + rows * 2 * wide
+    q = qkv + rows * columns * _size(acc)
+    seen = q + rows * heads * dim * _size(acc)
+    gates = seen + rows * heads * dim * _size(acc)
+    gated = gates + rows * 2 * inner * _size(acc)
+    cos = gated + rows * inner * _size(acc)
+    sin = cos + rows * half
+    for r in range(rows):
+        embedded, pair = a[4] + tokens[r] * wide, both + r * 2 * wide
+        state = a[5] + (above[r] if a[6] else r) * wide
+        if a[10]:
+            _copied(embedded, pair, hidden, acc)
+            _copied(state, pair + wide, hidden, acc)
+        else:
+            _copied(state, residual + r * wide, hidden, acc)
+            _normalised(embedded, a[16], eps, pair, hidden, acc)
+            _normalised(state, a[17], eps, pair + wide, hidden, acc)
+        _copied(a[8] + positions[r] * half, cos + r * half, dim // 2, acc)
+        _copied(a[9] + positions[r] * half, sin + r * half, dim // 2, acc)
+    sub = np.zeros(20, np.int64)
+    if a[10]:
+        _product(a[18], sub, both, a[10], residual, rows, 2 * hidden, hidden)
+    _product(a[18], sub, residual if a[10] else both, a[11], qkv, rows, hidden if a[10] else 2 * hidden, columns)
+    sub[0], sub[1], sub[2], sub[3], sub[4], sub[5], sub[6], sub[7] = 0, qkv, q, a[22], a[23], a[3], cos, sin
+    sub[8], sub[9], sub[10], sub[11], sub[12], sub[13] = 0, 0, rows, heads, kv_heads, dim
+    _call(a[19], sub.ctypes.data)
+    sub[0], sub[1], sub[2], sub[3], sub[4], sub[5], sub[6], sub[7] = 0, q, seen, a[22], a[23], a[24], a[25], a[26]
+    sub[8], sub[9], sub[10], sub[11] = heads, kv_heads, dim, a[34]
+    for i in range(8):
+        sub[12 + i] = a[35 + i]
+    blank = carray(_pointer(seen), rows * heads * dim, acc)
+    for i in range(rows * heads * dim):
+        blank[i] = acc(0)  # rows outside every segment
+    _call(a[21], sub.ctypes.data)
+    _product(a[18], sub, seen, a[12], a[7], rows, heads * dim, hidden)
+    _added(a[7], residual, rows * hidden, acc)
+    for r in range(rows):
+        _normalised(residual + r * wide, a[15], eps, a[7] + r * wide, hidden, acc)
+    _product(a[18], sub, a[7], a[13], gates, rows, hidden, 2 * inner)
+    sub[0], sub[1], sub[2], sub[3], sub[4] = 0, gates, gated, rows, inner
+    _call(a[20], sub.ctypes.data)
+    _product(a[18], sub, gated, a[14], a[7], rows, inner, hidden)
+    _added(residual, a[7], rows * hidden, acc)
+    arena[0] = sub[0] = 0  # they live until here
+
+
+@_inlined
+def _rank_level(a, sub, layer, states, rows, hidden, vocab, width, seed, position, temperature, normed, logits,  # type: ignore[no-untyped-def]
+                values, picks, sums, eps, acc):
+    """The children of these rows, through the head and with the noise."""
+    if a[12]:
+        for i in range(rows):
+            _normalised(states + i * hidden * _size(acc), a[12], eps, normed + i * hidden * _size(acc), hidden, acc)
+    _product(layer[18], sub, normed if a[12] else states, a[11], logits, rows, hidden, vocab)
+    sub[0], sub[1], sub[2], sub[3], sub[4], sub[5], sub[6] = 0, logits, seed, position, temperature, a[10], values
+    sub[7], sub[8], sub[9], sub[10], sub[11], sub[12] = picks, sums, rows, vocab, width, a[9]
+    _call(a[1], sub.ctypes.data)
+
+
+@_inlined
+def _draft_tree(block, store, acc):  # type: ignore[no-untyped-def]
+    """A drafter's tree from its roots on. kernels: draft_topk, collect, grow, choose, draft_layer | slots, context, seed, tau,
+    ids (0: none), head (panels), norm before it (0: none) | tokens, parents, depths, survival | numbers: lines, depth, width, how
+    many nodes stay, vocabulary | temperature, state [B, H] | the block of `draft_layer`, whose rows and states are filled in
+    level by level; in place of its counter, what a child's score loses (float64)."""
+    a = carray(block, 67, np.int64)
+    layer = carray(_pointer(a.ctypes.data + 24 * 8), 43, np.int64)
+    lines, depth, width, count, vocab = a[17], a[18], a[19], a[20], a[21]
+    hidden, eps, size = layer[28], acc(_real(layer[33])), _size(acc)
+    rows, total = lines * width, width + (depth - 1) * width * width
+    wide, words = hidden * size, lines * 8
+    arena = np.empty((rows * (7 * 8 + 2 * 16 + 2 * 4 + 2 * wide + wide + vocab * size + width * (size + 8) + size)
+                      + lines * (8 * 3 + 16 + 5 * 4 + total * 20)) // 8 + 64, np.int64)
+    state = (arena.ctypes.data + 63) // 64 * 64
+    other, normed = state + rows * wide, state + 2 * rows * wide
+    logits = normed + rows * wide
+    values = logits + rows * vocab * size
+    sums = values + rows * width * size
+    picks = (sums + rows * size + 7) // 8 * 8
+    tokens = picks + rows * width * 8  # then positions, write, above, origin, seed, next
+    bits, others = tokens + 7 * rows * 8, tokens + 9 * rows * 8
+    none, origin, following = tokens + 11 * rows * 8, tokens + 11 * rows * 8 + 2 * words, tokens + 11 * rows * 8 + 3 * words
+    found = following + words  # tokens, parents, scores of the candidates
+    scores = found + 2 * lines * total * 8
+    temperature = scores + lines * total * 4  # then the beam's scores
+    segments = (temperature + 2 * rows * 4 + lines * 4 + 7) // 8 * 8  # row, length, slot, context, causal
+    zero = temperature + 2 * rows * 4  # [B] float32
+    for b in range(lines):
+        _ints(none, 2 * lines)[2 * b], _ints(none, 2 * lines)[2 * b + 1] = 0, 0
+        _ints(origin, lines)[b], _ints(following, lines)[b], _floats(zero, lines)[b] = -1, _ints(a[7], lines)[b] + 1, 0
+    sub = np.zeros(40, np.int64)
+    _rank_level(a, sub, layer, a[23], lines, hidden, vocab, width, a[8], following, a[22], normed, logits, values, picks, sums,
+                eps, acc)
+    sub[0], sub[1], sub[2], sub[3], sub[4], sub[5], sub[6] = 0, values, picks, sums, zero, origin, a[10]
+    sub[7], sub[8], sub[9], sub[10], sub[11], sub[12], sub[13] = found, found + lines * total * 8, scores, lines, 1, width, 0
+    sub[14], sub[15], sub[16] = total, size == 8, layer[0]
+    _call(a[2], sub.ctypes.data)
+    shrink, nodes, first, above, seen = layer[0], 1, 0, a[23], none
+    for d in range(1, depth):
+        sub[1], sub[2], sub[3], sub[4], sub[5], sub[6], sub[7], sub[8] = found, scores, seen, a[6], a[7], a[8], a[22], layer[24]
+        for i in range(7):
+            sub[9 + i] = tokens + i * rows * 8
+        sub[16], sub[17], sub[18] = bits, temperature, temperature + rows * 4
+        for i in range(5):
+            sub[19 + i] = segments + i * lines * 4
+        sub[24], sub[25], sub[26], sub[27], sub[28], sub[29], sub[30], sub[31] = (lines, total, first, nodes, width, d, layer[26],
+                                                                                  layer[25])
+        _call(a[3], sub.ctypes.data)
+        layer[0], layer[1], layer[2], layer[3] = 0, tokens, tokens + rows * 8, tokens + 2 * rows * 8
+        layer[5], layer[6], layer[7], layer[27], layer[36] = above, tokens + 3 * rows * 8, state, rows, lines
+        for i in range(5):
+            layer[37 + i] = segments + i * lines * 4
+        layer[42] = bits
+        _call(a[5], layer.ctypes.data)
+        _rank_level(a, sub, layer, state, rows, hidden, vocab, width, tokens + 5 * rows * 8, tokens + 6 * rows * 8, temperature,
+                    normed, logits, values, picks, sums, eps, acc)
+        first += nodes * width
+        sub[0], sub[1], sub[2], sub[3], sub[4], sub[5] = 0, values, picks, sums, temperature + rows * 4, tokens + 4 * rows * 8
+        sub[6], sub[7], sub[8], sub[9], sub[10], sub[11] = a[10], found, found + lines * total * 8, scores, lines, width
+        sub[12], sub[13], sub[14], sub[15], sub[16] = width, first, total, size == 8, shrink
+        _call(a[2], sub.ctypes.data)
+        nodes, above, seen = width, state, bits
+        state, other, bits, others = other, state, others, bits
+    sub[1], sub[2], sub[3], sub[4], sub[5], sub[6] = found, found + lines * total * 8, scores, a[13], a[14], a[15]
+    sub[7], sub[8], sub[9], sub[10], sub[11] = a[16], lines, total, count, width
+    _call(a[4], sub.ctypes.data)
+    arena[0] = sub[0] = 0  # they live until here
+
+
+# -- ranking a drafter's children; twin: `draft_rank.draft_topk`
+
+
+@_inlined
+def _draft_topk(block, store, acc):  # type: ignore[no-untyped-def]
+    """Work item: row. logits, seed, position, temperature, ids (0: columns are tokens) | values, columns, logsumexp | numbers:
+    rows, vocabulary, k, tau (address of a float32, or 0 and the next word is it as float64)."""
+    a = carray(block, 14, np.int64)
+    num_rows, vocab, k = a[9], a[10], a[11]
+    logits = carray(_pointer(a[1]), (num_rows, vocab), store)
+    seeds, positions, temperatures = _ints(a[2], num_rows), _ints(a[3], num_rows), _floats(a[4], num_rows)
+    best, columns = carray(_pointer(a[6]), (num_rows, k), acc), carray(_pointer(a[7]), (num_rows, k), np.int64)
+    sums = carray(_pointer(a[8]), num_rows, acc)
+    tau = acc(_floats(a[12], 1)[0]) if a[12] else acc(_real(a[13]))
+    scaled, e = np.empty(vocab, acc), np.empty(_NOISE, acc)
+    words, scratch = np.empty(_NOISE, np.uint32), np.empty(_NOISE, np.uint32)
+    while True:
+        row = _next_item(block)
+        if row >= num_rows:
+            return
+        t = temperatures[row]
+        _scale(logits[row], acc(t) if t > 0 else acc(1), scaled, acc)
+        shift = _log_mass(scaled, e, acc)
+        noisy = t > 0 and tau > 0
+        for i in range(vocab):
+            scaled[i] = (scaled[i] - shift) / tau if noisy else scaled[i] - shift
+        if noisy:
+            k0, k1, position = np.uint32(seeds[row]), np.uint32(seeds[row] >> 32), np.uint32(positions[row])
+            for start in range(0, vocab, _NOISE):
+                part = scaled[start : start + _NOISE]
+                if a[5]:
+                    _philox_of(_ints(a[5] + start * 8, len(part)), position, k0, k1, words)
+                else:
+                    _philox_block(start // 4, position, k0, k1, scratch, words)
+                for i in range(len(part)):
+                    part[i] += _gumbel_from_bits(words[i])
+        sums[row] = _log_mass(scaled, e, acc)
+        _keep_largest(scaled, best[row], columns[row], acc)
+
+
+@_inlined
+def _log_mass(x, e, acc):  # type: ignore[no-untyped-def]
+    """log of the sum of exp(x)."""
+    top, mass = _largest(x, len(x)), 0.0
+    for start in range(0, len(x), _NOISE):
+        mass += _exp_block(x[start : start + _NOISE], top, acc(-np.inf), e, acc)
+    return top + acc(math.log(mass))
+
+
+@_inlined
+def _keep_largest(x, best, columns, acc):  # type: ignore[no-untyped-def]
+    """The largest of x in order, as many as there is room for; of equals the first. What is no number comes last."""
+    k = len(best)
+    for start in range(0, len(x), _NOISE):
+        part = x[start : start + _NOISE]
+        if start >= k and _largest(part, len(part)) <= best[k - 1]:
+            continue
+        for i in range(len(part)):
+            value = part[i] if part[i] == part[i] else acc(-np.inf)
+            j = min(start + i, k)  # how many there are so far
+            if j == k and not value > best[k - 1]:
+                continue
+            j = min(j, k - 1)
+            while j > 0 and value > best[j - 1]:
+                best[j], columns[j] = best[j - 1], columns[j - 1]
+                j -= 1
+            best[j], columns[j] = value, start + i
+
+
 # One entry per kernel and element type.
 _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("rms_norm", torch.float32): lambda block: _rms_norm(block, np.float32, np.float32),
@@ -1188,4 +1826,21 @@ _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("sample", torch.float64): lambda block: _sample(block, np.float64, np.float64),
     ("sample", torch.bfloat16): lambda block: _sample(block, np.uint16, np.float32),
     ("gumbel", torch.float32): lambda block: _gumbel(block, np.float32, np.float32),
+    ("draft_topk", torch.float32): lambda block: _draft_topk(block, np.float32, np.float32),
+    ("draft_topk", torch.float64): lambda block: _draft_topk(block, np.float64, np.float64),
+    ("draft_topk", torch.bfloat16): lambda block: _draft_topk(block, np.uint16, np.float32),
+    ("linear", torch.float32): lambda block: _linear(block, np.float32, np.float32),
+    ("linear", torch.float64): lambda block: _linear(block, np.float64, np.float64),
+    ("draft_layer", torch.float32): lambda block: _draft_layer(block, np.float32, np.float32),
+    ("draft_layer", torch.float64): lambda block: _draft_layer(block, np.float64, np.float64),
+    ("draft_tree", torch.float32): lambda block: _draft_tree(block, np.float32, np.float32),
+    ("draft_tree", torch.float64): lambda block: _draft_tree(block, np.float64, np.float64),
+    ("flatten", torch.int64): lambda block: _flatten(block),
+    ("build_rows", torch.int64): lambda block: _build_rows(block),
+    ("advance", torch.int64): lambda block: _advance(block),
+    ("move_tokens", torch.int64): lambda block: _move_tokens(block),
+    ("follow_rows", torch.int64): lambda block: _follow_rows(block),
+    ("collect", torch.int64): lambda block: _collect(block),
+    ("grow", torch.int64): lambda block: _grow(block),
+    ("choose", torch.int64): lambda block: _choose(block),
 }

@@ -9,11 +9,7 @@ themselves are in `cpu_jit`.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable
-from functools import cache as memoise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, SamplingTensors, Segments
-from paceline.kernels.cpu_jit import compiled
-from paceline.kernels.torch_ops import TorchOps, cache_index, visibility
+from paceline.kernels.cpu_call import double, run
+from paceline.kernels.cpu_jit import panels
+from paceline.kernels.cpu_layer import DraftOps
+from paceline.kernels.torch_ops import cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
 """Elementwise kernels touch fewer elements than this on one thread: waking the others costs more."""
@@ -32,12 +30,16 @@ LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
 PACKED_ROWS = 64
 """MKL's packed float32 weights win up to about this many rows."""
-PACKED_ELEMENTS = 1 << 16
-"""`prepare` leaves smaller float32 weights alone: the packed call itself costs more than it wins."""
+SMALL_ELEMENTS = 1 << 17
+"""Products with weights up to this size are our own kernel: calling MKL costs more than it wins."""
+FEW_ROWS = 2
+"""Up to so many rows MKL is as quick."""
+PARALLEL_LINEAR = 1 << 20
+"""Such a product takes one thread if it has fewer multiplications."""
 _ACC = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
 
 
-class CpuOps(TorchOps):
+class CpuOps(DraftOps):
     """See `base.Ops`. Falls back to torch where a gradient is asked for or a dtype is not ours."""
 
     name = "cpu"
@@ -47,6 +49,7 @@ class CpuOps(TorchOps):
         self.deterministic = deterministic
         self._long_segment = 1 << 62 if deterministic else LONG_SEGMENT
         self._packed: dict[int, _Packed] = {}
+        self._panels: dict[int, _Packed] = {}
         # Every layer of a step passes the same Segments: its addresses are read once. Held, so they stay valid.
         self._last_segments: tuple[Segments, tuple[int, ...], int] | None = None
 
@@ -70,11 +73,32 @@ class CpuOps(TorchOps):
 
     def prepare(self, weights: list[Tensor]) -> None:
         self._packed.clear()
+        self._panels.clear()
         for weight in weights:
-            if weight.dtype != torch.float32 or weight.numel() >= PACKED_ELEMENTS or self.deterministic:
+            if not self.cut(weight):
                 self.pack(weight)
 
+    def cut(self, weight: Tensor) -> bool:
+        """Keep a copy of this weight [N, K] in panels for our own kernel, if it is small; the same rules as for `pack`. The
+        kernel sums every row in the same order, whatever rows are beside it."""
+        small = weight.dim() == 2 and weight.is_contiguous() and 0 < weight.numel() <= SMALL_ELEMENTS
+        if not small or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64):
+            return False
+        version = None if weight.is_inference() else weight._version
+        self._panels[id(weight)] = _Packed(weight, panels(weight.detach()), version, weight.dtype)
+        return True
+
+    def panels_of(self, weight: Tensor) -> Tensor | None:
+        entry = self._panels.get(id(weight))
+        return None if entry is None or (entry.version is not None and entry.version != weight._version) else entry.packed
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        small = self.panels_of(weight)
+        if small is not None and x.dim() == 2 and x.dtype == weight.dtype and not _needs_grad(x, weight):
+            num_rows = x.shape[0]
+            if self.deterministic or FEW_ROWS < num_rows <= PACKED_ROWS:
+                return _small_linear(x, weight, small, bias, num_rows)
+            return F.linear(x, weight, bias)
         entry = self._packed.get(id(weight))
         if entry is None:
             return F.linear(x, weight, bias)
@@ -101,8 +125,8 @@ class CpuOps(TorchOps):
         _same("width of the norm", width, weight.shape[0])
         x = x.contiguous()
         out = torch.empty_like(x)
-        _run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
-             num_elements // width, width, _double(eps))
+        run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
+             num_elements // width, width, double(eps))
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -113,8 +137,8 @@ class CpuOps(TorchOps):
         _same("elements of the residual", num_elements, residual.numel())
         x, residual = x.contiguous(), residual.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(x)
-        _run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
-             out.data_ptr(), total.data_ptr(), num_elements // width, width, _double(eps))
+        run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+             out.data_ptr(), total.data_ptr(), num_elements // width, width, double(eps))
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -124,7 +148,7 @@ class CpuOps(TorchOps):
         *shape, both = gate_up.shape
         num_elements, width = gate_up.numel(), both // 2
         out = gate_up.new_empty(*shape, width)
-        _run("silu_mul", gate_up.dtype, _threads_for(num_elements // 2), gate_up.data_ptr(), out.data_ptr(),
+        run("silu_mul", gate_up.dtype, _threads_for(num_elements // 2), gate_up.data_ptr(), out.data_ptr(),
              num_elements // both, width)
         return out
 
@@ -139,10 +163,10 @@ class CpuOps(TorchOps):
         _same("rows of qkv, cos, sin, write", num_rows, cos.shape[0], sin.shape[0], write.shape[0])
         _same("columns of qkv", columns, (num_heads + 2 * num_kv_heads) * head_dim)
         q = qkv.new_empty(num_rows, num_heads, head_dim)
-        _run("rope_write", qkv.dtype, _threads_for(num_rows * columns), qkv.data_ptr(), q.data_ptr(), k.data_ptr(),
+        run("rope_write", qkv.dtype, _threads_for(num_rows * columns), qkv.data_ptr(), q.data_ptr(), k.data_ptr(),
              v.data_ptr(), write.data_ptr(), cos.data_ptr(), sin.data_ptr(),
              0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
-             num_rows, num_heads, num_kv_heads, head_dim, _double(eps))
+             num_rows, num_heads, num_kv_heads, head_dim, double(eps))
         return q
 
     # -- attention
@@ -166,8 +190,8 @@ class CpuOps(TorchOps):
         assert k.is_contiguous() and v.is_contiguous() and page_table.dtype == torch.int32
         addresses, pairs = self._addresses(segments)
         threads = 1 if pairs * num_heads * head_dim < PARALLEL_PRODUCTS else torch.get_num_threads()
-        _run("attention", q.dtype, threads, q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
-             page_table.data_ptr(), page_table.stride(0), page_size, num_heads, num_kv_heads, head_dim, _double(scale),
+        run("attention", q.dtype, threads, q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
+             page_table.data_ptr(), page_table.stride(0), page_size, num_heads, num_kv_heads, head_dim, double(scale),
              self._long_segment, *addresses)
         return out
 
@@ -198,7 +222,7 @@ class CpuOps(TorchOps):
         _same("rows of sampling parameters", num_rows, *(t.shape[0] for t in params))
         token, logprob = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=acc)
         threads = min(num_rows, torch.get_num_threads())
-        _run("sample", logits.dtype, threads, logits.data_ptr(), num_rows, vocab, token.data_ptr(), logprob.data_ptr(),
+        run("sample", logits.dtype, threads, logits.data_ptr(), num_rows, vocab, token.data_ptr(), logprob.data_ptr(),
              *(t.data_ptr() for t in params))
         return token, logprob
 
@@ -207,9 +231,18 @@ class CpuOps(TorchOps):
         num_rows, vocab = seed.shape[0], token_ids.shape[0]
         _same("rows of seed and position", num_rows, position.shape[0])
         out = torch.empty((num_rows, vocab), dtype=torch.float32)
-        _run("gumbel", torch.float32, _threads_for(num_rows * vocab), seed.data_ptr(), position.data_ptr(), token_ids.data_ptr(),
+        run("gumbel", torch.float32, _threads_for(num_rows * vocab), seed.data_ptr(), position.data_ptr(), token_ids.data_ptr(),
              num_rows, vocab, out.data_ptr())
         return out
+
+
+def _small_linear(x: Tensor, weight: Tensor, small: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
+    width, depth = weight.shape
+    _same("columns of x", x.shape[1], depth)
+    x, out = x.contiguous(), x.new_empty(num_rows, width)
+    threads = 1 if num_rows * depth * width < PARALLEL_LINEAR else torch.get_num_threads()
+    run("linear", x.dtype, threads, x.data_ptr(), small.data_ptr(), out.data_ptr(), num_rows, depth, width)
+    return out if bias is None else out.add_(bias)
 
 
 def _row_by_row(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -259,46 +292,3 @@ def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, None if square else visibility(segments, i),
                                          is_causal=square, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-# -- calling kernels
-
-
-def _run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:
-    """Run a kernel on this thread, or on torch's OpenMP threads. words: what the kernel reads after the counter."""
-    address, call, pack = _kernel(name, dtype, len(words))
-    # Fresh bytes, which nobody else holds, are the cheapest block that ctypes takes as it is; the kernel counts in them.
-    block = pack(0, *words)
-    if threads > 1 and _fork is not None:
-        _fork(address, block, threads, 0)
-    else:
-        call(block)
-
-
-@memoise
-def _kernel(name: str, dtype: torch.dtype, num_words: int) -> tuple[int, Callable[[bytes], None], Callable[..., bytes]]:
-    kernel = compiled(name, dtype)
-    return kernel.address, kernel.call, struct.Struct(f"{num_words + 1}q").pack
-
-
-def _openmp_fork() -> Callable[[int, bytes, int, int], None] | None:
-    """GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime torch itself is linked with; GNU's, Intel's
-    and LLVM's all have it on Linux. None elsewhere: kernels then run on one thread."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not library.exists():
-        return None
-    try:
-        fork = ctypes.CDLL(str(library)).GOMP_parallel
-    except AttributeError:
-        return None
-    fork.argtypes, fork.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return fork
-
-
-_fork = _openmp_fork()
-
-
-@memoise
-def _double(x: float) -> int:
-    """The bits of a float64, to travel in an int64 word."""
-    return int(struct.unpack("q", struct.pack("d", x))[0])

@@ -64,7 +64,7 @@ def choose(found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, 
     """See `base.Ops.choose`."""
     tokens, parents, scores = found
     count = min(budget, tokens.shape[1])
-    keep = scores.topk(count, dim=1).indices.sort(dim=1).values  # levels in order: parents before children
+    keep = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]  # a parent's score is higher, or it stands before
     rank = torch.full_like(tokens, -1).scatter_(1, keep, torch.arange(count, device=keep.device).expand_as(keep))
     parent = parents.gather(1, keep)
     depth = torch.where(keep < width, 1, 2 + torch.div(keep - width, width * width, rounding_mode="floor"))

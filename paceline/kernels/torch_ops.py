@@ -13,10 +13,12 @@ from paceline.kernels.base import (
     Beam,
     Candidates,
     DecodeRows,
+    DraftLayer,
     DraftRows,
     DraftTree,
     Drawn,
     Lines,
+    Normed,
     PagedCache,
     SamplingTensors,
     Segments,
@@ -61,6 +63,21 @@ class TorchOps:
         cache.k[write] = apply_rope(k, cos, sin).to(cache.k.dtype)
         cache.v[write] = v.to(cache.v.dtype)
         return apply_rope(q, cos, sin).to(qkv.dtype)
+
+    def fuses(self, num_rows: int, hidden: int, head_dim: int) -> bool:
+        return False
+
+    def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
+                    eps: float) -> tuple[Normed, Tensor]:
+        rows, total = self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+        return Normed(rows), total
+
+    def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_mul(self.linear(x.complete(), weight, bias))
+
+    def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
+                 cache: PagedCache) -> Tensor:
+        return self.rope_write(self.linear(x.complete(), weight, bias), num_heads, None, None, 0.0, cos, sin, write, cache)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
                   chunks: list[tuple[int, int, int]]) -> Any:
@@ -116,6 +133,14 @@ class TorchOps:
     def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
                     least: int, spare: int) -> DraftRows:
         return draft_rows.follow_rows(lines, stored, cache, request, back, counts, least, spare)
+
+    def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
+                    cache: PagedCache) -> Tensor | None:
+        return None
+
+    def draft_tree(self, layer: DraftLayer, lines: Lines, state: Tensor, cache: PagedCache, tau: Tensor, depth: int, width: int,
+                   budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        return None
 
     def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
         draft_rows.collect(ranked, scores, origin, ids, into, first)

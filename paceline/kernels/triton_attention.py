@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.triton_pdl import fetch_ahead, launch_options, let_next_begin, wait_for_previous
 from paceline.kernels.triton_plan import BLOCK_N, Plan, Prefill
 
 LOG2_E = 1.4426950408889634
@@ -30,14 +31,23 @@ class Launch(NamedTuple):
     max_registers: int | None = None
 
 
-LAUNCH = Launch()
+def default_launch(head_dim: int) -> Launch:
+    """Large heads: 168 registers suffice without spilling, and leave room for three programs per processor instead of two."""
+    return Launch(max_registers=168 if head_dim > 64 else None)
+
+
+MERGED_AT_ONCE = 4
+"""Splits whose parts the last of them fetches together."""
+AHEAD_ROWS = 32
+"""With more rows than that, memory is busy anyway: keys are not fetched ahead."""
 
 
 def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scale: float, fused: bool = True,
-              launch: Launch = LAUNCH) -> Tensor:
-    """Rows of `plan`. fused: the last split merges; otherwise a second launch does. Same numbers either way."""
+              launch: Launch | None = None, pdl: bool = False) -> Tensor:
+    """Rows of `plan`. fused: the last split merges; otherwise a second launch does. pdl: see `triton_pdl`; what is read before
+    the wait is the plan, the page table and the addresses of older keys."""
     q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
-    num_kv_heads, splits = cache.k.shape[1], plan.num_splits
+    num_kv_heads, splits, launch = cache.k.shape[1], plan.num_splits, launch or default_launch(head_dim)
     padded = max(triton.next_power_of_2(head_dim), 16)
     out = torch.empty_like(q)
     if num_rows == 0:
@@ -48,11 +58,13 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
         q, cache.k, cache.v, cache.page_table, segments.mask, plan.record, plan.counter, out, part, stats,
         scale * LOG2_E, splits, cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, TILE_ROWS=plan.tile_rows,
-        BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, MANY=splits > 1, FUSED=fused, PRECISION=precision_of(q),
-        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers)
+        BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, MANY=splits > 1, FUSED=fused, PRECISION=precision_of(q), PDL=pdl,
+        AHEAD=32 * launch.num_warps if pdl and num_rows <= AHEAD_ROWS and head_dim * q.element_size() % 16 == 0 else 0,
+        SPLITS=triton.next_power_of_2(splits), TOGETHER=MERGED_AT_ONCE, num_warps=launch.num_warps,
+        num_stages=launch.num_stages, maxnreg=launch.max_registers, **launch_options(pdl))
     if splits > 1 and not fused:
         _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
-                                             HEADS=num_heads, FIXED=False, num_warps=4)
+                                             HEADS=num_heads, FIXED=False, PDL=pdl, num_warps=4, **launch_options(pdl))
     return out
 
 
@@ -85,43 +97,51 @@ def precision_of(x: Tensor) -> str:
 def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, part, stats, scale, splits, table_stride,
                    k_stride, v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
                    DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, MANY: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr):
+                   BLOCK_N: tl.constexpr, MANY: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+                   AHEAD: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr):
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    led = tl.load(record + row * 8)
+    let_next_begin(PDL)
+    # All at once, before any is looked at: at small batches this kernel is nothing but waiting for memory.
+    led, first, slot = tl.load(record + row * 8), tl.load(record + row * 8 + 1), tl.load(record + row * 8 + 2)
+    context, keys, chunk = tl.load(record + row * 8 + 3), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
+    causal, shared = tl.load(record + row * 8 + 6) != 0, tl.load(record + row * 8 + 7)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM_PADDED)
     r, head = m // GROUP, kv_head * GROUP + m % GROUP
     place = (row + r).to(tl.int64) * HEADS + head  # which (row, head) each line of the tile is
     inside = (r < led)[:, None] & (d < DIM)[None, :]
-    if led < 0:  # padding: something finite
-        if split == 0:
+    start = split * chunk
+    if (led <= 0) | (start >= keys):
+        wait_for_previous(PDL)
+        if (led < 0) & (split == 0):  # padding: something finite
             tl.store(out + place[:, None] * DIM + d[None, :], tl.zeros([BLOCK_M, DIM_PADDED], out.dtype.element_ty),
                      mask=(r < 1)[:, None] & (d < DIM)[None, :])
         return
-    keys, chunk = tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
-    start = split * chunk
-    if (led == 0) | (start >= keys):
-        return
-    first, slot = tl.load(record + row * 8 + 1), tl.load(record + row * 8 + 2)
-    context, causal = tl.load(record + row * 8 + 3), tl.load(record + row * 8 + 6) != 0
-    shared = tl.load(record + row * 8 + 7)
     end = tl.minimum(start + chunk, keys)
     table = page_table + slot.to(tl.int64) * table_stride
     k_head, v_head = k_cache + kv_head * DIM, v_cache + kv_head * DIM
+    low = tl.load(mask + 2 * (row + r), mask=r < led, other=0)[:, None]
+    high = tl.load(mask + 2 * (row + r) + 1, mask=r < led, other=0)[:, None]
+    n = tl.arange(0, BLOCK_N)
+    every = start + tl.maximum(tl.minimum(end, shared) - start, 0) // BLOCK_N * BLOCK_N
+    page = tl.load(table + (every + n) // PAGE, mask=every + n < end, other=0)  # of the first masked round, long before it
+    if AHEAD > 0:
+        early = tl.minimum(start + tl.arange(0, AHEAD), end - 1)
+        old = tl.load(table + early // PAGE).to(tl.int64) * PAGE + early % PAGE
+        SIZE: tl.constexpr = DIM * (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+        fetch_ahead(k_head + old * k_stride, SIZE)
+        fetch_ahead(v_head + old * v_stride, SIZE)
+    wait_for_previous(PDL)
     query = tl.load(q + place[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    every = start + tl.maximum(tl.minimum(end, shared) - start, 0) // BLOCK_N * BLOCK_N
     for p in range(start, every, BLOCK_N):
         position = p + n
         token = tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
         top, total, acc = attend_block(query, k_head, v_head, token, n >= 0, n[None, :] >= 0, top, total, acc, scale, d,
                                        k_stride, v_stride, DIM, DIM_PADDED, False, PRECISION)
-    low = tl.load(mask + 2 * (row + r), mask=r < led, other=0)[:, None]
-    high = tl.load(mask + 2 * (row + r) + 1, mask=r < led, other=0)[:, None]
     for p in tl.range(every, end, BLOCK_N, num_stages=1):  # one or two rounds: nothing to fetch ahead
         position = p + n
         bit = (position - context)[None, :]
@@ -129,7 +149,8 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
         in_step = tl.where(causal, bit <= first + r[:, None], ((word >> (bit & 63).to(tl.int64)) & 1) != 0)
         visible = ((bit < 0) | in_step) & (position < end)[None, :] & (r < led)[:, None]
         needed = tl.max(visible.to(tl.int32), axis=0) != 0  # what no row sees is not read: it may be anything
-        token = tl.load(table + position // PAGE, mask=needed, other=0).to(tl.int64) * PAGE + position % PAGE
+        token = page.to(tl.int64) * PAGE + position % PAGE
+        page = tl.load(table + (position + BLOCK_N) // PAGE, mask=position + BLOCK_N < end, other=0)
         top, total, acc = attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d,
                                        k_stride, v_stride, DIM, DIM_PADDED, True, PRECISION)
     active = (keys + chunk - 1) // chunk
@@ -146,19 +167,32 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
             done = tl.atomic_add(counter + row * KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
             if done == active - 1:
                 tl.store(counter + row * KV_HEADS + kv_head, 0)  # ready for the next layer
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                for s in range(active):
-                    top = tl.maximum(top, tl.load(stats + (where + s) * 2, mask=r < led, other=0.0, cache_modifier=".cg"))
-                total = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
-                for s in range(active):
-                    at = where + s
-                    weight = tl.exp2(tl.load(stats + at * 2, mask=r < led, other=0.0, cache_modifier=".cg") - top)
-                    total += weight * tl.load(stats + at * 2 + 1, mask=r < led, other=1.0, cache_modifier=".cg")
-                    acc += weight[:, None] * tl.load(part + at[:, None] * DIM_PADDED + d[None, :], mask=(r < led)[:, None],
-                                                     other=0.0, cache_modifier=".cg")
-                value = acc / tl.where(total > 0, total, 1.0)[:, None]
+                value = _merge_parts(part, stats, where, active, r < led, d, BLOCK_M, DIM_PADDED, SPLITS, TOGETHER)
                 tl.store(out + place[:, None] * DIM + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_parts(part, stats, where, active, valid, d, BLOCK_M: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
+                 TOGETHER: tl.constexpr):
+    """All splits of a tile, several fetched at once: one after the other, waiting for memory would cost more than attending."""
+    s = tl.arange(0, SPLITS)[None, :]
+    tops = tl.load(stats + (where[:, None] + s) * 2, mask=valid[:, None] & (s < active), other=float("-inf"),
+                   cache_modifier=".cg")
+    top = tl.max(tops, axis=1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+    t = tl.arange(0, TOGETHER)[None, :]
+    for first in range(0, active, TOGETHER):
+        at = where[:, None] + first + t
+        known = valid[:, None] & (first + t < active)
+        weight = tl.exp2(tl.load(stats + at * 2, mask=known, other=float("-inf"), cache_modifier=".cg") - top[:, None])
+        sums = tl.load(stats + at * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+        parts = tl.load(part + at[:, :, None] * DIM_PADDED + d[None, None, :], mask=known[:, :, None], other=0.0,
+                        cache_modifier=".cg")
+        total += tl.sum(weight * sums, axis=1)
+        acc += tl.sum(weight[:, :, None] * parts, axis=1)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
@@ -191,9 +225,11 @@ def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc,
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
-                  FIXED: tl.constexpr):
+                  FIXED: tl.constexpr, PDL: tl.constexpr):
     """Program: one head of one row. FIXED (deterministic): one split is merged too, and rows are merged by themselves."""
     row, head = tl.program_id(0), tl.program_id(1)
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     led, keys, chunk = tl.load(record + row * 8), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
     active = (keys + chunk - 1) // chunk
     if (led < 0) | ((active == 1) & (not FIXED)):

@@ -47,7 +47,7 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
         BLOCK_N=BLOCK_N, SPLITS=splits, CHUNK=plan.chunk, BITS=MASK_BITS, PRECISION=precision_of(q), num_warps=4,
         num_stages=7)
     _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
-                                         HEADS=num_heads, FIXED=True, num_warps=4)
+                                         HEADS=num_heads, FIXED=True, PDL=False, num_warps=4)
     return out
 
 

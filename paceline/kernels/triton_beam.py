@@ -189,7 +189,7 @@ def _grow_kernel(tokens, scores, bits, slots, context, seed, temperature, page_t
 @triton.jit(do_not_specialize=["total", "count", "width"])
 def _choose_kernel(tokens, parents, scores, out_tokens, out_parents, out_depths, out_survival, place, total, count, width,
                    LANES: tl.constexpr, COMPARE: tl.constexpr):
-    """Program: one line. A candidate stays when fewer than `count` are better; those that stay keep their order."""
+    """Program: one line. A candidate's place is the number of better ones; it stays when that is below `count`."""
     base = tl.program_id(0).to(tl.int64) * total
     out = tl.program_id(0).to(tl.int64) * count
     c = tl.arange(0, LANES)
@@ -204,8 +204,8 @@ def _choose_kernel(tokens, parents, scores, out_tokens, out_parents, out_depths,
         wins = (other[None, :] > s[:, None]) | ((other[None, :] == s[:, None]) & (o[None, :] < c[:, None]))
         better += tl.sum((wins & (o < total)[None, :]).to(tl.int32), axis=1)
     keep = inside & (better < count)
-    rank = tl.cumsum(keep.to(tl.int32), axis=0) - 1
-    tl.store(place + base + c, tl.where(keep, rank, -1).to(tl.int64), mask=inside)
+    rank = tl.where(keep, better, 0)
+    tl.store(place + base + c, tl.where(keep, better, -1).to(tl.int64), mask=inside)
     tl.debug_barrier()  # places are read by other threads of this program
     parent = tl.load(parents + base + c, mask=keep, other=-1)
     above = tl.load(place + base + parent, mask=keep & (parent >= 0), other=-1)

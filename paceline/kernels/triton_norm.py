@@ -10,43 +10,45 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache
+from paceline.kernels.triton_pdl import launch_options, let_next_begin, wait_for_previous
 
 SILU_BLOCK = 1024
 ROPE_HEADS = 4
 """Heads per program of the rotation: small, so that one row alone still spreads over several processors."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
-        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, width, eps, RESIDUAL=False, **_norm_launch(width))
+        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, width, eps, RESIDUAL=False,
+                                                **_norm_launch(width, pdl))
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
         _rms_norm_kernel[(x.numel() // width,)](x, residual, weight, out, total, width, eps, RESIDUAL=True,
-                                                **_norm_launch(width))
+                                                **_norm_launch(width, pdl))
     return out, total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, pdl: bool = False) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel():
         grid = (out.numel() // width, triton.cdiv(width, SILU_BLOCK))
-        _silu_mul_kernel[grid](gate_up, out, width, BLOCK=SILU_BLOCK, num_warps=4)
+        _silu_mul_kernel[grid](gate_up, out, width, BLOCK=SILU_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl))
     return out
 
 
 def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
-               sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
+               sin: Tensor, write: Tensor, cache: PagedCache, pdl: bool = False) -> Tensor:
     _, num_kv_heads, head_dim = cache.k.shape
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     num_rows, half = qkv.shape[0], head_dim // 2
@@ -57,21 +59,24 @@ def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tenso
             qkv, q, cache.k, cache.v, write, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
             eps, cache.k.stride(0), cache.v.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=half,
             HALF_PADDED=triton.next_power_of_2(half), Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            TILE=ROPE_HEADS, num_warps=1 if half <= 32 else 2)
+            TILE=ROPE_HEADS, PDL=pdl, num_warps=1 if half <= 32 else 2, **launch_options(pdl))
     return q
 
 
-def _norm_launch(width: int) -> dict[str, int]:
+def _norm_launch(width: int, pdl: bool) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    return {"BLOCK": block, "PDL": pdl, "num_warps": min(max(block // 512, 1), 16), **launch_options(pdl)}
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+                     PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    let_next_begin(PDL)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -83,7 +88,9 @@ def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.c
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -96,8 +103,10 @@ def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 @triton.jit
 def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_norm, eps, k_stride, v_stride,
                        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr):
+                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """Program: one row, TILE of its H + 2 Hkv heads. A head is held as its two halves, the pairs that rotate together."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     i = tl.arange(0, HALF_PADDED)

@@ -16,10 +16,12 @@ from paceline.kernels import (
     triton_attention_fixed,
     triton_beam,
     triton_draft,
+    triton_fused,
     triton_linear,
     triton_move,
     triton_noise,
     triton_norm,
+    triton_pdl,
     triton_plan,
     triton_sample,
     triton_tree,
@@ -32,6 +34,7 @@ from paceline.kernels.base import (
     DraftTree,
     Drawn,
     Lines,
+    Normed,
     PagedCache,
     SamplingTensors,
     Segments,
@@ -43,6 +46,8 @@ from paceline.kernels.triton_move import Movables
 from paceline.kernels.triton_plan import Plan, Prefill
 
 _OURS = (torch.bfloat16, torch.float16, torch.float32)
+_NARROW = 2048
+"""Streams up to so wide spend more of a step between products: fusing pays for twice as many rows."""
 
 
 class TritonOps(TorchOps):
@@ -52,13 +57,23 @@ class TritonOps(TorchOps):
     name = "triton"
 
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False, max_context: int = 32768,
-                 block_m: int = 16) -> None:
+                 block_m: int = 16, pdl: bool = True, fused: bool = True, ahead: int = 2 << 20,
+                 min_chunk: int = triton_plan.MIN_CHUNK, fused_rows: int = 32) -> None:
         """max_context: the longest context of any request; in deterministic mode it fixes the order of sums.
-        block_m: queries (rows x heads of a group) of one attention tile; more suit wide trees, fewer plain decoding."""
-        self.deterministic, self.block_m = deterministic, block_m
+        block_m: queries (rows x heads of a group) of one attention tile; more suit wide trees, fewer plain decoding.
+        Up to `fused_rows` rows, where launches and what lies between them are a good part of a step:
+        pdl: kernels start before the one in front has ended, and products fetch `ahead` bytes of weight meanwhile;
+        fused: products take along the norm, activation or rotation beside them.
+        min_chunk: keys of the smallest split of a context."""
+        self.deterministic, self.block_m, self.min_chunk = deterministic, block_m, min_chunk
+        self.pdl = pdl and not deterministic and triton_pdl.supported(device)
+        self.fused, self.fused_rows, self._ahead = fused and not deterministic, fused_rows, ahead if self.pdl else 0
         self._chunk = triton_plan.fixed_chunk(max_context)
         self._max_chunks = triton.cdiv(max_context + triton_plan.MASK_BITS, self._chunk)
         self._counters = torch.zeros(triton_linear.MAX_TILES, dtype=torch.int32, device=device)
+
+    def _overlaps(self, rows: Tensor) -> bool:
+        return self.pdl and rows.shape[0] <= 2 * self.fused_rows
 
     # -- matrix products
 
@@ -68,30 +83,57 @@ class TritonOps(TorchOps):
             return F.linear(x, weight, bias)
         if self.deterministic:
             return triton_linear.fixed_linear(x, weight, bias, self._counters)
-        padded = max(16, triton.next_power_of_2(x.shape[0]))
-        config = triton_linear.TUNED.get((padded, *weight.shape))
+        config = triton_linear.config_of("linear", x, weight)
         if config is None:
             return F.linear(x, weight, bias)
-        return triton_linear.linear(x, weight, bias, config, self._counters)
+        return triton_linear.linear(x, weight, bias, config, self._counters, pdl=self._overlaps(x), ahead=self._ahead)
 
     # -- between the products
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return triton_norm.rms_norm(x, weight, eps) if _ours(x, weight) else super().rms_norm(x, weight, eps)
+        return triton_norm.rms_norm(x, weight, eps, self._overlaps(x)) if _ours(x, weight) else super().rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if _ours(x, residual, weight):
-            return triton_norm.add_rms_norm(x, residual, weight, eps)
+            return triton_norm.add_rms_norm(x, residual, weight, eps, self._overlaps(x))
         return super().add_rms_norm(x, residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return triton_norm.silu_mul(gate_up) if _ours(gate_up) else super().silu_mul(gate_up)
+        return triton_norm.silu_mul(gate_up, self._overlaps(gate_up)) if _ours(gate_up) else super().silu_mul(gate_up)
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
         if not _ours(qkv, cache.k) or cos.dtype != torch.float32:
             return super().rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache)
-        return triton_norm.rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache)
+        return triton_norm.rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache, self._overlaps(qkv))
+
+    # -- products with what stands beside them
+
+    def fuses(self, num_rows: int, hidden: int, head_dim: int) -> bool:
+        most = self.fused_rows if hidden > _NARROW else 2 * self.fused_rows
+        return self.fused and 0 < num_rows <= most and head_dim >= 32 and head_dim & (head_dim - 1) == 0
+
+    def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
+                    eps: float) -> tuple[Normed, Tensor]:
+        if not self.fused or not _ours(x, weight, norm):
+            return super().linear_norm(x, weight, bias, residual, norm, eps)
+        config = triton_linear.fused_config("linear_norm", x, weight)
+        return triton_fused.linear_norm(x, weight, bias, residual, norm, eps, config, self._counters, self.pdl, self._ahead)
+
+    def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.fused or not _ours(x.rows, weight):
+            return super().gated_linear(x, weight, bias)
+        config = triton_linear.fused_config("gated", x.rows, weight)
+        return triton_fused.gated(x, weight, bias, config, self._counters, self.pdl, self._ahead)
+
+    def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
+                 cache: PagedCache) -> Tensor:
+        dim, (rows, hidden) = cache.k.shape[2], x.rows.shape
+        if not self.fuses(rows, hidden, dim) or not _ours(x.rows, weight, cache.k) or cos.dtype != torch.float32:
+            return super().qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache)
+        config = triton_linear.fused_config("qkv", x.rows, weight, dim // 2)
+        return triton_fused.qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache, config, self._counters, self.pdl,
+                                     self._ahead)
 
     # -- attention
 
@@ -104,7 +146,8 @@ class TritonOps(TorchOps):
                                          self._max_chunks, self._chunk)
         rows = num_rows if prefill is None else prefill.first_row
         splits = triton_plan.default_splits(max(rows, 1), num_kv_heads)
-        plan = triton_plan.make_plan(segments, rows, num_heads, num_kv_heads, self.block_m, splits)
+        plan = triton_plan.make_plan(segments, rows, num_heads, num_kv_heads, self.block_m, splits,
+                                      min_chunk=self.min_chunk)
         return plan._replace(prefill=prefill)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
@@ -123,7 +166,7 @@ class TritonOps(TorchOps):
         if plan.chunk:
             return triton_attention_fixed.attention(q, cache, segments, plan, scale)
         if plan.prefill is None:
-            return triton_attention.attention(q, cache, segments, plan, scale)
+            return triton_attention.attention(q, cache, segments, plan, scale, pdl=self._overlaps(q))
         first = plan.prefill.first_row
         prompts = self.prefill_attention(q[first:], cache, plan.prefill, scale)
         if first == 0:

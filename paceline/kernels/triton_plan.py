@@ -56,8 +56,8 @@ class Plan(NamedTuple):
 
 
 def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, block_m: int, num_splits: int,
-              chunk: int = 0) -> Plan:
-    """Rows [0, num_rows) of the step. chunk > 0 asks for deterministic mode."""
+              chunk: int = 0, min_chunk: int = MIN_CHUNK) -> Plan:
+    """Rows [0, num_rows) of the step. chunk > 0 asks for deterministic mode; min_chunk: keys of the smallest split otherwise."""
     group = num_heads // num_kv_heads
     block_m = max(block_m, 16, triton.next_power_of_2(group))
     tile_rows, device = block_m // group, segments.row.device
@@ -71,7 +71,7 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
             counter, num_segments, num_rows, TARGET_PROGRAMS, num_splits, TILE_ROWS=tile_rows,
             SEGMENTS=max(triton.next_power_of_2(num_segments), 16), TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows),
             KV_HEADS=num_kv_heads, KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N,
-            MIN_CHUNK=MIN_CHUNK, CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
+            MIN_CHUNK=min_chunk, CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
     return Plan(record, path, counter, tile_rows, block_m, num_splits, chunk)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from paceline.kernels import Ops, PagedCache, Segments
+from paceline.kernels import Normed, Ops, PagedCache, Segments
 from paceline.kernels.packed_attention import PackedPlan, join_rotated, packed_attention
 
 
@@ -52,6 +52,12 @@ class PagedAttend:
         cache = self.layers[layer.index]
         q = self.ops.rope_write(qkv, layer.num_heads, layer.q_norm, layer.k_norm, layer.eps, self.cos, self.sin,
                                 self.write, cache)
+        return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
+
+    def from_normed(self, layer: AttentionShape, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with the projection to qkv in front: [R, hidden] -> [R, H D]. For heads without norms."""
+        cache = self.layers[layer.index]
+        q = self.ops.qkv_rope(x, weight, bias, layer.num_heads, self.cos, self.sin, self.write, cache)
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
 

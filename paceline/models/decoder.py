@@ -3,13 +3,13 @@ business, so the same module serves generation (paged cache) and training (packe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from paceline.kernels import Ops
-from paceline.models.attend import Attend
+from paceline.kernels import Normed, Ops
+from paceline.models.attend import Attend, PagedAttend
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_table
 
@@ -72,6 +72,19 @@ class Layer(nn.Module):
         x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, self.eps)
         return self.mlp(x, ops), residual
 
+    def fused(self, x: Normed, residual: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
+        """The same from the first norm's output up to the gated activation, in fewer launches; `Decoder` goes on from there."""
+        ops, attention = attend.ops, self.attention
+        heads = attend.from_normed(attention, x, attention.qkv.weight, attention.qkv.bias)
+        x, residual = ops.linear_norm(heads, attention.o.weight, attention.o.bias, residual, self.mlp_norm, self.eps)
+        return ops.gated_linear(x, self.mlp.gate_up.weight, self.mlp.gate_up.bias), residual
+
+    @property
+    def plain(self) -> bool:
+        """Nothing wraps its products (a LoRA adapter would), and heads have no norms."""
+        products = (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
+        return self.attention.q_norm is None and all(type(product) is Linear for product in products)
+
 
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
@@ -102,6 +115,9 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, attend: Attend, capture: tuple[int, ...] = ()) -> Hidden:
         """tokens [R] -> final hidden states [R, H]; `capture` lists layers whose input is wanted too (-1: final)."""
         x: Tensor = self.embed(tokens)
+        sizes = len(tokens), self.config.hidden_size, self.config.head_dim
+        if isinstance(attend, PagedAttend) and attend.ops.fuses(*sizes) and self._plain():
+            return self._fused(x, attend, capture)
         residual: Tensor | None = None
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -112,6 +128,26 @@ class Decoder(nn.Module):
         final, _ = attend.ops.add_rms_norm(x, residual, self.norm, self.config.rms_eps)
         kept[-1] = final
         return Hidden(final, torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
+
+    def _fused(self, residual: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden:
+        """Few rows: every product takes along what stands beside it, the last norm excepted. residual: the embedded tokens."""
+        ops, eps = attend.ops, self.config.rms_eps
+        layers = cast("list[Layer]", list(self.layers))
+        kept: dict[int, Tensor] = {}
+        x = Normed(ops.rms_norm(residual, layers[0].attention_norm, eps))
+        for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
+            if index in capture:
+                kept[index] = residual
+            inner, residual = layer.fused(x, residual, attend)
+            down = layer.mlp.down
+            if following is None:
+                kept[-1], _ = ops.add_rms_norm(down(inner, ops), residual, self.norm, eps)
+            else:
+                x, residual = ops.linear_norm(inner, down.weight, down.bias, residual, following.attention_norm, eps)
+        return Hidden(kept[-1], torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
+
+    def _plain(self) -> bool:
+        return all(layer.plain for layer in self.layers)
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """[R, H] -> [R, V]."""

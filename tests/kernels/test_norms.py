@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels import ops_for
+from paceline.kernels import Normed, ops_for
 from paceline.kernels.cpu_ops import CpuOps
 from paceline.kernels.torch_ops import TorchOps
 
@@ -48,6 +48,21 @@ def test_silu_mul(dtype, num_rows, width):
     gate_up = normal(num_rows, 2 * width, dtype=dtype) * 6
     gate_up[0, 0], gate_up[0, 1] = -300.0, 300.0
     assert close(CpuOps().silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
+
+
+def test_fused_products_fall_back_to_their_parts():
+    """The CPU has no kernels of its own for these; the norm that is left half done is completed first."""
+    ops, dtype = CpuOps(), torch.float32
+    x, residual, norm = normal(5, 32, dtype=dtype), normal(5, 24, dtype=dtype, seed=1), normal(24, dtype=dtype, seed=2)
+    weight, other = normal(24, 32, dtype=dtype, seed=3), normal(96, 24, dtype=dtype, seed=4)
+    got, total = ops.linear_norm(x, weight, None, residual, norm, 1e-5)
+    expected, expected_total = REFERENCE.add_rms_norm(F.linear(x, weight), residual, norm, 1e-5)
+    assert not ops.fuses(5, 64, 16) and torch.allclose(total, expected_total, atol=1e-5)
+    assert torch.allclose(got.complete(), expected, atol=1e-4)
+    half_done = Normed(total * norm, total.square().sum(dim=1)[None], 1e-5)
+    assert torch.allclose(half_done.complete(), expected, atol=1e-4)
+    expected = REFERENCE.silu_mul(F.linear(expected, other))
+    assert torch.allclose(ops.gated_linear(half_done, other, None), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_strided_input_is_read_right():

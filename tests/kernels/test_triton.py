@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from paceline.engine.inputs import InputBuffers, StepInputs
-from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, SamplingTensors, Segments, SlotTensors, TorchOps
+from paceline.kernels import (
+    Candidates,
+    DraftRows,
+    DraftTree,
+    Lines,
+    Normed,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+    SlotTensors,
+    TorchOps,
+)
 from paceline.kernels.draft_rank import Ranked, draft_topk
 
 CUDA = torch.cuda.is_available()
@@ -32,8 +43,11 @@ if not CUDA:
 
     interpreter._patch_lang_tensor = _patch_index
 
-from paceline.kernels import triton_attention, triton_linear, triton_plan  # noqa: E402
+from paceline.kernels import triton_attention, triton_fused, triton_linear, triton_plan  # noqa: E402
 from paceline.kernels.triton_ops import TritonOps  # noqa: E402
+from paceline.models.attend import PagedAttend  # noqa: E402
+from paceline.models.config import ModelConfig  # noqa: E402
+from paceline.models.decoder import Decoder  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 TORCH = TorchOps()
@@ -251,6 +265,84 @@ def test_linear(dtype: torch.dtype, config: triton_linear.Config) -> None:
         expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
         _close(triton_linear.linear(x, weight, bias, config, counters), expected)
     assert not bool(counters.any())
+
+
+def _matrices(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [(torch.randn(*shape) / 4).to(dtype) for shape in shapes]
+
+
+@DTYPES
+@pytest.mark.parametrize("config", CONFIGS)
+def test_linear_norm(dtype: torch.dtype, config: triton_linear.Config) -> None:
+    """Product, residual and norm: the norm's last factor is left to the next product."""
+    counters = torch.zeros(64, dtype=torch.int32)
+    for rows, inputs, width in ((1, 256, 128), (20, 208, 70)):
+        x, weight, bias, residual, norm = _matrices(dtype, (rows, inputs), (width, inputs), (width,), (rows, width), (width,))
+        ours, total = triton_fused.linear_norm(x, weight, bias, residual, norm, 1e-5, config, counters)
+        theirs, expected = TORCH.linear_norm(x.double(), weight.double(), bias.double(), residual.double(), norm.double(), 1e-5)
+        _close(total, expected)
+        _close(ours.complete(), theirs.rows)
+    assert not bool(counters.any())
+
+
+def _half_normed(dtype: torch.dtype, rows: int, width: int) -> Normed:
+    """As `linear_norm` leaves it, the sums of squares in three parts."""
+    (value,) = _matrices(dtype, (rows, width))
+    squares = torch.stack([part.double().square().sum(dim=1) for part in value.split(width // 2, dim=1)] + [torch.zeros(rows)])
+    return Normed(value, squares.float(), 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gated_linear(dtype: torch.dtype, config: triton_linear.Config) -> None:
+    counters = torch.zeros(64, dtype=torch.int32)
+    for rows, inputs, width in ((1, 256, 128), (20, 208, 70)):
+        weight, bias = _matrices(dtype, (2 * width, inputs), (2 * width,))
+        x = _half_normed(dtype, rows, inputs)
+        for normed in (x, Normed(x.rows)):
+            wide = Normed(normed.complete() if normed.squares is None else Normed(x.rows.double(), x.squares, 1e-5).complete())
+            expected = TORCH.gated_linear(Normed(wide.rows.double()), weight.double(), bias.double())
+            _close(triton_fused.gated(normed, weight, bias, config, counters), expected)
+    assert not bool(counters.any())
+
+
+@DTYPES
+@pytest.mark.parametrize(("dim", "config"), [(64, CONFIGS[0]), (64, CONFIGS[1]), (128, CONFIGS[2]), (128, CONFIGS[3])])
+def test_qkv_rope(dtype: torch.dtype, dim: int, config: triton_linear.Config) -> None:
+    heads, kv_heads, inputs, counters = 2, 1, 192, torch.zeros(64, dtype=torch.int32)
+    for rows in (1, 20):
+        weight, bias = _matrices(dtype, ((heads + 2 * kv_heads) * dim, inputs), ((heads + 2 * kv_heads) * dim,))
+        x, angles, write = _half_normed(dtype, rows, inputs), torch.rand(rows, dim // 2), torch.randperm(32)[:rows]
+        ours = PagedCache(*(torch.zeros(32, kv_heads, dim, dtype=dtype) for _ in "kv"), _int32([0]), 16)
+        theirs = PagedCache(*(torch.zeros(32, kv_heads, dim, dtype=torch.float64) for _ in "kv"), _int32([0]), 16)
+        q = triton_fused.qkv_rope(x, weight, bias, heads, angles.cos(), angles.sin(), write, ours, config, counters)
+        wide = Normed(Normed(x.rows.double(), x.squares, 1e-5).complete())
+        expected = TORCH.qkv_rope(wide, weight.double(), bias.double(), heads, angles.cos(), angles.sin(), write, theirs)
+        for a, b in ((q, expected), (ours.k, theirs.k), (ours.v, theirs.v)):
+            _close(a, b)
+
+
+def test_a_decoder_of_fused_products_computes_the_same() -> None:
+    """Two requests, one row each, then a tree of four: hidden states, features, keys and values."""
+    config = ModelConfig("qwen2", 96, 64, 96, 2, 4, 2, 32, qkv_bias=True, max_context=64)
+    model = Decoder.random(config, std=0.2).to(DEVICE)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    segments = Segments(_int32([0, 1]), _int32([1, 4]), _int32([0, 1]), _int32([21, 5]), torch.tensor([False, False]),
+                        torch.tensor([[1, 0], *_tree_mask([0, 0, 0, 1])]))
+    before = [_cache(4, 2, 32, torch.float32, slots=2) for _ in range(2)]
+    position = torch.tensor([21, 5, 6, 7, 8])
+    write = before[0].page_table[torch.tensor([0, 1, 1, 1, 1]), position // 16].long() * 16 + position % 16
+    caches = [[PagedCache(c.k.clone(), c.v.clone(), before[0].page_table, 16) for c in before] for _ in "ab"]
+    angles = torch.rand(5, 16)
+    results = [model(torch.arange(5), PagedAttend(family, layers, angles.cos(), angles.sin(), write, segments), (0, 1, -1))
+               for family, layers in zip((TORCH, TritonOps(DEVICE, max_context=600)), caches, strict=True)]
+    torch.testing.assert_close(results[1].final, results[0].final, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(results[1].features, results[0].features, rtol=1e-3, atol=1e-3)
+    for a, b in zip(*caches, strict=True):
+        torch.testing.assert_close(b.k, a.k, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(b.v, a.v, rtol=1e-3, atol=1e-3)
 
 
 @DTYPES

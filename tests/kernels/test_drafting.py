@@ -1,0 +1,244 @@
+"""Trees as rows, a drafter's rows and choices: the CPU family against its torch twins, padding and failed numbers included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import eagle, model
+from torch import Tensor
+
+from paceline import Engine, SamplingParams, Strategy
+from paceline.config import EngineConfig
+from paceline.engine.inputs import InputBuffers, StepInputs
+from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, Segments, SlotTensors, TorchOps
+from paceline.kernels.cpu_ops import CpuOps
+from paceline.kernels.draft_rank import Ranked
+
+TORCH, CPU = TorchOps(), CpuOps()
+WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+# -- trees
+
+
+def slot_tensors(slots: int, pages: int) -> SlotTensors:
+    context, table = torch.randint(0, 20, (slots,)), torch.randperm(slots * pages).view(slots, pages).int()
+    context[-1] = 0
+    return SlotTensors(context, torch.randint(0, 50, (slots,)), torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots),
+                       torch.arange(slots, dtype=torch.int32), torch.rand(slots), torch.rand(slots), torch.zeros_like(context),
+                       table, 4)
+
+
+def random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Siblings carry distinct tokens, parents stand first."""
+    out = torch.zeros(3, lines, nodes, dtype=torch.int64)
+    for line in range(lines):
+        made: list[tuple[int, int, int]] = []
+        while len(made) < nodes:
+            parent = int(torch.randint(-1, len(made), ())) if made else -1
+            level = 1 + (made[parent][2] if parent >= 0 else 0)
+            token = int(torch.randint(0, vocab, ()))
+            if level <= depth and all((token, parent) != node[:2] for node in made):
+                made.append((token, parent, level))
+        out[:, line] = torch.tensor(made).T
+    return out[0], out[1], out[2]
+
+
+@pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [
+    ([3, 0, 12, 7, 0, 0], 6, 12), ([70, 0, 66], 9, 70), ([1], 1, 1), ([6, 6], 6, 6), ([0, 0, 0, 0], 0, 0)])
+@pytest.mark.parametrize("fixed", [False, True])
+@WIDE
+def test_trees_become_rows_and_are_walked(num_nodes: list[int], depth: int, nodes: int, fixed: bool, dtype: torch.dtype) -> None:
+    batch, slots = len(num_nodes), 9
+    buffers = InputBuffers(300 if fixed else 0, slots - 1, torch.device("cpu"))
+    mine = [3, 0, 7, 5, slots - 1, slots - 1][:batch]
+
+    def inputs() -> StepInputs:
+        return buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
+
+    drafts = random_drafts(batch, nodes, depth, 4) if depth else None
+    results, of = [], slot_tensors(slots, 40)
+    for family in (TORCH, CPU):
+        state = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of))
+        step = inputs()
+        if drafts is not None:
+            family.flatten(*drafts, step.draft, step.tree, depth)
+        tree = DraftTree(*(x.clone() for x in step.tree))
+        rows = family.build_rows(step.slots, tree, state)
+        torch.manual_seed(1)
+        num_rows = len(tree.tokens)
+        sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows, dtype=dtype), torch.rand(num_rows)
+        sampled[num_rows // 2] = -1
+        drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw if fixed else None, depth)
+        state.last_token[-1] = 0  # of padding: whatever
+        moved = [drawn.source, drawn.target] if depth else []
+        results.append([*tree, *rows[:3], *rows.segments, *rows.sampling, drawn.tokens, drawn.logprobs, drawn.num_drawn, *moved,
+                        *state[:8], *([drawn.raw_logprobs] if fixed else [])])
+    for i, (theirs, ours) in enumerate(zip(*results, strict=True)):
+        assert theirs.dtype == ours.dtype and torch.equal(theirs, ours), i
+    if depth > 1 and nodes > 6:
+        assert int(drawn.num_drawn.max()) > 1, "nothing was accepted: the walk was not tried"
+
+
+def test_move_tokens() -> None:
+    tensors = [torch.arange(40)] + [torch.randn(40, 2, 17).bfloat16() for _ in range(3)] + [torch.randn(40, 700)]
+    source = torch.tensor([[0, 3, 4, 7, 39], [20, 22, 39, 39, 39], [30, 31, 32, 39, 39], [10, 11, 39, 39, 39]])
+    target = torch.tensor([[0, 4, 2, 3, 39], [20, 21, 39, 39, 39], [31, 32, 33, 39, 39], [10, 11, 39, 39, 39]])
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor in expected:
+        tensor[target.flatten()] = tensor[source.flatten()]
+    what = CPU.movable(tensors)
+    CPU.move_tokens(what, target, target)
+    CPU.move_tokens(what, source, target)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors, expected, strict=True))
+
+
+# -- drafting
+
+
+def some_lines(batch: int, slots: int) -> Lines:
+    """The second has no committed token: padding."""
+    context = torch.tensor([9, 0, 3, 17, 1][:batch])
+    return Lines(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)), torch.randint(-(2**60), 2**60, (batch,)),
+                 torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
+
+
+def some_cache(pages: int, slots: int) -> PagedCache:
+    empty = torch.empty(slots * pages * 16, 1, 16)
+    return PagedCache(empty, empty, torch.randperm(slots * pages).view(slots, pages).int(), 16)
+
+
+def same_rows(ours: DraftRows, theirs: DraftRows) -> None:
+    for name, a, b in zip((*DraftRows._fields[:3], *Segments._fields), (*ours[:3], *ours.segments),
+                          (*theirs[:3], *theirs.segments), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1), ([0, 0], 0)])
+def test_follow_rows(counts: list[int], least: int) -> None:
+    """Windows longer than a text, nothing at all, contexts that end where sharing does."""
+    batch = len(counts)
+    lines, stored, cache = some_lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,)), some_cache(8, 6)
+    request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
+    back = torch.cat([torch.arange(count, 0, -1) for count in counts])
+    args = (lines, stored, cache, request, back, torch.tensor(counts), least, 77)
+    same_rows(CPU.follow_rows(*args), TORCH.follow_rows(*args))
+
+
+@pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (5, 1, 9), (6, 4, 16), (3, 20, 127),
+                                                        (18, 7, 50)])
+@pytest.mark.parametrize("reduced", [False, True])
+@WIDE
+def test_a_tree_grows_and_is_chosen(depth: int, width: int, budget: int, reduced: bool, dtype: torch.dtype) -> None:
+    batch, lines, cache = 5, some_lines(5, 6), some_cache(12, 6)
+    ids = torch.randperm(5000)[:400] if reduced else None
+    total = width + (depth - 1) * width**2
+    rooms = [Candidates(*(torch.zeros(batch, total, dtype=t) for t in (torch.int64, torch.int64, torch.float32))) for _ in "ab"]
+    nodes, first, bits = 1, 0, torch.zeros(batch, 1, 2, dtype=torch.int64)
+    scores, origin = torch.zeros(batch, 1), torch.full((batch, 1), -1)
+    for d in range(1, depth + 1):
+        rows = batch * nodes
+        ranked = Ranked(torch.randn(rows, width, dtype=dtype), torch.randint(0, 400, (rows, width)),
+                        torch.full((rows,), 9.0, dtype=dtype))
+        for family, room in zip((CPU, TORCH), rooms, strict=True):
+            family.collect(ranked, scores, origin, ids, room, first)
+        if d < depth:
+            ours, theirs = (family.grow(room, first, bits, lines, cache, d, width)
+                            for family, room in zip((CPU, TORCH), rooms, strict=True))
+            same_rows(ours.rows, theirs.rows)
+            assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True)), d
+            first += nodes * width
+            nodes, bits, scores, origin = width, ours.rows.segments.mask.view(batch, width, 2), ours.scores, ours.origin
+    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
+    *mine, survival = CPU.choose(rooms[0], width, budget)
+    *twins, expected = TORCH.choose(rooms[0], width, budget)
+    assert all(torch.equal(a, b) for a, b in zip(mine, twins, strict=True))
+    torch.testing.assert_close(survival, expected)
+    assert mine[0].shape == (batch, min(budget, total))
+    assert bool((mine[1] < torch.arange(min(budget, total))).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("vocab", [14, 2100])
+def test_draft_topk(dtype: torch.dtype, reduced: bool, vocab: int) -> None:
+    logits = (2 * torch.randn(4, vocab)).to(dtype)
+    ids = torch.randperm(50000)[:vocab].sort().values if reduced else None
+    seed, position, temperature = torch.arange(4) * 2**40, torch.arange(4), torch.tensor([1, 0.6, 0, 2.0])
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5
+    for k, tau in ((1, 1.0), (5, 0.0), (5, torch.tensor([0.35])), (14, 0.35)):
+        ours = CPU.draft_topk(logits, seed, position, temperature, tau, k, ids)
+        theirs = TORCH.draft_topk(logits, seed, position, temperature, tau, k, ids)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours.logsumexp, theirs.logsumexp, rtol=tolerance, atol=tolerance)
+        noisy = temperature > 0 if float(tau) > 0 else torch.zeros(4, dtype=torch.bool)  # bfloat16 ties without noise
+        assert torch.equal(ours.columns[noisy], theirs.columns[noisy])
+        assert all(len(set(row)) == k for row in ours.columns.tolist())
+
+
+def test_equal_logits_rank_in_order() -> None:
+    ranked = CPU.draft_topk(torch.zeros(1, 300), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
+                            torch.zeros(1), 0.35, 4)
+    assert ranked.columns.tolist() == [[0, 1, 2, 3]]
+
+
+def test_drafting_survives_what_is_no_number() -> None:
+    """Columns stay distinct and within the vocabulary, parents within the tree, whatever the logits were."""
+    logits = torch.randn(4, 2100)
+    logits[1], logits[2, 7], logits[3, 2:] = torch.nan, torch.nan, -torch.inf
+    zeros = torch.zeros(4, dtype=torch.int64)
+    ranked = CPU.draft_topk(logits, zeros, zeros, torch.ones(4), 0.35, 4)
+    assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 2100 for row in ranked.columns.tolist())
+    assert set(ranked.columns[3, :2].tolist()) == {0, 1}
+    room = Candidates(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4))
+    CPU.collect(ranked, torch.zeros(4, 1), torch.full((4, 1), -1), None, room, 0)
+    beam = CPU.grow(room, 0, torch.zeros(4, 1, 2, dtype=torch.int64), some_lines(4, 6), some_cache(8, 6), 1, 4)
+    assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 4
+    assert CPU.choose(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 4
+
+
+# -- a small drafter in one call
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@WIDE
+def test_a_whole_tree_in_one_call_is_what_its_parts_make(form: str, kind: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """The tree, and the drafter's keys and values behind it, as the plain operations of torch make them."""
+    policy, drafter = model(kind, dtype=dtype), eagle(kind, form, dtype=dtype)  # type: ignore[arg-type]
+    engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=64, max_batch=6))
+    for prompt in ([5, 6, 7, 8, 9, 10, 11], [3, 1], [30, 31, 32]):
+        engine.add(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True), n=2)
+    for _ in range(5):
+        engine.step()
+    for depth, width, budget in ((6, 1, 6), (4, 4, 16), (1, 3, 2), (3, 2, 99)):
+        made = []
+        for family in (CPU, engine.ops):  # the first knows no weights: nothing is fused
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.drafting.eagle, "ops", family)
+                slots = torch.tensor([request.slot for request in engine.scheduler.running])
+                drafts = engine.drafting._draft(slots, Strategy("eagle", depth, width, budget))
+                made.append([*drafts, engine.store.layers[-1].k.clone(), engine.store.layers[-1].v.clone()])
+        assert engine.drafting.eagle._whole(engine.drafting._view(slots), torch.zeros(6, policy.config.hidden_size, dtype=dtype),
+                                            depth, width, budget) is not None
+        for i, (parts, whole) in enumerate(zip(*made, strict=True)):
+            torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-5, equal_nan=True, msg=str(i))
+
+
+def test_small_products_do_not_see_the_batch() -> None:
+    for dtype, width, depth in ((torch.float32, 333, 70), (torch.float64, 72, 33), (torch.float32, 14, 128)):
+        ops, weight, x = CpuOps(deterministic=True), torch.randn(width, depth, dtype=dtype), torch.randn(37, depth, dtype=dtype)
+        ops.prepare([weight])
+        every = ops.linear(x, weight)
+        torch.testing.assert_close(every, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(ops.linear(x[a:b], weight), every[a:b]) for a, b in ((0, 1), (3, 5), (7, 14), (20, 37)))
+        weight += 1  # a stale copy is noticed
+        torch.testing.assert_close(ops.linear(x, weight), torch.nn.functional.linear(x, weight))

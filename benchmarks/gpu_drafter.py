@@ -7,18 +7,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafter_coverage import coverage
-from drafter_training import Answer, TrainOptions, answers_of, train
 from gpu_common import Budget, Report, Setting, chat, questions
 
 from paceline import SamplingParams
+from paceline.commands.drafter_slices import judged
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
-from paceline.drafters.eagle import Eagle
+from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.decoder import Decoder
+from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
+from paceline.types import FeatureRecord
 
 _HELD_OUT = 48
 """Answers on which coverage is measured."""
+_REPORTS = 12
+"""While training."""
+_BUFFER_BYTES = 64 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help="JSON lines with a question each: what is measured on")
     parser.add_argument("--train-prompts", type=Path, help="likewise: what the drafter is trained on (default: the second half)")
     parser.add_argument("--drafter", type=Path, help="a trained drafter's folder; it is written there if there is none yet")
+    parser.add_argument("--form", choices=["eagle", "hass", "eagle3"], default="hass")
+    parser.add_argument("--objective", choices=["agreement", "cross_entropy"], default="agreement")
     parser.add_argument("--answers", type=int, default=3000, help="answers to train on")
     parser.add_argument("--train-seconds", type=float, default=160)
     parser.add_argument("--train-tokens", type=int, default=512, help="longest answer to train on")
     parser.add_argument("--draft-vocab", type=int, default=32768)
-    parser.add_argument("--lr", type=float, default=TrainOptions().lr)
-    parser.add_argument("--cross-weight", type=float, default=TrainOptions().cross_weight)
+    parser.add_argument("--lr", type=float, help="[the trainer's]")
 
 
 def split_questions(args: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -51,41 +56,62 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
         return load_eagle(args.drafter, policy)
     if setting.tiny:
         args.answers, args.train_seconds, args.train_tokens, args.draft_vocab = 48, 0.5, 12, 0
+    config = SpotConfig(form=args.form, objective=args.objective, lr=args.lr)
     began = time.perf_counter()
-    answers = capture(setting, policy, chat(tokenizer, texts), args.answers, args.train_tokens, budget)
+    records = capture(setting, policy, chat(tokenizer, texts), config, args.answers, args.train_tokens, budget)
     captured = time.perf_counter() - began
     setting.free()
-    options = TrainOptions(seconds=args.train_seconds, draft_vocab=args.draft_vocab, lr=args.lr, cross_weight=args.cross_weight)
-    print(f"{len(answers)} answers captured in {captured:.1f} s", flush=True)
-    trained = train(policy, answers[_HELD_OUT // 2 if setting.tiny else _HELD_OUT :], options, _say)
+    print(f"{len(records)} answers captured in {captured:.1f} s", flush=True)
+    held = 8 if setting.tiny else _HELD_OUT
+    trainer = make_trainer(policy, records[held:], config, args.draft_vocab)
+    log = train(trainer, args.train_seconds)
+    drafter = trainer.drafter()
     if args.drafter is not None:
-        save_eagle(trained.drafter, args.drafter)
-    found = coverage(trained.drafter, policy, answers[: 8 if setting.tiny else _HELD_OUT], EngineConfig().tau)
+        save_eagle(drafter, args.drafter)
+    found = judged(drafter, policy, records[:held], EngineConfig().tau, config.temperature)
     print(found, flush=True)
     report.content["drafter"] = {
-        "answers": len(answers), "tokens": sum(len(answer.tokens) for answer in answers), "capture_seconds": captured,
-        "train_seconds": trained.seconds, "steps": trained.steps, "draft_vocab": args.draft_vocab, "log": trained.log,
-        "coverage_by_depth": found.by_depth, "full_tree_tokens_per_verification": found.tokens_per_verification}
+        "answers": len(records), "tokens": sum(len(record.token_ids) for record in records), "capture_seconds": captured,
+        "train_seconds": sum(entry["seconds"] for entry in log), "steps": trainer.progress.step, "form": args.form,
+        "objective": args.objective, "draft_vocab": args.draft_vocab, "log": log, "coverage_by_depth": found.by_depth,
+        "full_tree_tokens_per_verification": {k: values[-1] for k, values in found.expected.items()}}
     report.save()
     setting.free()
-    return trained.drafter
+    return drafter
 
 
-def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], count: int, new_tokens: int,
-            budget: Budget) -> list[Answer]:
+def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], config: SpotConfig, count: int, new_tokens: int,
+            budget: Budget) -> list[FeatureRecord]:
     """Answers with the policy's features, block by block until there are `count` or a quarter of the time is gone."""
-    engine = setting.engine(policy, None, 256, kv_gb=24, capture=(-1,))
-    found: list[Answer] = []
+    layers = capture_layers(EagleConfig.for_policy(policy.config, config.module_form))
+    engine = setting.engine(policy, None, 256, kv_gb=24, capture=layers)
+    found: list[FeatureRecord] = []
     block, until = 512, budget.used + 0.25 * budget.left
     for start in range(0, count, block):
         asked = [prompts[i % len(prompts)] for i in range(start, min(count, start + block))]
         keys = [f"train {i}" for i in range(start, start + len(asked))]  # a prompt asked twice gets two answers
-        params = SamplingParams(temperature=1.0, max_new_tokens=new_tokens, seed=1)
-        found += answers_of(engine.generate(asked, params, keys=keys))
+        params = SamplingParams(temperature=config.temperature, max_new_tokens=new_tokens, seed=1)
+        groups = engine.generate(asked, params, keys=keys)
+        found += [r.features for group in groups for r in group.rollouts if r.features is not None]
         if budget.used > until:
             break
     return found
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def make_trainer(policy: Decoder, records: list[FeatureRecord], config: SpotConfig, draft_vocab: int) -> SpotTrainer:
+    """The records stay where they were captured, on the policy's device."""
+    buffer = FeatureBuffer(_BUFFER_BYTES, device=policy.norm.device)
+    for record in records:
+        buffer.add(record, 0)
+    drafter = fresh_eagle(policy, config.module_form, records, draft_vocab)
+    return SpotTrainer(drafter, policy, buffer, config)
+
+
+def train(trainer: SpotTrainer, seconds: float) -> list[dict[str, float]]:
+    log: list[dict[str, float]] = []
+    while (left := seconds - sum(entry["seconds"] for entry in log)) > 0:
+        report = trainer.run(min(left, seconds / _REPORTS))
+        log.append({"seconds": report.seconds, "step": trainer.progress.step, "tokens_per_s": report.tokens_per_second,
+                    **report.losses})
+        print("  ".join(f"{name} {value:.4g}" for name, value in log[-1].items()), flush=True)
+    return log

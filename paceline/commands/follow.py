@@ -1,5 +1,9 @@
-"""The drafter follows its policy: what generation captured trains it between phases, for as long as that pays, and the engine
-gets it before the next step. Tokens do not depend on it, so none of this is needed to repeat a run."""
+"""The drafter follows its policy: what generation captured trains it, for as long as that pays, and the engine gets it before the
+next step. Tokens do not depend on it, so none of this is needed to repeat a run.
+
+Three ways: `between` generation and the policy's update; `beside` generation in a process of its own, on idle cores; `stream`:
+in a thread while the last answers of a step decode, on a GPU on a stream of low priority.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.config import DrafterMode
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
@@ -21,73 +26,228 @@ from paceline.spot import (
     restore,
     snapshot,
 )
+from paceline.spot.beside import Beside, BesideReport, low_priority_stream
 from paceline.spot.coverage import coverage
 from paceline.spot.pays import Pace, PaceConfig, Slice
-from paceline.types import FeatureRecord, RolloutGroup
+from paceline.spot.process import BesideProcess
+from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _BUFFER_BYTES = 1 << 30
-_HELD_OUT = 12
-"""Answers of a step that are not trained on, but tell what training gained."""
+_HELD_OUT, _HELD_EVERY = 12, 6
+"""Answers that tell what training gained, before they are trained on, too: those to every sixth prompt, for answers to one prompt
+are alike."""
 _DEPTH = 6
+_HEAD_START = 500
+"""Optimizer steps that a drafter from a folder is taken to have behind it."""
+_TAIL = 0.25
+"""Share of a step's answers that are still under way when `stream` begins to train."""
 
 
 def new_drafter(policy: Decoder, options: dict[str, Any]) -> Eagle:
     return fresh_eagle(policy, SpotConfig(**options).module_form)
 
 
+def make_follower(mode: DrafterMode, engine: Engine, options: dict[str, Any], folder: Path, temperature: float,
+                  threads: int = 1) -> Follower:
+    """options: fields of SpotConfig; folder: the trainer's checkpoint, taken up if it is there; threads: of a process beside."""
+    assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
+    start = engine.drafting.eagle.module
+    known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
+    known |= {"head_start": _HEAD_START} if start.origin is not None else {}
+    config = SpotConfig(**{"temperature": temperature, **known, **options})
+    if mode == "beside":
+        return BesideFollower(engine, config, folder, threads)
+    return (Follower if mode == "between" else StreamFollower)(engine, config, folder)
+
+
 class Follower:
-    def __init__(self, engine: Engine, options: dict[str, Any], folder: Path, temperature: float, step: int) -> None:
-        """options: fields of SpotConfig; folder: the trainer's checkpoint, taken up if it is there."""
-        learned = engine.drafting.eagle
-        assert learned is not None, "the engine was made with a learned drafter"
-        self.engine, self.config = engine, SpotConfig(**{"temperature": temperature, **options})
-        self.buffer, self.pace = FeatureBuffer(_BUFFER_BYTES), Pace(PaceConfig())
-        self.checkpoints = SpotCheckpoints(folder)
-        self._start, self._trainer = learned.module, None
-        found = load_snapshot(folder)
-        if found is not None:
-            self._trainer = SpotTrainer(self._start, engine.model, self.buffer, self.config)
-            restore(self._trainer, found)
-            engine.update_drafter(self._trainer.drafter(), step)
+    """Trains between generation and the policy's update."""
+
+    def __init__(self, engine: Engine, config: SpotConfig, folder: Path) -> None:
+        assert engine.drafting.eagle is not None
+        self.engine, self.config = engine, config
+        self.pace = Pace(PaceConfig())
+        self._start, self._generation_s = engine.drafting.eagle.module, 0.0
+        self._held_out: list[FeatureRecord] = []
+        self._prompts: dict[tuple[int, ...], int] = {}  # of this step, in the order in which their answers came
+        self._open(folder)
+
+    def begin(self, step: int) -> None:
+        """Generation of this step begins."""
+
+    def saw(self, result: StepResult, done: int, total: int) -> None:
+        """One step of the engine, `done` of `total` answers finished."""
 
     def learn(self, groups: Sequence[RolloutGroup], step: int, clock: Clock) -> dict[str, float]:
         """After generation, before the policy changes: features and the policy's head belong together."""
-        records = [r.features for group in groups for r in group.rollouts if r.features is not None]
-        for group in groups:
-            for rollout in group.rollouts:
-                rollout.features = None  # the buffer has them
-        every = max(2, len(records) // _HELD_OUT)
-        held_out = records[::every][:_HELD_OUT]
         with clock("drafter"):
-            for i, record in enumerate(records):
-                if i % every or i >= every * _HELD_OUT:
-                    self.buffer.add(record, step)
-            seconds = self.pace.next_seconds()
-            return self._train(seconds, held_out, step, clock) if seconds and len(self.buffer) else {}
+            self._take([rollout for group in groups for rollout in group.rollouts], step)
+            held_out, self._held_out = self._held_out, []
+            self._prompts.clear()
+            self._generation_s = clock.seconds.get("generate", 0.0)
+            metrics = self._train(held_out[:_HELD_OUT])
+            for record in held_out:
+                self._add(record, step)
+            return metrics
 
-    def _train(self, seconds: float, held_out: list[FeatureRecord], step: int, clock: Clock) -> dict[str, float]:
+    def woken(self) -> None:
+        """Acceptance has fallen: train, whether or not it paid last."""
+        self.pace.wake()
+
+    def close(self) -> None:
+        self.checkpoints.close()
+
+    def _open(self, folder: Path) -> None:
+        self.buffer, self.checkpoints = FeatureBuffer(_BUFFER_BYTES), SpotCheckpoints(folder)
+        self._trainer: SpotTrainer | None = None
+        found = load_snapshot(folder)
+        if found is not None:
+            trainer = self._made()
+            restore(trainer, found)
+            self._publish(trainer.drafter())
+
+    def _made(self) -> SpotTrainer:
         if self._trainer is None:
             self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config)
-        trainer = self._trainer
+        return self._trainer
+
+    def _take(self, rollouts: Sequence[Rollout], step: int) -> None:
+        """What was captured with them, which leaves them: some to measure with, the others to train on."""
+        for rollout in rollouts:
+            record, rollout.features = rollout.features, None
+            if record is None:
+                continue
+            if self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_EVERY == 0:
+                self._held_out.append(record)
+            else:
+                self._add(record, step)
+
+    def _add(self, record: FeatureRecord, step: int) -> None:
+        self.buffer.add(record, step)
+
+    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        seconds = self.pace.next_seconds(self._generation_s)
+        if not seconds or not len(self.buffer):
+            return {}
+        trainer = self._made()
         trainer.policy_changed()
-        before = self._expected(trainer.drafter(), held_out)
         report = trainer.run(seconds)
-        drafter = trainer.drafter()
-        after = self._expected(drafter, held_out)
-        paid = self.pace.learned(Slice(report.seconds, before, after), clock.seconds.get("generate", 0.0))
-        self.engine.update_drafter(drafter, self.engine.version)
         stall_ms = self.checkpoints.save(snapshot(trainer))
-        return {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/seconds": report.seconds,
-                "drafter/tokens": report.tokens, "drafter/paid": float(paid), "drafter/steps": trainer.progress.step,
-                "drafter/longest_micro_batch_s": report.max_micro_batch_s, "drafter/checkpoint_stall_ms": stall_ms}
+        metrics = self._swap(trainer.drafter(), held_out, report.seconds)
+        return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
+                "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s,
+                "drafter/checkpoint_stall_ms": stall_ms}
+
+    def _swap(self, drafter: Eagle, held_out: list[FeatureRecord], waited_s: float) -> dict[str, float]:
+        """Publishes it and books what it gained, on answers that it has not seen, against what was waited."""
+        metrics = {}
+        if self.pace.measuring and held_out:
+            before, after = self._expected(self._start, held_out), self._expected(drafter, held_out)  # the engine's, the new one
+            paid = self.pace.learned(Slice(waited_s, before, after), self._generation_s)
+            metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid)}
+        self._publish(drafter)
+        return metrics
+
+    def _publish(self, drafter: Eagle) -> None:
+        version = self.engine.version if drafter.origin is None else min(drafter.origin.version, self.engine.version)
+        self.engine.update_drafter(drafter, version)
 
     def _expected(self, drafter: Eagle, records: list[FeatureRecord]) -> float:
         """Tokens per verification of a chain, as these answers would have had it."""
-        if not records:
-            return 1.0
         tau = self.engine.config.tau
         found = coverage(drafter, self.engine.model, records, tau, _DEPTH, (1,), self.config.temperature)
         return found.expected[1][-1]
 
+
+class StreamFollower(Follower):
+    """In a thread while the tail decodes, on what earlier steps and this one's finished answers gave."""
+
+    def _open(self, folder: Path) -> None:
+        self._beside: Beside | None = None
+        self._step, self._wanted = 0, False
+        super()._open(folder)
+
+    def begin(self, step: int) -> None:
+        self._step, self._wanted = step, self.pace.next_seconds(self._generation_s) > 0
+        if self._trainer is not None:
+            self._trainer.policy_changed()
+
+    def saw(self, result: StepResult, done: int, total: int) -> None:
+        self._take(result.finished, self._step)
+        if self._wanted and total - done <= _TAIL * total and len(self.buffer):
+            self._wanted = False
+            self._threaded().start()
+
     def close(self) -> None:
-        self.checkpoints.close()
+        if self._beside is not None and self._beside.running:
+            self._beside.stop()
+        super().close()
+
+    def _made(self) -> SpotTrainer:
+        if self._trainer is None:
+            device = self.engine.model.norm.device
+            stream = low_priority_stream(device) if device.type == "cuda" else None
+            self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config, stream)
+        return self._trainer
+
+    def _threaded(self) -> Beside:
+        if self._beside is None:
+            self._beside = Beside(self._made())
+        return self._beside
+
+    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        if self._beside is None or not self._beside.running:
+            return {}
+        found, trainer = self._beside.stop(), self._beside.trainer
+        stall_ms = self.checkpoints.save(snapshot(trainer))
+        metrics = self._swap(trainer.drafter(), held_out, found.stop_ms / 1e3)
+        return {**metrics, **beside_metrics(found), "drafter/steps": trainer.progress.step,
+                "drafter/checkpoint_stall_ms": stall_ms}
+
+
+class BesideFollower(Follower):
+    """In a process of its own while a step generates."""
+
+    def __init__(self, engine: Engine, config: SpotConfig, folder: Path, threads: int) -> None:
+        self._threads = threads
+        super().__init__(engine, config, folder)
+
+    def _open(self, folder: Path) -> None:
+        self._step, self._changed = 0, False
+        self._process = BesideProcess(self._start, self.engine.model, self.config, _BUFFER_BYTES, folder, self._threads)
+        if load_snapshot(folder) is not None:
+            drafter = self._process.drafter()
+            assert drafter is not None
+            self._publish(drafter)
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        if self._changed:
+            self._process.policy_changed()
+        self._changed = True
+        if self._process.ready and self.pace.next_seconds(self._generation_s):
+            self._process.start()
+
+    def saw(self, result: StepResult, done: int, total: int) -> None:
+        self._take(result.finished, self._step)
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _add(self, record: FeatureRecord, step: int) -> None:
+        self._process.add(record, step)
+
+    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        if not self._process.running:
+            return {}
+        found = self._process.stop()
+        drafter = self._process.drafter() if found.trained.micro_batches else None
+        if drafter is None:
+            return beside_metrics(found)
+        metrics = self._swap(drafter, held_out, found.stop_ms / 1e3)
+        return {**metrics, **beside_metrics(found), "drafter/steps": self._process.steps}
+
+
+def beside_metrics(found: BesideReport) -> dict[str, float]:
+    return {"drafter/beside_seconds": found.trained.seconds, "drafter/tokens": found.trained.tokens,
+            "drafter/stop_ms": found.stop_ms, "drafter/longest_micro_batch_s": found.trained.max_micro_batch_s}

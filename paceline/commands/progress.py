@@ -14,9 +14,9 @@ _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 10.0
 
 
 class ProgressView:
-    def __init__(self, what: str, total: int | None, console: Console | None = None) -> None:
+    def __init__(self, what: str, total: int | None, console: Console | None = None, unit: str = "rollouts") -> None:
         self.console = console or Console(stderr=True)
-        self._what, self._done, self._began, self._shown = what, 0, time.perf_counter(), time.perf_counter()
+        self._what, self._unit, self._done, self._began, self._shown = what, unit, 0, time.perf_counter(), time.perf_counter()
         self._live = self.console.is_terminal
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(),
                    TextColumn("{task.fields[figures]}"))  # fits into 80 columns
@@ -65,7 +65,7 @@ class ProgressView:
             self._bar.update(self._task, completed=self._done, total=self._total, figures=figures)
         else:
             total = "" if self._total is None else f"/{self._total}"
-            self.say(f"{self._what}: {self._done}{total} rollouts, {figures}")
+            self.say(f"{self._what}: {self._done}{total} {self._unit}, {figures}")
 
     def _is_due(self) -> bool:
         return time.perf_counter() - self._shown >= (_BAR_EVERY_S if self._live else _LINE_EVERY_S)

@@ -32,7 +32,7 @@ def read_settings(file: Path | None, changes: Sequence[str]) -> TrainConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
     for change in changes:
-        _apply(raw, change)
+        apply_change(raw, change)
     return _checked(raw, str(path))
 
 
@@ -46,7 +46,7 @@ def read_resolved(folder: Path, changes: Sequence[str] = ()) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for change in changes:
-        _apply(raw, change)
+        apply_change(raw, change)
     return _checked(raw, str(path))
 
 
@@ -60,7 +60,7 @@ def dump(config: TrainConfig) -> str:
     return config.model_dump_json(indent=2) + "\n"
 
 
-def _apply(raw: dict[str, Any], change: str) -> None:
+def apply_change(raw: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):

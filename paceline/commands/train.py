@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
-from paceline.commands.follow import Follower, new_drafter
+from paceline.commands.follow import Follower, make_follower, new_drafter
 from paceline.commands.generate import check_device
 from paceline.commands.progress import strategy_shares
 from paceline.commands.rollouts import Collector, Problems
 from paceline.commands.run_folder import RunFolder
 from paceline.commands.settings import CONFIG_FILE, dump
+from paceline.commands.watch import Watch
 from paceline.config import TrainConfig
+from paceline.drafters.checkpoint import load_eagle
+from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
+from paceline.models.decoder import Decoder
 from paceline.models.names import export_state, load_state
 from paceline.models.weights import empty_model, load_model, parse_dtype
 from paceline.report import EventLog, TrainView, length_figures, read_metrics, write_report
@@ -30,6 +34,9 @@ from paceline.rl.loop import Clock, StepDone
 from paceline.rl.loop import train as run_loop
 from paceline.rl.models import load_reward_model
 from paceline.spot import capture_layers
+from paceline.spot.alarms import AlarmConfig
+from paceline.spot.beside import generation_stream, idle_cores, running_on
+from paceline.strategy import ModelSelector
 from paceline.tasks import RewardPool, make_task
 from paceline.types import RolloutGroup, SamplingParams, StepResult
 
@@ -78,13 +85,26 @@ class Run:
         self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s)
         self.collect = Collector(self.engine, self.off, Problems(task, config.seed, config.epochs), self.pool, config,
                                  self._on_engine_step)
-        self.follower = None
-        if config.drafter == "learned":
-            self.follower = Follower(self.engine, config.spot, folder.path / "drafter", config.rollout.temperature,
-                                     self.state.step)
+        self.follower, self.watch = self._drafter_parts()
+        device = self.engine.model.norm.device
+        beside = self.follower is not None and config.drafter_mode == "stream" and device.type == "cuda"
+        self._stream = generation_stream(device) if beside else None
         self.totals = Totals()
         self._drafter_metrics: dict[str, float] = {}
         self._used: Counter[str] = Counter()
+
+    def _drafter_parts(self) -> tuple[Follower | None, Watch | None]:
+        """What trains the learned drafter, and what watches it."""
+        config, learned = self.config, self.engine.drafting.eagle
+        if learned is None:
+            return None, None
+        follower = None
+        if config.drafter_follow:
+            follower = make_follower(config.drafter_mode, self.engine, config.spot, self.folder.path / "drafter",
+                                     config.rollout.temperature, max(1, idle_cores()))
+        elif learned.module.origin is not None:
+            self.engine.drafter_version = min(learned.module.origin.version, self.state.step)
+        return follower, Watch(self.engine, AlarmConfig(**config.drafter_alarms), follower is not None)
 
     def execute(self) -> int:
         config = self.config
@@ -93,6 +113,9 @@ class Run:
                 TrainView(title, config.steps) as self.view:
             try:
                 self.pool.start()
+                if self.follower is not None and config.drafter_mode == "beside" and not idle_cores():
+                    self.view.warn(f"drafter_mode beside: all cores are used by generation (threads {torch.get_num_threads()}); "
+                                   "set threads one lower")
                 self._warm_up()
                 self.totals.began = time.perf_counter()
                 self.state = run_loop(self.learner, self.state, config.steps, config.rollout.prompts, self._collect,
@@ -119,12 +142,15 @@ class Run:
             engine.reset_stats()
 
     def _collect(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
-        refused = len(self.collect.refused)
-        groups = self.collect(cursor, count, clock)
+        refused, step = len(self.collect.refused), self.state.step + 1
+        if self.follower is not None:
+            self.follower.begin(step)
+        with running_on(self._stream):
+            groups = self.collect(cursor, count, clock)
         for line in self.collect.refused[refused:]:
             self.view.warn(f"left out: {line}")
         if self.follower is not None:
-            self._drafter_metrics = self.follower.learn(groups, self.state.step + 1, clock)
+            self._drafter_metrics = self.follower.learn(groups, step, clock)
         return groups
 
     def _publish(self, learner: Learner, version: int) -> None:
@@ -134,12 +160,16 @@ class Run:
     def _on_engine_step(self, engine: Engine, result: StepResult, done: int, total: int) -> None:
         if engine is self.engine:
             self._used[str(result.strategy)] += 1
+            if self.watch is not None:
+                self.watch.saw(result)
+            if self.follower is not None:
+                self.follower.saw(result, done, total)
             stats = engine.stats()
             self.view.rollout(done, total, stats.tokens_per_second, result.strategy, stats.tokens_per_verification)
 
     def _on_step(self, done: StepDone) -> None:
         metrics = {**rollout_metrics(done), **self._engine_metrics(done.metrics), **done.metrics, **self._reward_metrics(),
-                   **self._drafter_metrics}
+                   **self._drafter_metrics, **self._alarms()}
         aside = metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
         metrics["time/step"] -= aside
         self.totals.step_seconds += metrics["time/step"]
@@ -163,10 +193,24 @@ class Run:
         metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, timed.get("time/generate", 0.0)),
                    "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
                    "drafted": stats.drafted, "accepted": stats.accepted, "strategy": strategy_shares(dict(self._used), 3)}
+        if isinstance(self.engine.select, ModelSelector):
+            metrics |= {"select/cost_error": self.engine.select.cost_error,
+                        "select/calibration_error": self.engine.select.calibration_error}
         for engine in self._engines():
             engine.reset_stats()
         self._used.clear()
         return metrics
+
+    def _alarms(self) -> dict[str, Any]:
+        """Warnings in the view, and metrics; what the engine should do about it `Watch` has told it."""
+        if self.watch is None:
+            return {}
+        metrics, found = self.watch.step_done()
+        lines = [f"drafter {alarm.name}: {alarm.message}" for alarm in found]
+        self.view.alarms(lines)
+        if self.follower is not None and any(alarm.name != "calibration" for alarm in found):
+            self.follower.woken()
+        return {**metrics, **({"alarms": "; ".join(lines)} if lines else {})}
 
     def _reward_metrics(self) -> dict[str, float]:
         pool = self.pool
@@ -265,11 +309,22 @@ def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate
     load_state(model, export_state(policy))
     if not speculate:
         return Engine(model, tokenizer, "none", "off", config.engine)
-    if config.drafter != "learned":
-        return Engine(model, tokenizer, config.drafter, config.strategy, config.engine)
-    drafter = new_drafter(model, config.spot)
-    capture = tuple(dict.fromkeys((*config.engine.capture, *capture_layers(drafter.config))))
+    drafter = make_drafter(config, model)
+    capture = config.engine.capture
+    if isinstance(drafter, Eagle) and config.drafter_follow:
+        capture = tuple(dict.fromkeys((*capture, *capture_layers(drafter.config))))
     return Engine(model, tokenizer, drafter, config.strategy, config.engine.model_copy(update={"capture": capture}))
+
+
+def make_drafter(config: TrainConfig, policy: Decoder) -> Eagle | str:
+    """What an engine takes: a name, or a learned drafter."""
+    if config.drafter in ("suffix", "none"):
+        return config.drafter
+    if config.drafter != "learned":
+        return load_eagle(config.drafter, policy)
+    if not config.drafter_follow:
+        raise ValueError("drafter_follow: false, but a drafter that begins with nothing must learn; give `drafter` a folder")
+    return new_drafter(policy, config.spot)
 
 
 def model_source(config: TrainConfig) -> Path | str:

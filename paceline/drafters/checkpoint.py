@@ -1,6 +1,7 @@
 """Learned drafters on disk, in the layout that vLLM, SGLang and SpecForge read: `config.json` and `model.safetensors`.
 
-The policy's embedding is never stored, its head only when the drafter has one of its own."""
+The policy's embedding is never stored, its head only when the drafter has one of its own. `paceline_policy` in `config.json`
+names the policy it was trained for; others' readers pass over it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
+from paceline.drafters.origin import Origin, shape_of
 from paceline.models.decoder import Decoder
 
 _PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_proj.weight",
@@ -22,15 +24,23 @@ _PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_
           "norm": "norm.weight", "head.weight": "lm_head.weight"}
 _FUSED = {"attention.qkv.weight": [f"layers.0.self_attn.{x}_proj.weight" for x in "qkv"],
           "mlp.gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]}
+_ORIGIN = "paceline_policy"
 _IGNORED = {"embed_tokens.weight", "t2d", "fc.bias", "d2t"}
 
 
 def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
-    """A drafter for this policy, in its dtype and on its device; ValueError names what does not fit."""
+    """A drafter for this policy, in its dtype and on its device; ValueError names what does not fit. One for other weights of the
+    same shape does: `Eagle.origin` says whose it is."""
     folder = Path(folder)
     config, tensors = _read(folder)
+    origin, shape = Origin.from_json(config.get(_ORIGIN)), shape_of(policy.config)
+    if origin is not None and origin.shape != shape:
+        raise ValueError(f"{folder}: this drafter is for another policy ({origin.shape}) than this one ({shape})")
     form: Form = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
     aux = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
+    beyond = [layer for layer in aux if not -1 <= layer < policy.config.num_layers]
+    if beyond:
+        raise ValueError(f"{folder}: this drafter reads layer {beyond[0]}, this policy has {policy.config.num_layers}")
     draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else None
     if draft_ids is not None and not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < policy.config.vocab_size:
         raise ValueError(f"{folder}: d2t points outside the policy's vocabulary of {policy.config.vocab_size}")
@@ -45,11 +55,12 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(_assemble(name, parameter, tensors, folder))
+    module.origin = origin
     return module
 
 
 def save_eagle(module: Eagle, folder: str | Path) -> None:
-    """Whole or not at all: each file is written beside and renamed."""
+    """Whole or not at all: each file is written beside and renamed. With `module.origin`, if it has one."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -109,4 +120,6 @@ def _config(module: Eagle) -> dict[str, Any]:
         config["draft_vocab_size"] = model.vocab_size if module.draft_ids is None else len(module.draft_ids)
         config["eagle_aux_hidden_state_layer_ids"] = layers  # the input of layer i
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # the output
+    if module.origin is not None:
+        config[_ORIGIN] = module.origin.as_json()
     return config

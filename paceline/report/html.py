@@ -21,6 +21,7 @@ from paceline.report.lines import write_file
 from paceline.report.template import TEMPLATE
 
 _MAX_CARDS = 12
+_MAX_ALARMS = 40
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -42,7 +43,7 @@ def write_report(folder: Path | str, summary: Mapping[str, Any]) -> Path:
     cards = [*(card for card in _metric_cards(records) if card.label not in said), *cards]
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE).render(
         title=str(summary.get("title", "Training run")), subtitle=_subtitle(folder, records),
-        cards=cards, details=details, figures=main_figures(records), others=others,
+        cards=cards, details=details, alarms=_alarms(records), figures=main_figures(records), others=others,
         without_room=without_room, examples=pick_examples(folder), config_name=config_name, config=config,
         num_steps=len(records), human=human)
     path = folder / "report.html"
@@ -82,6 +83,25 @@ def _metric_cards(records: Sequence[Mapping[str, Any]]) -> list[Card]:
     if total > 0:
         cards.append(Card("time in steps", duration(total), f"{100 * generate / total:.0f} % generating" if generate else ""))
     return cards
+
+
+def _alarms(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(steps, what was said), the last ones; steps that follow each other with the same alarms are one row."""
+    rows: list[tuple[int, int, str]] = []
+    for record in records:
+        text = record.get("alarms")
+        if not isinstance(text, str):
+            continue
+        step = int(record["step"])
+        if rows and rows[-1][1] == step - 1 and _names(rows[-1][2]) == _names(text):
+            rows[-1] = (rows[-1][0], step, text)
+        else:
+            rows.append((step, step, text))
+    return [(f"step {a}" if a == b else f"steps {a}–{b}", text) for a, b, text in rows[-_MAX_ALARMS:]]
+
+
+def _names(alarms: str) -> list[str]:
+    return [part.partition(":")[0] for part in alarms.split("; drafter ")]
 
 
 def _finite(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:

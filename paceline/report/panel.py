@@ -47,6 +47,8 @@ class ViewState:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     """Wall-clock of recent steps, with all that happens between them."""
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=100))
+    alarms: list[str] = field(default_factory=list)
+    """They stand until the run says otherwise."""
 
     def end_step(self, step: int, metrics: Mapping[str, Any], now: float) -> None:
         self.seconds.append(now - self.step_ended)
@@ -128,6 +130,8 @@ def _rows(state: ViewState, width: int, now: float, ascii_only: bool, no_color: 
     if seconds:
         yield "time", _time_bar(seconds, width, letters=ascii_only or no_color)
         yield "", _time_legend(seconds)
+    for alarm in state.alarms:
+        yield "alarm", Text(alarm, style="bold red")
     for warning in list(state.warnings)[-_NUM_WARNINGS:]:
         yield "warning", Text(warning, style="red")
 

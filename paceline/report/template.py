@@ -1,6 +1,6 @@
 """The report's page: HTML and CSS. Everything put into it is escaped, except charts, which come as Markup."""
 
-_CSS = """
+CSS = """
 :root { color-scheme: light dark; --page: #fafaf8; --card: #ffffff; --ink: #1d2129; --soft: #5d6570; --rule: #e2e3e0;
   --blue: #2563c9; --yellow: #d9930d; --purple: #9a4fb5; --green: #15915f; --grey: #8d949e; --pale: #cfd3d8; --red: #c93434; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171c; --card: #1c2027; --ink: #e6e8eb; --soft: #9aa3af; --rule: #2d333c;
@@ -55,7 +55,7 @@ TEMPLATE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{{ title }}</title>
-<style>""" + _CSS + """</style>
+<style>""" + CSS + """</style>
 </head>
 <body>
 <main>
@@ -104,6 +104,10 @@ TEMPLATE = """<!DOCTYPE html>
 </section>
 {%- if not num_steps %}
 <p>No steps are recorded yet.</p>
+{%- endif %}
+{%- if alarms %}
+<h2>Alarms</h2>
+{{ table(alarms) }}
 {%- endif %}
 <section class="figures">
 {%- for figure in figures %}{{ show(figure) }}{% endfor %}

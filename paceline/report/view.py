@@ -7,7 +7,7 @@ call that is not due only keeps its arguments.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,12 +75,23 @@ class TrainView:
             self._refresh()
 
     def warn(self, line: str) -> None:
-        line = " ".join("".join(c if c.isprintable() else " " for c in line).split())
+        line = _one_line(line)
         self._state.warnings.append(line)
         if self._live is None:
             self._print(f"warning: {line}")
         else:
             self._refresh_if_due()
+
+    def alarms(self, lines: Sequence[str]) -> None:
+        """What stands until the next call says otherwise; without a terminal only what was not yet said is printed."""
+        lines = [_one_line(line) for line in lines]
+        if self._live is None:
+            known = {line.partition(":")[0] for line in self._state.alarms}
+            for line in lines:
+                if line.partition(":")[0] not in known:
+                    self._print(f"alarm: {line}")
+        self._state.alarms = lines
+        self._refresh_if_due()
 
     def _refresh_if_due(self) -> None:
         if time.perf_counter() >= self._due:
@@ -107,3 +118,7 @@ class TrainView:
 
     def _draw(self) -> RenderableType:
         return draw(self._state, self.console, time.perf_counter())
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.drafters.origin import Origin
 from paceline.spot.scales import Scales
 from paceline.spot.trainer import Plan, Progress, SpotTrainer
 
@@ -46,7 +47,7 @@ def snapshot(trainer: SpotTrainer) -> Snapshot:
     if trainer.module.draft_ids is not None:
         tensors["draft_ids"] = trainer.module.draft_ids
     known = {"progress": asdict(trainer.progress), "embedding": trainer.scales.embedding, "stream": trainer.scales.stream,
-             "form": trainer.config.form}
+             "form": trainer.config.form, "policy": trainer.origin.as_json()}
     return Snapshot(tensors, known)
 
 
@@ -64,8 +65,11 @@ def load_snapshot(folder: Path | str) -> Snapshot | None:
 
 
 def restore(trainer: SpotTrainer, found: Snapshot) -> None:
-    """Bit for bit. The trainer was built with the same form and shape."""
+    """Bit for bit. The trainer was built with the same form and shape; its policy may have moved on."""
     tensors, known = found
+    origin = Origin.from_json(known.get("policy"))
+    if origin is not None and origin.shape != trainer.origin.shape:
+        raise ValueError(f"checkpoint: of a drafter for another policy ({origin.shape}) than this one ({trainer.origin.shape})")
     if known["form"] != trainer.config.form:
         raise ValueError(f"form: the checkpoint is of {known['form']}, this trainer of {trainer.config.form}")
     trainer.rescale(Scales(known["embedding"], known["stream"], tensors["scales.features"].to(trainer.scales.features.device)))
@@ -84,6 +88,8 @@ def restore(trainer: SpotTrainer, found: Snapshot) -> None:
     _restore_moments(trainer, tensors)
     progress = dict(known["progress"])
     plan = progress.pop("plan")
+    if origin is not None:
+        trainer.trained_for(origin)
     trainer.progress = Progress(**progress, plan=Plan(tuple(map(tuple, plan["micro_batches"])), tuple(plan["shares"])))
 
 

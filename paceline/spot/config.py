@@ -64,6 +64,8 @@ class SpotConfig(Config):
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
     average: float = Field(0.98, ge=0, lt=1)
     """A moving average of the weights is what is published: good at any moment, without knowing when training ends. 0: none."""
+    head_start: int = Field(0, ge=0)
+    """Steps that the drafter given has behind it: the average leaves it as slowly as after so many."""
     step_tokens: int | None = Field(None, ge=1)
     """Tokens drawn for one optimizer step; None: 512 on a CPU, 8192 on a GPU."""
     micro_batch_tokens: int | None = Field(None, ge=1)

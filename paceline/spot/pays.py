@@ -14,10 +14,13 @@ class PaceConfig(Config):
 
     shortest_s: float = Field(0.5, gt=0)
     longest_s: float = Field(30.0, gt=0)
-    horizon: int = Field(4, ge=1)
-    """Steps that a gain is expected to last: later ones will have been trained for anew."""
-    pause: int = Field(8, ge=1)
-    """Steps without training once even the shortest slice did not pay; then it is tried again, for the policy moves on."""
+    horizon: int = Field(8, ge=1)
+    """Steps that a gain is expected to last: the policy moves slowly, and what was learned is kept."""
+    pause: int = Field(4, ge=1)
+    """Steps with upkeep alone once even the shortest slice did not pay; then it is tried again."""
+    upkeep: float = Field(0.15, ge=0)
+    """Share of a step's generation that is always spent: the policy moves on, and what a few steps of training gain is less than
+    one step's answers can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +39,26 @@ def saved_seconds(found: Slice, generation_s: float) -> float:
 
 
 class Pace:
-    """Slices grow while they pay and shrink while they do not."""
+    """Slices grow while they pay and shrink while they do not, down to upkeep."""
 
     def __init__(self, config: PaceConfig) -> None:
         self.config = config
         self._seconds, self._paused = config.shortest_s, 0
+        self.measuring = True
+        """What this step's training gains is to be measured, and told to `learned`."""
 
-    def next_seconds(self) -> float:
-        """How long to train in this step; 0: not at all."""
+    def next_seconds(self, generation_s: float = 0.0) -> float:
+        """How long to train in this step; 0: not at all. generation_s: what a step's generation takes."""
+        self.measuring = not self._paused
+        least = self.config.upkeep * generation_s
         if self._paused:
             self._paused -= 1
-            return 0.0
-        return self._seconds
+            return least
+        return max(least, self._seconds)
+
+    def wake(self) -> None:
+        """Acceptance has fallen: no more waiting."""
+        self._paused = 0
 
     def learned(self, found: Slice, generation_s: float) -> bool:
         """Says what came of it; True if it paid."""

@@ -11,12 +11,13 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.origin import Origin, origin_of
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
 from paceline.spot.buffer import FeatureBuffer
@@ -91,6 +92,7 @@ class SpotTrainer:
         rope = Rope(policy.config, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._objective = Objective(policy, config, self.scales, TorchOps(), rope)
         self._stream = stream
+        self._origin = origin_of(policy)
 
     def run(self, until: Callable[[], bool] | float, lengths: Sequence[int] | None = None,
             between: Callable[[], None] | None = None) -> SpotReport:
@@ -119,11 +121,23 @@ class SpotTrainer:
     def drafter(self) -> Eagle:
         """What has been learned so far, as a drafter of its own that engines take, in the policy's dtype."""
         weights = self.averaged if self.config.average else self.parameters
-        return to_plain(self.module, weights, self.scales, self.plain_config, self.policy.norm.dtype)
+        drafter = to_plain(self.module, weights, self.scales, self.plain_config, self.policy.norm.dtype)
+        drafter.origin = self.origin
+        return drafter
+
+    @property
+    def origin(self) -> Origin:
+        """The policy that is learned from, at the version of the newest record."""
+        return replace(self._origin, version=max(self._origin.version, self.buffer.newest_version))
+
+    def trained_for(self, origin: Origin) -> None:
+        """What has been learned so far belongs to that policy, whatever this one has become."""
+        self._origin = origin
 
     def policy_changed(self) -> None:
-        """The policy's head has new values."""
+        """The policy has new weights. Not while `run` is under way."""
         self._objective.policy_changed()
+        self._origin = origin_of(self.policy)
 
     def rescale(self, scales: Scales) -> None:
         """These units from now on, for weights that were trained in them."""
@@ -181,7 +195,8 @@ class SpotTrainer:
     @torch.no_grad()
     def _average(self) -> None:
         """The first steps count for little: an average over about a tenth of the steps so far, up to the configured."""
-        keep = min(self.config.average, self.progress.step / (self.progress.step + 10))
+        done = self.progress.step + self.config.head_start
+        keep = min(self.config.average, done / (done + 10))
         torch._foreach_lerp_(list(self.averaged.values()), [p.detach() for p in self.parameters.values()], 1 - keep)
 
     def _noise(self) -> torch.Generator | None:

@@ -197,3 +197,15 @@ def test_configuration_and_summary(tmp_path):
     assert again.texts.count("accept length") == 1 and "7.77" in again.texts  # the summary's own word counts
     (tmp_path / "config.json").write_text("{broken")
     assert "cannot be read" in Page(write_report(tmp_path, {}).read_text(encoding="utf-8")).text
+
+
+def test_alarms_are_listed_by_the_steps_they_stood(tmp_path):
+    with EventLog(tmp_path, tensorboard=False) as log:
+        for step in range(1, 7):
+            said = {"alarms": f"drafter age: {step} <behind>; drafter calibration: off"} if step in (2, 3, 5) else {}
+            log.write(step, {"reward/mean": 0.1, "alarm/age": float(bool(said)), **said})
+    page = write_report(tmp_path, {}).read_text()
+    text = " ".join(Page(page).texts)
+    assert "Alarms" in text and "steps 2–3" in text and "step 5" in text and "age: 3 <behind>" in text and "age: 2" not in text
+    (tmp_path / "none").mkdir()
+    assert "Alarms" not in write_report(tmp_path / "none", {}).read_text()

@@ -129,3 +129,26 @@ def test_sparkline_and_shares():
     assert sparkline([0, None, 7, 3.5]) == "▁ █▅" and sparkline([2, 2]) == "▄▄" and sparkline([None]) == ""
     cells = shares({"a": 1.0, "b": 1.0, "c": 1.0}, 100)
     assert sum(cells.values()) == 100 and max(cells.values()) - min(cells.values()) <= 1 and shares({"a": 0.0}, 10) == {}
+
+
+def test_alarms_stand_until_they_are_over():
+    console = terminal()
+    with TrainView("run", 3, console) as view:
+        view.step(1, {})
+        view.alarms(["drafter age: 13 policy versions behind"])
+        view.step(2, {})
+    assert "alarm" in text_of(console) and "13 policy versions" in text_of(console)
+    console = terminal()
+    with TrainView("run", 3, console) as view:
+        view.alarms(["drafter age: 13 policy versions behind"])
+        view.alarms([])
+        view.step(1, {})
+        console.file.truncate(0)
+    assert "policy versions" not in text_of(console)  # the last panel
+    plain = Console(file=io.StringIO(), force_terminal=False, width=80)
+    with TrainView("run", 3, plain) as view:
+        for age in (13, 14):
+            view.alarms([f"drafter age: {age} policy versions behind"])
+        view.alarms([])
+        view.alarms(["drafter age: 13 policy versions\nbehind"])
+    assert text_of(plain).count("alarm: drafter age: 13 policy versions behind") == 2 and "14" not in text_of(plain)

@@ -28,6 +28,19 @@ def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
     assert [pace.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "tried again after a while"
 
 
+def test_a_share_of_generation_is_always_spent():
+    """What does not pay is tried again after a while; until then upkeep, which nobody measures."""
+    pace = Pace(PaceConfig(shortest_s=1, pause=2, upkeep=0.1))
+    assert pace.next_seconds(20.0) == 2.0 and pace.measuring
+    pace.learned(Slice(2.0, 2.0, 2.0), 20.0)
+    assert pace.next_seconds(20.0) == 2.0 and not pace.measuring
+    assert pace.next_seconds(4.0) == pytest.approx(0.4) and not pace.measuring
+    assert pace.next_seconds(4.0) == 1.0 and pace.measuring
+    pace.learned(Slice(1.0, 2.0, 2.0), 4.0)
+    pace.wake()
+    assert pace.next_seconds(4.0) == 1.0 and pace.measuring, "an alarm ends the pause"
+
+
 def test_idle_time_costs_nothing():
     assert Pace(PaceConfig()).learned(Slice(0.0, 2.0, 2.001), 1.0)
 
@@ -42,8 +55,8 @@ def test_a_healthy_drafter_is_silent():
 
 
 @pytest.mark.parametrize(("change", "name", "says"), [
-    ({"tokens_per_verification": 2.5}, "acceptance", "2.50 tokens per verification, 3.00 before"),
-    ({"policy_version": 20}, "age", "11 policy versions behind"),
+    ({"tokens_per_verification": 2.2}, "acceptance", "2.20 tokens per verification, 3.00 before"),
+    ({"policy_version": 30}, "age", "21 policy versions behind"),
     ({"hits": 0.2}, "calibration", "0.20 of drafted nodes accepted, 0.50 expected"),
 ])
 def test_each_decay_is_said_aloud(change, name, says):

@@ -1,0 +1,31 @@
+"""The benchmarks of a drafter beside and behind its policy run from end to end on tiny work."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import drafter_follow
+import drafter_modes
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("script", [drafter_modes, drafter_follow])
+def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch, capsys):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--out", str(tmp_path / "out.json")])
+    script.main()
+    torch.set_num_threads(threads)
+    text = (tmp_path / "out.json").read_text()
+    found = json.loads(text)
+    assert {"command", "date", "versions", "device"} <= found.keys() and str(tmp_path) not in text
+    if script is drafter_modes:
+        assert set(found["modes"]) == {"thread", "process"}
+        for way in found["modes"].values():
+            assert way["same_tokens"] and way["generate"] > 0 and way["train"] > 0 and way["stop_ms"] >= 0
+    else:
+        assert found["identical_rollouts"] and len(found["adaptive"]["accept_length"]) == 2
+        assert found["adaptive"]["accept_length"][0] == found["frozen"]["accept_length"][0]
+        assert sum(found["adaptive"]["trained_s"]) > 0 == sum(found["frozen"]["trained_s"])
+    assert "frozen" in capsys.readouterr().out or script is drafter_modes

@@ -1,0 +1,126 @@
+"""A drafter names its policy: another's is refused, an older one's is flagged, and publishing it leaves the policy alone."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from copy import deepcopy
+
+import pytest
+import torch
+from tiny import eagle, model
+
+from paceline import Engine, SamplingParams
+from paceline.drafters.checkpoint import load_eagle, save_eagle
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.origin import Origin, origin_of
+from paceline.types import Strategy
+
+
+def owned(kind: str = "llama", seed: int = 0, version: int = 3, form: str = "eagle") -> Eagle:
+    drafter = deepcopy(eagle(kind, form))
+    drafter.origin = origin_of(model(kind, seed), version)
+    return drafter
+
+
+def test_the_fingerprint_tells_weights_apart_but_not_dtypes():
+    policy = deepcopy(model("llama"))
+    first = origin_of(policy)
+    assert origin_of(deepcopy(policy).bfloat16()) == origin_of(deepcopy(policy).float()) == first
+    assert origin_of(model("llama", 1)).weights != first.weights and origin_of(model("llama", 1)).shape == first.shape
+    assert origin_of(model("qwen2")).shape != first.shape
+    for parameter in policy.parameters():  # one layer's change is seen, as of adapters
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.mul_(1.02)
+        assert origin_of(policy).weights != first.weights
+        with torch.no_grad():
+            parameter.copy_(before)
+    assert origin_of(policy) == first
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_it_is_written_and_read_back(form, tmp_path):
+    save_eagle(owned(form=form), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = Engine(model("llama"), drafter=tmp_path)
+    assert engine.drafter_mismatch is None
+    assert load_eagle(tmp_path, model("llama")).origin == origin_of(model("llama"), 3)
+    save_eagle(eagle("llama", form), tmp_path)  # of unknown origin: nothing to say
+    assert load_eagle(tmp_path, model("llama")).origin is None
+    assert Engine(model("llama"), drafter=tmp_path).drafter_mismatch is None
+
+
+def test_a_drafter_of_another_policy_is_refused(tmp_path):
+    save_eagle(owned("llama"), tmp_path)
+    with pytest.raises(ValueError, match=r"llama hidden 32.*qwen3 hidden 32"):
+        load_eagle(tmp_path, model("qwen3"))
+    save_eagle(eagle("llama", "eagle3"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="reads layer 9, this policy has 2"):
+        load_eagle(tmp_path, model("llama"))
+
+
+def test_one_for_other_weights_is_flagged_once(tmp_path):
+    save_eagle(owned(), tmp_path)
+    with pytest.warns(UserWarning, match="trained for other weights") as said:
+        engine = Engine(model("llama", 1), drafter=tmp_path, strategy="eagle:d3w2v6")
+    assert len(said) == 1 and "version 3" in engine.drafter_mismatch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.update_drafter(owned(), 0)  # known already
+    assert engine.drafter_mismatch is not None
+    engine.update_drafter(owned(seed=1), 0)
+    assert engine.drafter_mismatch is None
+
+
+def test_publication_leaves_the_policy_and_the_tokens_alone():
+    policy = model("llama")
+    engine = Engine(policy, drafter=deepcopy(eagle("llama")), strategy="eagle:d3w2v6")
+    params = SamplingParams(max_new_tokens=20, seed=1)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    tokens = engine.generate([[1, 2, 3]], params, 4)[0].rollouts
+    engine.version = 5
+    with pytest.raises(ValueError, match="version 6 is newer than the policy's, 5"):
+        engine.update_drafter(eagle("llama", seed=7), 6)
+    with pytest.raises(ValueError, match="another form"):
+        engine.update_drafter(eagle("llama", "eagle3"), 5)
+    with pytest.raises(ValueError, match="another form"):
+        engine.update_drafter(eagle("llama", draft_vocab=20), 5)
+    with pytest.warns(UserWarning, match="follows policy version 3, the policy is at 5"):
+        engine.update_drafter(eagle("llama", seed=7), 3)
+    assert engine.drafter_version == 3
+    engine.update_drafter(eagle("llama", seed=7), 5)
+    assert engine.drafter_mismatch is None
+    assert all(torch.equal(policy.state_dict()[name], value) for name, value in before.items())
+    again = engine.generate([[1, 2, 3]], params, 4)[0].rollouts
+    assert [r.token_ids for r in again] == [r.token_ids for r in tokens]
+
+
+def test_a_distrusted_drafter_is_not_offered_until_a_new_one_comes():
+    seen = []
+
+    def select(view):
+        seen.append(view.available)
+        return Strategy.OFF
+
+    engine = Engine(model("llama"), drafter=deepcopy(eagle("llama")), strategy=select)
+    params = SamplingParams(max_new_tokens=3)
+    engine.generate([[1, 2, 3]], params)
+    assert "eagle" in seen[-1]
+    engine.distrust("eagle")
+    engine.generate([[1, 2, 3]], params)
+    assert "eagle" not in seen[-1] and "both" not in seen[-1] and "suffix" in seen[-1]
+    engine.update_drafter(eagle("llama", seed=7), 0)
+    engine.generate([[1, 2, 3]], params)
+    assert "eagle" in seen[-1]
+    engine.distrust("eagle")
+    engine.distrust(None)
+    engine.generate([[1, 2, 3]], params)
+    assert "eagle" in seen[-1]
+
+
+def test_what_is_no_origin_is_none():
+    assert Origin.from_json(None) is None and Origin.from_json({"shape": "x"}) is None

@@ -1,0 +1,233 @@
+"""`paceline drafter train` and `eval` from end to end: an engine profits and draws the same tokens; a run that was killed,
+interrupted or robbed of its last writes goes on to the same drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline import Engine, SamplingParams
+from paceline.cli import main
+from paceline.commands.drafter_capture import Capture, CaptureOptions, answers_of, read_index
+from paceline.commands.drafter_prompts import Asked, read_prompts
+from paceline.commands.policy import policy_source
+from paceline.spot import load_snapshot
+from paceline.spot.record_files import read_record
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(x) for x in arguments])
+    return int(stopped.value.code or 0)
+
+
+def toy_train(folder: Path, out: str, **changes: object) -> list[str]:
+    """Arguments of a quick run on the toy policy. Small micro-batches: several to an optimizer step."""
+    values = {"model": folder / "model", "prompts": folder / "prompts.jsonl", "out": folder / out, "answers": 48, "steps": 40,
+              "max_new_tokens": 12, "dtype": "float64", "threads": 1, "report_every": 5, "seed": 3, **changes}
+    sizes = ["--set", "step_tokens=64", "--set", "micro_batch_tokens=24"]
+    return ["drafter", "train", *(str(x) for k, v in values.items() for x in (f"--{k.replace('_', '-')}", v)), *sizes]
+
+
+def drafter(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def assert_same_drafter(a: Path, b: Path) -> None:
+    left, right = drafter(a), drafter(b)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def wait_for(ready, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
+
+
+def steps_saved(out: Path) -> int:
+    found = load_snapshot(out / "checkpoint")
+    return 0 if found is None else found.known["progress"]["step"]
+
+
+def test_an_engine_profits_and_draws_the_same_tokens(tmp_path, capsys):
+    """Steps, not seconds: the result does not depend on the machine."""
+    out = tmp_path / "drafter"
+    assert run("drafter", "train", "--model", "default", "--prompts", "task:collatz", "--out", out, "--answers", 96,
+               "--max-new-tokens", 256, "--steps", 60, "--report-every", 100, "--dtype", "float32", "--threads", 1) == 0
+    report = json.loads((out / "report.json").read_text())
+    before, after = (report["slices"][i]["coverage"] for i in (0, -1))
+    assert before["by_depth"]["1"][0] < 0.2 < 0.6 < after["by_depth"]["1"][0]
+    assert report["steps"] == 60 and report["slices"][-1]["tokens_per_s"] > 0
+    assert report["slices"][-1]["checkpoint_stall_ms"]["median"] < report["slices"][-1]["longest_micro_batch_ms"]
+
+    def answers(learned, strategy):
+        engine = Engine.load(policy_source("default"), "cpu", "float32", learned, strategy, deterministic=True, max_rows=4096)
+        groups = engine.generate([f"{i}:" for i in range(30, 46)], SamplingParams(max_new_tokens=200, seed=5))
+        return [r.token_ids for group in groups for r in group.rollouts], engine.stats().tokens_per_verification
+
+    plain, one = answers("none", "off")
+    drawn, several = answers(out, "eagle:d6w4v32")
+    assert drawn == plain
+    assert one == pytest.approx(1.0, abs=0.01) and several > 2.0  # 3.5 when this was written
+
+    capsys.readouterr()
+    picture, figures = tmp_path / "eval.html", tmp_path / "eval.json"
+    assert run("drafter", "eval", "--model", "default", "--drafter", out, "--records", out, "--tau", "0,0.35,1",
+               "--html", picture, "--json", figures, "--dtype", "float32", "--threads", 1) == 0
+    shown, found = capsys.readouterr().out, json.loads(figures.read_text())
+    assert f"best tau: {found['best_tau']:g}" in shown and "by quarter" in shown
+    again = next(each for each in found["coverage"] if each["tau"] == 0.35)
+    assert again["by_depth"] == after["by_depth"]  # the same answers, held out by training
+    assert picture.read_text().count("<svg") == 4
+    assert run("drafter", "eval", "--model", "default", "--drafter", out, "--prompts", "task:collatz", "--answers", 12,
+               "--max-new-tokens", 128, "--html", tmp_path / "decay.svg", "--threads", 1) == 0
+    assert "measured by the engine with eagle:d6w4v32" in capsys.readouterr().out
+    assert (tmp_path / "decay.svg").read_text().startswith("<svg xmlns")
+
+
+def test_generate_takes_the_folder(folder):
+    assert run(*toy_train(folder, "drafter", steps=5)) == 0
+    common = ("--model", folder / "model", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 12, "--dtype", "float64",
+              "--threads", 1)
+    learned = ("--drafter", folder / "drafter", "--strategy", "eagle:d3w2v6")
+    assert run("generate", *common, "--out", folder / "on.jsonl", *learned) == 0
+    assert run("generate", *common, "--out", folder / "off.jsonl", "--strategy", "off") == 0
+    on, off = ({r["id"]: r["token_ids"] for r in map(json.loads, (folder / name).read_text().splitlines())}
+               for name in ("on.jsonl", "off.jsonl"))
+    assert on == off
+
+
+def test_a_killed_run_goes_on_to_the_same_drafter(folder):
+    assert run(*toy_train(folder, "unbroken")) == 0
+    out = folder / "killed"
+    process = subprocess.Popen([sys.executable, "-m", "paceline.cli", *toy_train(folder, "killed")],
+                               stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: steps_saved(out) > 5)
+    process.kill()
+    process.wait()
+    saved = steps_saved(out)
+    assert 5 < saved < 40
+    records = {path: path.stat().st_mtime_ns for path in out.glob("*/*.record")}
+    assert len(records) == 48
+    assert run(*toy_train(folder, "killed")) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.record")} == records  # no answer was generated again
+    assert json.loads((out / "report.json").read_text())["steps"] == 40
+    assert_same_drafter(out, folder / "unbroken")
+
+
+def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, capsys):
+    assert run(*toy_train(folder, "unbroken")) == 0
+    out = folder / "stopped"
+
+    def interrupt() -> None:
+        wait_for(lambda: steps_saved(out) > 5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run(*toy_train(folder, "stopped")) == 130
+    thread.join()
+    assert "interrupted" in capsys.readouterr().err
+    assert steps_saved(out) < 40
+    assert run(*toy_train(folder, "stopped")) == 0
+    assert_same_drafter(out, folder / "unbroken")
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on(folder, capsys):
+    assert run(*toy_train(folder, "long", steps=16)) == 0
+    assert run(*toy_train(folder, "grown", steps=8)) == 0
+    before = drafter(folder / "grown")
+    capsys.readouterr()
+    assert run(*toy_train(folder, "grown", steps=8)) == 0
+    assert "finished: 8 steps" in " ".join(capsys.readouterr().err.split())
+    assert all(torch.equal(before[name], value) for name, value in drafter(folder / "grown").items())
+    assert run(*toy_train(folder, "grown", steps=16)) == 0
+    assert_same_drafter(folder / "grown", folder / "long")
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"max_new_tokens": 13}, "max_new_tokens 12, now 13"), ({"form": "eagle3"}, "training"), ({"seed": 4}, "seed 3, now 4")])
+def test_another_run_in_the_same_folder_is_refused(folder, capsys, changes, said):
+    assert run(*toy_train(folder, "run", steps=1)) == 0
+    capsys.readouterr()
+    assert run(*toy_train(folder, "run", steps=1, **changes)) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--set", "nonsense=1"], "nonsense: no such key"), (["--form", "medusa"], "form"), (["--temperature", "0"], "temperature"),
+    (["--seconds", "1"], "one of them"), (["--prompts", "task:nothing"], "there is no 'nothing'")])
+def test_wrong_arguments_are_one_line(folder, capsys, arguments, said):
+    assert run(*toy_train(folder, "run"), *arguments) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+def test_what_a_kill_tore_is_asked_for_again(folder):
+    """A record that was not written yet, one that no line names, and half a line: the rest stays, the answers are the same."""
+    engine = Engine.load(folder / "model", dtype="float64", capture=(-1,), max_batch=4)
+    prompts = read_prompts(str(folder / "prompts.jsonl"), pytest.fail)
+    options = CaptureOptions(24, 2, SamplingParams(max_new_tokens=8, seed=1))
+
+    def tokens(capture: Capture) -> dict[int, list[int]]:
+        places = {True: capture.folder / "held_out", False: capture.folder / "records"}
+        return {number: read_record(places[held_out], key).token_ids
+                for (held_out, key), (number,) in read_index(capture.folder).items()}
+
+    whole = Capture(folder / "whole", prompts, options)
+    whole.run(engine)
+    whole.close()
+    torn = Capture(folder / "torn", prompts, CaptureOptions(20, 2, options.params))
+    torn.run(engine)
+    torn.close()
+    place = folder / "torn" / "records"
+    newest = sorted(place.glob("*.record"))[-1]
+    newest.rename(place / "000000999.record")  # its line now names no record, and no line names it
+    with (folder / "torn" / "answers.jsonl").open("a") as index:
+        index.write('{"answer": 3, "held')
+    again = Capture(folder / "torn", prompts, options)
+    assert len(again.missing) == 5
+    again.run(engine)
+    again.close()
+    final = Capture(folder / "torn", prompts, options)
+    assert not final.missing and len(list((folder / "torn").glob("*/*.record"))) == 24
+    assert tokens(final) == tokens(whole)
+
+
+def test_held_out_prompts_stay_held_out_when_more_is_asked_for():
+    few, many = (answers_of(40, CaptureOptions(count, 2, SamplingParams())) for count in (50, 500))
+    assert many[:50] == few
+    held, trained = ({a.prompt for a in many if a.held_out is value} for value in (True, False))
+    assert len(held) == 5 and not held & trained
+    assert len({(a.prompt, a.sample) for a in many}) == 500
+    assert sum(a.held_out for a in answers_of(3, CaptureOptions(80, 1, SamplingParams()))) == 10
+
+
+def test_prompts_come_from_questions_and_tasks(tmp_path):
+    file = tmp_path / "gsm.jsonl"
+    file.write_text('{"question": "How many?", "answer": "3"}\n{"prompt": "Say", "question": "x", "id": "a"}\nno\n')
+    said: list[str] = []
+    found = read_prompts(str(file), said.append)
+    assert [asked.prompt for asked in found] == [[{"role": "user", "content": "How many?"}], "Say"] and found[1].key == "a"
+    assert len(said) == 1 and ":3:" in said[0]
+    assert Asked("collatz-27", "27:") in read_prompts("task:collatz", pytest.fail)
+
+
+def test_answers_too_short_to_learn_from_are_an_error_again_and_again(folder, capsys):
+    (folder / "one.jsonl").write_text('{"token_ids": [1]}\n')
+    for _ in range(2):  # the second time all answers are there already
+        assert run(*toy_train(folder, "short", max_new_tokens=1, prompts=folder / "one.jsonl")) == 2
+        assert "0 to train on" in capsys.readouterr().err

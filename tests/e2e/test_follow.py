@@ -1,0 +1,126 @@
+"""A learned drafter in `paceline train`: three ways to train it, frozen or not, alarms, and none of it changes a token."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from e2e.test_train import assert_same_run, run
+from toy import settings
+
+from paceline.commands.watch import Watch
+from paceline.drafters.checkpoint import load_eagle, save_eagle
+from paceline.drafters.origin import origin_of
+from paceline.models.weights import load_model
+from paceline.report import read_metrics
+from paceline.spot import fresh_eagle
+from paceline.spot.alarms import AlarmConfig
+from paceline.spot.checkpoint import load_snapshot
+from paceline.spot.process import BesideProcess
+from paceline.types import StepResult, Strategy
+
+EAGLE = {"strategy": "eagle:d3w1v3", "rollout.max_new_tokens": 24, "optimizer.lr": 1e-3}
+
+
+@pytest.fixture
+def start(folder):
+    """A drafter that belongs to the toy policy."""
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    drafter = fresh_eagle(policy)
+    drafter.origin = origin_of(policy)
+    save_eagle(drafter, folder / "start")
+    return folder / "start"
+
+
+@pytest.mark.parametrize("mode", ["beside", "stream"])
+def test_training_it_beside_generation_changes_nothing(folder, start, mode, monkeypatch):
+    monkeypatch.setattr(BesideProcess, "ready", True)  # so short a run would be over before it is up
+    common = {**EAGLE, "drafter": str(start), "steps": 4}
+    assert run(settings(folder, "follow", drafter_mode=mode, **common)) == 0
+    assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none"})) == 0
+    assert_same_run(folder / "follow", folder / "off")
+    records = read_metrics(folder / "follow")
+    trained = [r for r in records if r.get("drafter/tokens", 0) > 0]
+    assert trained and all(r["drafter/stop_ms"] >= 0 and r["drafter/beside_seconds"] > 0 for r in trained)
+    assert load_snapshot(folder / "follow" / "drafter") is not None
+    assert run(["train", "--resume", str(folder / "follow"), "--set", "steps=5"]) == 0
+    assert read_metrics(folder / "follow")[-1]["step"] == 5
+
+
+def test_a_frozen_drafter_stays_and_grows_old_aloud(folder, start, capsys):
+    common = {**EAGLE, "drafter": str(start), "drafter_follow": False, "steps": 5, "drafter_alarms": {"max_age": 3}}
+    before = (start / "model.safetensors").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # it belongs to this policy
+        assert run(settings(folder, "frozen", **{k: v for k, v in common.items() if k != "drafter_alarms"},
+                            **{"drafter_alarms.max_age": 3})) == 0
+    records = read_metrics(folder / "frozen")
+    assert [r["drafter/age"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["alarm/age"] for r in records] == [0, 0, 0, 1, 1] and "versions behind" in records[-1]["alarms"]
+    assert not any("drafter/seconds" in r for r in records) and (start / "model.safetensors").read_bytes() == before
+    assert capsys.readouterr().err.count("alarm: drafter age") == 1
+    page = (folder / "frozen" / "report.html").read_text()
+    assert "Alarms" in page and "versions behind" in page
+    assert json.loads((folder / "frozen" / "config.json").read_text())["drafter_follow"] is False
+
+
+def test_a_drafter_of_nothing_cannot_be_frozen(folder, capsys):
+    assert run(settings(folder, "run", drafter="learned", drafter_follow=False)) == 2
+    assert "drafter_follow" in capsys.readouterr().err
+
+
+class FakeEngine:
+    version, drafter_version, drafter_mismatch = 1, 0, None
+
+    def __init__(self):
+        self.distrusted = []
+
+    def distrust(self, name):
+        self.distrusted.append(name)
+
+
+def feed(watch: Watch, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0) -> None:
+    strategy = Strategy.OFF if drafter == "none" else Strategy(drafter, 4, 1, 4)
+    for step in range(32):
+        tokens = {i: [0] * per_request for i in range(4)}
+        watch.saw(StepResult(step, strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms, expected=expected))
+
+
+def test_a_collapse_of_acceptance_ends_trust_only_where_it_no_longer_pays():
+    engine = FakeEngine()
+    watch = Watch(engine, AlarmConfig(), follows=True)
+    for _ in range(4):
+        feed(watch, 4)
+        metrics, found = watch.step_done()
+        assert not found and metrics["drafter/accept_length"] == 4 and metrics["drafter/age"] == 1
+    feed(watch, 2, ms=1.3)
+    feed(watch, 1, "none", ms=1.0)  # a step with it takes 1.3 as long as one without: 2 tokens still pay
+    metrics, (alarm,) = watch.step_done()
+    assert alarm.name == "acceptance" and metrics["alarm/acceptance"] == 1 and not alarm.distrust and engine.distrusted == []
+    feed(watch, 2, ms=2.5)
+    feed(watch, 1, "none", ms=1.0)
+    _, (alarm,) = watch.step_done()
+    assert alarm.distrust and "less than 2.50 does not pay" in alarm.message and engine.distrusted == ["eagle"]
+
+
+def test_estimates_that_are_off_are_said():
+    watch = Watch(FakeEngine(), AlarmConfig(), follows=True)
+    feed(watch, 3, expected=14.0)  # 8 of 16 accepted, 14 expected
+    metrics, (alarm,) = watch.step_done()
+    assert alarm.name == "calibration" and not alarm.distrust
+    assert metrics["drafter/hits"] == 0.5 and metrics["drafter/expected_hits"] == 0.875
+
+
+def test_age_ends_trust_in_a_drafter_that_should_have_followed():
+    for follows in (True, False):
+        engine = FakeEngine()
+        engine.version = 20
+        _, (alarm,) = Watch(engine, AlarmConfig(), follows).step_done()
+        assert alarm.name == "age" and engine.distrusted == (["eagle"] if follows else [])
+
+
+def test_the_folder_names_the_policy(start, folder):
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    assert load_eagle(start, policy).origin == origin_of(policy)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib import metadata
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,26 +167,77 @@ def random_prompts(count: int, length: int, vocabulary: int, salt: int) -> list[
 # --- vLLM
 
 
-class VllmJob(NamedTuple):
-    name: str
-    prompts: list[list[int]]
-    new_tokens: list[int]
+SHAPES = {
+    "0.5B": ModelConfig("qwen2", 152064, 896, 4864, 24, 14, 2, 64, qkv_bias=True, tie_embeddings=True, max_context=4096),
+    "1.5B": ModelConfig("qwen2", 152064, 1536, 8960, 28, 12, 2, 128, qkv_bias=True, tie_embeddings=True, max_context=4096),
+    "7B": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True, max_context=4096),
+}
+"""Qwen2.5's."""
 
 
-def run_vllm(path: Path, shape: ModelConfig, jobs: Sequence[VllmJob], max_context: int, max_batch: int,
-             timeout: float) -> dict[str, Any]:
-    """vLLM on random weights of this shape, in a process of its own: {"seconds": {job: [each run]}, …} or {"error": …}.
-    Jobs of one name are runs of one measurement."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, torch.bfloat16)))
-        settings = {"folder": folder, "max_context": max_context, "max_batch": max_batch, "jobs": [job._asdict() for job in jobs]}
-        (Path(folder) / "jobs.json").write_text(json.dumps(settings))
-        command = [sys.executable, str(ROOT / "benchmarks/peer_vllm_gpu.py"), str(Path(folder) / "jobs.json")]
-        environment = os.environ | {"PYTHONPATH": str(path), "VLLM_USE_FLASHINFER_SAMPLER": "0",
+class Vllm:
+    """vLLM on random weights of one of the shapes, in a process of its own (its speed does not depend on them)."""
+
+    def __init__(self, socket: Path, process: subprocess.Popen[bytes] | None, log: Path | None = None) -> None:
+        self._socket, self._process, self._log, self._connection = socket, process, log, None
+
+    @classmethod
+    def start(cls, site: Path, shape: str, folder: Path, max_context: int = 4096, max_batch: int = 256,
+              kv_gb: float = 18.0) -> Vllm:
+        """site: a folder with vLLM in it; folder: for the socket."""
+        model = folder.resolve() / f"{shape}-model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(hf_config(SHAPES[shape], torch.bfloat16)))
+        socket, log = folder.resolve() / shape, folder.resolve() / f"{shape}.log"
+        socket.unlink(missing_ok=True)
+        settings = {"folder": str(model), "socket": str(socket), "max_context": max_context, "max_batch": max_batch,
+                    "kv_gb": kv_gb}
+        environment = os.environ | {"PYTHONPATH": str(site), "VLLM_USE_FLASHINFER_SAMPLER": "0",
                                     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done after {timeout:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(lines[-1][len("RESULT "):]) if lines else {"error": (done.stdout + done.stderr)[-1500:]}
+        with log.open("wb") as output:
+            process = subprocess.Popen([sys.executable, str(ROOT / "benchmarks/peer_vllm_gpu.py"), json.dumps(settings)],
+                                       env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output)
+        return cls(socket, process, log)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, shape: str) -> Vllm | None:
+        """As `--vllm-at` or `--vllm-path` say; None: neither does."""
+        if args.vllm_at is not None:
+            return cls(args.vllm_at.resolve() / shape, None)
+        return None if args.vllm_path is None else cls.start(args.vllm_path, shape, Path(tempfile.mkdtemp()))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is None or self._process.poll() is None
+
+    def wait(self, timeout: float) -> dict[str, Any]:
+        """Until it is ready: {"version": …, "start_seconds": …}, or {"error": …}."""
+        until = time.perf_counter() + timeout
+        while time.perf_counter() < until and self.is_alive:
+            try:
+                self._connection = Client(str(self._socket))
+                return self._connection.recv()
+            except OSError:
+                time.sleep(0.5)
+        said = self._log.read_text(errors="replace")[-1500:] if self._log is not None else ""
+        return {"error": f"not there after {timeout:.0f} s {said}"}
+
+    def seconds(self, prompts: list[list[int]], new_tokens: Sequence[int]) -> float:
+        """Of generating so many tokens behind each prompt."""
+        assert self._connection is not None, "wait for it first"
+        self._connection.send((prompts, list(new_tokens)))
+        return self._connection.recv()["seconds"]
+
+    def close(self) -> None:
+        """Leaves a peer that others started where it is."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM in it: start it for this run")
+    parser.add_argument("--vllm-at", type=Path, help="the folder of gpu_peers.py, which has started it already")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from gpu_common import TINY_TWIN, Budget, Report, Setting, VllmJob, parser_of, random_prompts, run_vllm
+from gpu_common import TINY_TWIN, Budget, Report, Setting, Vllm, add_vllm_arguments, parser_of, random_prompts
 from upscale import QWEN_7B
 
 from paceline import SamplingParams, Strategy
@@ -35,22 +35,22 @@ KV_GB = 8.0
 
 def main() -> None:
     parser = parser_of(__doc__ or "", "gpu_graphs")
-    parser.add_argument("--vllm-path", type=Path)
+    add_vllm_arguments(parser)
     parser.add_argument("--sections", nargs="+", choices=["memory", "switch", "prefill"], default=["memory", "switch", "prefill"])
     parser.add_argument("--off-steps", type=int, default=200)
     args = parser.parse_args()
     setting, budget = Setting.of(args), Budget(args.minutes)
     report = Report(args.out, setting.device)
     shape = TINY_TWIN if args.tiny else QWEN_7B
-    if "prefill" in args.sections and args.vllm_path is not None and not args.tiny:  # before ours takes the device's memory
-        jobs = [VllmJob("prefill", prompts, [1] * len(prompts)) for prompts in prefill_rounds(shape.vocab_size, 64, 1024)]
-        report.content["vllm"] = run_vllm(args.vllm_path, shape, jobs, 2048, 64, timeout=0.5 * budget.left)
-        report.save()
+    peer = Vllm.of(args, "7B") if "prefill" in args.sections and not args.tiny else None
     dtype = torch.float32 if args.tiny else torch.bfloat16
     model = Decoder.random(shape, dtype=dtype, device=setting.device)
     drafter = Eagle.random(EagleConfig.for_policy(shape), dtype=dtype, device=setting.device)
     if "prefill" in args.sections:
-        report.content["prefill"] = prefill(setting, model, drafter, report.content.get("vllm", {}))
+        if peer is not None:
+            report.content["vllm"] = peer.wait(0.5 * budget.left)
+            peer = None if "error" in report.content["vllm"] else peer
+        report.content["prefill"] = prefill(setting, model, drafter, peer)
         report.save()
         print("prefill", report.content["prefill"], flush=True)
     if "switch" in args.sections:
@@ -147,7 +147,7 @@ def prefill_rounds(vocabulary: int, count: int, length: int) -> list[list[list[i
     return [random_prompts(count, length, vocabulary, salt) for salt in range(4)]
 
 
-def prefill(setting: Setting, model: Decoder, drafter: Eagle, vllm: dict[str, Any]) -> dict[str, Any]:
+def prefill(setting: Setting, model: Decoder, drafter: Eagle, peer: Vllm | None) -> dict[str, Any]:
     """Seconds until every prompt has its first token; the first round warms up."""
     count, length = (4, 24) if setting.tiny else (64, 1024)
     found: dict[str, Any] = {"prompts": count, "prompt_tokens": length}
@@ -161,8 +161,8 @@ def prefill(setting: Setting, model: Decoder, drafter: Eagle, vllm: dict[str, An
         found[name] = {"seconds": min(seconds[1:]), "each": seconds, "tokens_per_s": count * length / min(seconds[1:])}
         del engine
         setting.free()
-    if "seconds" in vllm:
-        theirs = min(vllm["seconds"]["prefill"][1:])
+    if peer is not None:
+        theirs = min([peer.seconds(prompts, [1] * count) for prompts in prefill_rounds(model.config.vocab_size, count, length)][1:])
         found["vllm"] = {"seconds": theirs, "tokens_per_s": count * length / theirs}
         for name in ("no drafter", "with drafter"):
             found[name]["ratio_to_vllm"] = theirs / found[name]["seconds"]

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gpu_drafter
-from gpu_common import TINY_TWIN, Budget, Report, Setting, VllmJob, chat, parser_of, run_vllm
+from gpu_common import TINY_TWIN, Budget, Report, Setting, Vllm, add_vllm_arguments, chat, parser_of
 from upscale import QWEN_7B, upscale, upscale_drafter
 
 from paceline import Engine, SamplingParams
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--fixed", nargs="+", default=["eagle:d6w4v16", "eagle:d4w2v8", "eagle:d3w2v4"])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--vllm-path", type=Path)
+    add_vllm_arguments(parser)
     args = parser.parse_args()
     setting, budget = Setting.of(args), Budget(args.minutes)
     if args.tiny:
@@ -54,26 +54,31 @@ def main() -> None:
     asked, training = gpu_drafter.split_questions(args)
     rounds = [chat(tokenizer, compose(asked, lengths, number)) for number in range(args.rounds)]
     context = args.max_length + max(len(prompt) for prompts in rounds for prompt in prompts) + 16
-    if args.vllm_path is not None and not args.tiny:  # before ours takes the device's memory
-        jobs = [VllmJob("rollout", prompts, lengths) for prompts in rounds]
-        report.content["vllm"] = run_vllm(args.vllm_path, QWEN_7B, jobs, context, args.requests, timeout=0.5 * budget.left)
-        report.save()
+    peer = None if args.tiny else Vllm.of(args, "7B")  # starts while ours gets ready
     drafter = gpu_drafter.obtain(setting, policy, tokenizer, training, args, report, budget)
     twin = upscale(policy, TINY_TWIN if args.tiny else QWEN_7B)
     learned = upscale_drafter(drafter, twin.config)
     engine = setting.engine(twin, learned, args.requests, kv_gb=50, **({} if args.tiny else {"max_context": context}))
     warm = chat(tokenizer, compose(training, lengths, 99))
-    measure(engine, ["auto", "off", *args.fixed], rounds, warm, lengths, report, budget)
+    if peer is not None:
+        report.content["vllm"] = peer.wait(0.5 * budget.left)
+        peer = None if "error" in report.content["vllm"] else peer
+    measure(engine, ["auto", "off", *args.fixed], rounds, warm, lengths, report, budget, peer)
 
 
 def measure(engine: Engine, names: Sequence[str], rounds: list[list[list[int]]], warm: list[list[int]], lengths: list[int],
-            report: Report, budget: Budget) -> None:
+            report: Report, budget: Budget, peer: Vllm | None) -> None:
     """Round by round, auto first: the suffix drafter inside it must not know these answers from another run."""
     short = [min(length, 64 + 8 * (i % 8)) for i, length in enumerate(lengths)]
     for name in names:  # captures graphs on the way down from all requests to none
         run(engine, name, warm, lengths if name == "auto" else short)
+    if peer is not None:
+        peer.seconds(warm, short)
     found: dict[str, list[Run]] = {name: [] for name in names}
     for prompts in rounds:
+        if peer is not None:
+            report.content["vllm"].setdefault("seconds", []).append(peer.seconds(prompts, lengths))
+            print(f"vllm: {report.content['vllm']['seconds'][-1]:.2f} s", flush=True)
         for name in names:
             longest = max((r.seconds for runs in found.values() for r in runs), default=0.0)
             if budget.left < longest:
@@ -152,7 +157,7 @@ def conclusions(content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
     found: dict[str, Any] = {"best_fixed": min(fixed, key=lambda name: seconds[name])} if fixed else {}
     if "off" in seconds:
         found["ratio_to_off"] = {name: seconds["off"] / value for name, value in seconds.items()}
-    theirs = content.get("vllm", {}).get("seconds", {}).get("rollout")
+    theirs = content.get("vllm", {}).get("seconds")
     if theirs:
         found["ratio_to_vllm"] = {name: statistics.median(theirs) / value for name, value in seconds.items()}
     return found

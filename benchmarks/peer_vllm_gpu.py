@@ -1,26 +1,31 @@
-"""vLLM with random weights on a GPU: runs the jobs of a file and prints the seconds of each. Started by `gpu_common.run_vllm`."""
+"""vLLM with random weights on a GPU, waiting for jobs at a socket; it goes when its standard input closes. Started by
+`gpu_common.Vllm` (one script's own) or by gpu_peers.py (several scripts', so that each shape starts once)."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
-from pathlib import Path
+from multiprocessing.connection import Listener
 from typing import Any
 
 
 def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
-    print("RESULT " + json.dumps(run(settings)), flush=True)
+    settings = json.loads(sys.argv[1])
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    serve(settings)
 
 
-def run(settings: dict[str, Any]) -> dict[str, Any]:
+def serve(settings: dict[str, Any]) -> None:
     import vllm
     from vllm import LLM, SamplingParams
 
     began = time.perf_counter()
     llm = LLM(model=settings["folder"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-              max_model_len=settings["max_context"], max_num_seqs=settings["max_batch"], gpu_memory_utilization=0.6)
+              max_model_len=settings["max_context"], max_num_seqs=settings["max_batch"], gpu_memory_utilization=0.1,
+              kv_cache_memory_bytes=int(settings["kv_gb"] * 2**30))
     start_seconds = time.perf_counter() - began
 
     def generate(prompts: list[list[int]], new_tokens: list[int]) -> int:
@@ -29,13 +34,23 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     generate([[1, 2, 3, 4]] * 4, [8] * 4)
-    seconds: dict[str, list[float]] = {}
-    tokens: dict[str, int] = {}
-    for job in settings["jobs"]:
-        began = time.perf_counter()
-        tokens[job["name"]] = generate(job["prompts"], job["new_tokens"])
-        seconds.setdefault(job["name"], []).append(time.perf_counter() - began)
-    return {"version": vllm.__version__, "start_seconds": start_seconds, "seconds": seconds, "tokens": tokens}
+    with Listener(settings["socket"]) as listener:
+        while True:
+            with listener.accept() as client:
+                client.send({"version": vllm.__version__, "start_seconds": start_seconds})
+                try:
+                    while True:
+                        prompts, new_tokens = client.recv()
+                        began = time.perf_counter()
+                        tokens = generate(prompts, new_tokens)
+                        client.send({"seconds": time.perf_counter() - began, "tokens": tokens})
+                except EOFError:
+                    continue
+
+
+def _leave_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
 
 
 if __name__ == "__main__":

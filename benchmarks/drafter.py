@@ -38,6 +38,7 @@ from paceline.commands.drafter_prompts import Asked, encoded, read_prompts
 from paceline.commands.drafter_slices import coverage_record, judged
 from paceline.commands.policy import policy_source
 from paceline.config import EngineConfig
+from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
@@ -83,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--measured", type=int, default=64, help="answers that the engine is measured on")
     parser.add_argument("--draft-vocab", type=int, default=32768)
     parser.add_argument("--records", type=Path, help="captured answers, written there once and read by later runs")
+    parser.add_argument("--save", type=Path, help="folder for the last form's drafter")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing new after so many")
     parser.add_argument("--tiny", action="store_true", help="a random tiny model on the CPU: seconds, figures mean nothing")
@@ -153,6 +155,8 @@ class Bench:
                 "expected_d6": {str(k): values[-1] for k, values in covered.expected.items()},
                 "measured": {strategy: self.measure(drafter, strategy) for strategy in STRATEGIES}}
             show(name, mark, marks[f"{mark:g}"])
+        if self.args.save is not None:
+            save_eagle(trainer.drafter(), self.args.save)
         return {"marks": marks, "parameters": sum(p.numel() for p in trainer.parameters.values())}
 
     def measure(self, drafter: Eagle, strategy: str) -> float:

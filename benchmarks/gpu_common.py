@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib import metadata
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,11 +179,12 @@ class Vllm:
     """vLLM on random weights of one of the shapes, in a process of its own (its speed does not depend on them)."""
 
     def __init__(self, socket: Path, process: subprocess.Popen[bytes] | None, log: Path | None = None) -> None:
-        self._socket, self._process, self._log, self._connection = socket, process, log, None
+        self._socket, self._process, self._log = socket, process, log
+        self._connection: Connection | None = None
 
     @classmethod
     def start(cls, site: Path, shape: str, folder: Path, max_context: int = 4096, max_batch: int = 256,
-              kv_gb: float = 18.0) -> Vllm:
+              kv_gb: float | None = None) -> Vllm:
         """site: a folder with vLLM in it; folder: for the socket."""
         model = folder.resolve() / f"{shape}-model"
         model.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,7 @@ class Vllm:
         socket, log = folder.resolve() / shape, folder.resolve() / f"{shape}.log"
         socket.unlink(missing_ok=True)
         settings = {"folder": str(model), "socket": str(socket), "max_context": max_context, "max_batch": max_batch,
-                    "kv_gb": kv_gb}
+                    "kv_gb": kv_gb or (11.0 if shape == "7B" else 4.0)}
         environment = os.environ | {"PYTHONPATH": str(site), "VLLM_USE_FLASHINFER_SAMPLER": "0",
                                     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
         with log.open("wb") as output:
@@ -211,14 +212,16 @@ class Vllm:
         return self._process is None or self._process.poll() is None
 
     def wait(self, timeout: float) -> dict[str, Any]:
-        """Until it is ready: {"version": …, "start_seconds": …}, or {"error": …}."""
+        """Until it is ready for us (it serves one at a time): {"version": …, "start_seconds": …}, or {"error": …}."""
         until = time.perf_counter() + timeout
         while time.perf_counter() < until and self.is_alive:
             try:
                 self._connection = Client(str(self._socket))
-                return self._connection.recv()
             except OSError:
                 time.sleep(0.5)
+                continue
+            if self._connection.poll(max(0.0, until - time.perf_counter())):
+                return self._connection.recv()
         said = self._log.read_text(errors="replace")[-1500:] if self._log is not None else ""
         return {"error": f"not there after {timeout:.0f} s {said}"}
 
@@ -228,10 +231,15 @@ class Vllm:
         self._connection.send((prompts, list(new_tokens)))
         return self._connection.recv()["seconds"]
 
-    def close(self) -> None:
-        """Leaves a peer that others started where it is."""
+    def hang_up(self) -> None:
+        """The next one may ask."""
         if self._connection is not None:
             self._connection.close()
+            self._connection = None
+
+    def close(self) -> None:
+        """Leaves a peer that others started where it is."""
+        self.hang_up()
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()

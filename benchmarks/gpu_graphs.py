@@ -162,7 +162,8 @@ def prefill(setting: Setting, model: Decoder, drafter: Eagle, peer: Vllm | None)
         del engine
         setting.free()
     if peer is not None:
-        theirs = min([peer.seconds(prompts, [1] * count) for prompts in prefill_rounds(model.config.vocab_size, count, length)][1:])
+        rounds = prefill_rounds(model.config.vocab_size, count, length)
+        theirs = min([peer.seconds(prompts, [1] * count) for prompts in rounds][1:])
         found["vllm"] = {"seconds": theirs, "tokens_per_s": count * length / theirs}
         for name in ("no drafter", "with drafter"):
             found[name]["ratio_to_vllm"] = theirs / found[name]["seconds"]

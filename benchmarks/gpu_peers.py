@@ -26,6 +26,7 @@ def main() -> None:
     peers = {name: Vllm.start(args.site, name, args.folder) for name in args.shapes}
     for name, peer in peers.items():
         print(name, peer.wait(1200), flush=True)
+        peer.hang_up()
     while all(peer.is_alive for peer in peers.values()):
         time.sleep(1)
 

@@ -32,10 +32,9 @@ from paceline.types import StepResult
 
 FIRST_BATCHES, OTHER_BATCHES = (1, 8, 32, 128, 256), (2, 4, 16, 64)
 STRATEGIES = {
-    1: ("d8w4v48", "d6w4v32", "d6w4v16", "d5w4v12", "d4w2v8"), 4: ("d6w4v32", "d6w4v16", "d5w4v12", "d4w2v8"),
-    16: ("d6w4v16", "d5w4v12", "d4w2v8", "d3w2v4"), 32: ("d5w4v12", "d4w2v8", "d4w2v5", "d3w2v4"),
-    64: ("d4w2v8", "d4w2v5", "d3w2v4", "d2w2v3"), 128: ("d3w2v4", "d2w2v3", "d2w1v2", "d1w1v1"),
-    256: ("d3w2v3", "d2w2v2", "d2w1v2", "d1w1v1"),
+    1: ("d8w4v48", "d6w4v16", "d4w2v8"), 4: ("d6w4v32", "d6w4v16", "d4w2v8"), 16: ("d6w4v16", "d4w2v8", "d4w1v4"),
+    32: ("d5w4v12", "d4w2v8", "d3w2v4"), 64: ("d4w2v8", "d3w2v4", "d2w1v2"), 128: ("d3w2v4", "d2w1v2", "d1w1v1"),
+    256: ("d2w1v2", "d1w1v1"),
 }
 """Largest batch → fixed trees tried."""
 

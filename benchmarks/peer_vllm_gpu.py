@@ -37,14 +37,14 @@ def serve(settings: dict[str, Any]) -> None:
     with Listener(settings["socket"]) as listener:
         while True:
             with listener.accept() as client:
-                client.send({"version": vllm.__version__, "start_seconds": start_seconds})
                 try:
+                    client.send({"version": vllm.__version__, "start_seconds": start_seconds})
                     while True:
                         prompts, new_tokens = client.recv()
                         began = time.perf_counter()
                         tokens = generate(prompts, new_tokens)
                         client.send({"seconds": time.perf_counter() - began, "tokens": tokens})
-                except EOFError:
+                except (EOFError, OSError):  # it hung up, perhaps before its turn came
                     continue
 
 

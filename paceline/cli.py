@@ -16,6 +16,11 @@ from paceline.types import SamplingParams
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
 
+drafter_app = typer.Typer(no_args_is_help=True, help="Learned drafters: train one for a policy, see what it is worth.")
+app.add_typer(drafter_app, name="drafter")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
+app.add_typer(bench_app, name="bench")
+
 _DEFAULT = SamplingParams()
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its home differs between versions of typer
 
@@ -147,6 +152,117 @@ def demo(
     except KeyboardInterrupt:
         print("paceline: interrupted; nothing was written, run it again", file=sys.stderr)
         return 130
+
+
+@drafter_app.command("train")
+def drafter_train(
+    model: Annotated[str, typer.Option(help="The policy: Hugging Face folder, hub id, GGUF file, or default, the small one that "
+                                            "comes with the package.")],
+    prompts: Annotated[str, typer.Option(help="JSON lines: prompt, messages, token_ids or question; or task:NAME.")],
+    out: Annotated[Path, typer.Option(help="Folder of the drafter. Run again, the same command goes on.")],
+    form: Annotated[str, typer.Option(help="eagle, hass or eagle3.")] = "hass",
+    objective: Annotated[str, typer.Option(help="agreement or cross_entropy.")] = "agreement",
+    answers: Annotated[int, typer.Option(min=8, help="Answers to learn from; every eighth prompt's are held out.")] = 512,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of training [120, unless --steps is given].")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --seconds.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Answers to a prompt before the next is asked.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="That the drafter will be used at.")] = _DEFAULT.temperature,
+    draft_vocab: Annotated[int, typer.Option(min=0, help="Tokens it can guess: the most frequent; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of answers and training.")] = _DEFAULT.seed,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [torch's default].")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the training's settings, like lr=1e-3; may be "
+                                                                    "given several times.")] = None,
+    report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between reports.")] = 15.0,
+    checkpoint_every: Annotated[float | None, typer.Option(min=0, help="Seconds between checkpoints [0 on a CPU: as often as "
+                                                                       "they can be written; 5 on a GPU].")] = None,
+    memory_gb: Annotated[float, typer.Option(help="Of answers' features in memory; all of them are on disk.")] = 4.0,
+    disk_gb: Annotated[float, typer.Option(help="Of answers' features on disk; no more are asked for then.")] = 64.0,
+    kv_memory_gb: Annotated[float | None, typer.Option(help="Memory of the cache [engine's default; 16 on a GPU].")] = None,
+) -> int:
+    """Answers of the policy, and a drafter trained on them; engines take the folder."""
+    from paceline.commands.drafter_train import DrafterTrainOptions, spot_config, train_drafter
+
+    spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed)
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    seconds = 120.0 if seconds is None and steps is None else seconds
+    return train_drafter(DrafterTrainOptions(model, prompts, out, answers, n, params, spot, seconds, steps, draft_vocab, device,
+                                             dtype, threads, report_every, checkpoint_every, memory_gb, disk_gb, kv_memory_gb))
+
+
+@drafter_app.command("eval")
+def drafter_eval(
+    model: Annotated[str, typer.Option(help="The policy: Hugging Face folder, hub id, GGUF file, or default.")],
+    drafter: Annotated[Path, typer.Option(help="The drafter's folder.")],
+    prompts: Annotated[str | None, typer.Option(help="JSON lines: prompt, messages, token_ids or question; or "
+                                                     "task:NAME.")] = None,
+    records: Annotated[Path | None, typer.Option(help="A folder that drafter train left: what it held out, nothing is "
+                                                      "generated.")] = None,
+    answers: Annotated[int, typer.Option(min=1, help="At most so many.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="That answers are drawn at.")] = _DEFAULT.temperature,
+    tau: Annotated[str, typer.Option(help="One or several, like 0,0.35,1: how much of the shared noise is believed.")] = "0.35",
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens ahead.")] = 6,
+    widths: Annotated[str, typer.Option(help="First guesses that count, like 1,2,4.")] = "1,2,4",
+    strategy: Annotated[str, typer.Option(help="That answers are generated with, to measure.")] = "eagle:d6w4v32",
+    seed: Annotated[int, typer.Option(help="Of the answers.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [torch's default].")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures there.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Draw them there; .svg: only how they decay.")] = None,
+) -> int:
+    """How often a drafter's guesses hold: by depth, along the answer, by policy version."""
+    from paceline.commands.drafter_eval import DrafterEvalOptions, eval_drafter
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    taus = tuple(_numbers("--tau", tau, float, 0.0, 1.0))
+    chosen = tuple(sorted({int(k) for k in _numbers("--widths", widths, int, 1, 64)}))
+    return eval_drafter(DrafterEvalOptions(model, drafter, prompts, records, answers, params, taus, depth, chosen, strategy,
+                                           device, dtype, threads, json_file, html_file))
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """A group, though there is one."""
+
+
+@bench_app.command("selection")
+def bench_selection(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, GGUF file, or default, the small policy that comes "
+                                            "with the package.")],
+    drafter: Annotated[str, typer.Option(help="suffix, none, or a learned drafter's folder.")] = "suffix",
+    prompts: Annotated[str | None, typer.Option(help="JSON lines: prompt, messages, token_ids or question; or task:NAME [a dozen "
+                                                     "of its own; task:collatz for the default policy].")] = None,
+    batch: Annotated[str, typer.Option(help="Requests that run at once, like 1,4,16.")] = "1,4,16",
+    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer, and tokens that are measured for each request.")] = 72,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
+    rounds: Annotated[int, typer.Option(min=1, help="In each, every strategy has its turn.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the answers.")] = _DEFAULT.seed,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [torch's default].")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures there.")] = None,
+) -> int:
+    """By batch size: off, fixed strategies, what auto chose, what it expected, and why speculation pays or does not."""
+    from paceline.commands.bench_selection import BenchOptions
+    from paceline.commands.bench_selection import bench_selection as run
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed)
+    batches = tuple(sorted({int(size) for size in _numbers("--batch", batch, int, 1, 1024)}))
+    return run(BenchOptions(model, drafter, prompts, batches, params, rounds, device, dtype, threads, json_file))
+
+
+def _numbers(name: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[float]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} {text}: not numbers with commas between them") from None
+    if not all(low <= value <= high for value in found):
+        raise ValueError(f"{name} {text}: not all in {low:g}..{high:g}")
+    return list(found)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.engine import Engine
 from paceline.spot.alarms import NAMES, Alarm, AlarmConfig, DrafterFigures, alarms
+from paceline.strategy import ModelSelector
 from paceline.types import StepResult
 
 _MIN_VERIFICATIONS = 64
@@ -44,9 +45,16 @@ class Watch:
             return
         sums.tokens += sum(map(len, result.tokens.values()))
         sums.verifications += result.num_requests
-        if result.expected > 0:  # the steps that were looked at closely
-            sums.watched, sums.expected, sums.hits = (sums.watched + result.drafted, sums.expected + result.expected,
+        if result.watched is not None and result.drafted:  # the steps that were looked at closely
+            sums.watched, sums.expected, sums.hits = (sums.watched + result.drafted, sums.expected + self._expected(result),
                                                       sums.hits + result.accepted)
+
+    def _expected(self, result: StepResult) -> float:
+        """Nodes that should be accepted: as the selector has calibrated it from earlier steps, or by the drafter's own word."""
+        selector = self.engine.select
+        if not isinstance(selector, ModelSelector) or result.watched is None:
+            return result.expected
+        return float(selector.survival_of(result.strategy.drafter).survival(result.watched).sum())
 
     def step_done(self) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of the RL step that has ended, and its alarms."""

@@ -152,10 +152,12 @@ class Drafting:
         if drafts is None or not any(num_nodes):
             return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0, lines)
         inputs = self._buffers.trees(padded, num_nodes + [0] * pad, lines + [0] * pad)
-        # A captured step is as deep as its strategy, so that few are needed.
         depth = min(strategy.depth, strategy.budget if inputs.fixed else max(num_nodes))
+        most_accepted = [min(count, depth) for count in num_nodes]
+        if inputs.fixed:  # captured: a few depths serve all
+            depth = 1 << (depth - 1).bit_length()
         self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
-        return Drafted(inputs, num_nodes, [min(count, depth) for count in num_nodes], depth, lines, drafts.survival)
+        return Drafted(inputs, num_nodes, most_accepted, depth, lines, drafts.survival)
 
     def _drafts(self, items: list[Decode], strategy: Strategy) -> tuple[Drafts, list[int]]:
         """Drafts on the device, and how many nodes of each are to be verified: the likeliest come first, parents before their

@@ -12,7 +12,7 @@ from paceline.engine.scheduler import StepPlan
 from paceline.engine.transfer import Download
 from paceline.types import Strategy, Watched
 
-EVERY = 16
+EVERY = 32
 """Speculating steps between looks that nobody asked for."""
 
 

@@ -18,6 +18,8 @@ _KEEP = 0.9
 """Of a correction's weight with each step that follows."""
 _PRIOR = 2.0
 """Steps that the profile counts as against measured ones."""
+_MERGE_MS = 0.02
+"""Per node: trees are merged on the host."""
 _OUTLIER = 3.0
 """A step that took so many times what was expected is somebody else's doing, unless it goes on."""
 
@@ -100,6 +102,8 @@ class CostCurve:
         draft = 0.0
         if strategy.drafter in ("eagle", "both"):
             draft = float(self.start.at(requests)) + (strategy.depth - 1) * float(self.level.at(requests * strategy.width))
+        if strategy.drafter == "both":
+            draft = draft + _MERGE_MS * (rows - requests)
         return self.policy.at(self.padded(rows)) + draft
 
     def padded(self, rows: Any) -> Any:
@@ -113,15 +117,13 @@ class CostCurve:
         """A step without prompts has been read."""
         if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0 or last.num_rows <= 0:
             return
-        expected = float(self.ms(last.strategy, last.num_requests, last.num_rows, last.context))
-        self._error.add(min(2.0, abs(math.log(last.ms / expected))))
-        drafter, bucket = last.strategy.drafter, bucket_of(last.num_requests)
+        drafter, size = last.strategy.drafter, last.num_requests * last.context / 1e3
         base = float(self.base_ms(last.strategy, last.num_requests, last.num_rows))
-        context = self._context_ms * last.num_requests * last.context / 1e3
-        ratio = math.log(max(last.ms - context, 0.2 * last.ms) / base)
+        expected = base * math.exp(self._correction(drafter, last.num_requests)) + self._context_ms * size
+        self._error.add(min(2.0, abs(math.log(last.ms / expected))))
+        ratio = math.log(max(last.ms - self._context_ms * size, 0.2 * last.ms) / base)
         self._by_drafter.setdefault(drafter, _Fading()).add(ratio)
-        self._by_place.setdefault((drafter, bucket), _Fading()).add(ratio)
-        size = last.num_requests * last.context / 1e3
+        self._by_place.setdefault((drafter, bucket_of(last.num_requests)), _Fading()).add(ratio)
         if drafter == "none" and size > 0:  # a small step towards explaining what is left by the context
             self._context_ms = max(0.0, self._context_ms + 0.02 * (last.ms - expected) / max(size, 1e-6))
 

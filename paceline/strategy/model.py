@@ -27,10 +27,10 @@ _BOTH_UP_TO = 4
 _MAX_ROWS = 512
 _AHEAD, _BETTER = 1.03, 1.02
 """Speculation must be so much faster than off to be switched on, and a strategy than the one in use to replace it."""
-_DECIDE_EVERY, _TRY_TAU_EVERY = 16, 8
+_DECIDE_EVERY, _TRY_TAU_EVERY = 32, 32
 _PROBE_LINES = 24
 """Lines until a drafter counts as known."""
-_PROBE_NODES = 48
+_PROBE_NODES, _LEAST_PROBED = 48, 3
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
 _FIRST_REST, _LONGEST_REST = 64, 2048
@@ -170,11 +170,12 @@ class ModelSelector:
         return None
 
     def probe_of(self, drafter: DrafterName, requests: int) -> Strategy:
-        """As many nodes as a step may have that costs half as much again as without."""
+        """As many nodes as a step may have that costs half as much again as without, but a few in any case."""
         most = _SUFFIX_NODES if drafter == "suffix" else _PROBE_NODES
         rows = requests * np.arange(2, most + 2)
         policy = self.costs.policy
-        nodes = max(1, int(((policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) & (rows <= _MAX_ROWS)).sum()))
+        fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
+        nodes = max(1, int((fits & (rows <= _MAX_ROWS)).sum()))
         if drafter == "suffix":
             return Strategy("suffix", *SUFFIX_SHAPE, nodes, watch=True)
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
@@ -206,7 +207,7 @@ class ModelSelector:
         if promise is None or promise.strategy.drafter not in ("none", *view.available):
             return True
         changed = abs(view.num_running - promise.batch) > promise.batch // 8
-        return changed or self._step - self._decided >= (_DECIDE_EVERY // 2 if self._is_surprised else _DECIDE_EVERY)
+        return changed or self._step - self._decided >= (_DECIDE_EVERY // 4 if self._is_surprised else _DECIDE_EVERY)
 
     def _decide(self, view: StepView) -> Promise:
         options = self.options(view)

@@ -47,9 +47,8 @@ class _Curve:
     def add(self, quality: NDArray[np.int64], might: NDArray[np.bool_], chances: Array) -> None:
         """might, chances [L, N]; a chance of 0: no such node."""
         self.sums *= max(0.5, 1 - len(quality) / _KEEP_LINES)
-        width = chances.shape[1]
-        for sums, values in zip(self.sums, (might, chances > 0, chances), strict=True):
-            np.add.at(sums[:, :width], quality, values)
+        which = (quality == np.arange(NUM_QUALITIES)[:, None]).astype(float)  # [Q, L]
+        self.sums += which @ np.stack([might, chances > 0, chances])
 
     def gain(self) -> Gain:
         lines, nodes, chances = self.sums + _OF_ALL * self.sums.sum(1, keepdims=True) / (self.sums[0].sum(0) + 1e-30)
@@ -114,9 +113,15 @@ class Survival:
         return float(own[min(int(np.searchsorted(shares, price)), len(own) - 1)])
 
     def gain(self, shape: tuple[int, int]) -> Gain | None:
-        """None: no tree that holds this shape has been seen."""
-        if shape not in self._gains and shape in self._curves:
-            self._gains[shape] = self._curves[shape].gain()
+        """None: no tree that holds this shape has been seen. Chains deeper than any that was seen are thought to go on as they
+        did, a little worse."""
+        if shape not in self._gains:
+            if shape in self._curves:
+                self._gains[shape] = self._curves[shape].gain()
+            elif shape[1] == 1:
+                deepest = max((seen for seen in self._curves if seen[1] == 1 and seen[0] < shape[0]), default=None)
+                if deepest is not None:
+                    self._gains[shape] = _longer(self._curves[deepest].gain(), deepest[0], shape[0])
         return self._gains.get(shape)
 
     def _chance(self, bins: NDArray[np.int64], own: Array) -> Array:
@@ -129,20 +134,23 @@ class Survival:
 
     def _learn_gains(self, watched: Watched, survival: Array) -> None:
         lines = min(watched.num_lines, _LINES)
-        here = watched.line < lines
-        depth, line, survival = watched.depth[here], watched.line[here], np.maximum(survival[here], 1e-9)
-        wide = _widest_rank(watched)[here]
+        here = int(np.searchsorted(watched.line, lines))
+        line, survival = watched.line[:here], np.maximum(survival[:here], 1e-9)
+        order = np.lexsort((-survival, line))
+        line, survival = line[order], survival[order]
+        depth, wide = watched.depth[:here][order], _widest_rank(watched)[:here][order]
+        strategy = watched.strategy
         for shape in self.shapes:
-            if shape[0] > watched.strategy.depth or shape[1] > watched.strategy.width:
+            if shape[0] > strategy.depth or shape[1] > strategy.width:
                 continue
             inside = (depth <= shape[0]) & (wide < shape[1])
             chances = _by_line(line[inside], survival[inside], lines)
             # A learned drafter has as many nodes as it may bring: behind them nothing is known. The other found no more.
             might = chances > 0
-            if watched.strategy.drafter == "suffix":
-                might |= np.arange(chances.shape[1]) < watched.strategy.budget
+            if strategy.drafter == "suffix":
+                might |= np.arange(MAX_NODES) < strategy.budget
             self._curves.setdefault(shape, _Curve()).add(watched.quality[:lines], might, chances)
-            self._gains.pop(shape, None)
+        self._gains.clear()
 
 
 def _bins(watched: Watched) -> NDArray[np.int64]:
@@ -169,12 +177,21 @@ def _widest_rank(watched: Watched) -> NDArray[np.int64]:
 
 
 def _by_line(line: NDArray[np.int64], survival: Array, lines: int) -> Array:
-    """[L, N] chances, falling; 0 where there is no node."""
-    order = np.lexsort((-survival, line))
-    line, survival = line[order], survival[order]
+    """[L, N] chances; 0 where there is no node. line: in order, survival: falling within each."""
     count = np.bincount(line, minlength=lines)
     place = np.arange(len(line)) - (np.cumsum(count) - count)[line]
     inside = place < MAX_NODES
     chances = np.zeros((lines, MAX_NODES))
     chances[line[inside], place[inside]] = survival[inside]
     return chances
+
+
+def _longer(gain: Gain, known: int, depth: int) -> Gain:
+    """Of a chain of `known` nodes, what one of `depth` would give."""
+    survival, present = gain.survival.copy(), gain.present.copy()
+    above = survival[:, known - 2] if known > 1 else np.ones(NUM_QUALITIES)
+    going_on = 0.97 * survival[:, known - 1] / np.maximum(above, 1e-9)
+    for node in range(known, depth):
+        survival[:, node] = survival[:, node - 1] * going_on
+        present[:, node] = present[:, known - 1]
+    return Gain(survival, present)

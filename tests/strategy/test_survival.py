@@ -35,7 +35,9 @@ def test_what_was_never_seen_is_not_promised():
     assert survival.gain((4, 1)) is None
     world = World(gpu_costs(), 8, {"eagle": 0.7})
     survival.learn(world.drafts(Strategy.parse("eagle:d2w1v2")))
-    assert survival.gain((4, 1)) is None and survival.gain((2, 1)).present[2, 2:].max() == 0
+    assert survival.gain((4, 2)) is None and survival.gain((2, 1)).present[2, 2:].max() == 0
+    longer = survival.gain((4, 1))  # a chain is thought to go on as it did, a little worse
+    assert 0 < longer.survival[2, 3] < longer.survival[2, 2] < longer.survival[2, 1]
 
 
 def test_requests_whose_drafts_fail_have_gains_of_their_own():

@@ -33,7 +33,7 @@ from paceline.engine.seeds import derive_seed
 from paceline.engine.state import SlotState
 from paceline.engine.stats import Counters
 from paceline.engine.transfer import Download
-from paceline.engine.watch import EVERY, Look
+from paceline.engine.watch import EVERY, FEW, Look
 from paceline.kernels import TorchOps, ops_for
 from paceline.models.decoder import Decoder, Linear, Rope
 from paceline.models.names import load_state
@@ -148,13 +148,14 @@ class Engine:
         self.drafting.prefilled(plan.prefill)
         self.scheduler.commit(plan, drafted.most_accepted)
         drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
-        look = Look.start(plan, drafted) if self._is_watched(strategy) else None
+        look = Look.start(plan, drafted) if self._is_watched(strategy, len(plan.decode)) else None
         return InFlight(plan, drafted, drawn, self.version, began, look, context, self._capture_seconds() - captured_s)
 
-    def _is_watched(self, strategy: Strategy) -> bool:
+    def _is_watched(self, strategy: Strategy, batch: int) -> bool:
         """Whenever it is asked for, and now and then."""
         self._speculated += strategy.drafter != "none"
-        return strategy.watch or (strategy.drafter != "none" and self._speculated % EVERY == 0)
+        every = EVERY if batch >= FEW else EVERY // 2
+        return strategy.watch or (strategy.drafter != "none" and self._speculated % every == 0)
 
     def _capture_seconds(self) -> float:
         return 0.0 if self.runner.graphs is None else self.runner.graphs.capture_seconds

@@ -12,8 +12,8 @@ from paceline.engine.scheduler import StepPlan
 from paceline.engine.transfer import Download
 from paceline.types import Strategy, Watched
 
-EVERY = 32
-"""Speculating steps between looks that nobody asked for."""
+EVERY, FEW = 32, 16
+"""Speculating steps between looks that nobody asked for; half as many where fewer requests than that run."""
 
 
 class Look(NamedTuple):

@@ -18,6 +18,8 @@ _KEEP = 0.9
 """Of a correction's weight with each step that follows."""
 _PRIOR = 2.0
 """Steps that the profile counts as against measured ones."""
+_SPEED, _KNOWN = 0.2, 7.0
+"""How quickly the machine's own speed is followed: it strikes all strategies alike."""
 _MERGE_MS = 0.02
 """Per node: trees are merged on the host."""
 _OUTLIER = 3.0
@@ -67,7 +69,8 @@ class _Fading:
 
 @dataclass(slots=True)
 class CostCurve:
-    """ms = (policy(rows) + draft) * correction + context; draft = start(requests) + (depth - 1) * level(requests * width)."""
+    """ms = (policy(rows) + draft) * speed * correction + context; draft = start(requests) + (depth - 1) * level(rows of a level);
+    speed: of the machine, quickly followed; correction: by drafter and batch size, slowly."""
 
     policy: Points
     """Rows of a step → ms, without context."""
@@ -83,6 +86,10 @@ class CostCurve:
     _by_drafter: dict[DrafterName, _Fading] = field(default_factory=dict)
     _context_ms: float = 0.0
     """Per request and thousand tokens of context."""
+    _speed: float = 0.0
+    """Logarithm: how much slower the machine is than when it was profiled."""
+    _met: set[tuple[DrafterName, int]] = field(default_factory=set)
+    """Places whose first step has been seen: it compiles and allocates, and is no measure."""
     _error: _Fading = field(default_factory=_Fading)
 
     @classmethod
@@ -95,7 +102,8 @@ class CostCurve:
     def ms(self, strategy: Strategy, requests: int, rows: Any, context: float = 0.0) -> Any:
         """Of a step; rows: roots and nodes, a number or an array of them."""
         base = self.base_ms(strategy, requests, rows)
-        return base * np.exp(self._correction(strategy.drafter, requests)) + self._context_ms * requests * context / 1e3
+        correction = math.exp(self._correction(strategy.drafter, bucket_of(requests)))
+        return base * correction + self._context_ms * requests * context / 1e3
 
     def base_ms(self, strategy: Strategy, requests: int, rows: Any) -> Any:
         """As profiled."""
@@ -109,23 +117,33 @@ class CostCurve:
     def padded(self, rows: Any) -> Any:
         if not self.row_sizes:
             return rows
-        sizes = np.array([*self.row_sizes, 2**30])
-        found = sizes[np.searchsorted(sizes, rows)]
-        return np.where(found == 2**30, rows, found)
+        place = np.searchsorted(self.row_sizes, rows)
+        return np.where(place < len(self.row_sizes), np.take(self.row_sizes, place, mode="clip"), rows)
 
     def learn(self, last: StepOutcome) -> None:
         """A step without prompts has been read."""
         if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0 or last.num_rows <= 0:
             return
-        drafter, size = last.strategy.drafter, last.num_requests * last.context / 1e3
+        place = last.strategy.drafter, bucket_of(last.num_requests)
+        if place not in self._met:
+            self._met.add(place)
+            return
+        here = self._by_place.setdefault(place, _Fading())
+        if here.weight > _KNOWN and last.step % 4:  # a known place need not be looked at every time
+            return
+        size = last.num_requests * last.context / 1e3
         base = float(self.base_ms(last.strategy, last.num_requests, last.num_rows))
-        expected = base * math.exp(self._correction(drafter, last.num_requests)) + self._context_ms * size
+        own = self._correction(*place)
+        expected = base * math.exp(own) + self._context_ms * size
         self._error.add(min(2.0, abs(math.log(last.ms / expected))))
         ratio = math.log(max(last.ms - self._context_ms * size, 0.2 * last.ms) / base)
-        self._by_drafter.setdefault(drafter, _Fading()).add(ratio)
-        self._by_place.setdefault((drafter, bucket_of(last.num_requests)), _Fading()).add(ratio)
-        if drafter == "none" and size > 0:  # a small step towards explaining what is left by the context
-            self._context_ms = max(0.0, self._context_ms + 0.02 * (last.ms - expected) / max(size, 1e-6))
+        self._by_drafter.setdefault(place[0], _Fading()).add(ratio - self._speed)
+        if here.weight > _KNOWN:  # what is new about a place that is known is the machine's doing
+            self._speed += _SPEED * min(max(ratio - own, -0.3), 0.3)
+        here.add(ratio - self._speed)
+        if place[0] == "none" and size > 0:  # a small step towards explaining what is left by the context
+            wanted = 0.998 * self._context_ms + 0.005 * (last.ms - expected) / size
+            self._context_ms = min(max(0.0, wanted), 0.5 * base / size)
 
     def num_seen(self, strategy: Strategy, requests: int) -> float:
         """Steps like this one that it has learned from, the older the less: 0 is a guess."""
@@ -133,16 +151,21 @@ class CostCurve:
         return seen.weight if seen is not None else 0.0
 
     @property
+    def num_off(self) -> float:
+        """Steps without speculation that it has learned from, at any batch size."""
+        return self._by_drafter["none"].weight if "none" in self._by_drafter else 0.0
+
+    @property
     def error(self) -> float:
         """How far off it was lately: 0.05 is five per cent."""
         return math.exp(self._error.mean) - 1
 
-    def _correction(self, drafter: DrafterName, requests: int) -> float:
+    def _correction(self, drafter: DrafterName, bucket: int) -> float:
         """Logarithm. What was seen here, as far as it was; else with this drafter at other sizes; else with none."""
         far = self._by_drafter.get(drafter) or self._by_drafter.get("none") or _Fading()
-        here = self._by_place.get((drafter, bucket_of(requests))) or _Fading()
+        here = self._by_place.get((drafter, bucket)) or _Fading()
         prior = far.mean * far.weight / (far.weight + _PRIOR)
-        return (here.total + _PRIOR * prior) / (here.weight + _PRIOR)
+        return self._speed + (here.total + _PRIOR * prior) / (here.weight + _PRIOR)
 
     def dumps(self) -> str:
         """What was profiled, as JSON."""

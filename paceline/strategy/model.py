@@ -18,14 +18,14 @@ from paceline.strategy.survival import MAX_NODES, Gain, Survival
 from paceline.strategy.tau import TauTuner
 from paceline.types import MAX_TREE_ROWS, NUM_QUALITIES, DrafterName, StepOutcome, StepView, Strategy
 
-LEARNED_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (3, 2), (4, 2), (6, 2), (4, 4), (6, 4), (8, 4))
+LEARNED_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2), (6, 4), (8, 4))
 """(depth, width) of the learned drafter's trees; how many of their nodes are verified is another question."""
 SUFFIX_SHAPE = (8, 2)
 _SUFFIX_NODES = 16
 _BOTH_UP_TO = 4
 """Requests: trees are merged on the host, one after the other."""
 _MAX_ROWS = 512
-_AHEAD, _BETTER = 1.03, 1.02
+_AHEAD, _BETTER = 1.03, 1.04
 """Speculation must be so much faster than off to be switched on, and a strategy than the one in use to replace it."""
 _DECIDE_EVERY, _TRY_TAU_EVERY = 32, 32
 _PROBE_LINES = 24
@@ -33,8 +33,9 @@ _PROBE_LINES = 24
 _PROBE_NODES, _LEAST_PROBED = 48, 3
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
-_FIRST_REST, _LONGEST_REST = 64, 2048
-_SUFFIX_REST = 128
+_FIRST_REST, _LONGEST_REST = 48, 192
+_OFF_EVERY = 128
+_SUFFIX_REST = 24
 """The suffix drafter says itself when it has nothing to offer, and what it offers changes with the text: a look costs little."""
 _PRIOR = 12.0
 """Measured steps that the model's word counts as, in `auto`."""
@@ -91,6 +92,8 @@ class ModelSelector:
     _num_drafters: int = 0
     _step: int = 0
     _decided: int = -_DECIDE_EVERY
+    _patience: int = _DECIDE_EVERY // 4
+    """Steps until the next decision: the longer the more often the last ones agreed."""
     _recent: float = 1.0
     """What decisions earned over what they promised, lately."""
 
@@ -104,7 +107,10 @@ class ModelSelector:
             if probe is not None:
                 return probe
         if self._is_due(view):
-            self.promise, self._decided, self._recent = self._decide(view), self._step, 1.0
+            before, self.promise = self.promise, self._decide(view)
+            same = before is not None and _arm(before.strategy, before.batch) == _arm(self.promise.strategy, self.promise.batch)
+            self._patience = min(2 * self._patience, _DECIDE_EVERY) if same and not self._is_surprised else _DECIDE_EVERY // 4
+            self._decided, self._recent = self._step, 1.0
             self._set_rests(view, self.promise.strategy.drafter)
         assert self.promise is not None, "decided"
         chosen = self.promise.strategy
@@ -159,7 +165,9 @@ class ModelSelector:
     # -- probing
 
     def _probe(self, view: StepView) -> Strategy | None:
-        """The largest tree worth a look, of a drafter that is unknown or has rested."""
+        """The largest tree worth a look, of a drafter that is unknown or has rested; now and then none, to know its cost."""
+        if self.costs.num_off < 3 or self._step % _OFF_EVERY == 0:
+            return Strategy.OFF
         for drafter in view.available:
             if drafter == "both" and (view.num_running > _BOTH_UP_TO or not self._both_may_pay()):
                 continue
@@ -171,21 +179,27 @@ class ModelSelector:
 
     def probe_of(self, drafter: DrafterName, requests: int) -> Strategy:
         """As many nodes as a step may have that costs half as much again as without, but a few in any case."""
-        most = _SUFFIX_NODES if drafter == "suffix" else _PROBE_NODES
-        rows = requests * np.arange(2, most + 2)
+        if drafter == "suffix":  # it brings what it has, and says itself what that is worth
+            threshold = self.survival_of(drafter).threshold(0.5 * self._price(requests))
+            return Strategy("suffix", *SUFFIX_SHAPE, _SUFFIX_NODES, threshold, watch=True)
+        rows = requests * np.arange(2, _PROBE_NODES + 2)
         policy = self.costs.policy
         fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
         nodes = max(1, int((fits & (rows <= _MAX_ROWS)).sum()))
-        if drafter == "suffix":
-            return Strategy("suffix", *SUFFIX_SHAPE, nodes, watch=True)
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
         return Strategy(drafter, depth, width, nodes, tau=self.tau.best, watch=True)
 
+    def _price(self, requests: int) -> float:
+        """What a row more costs in tokens, about: nodes below that chance do not pay."""
+        more = max(8, requests)
+        plain, larger = self.costs.policy.at(np.array([requests, requests + more]))
+        return float(min(0.9, (larger - plain) / more * requests / plain))
+
     def _both_may_pay(self) -> bool:
+        """Each of the two must be of use by itself."""
         known = [self._survival[name].gain(SUFFIX_SHAPE if name == "suffix" else (1, 1)) for name in ("suffix", "eagle")
                  if name in self._survival]
-        return len(known) == 2 and all(gain is not None and float((gain.survival * gain.present)[:, 0].max()) > 0.2
-                                       for gain in known)
+        return len(known) == 2 and all(gain is not None and float((gain.survival * gain.present)[2, 0]) > 0.3 for gain in known)
 
     def _set_rests(self, view: StepView, used: DrafterName) -> None:
         """Who was probed and is not used rests longer; who is used is looked at again soon, with a larger tree."""
@@ -196,9 +210,10 @@ class ModelSelector:
             rest.probed = False
             if drafter == used:
                 rest.interval = 2 * _FIRST_REST
+            elif drafter == "suffix":
+                rest.interval = _SUFFIX_REST
             else:
-                longest = _SUFFIX_REST if drafter == "suffix" else _LONGEST_REST
-                rest.interval = min(2 * rest.interval, longest)
+                rest.interval = min(2 * rest.interval, _LONGEST_REST)
 
     # -- deciding
 
@@ -206,8 +221,9 @@ class ModelSelector:
         promise = self.promise
         if promise is None or promise.strategy.drafter not in ("none", *view.available):
             return True
-        changed = abs(view.num_running - promise.batch) > promise.batch // 8
-        return changed or self._step - self._decided >= (_DECIDE_EVERY // 4 if self._is_surprised else _DECIDE_EVERY)
+        since = self._step - self._decided
+        hurry = self._is_surprised or abs(view.num_running - promise.batch) > promise.batch // 8
+        return since >= (_DECIDE_EVERY // 4 if hurry else self._patience)
 
     def _decide(self, view: StepView) -> Promise:
         options = self.options(view)
@@ -240,24 +256,23 @@ class ModelSelector:
                 view: StepView) -> Promise | None:
         """Nodes in the order of their chances, as many as pay."""
         depth, width = shape
-        batch, most = view.num_running, _SUFFIX_NODES if drafter == "suffix" else min(MAX_NODES, width + (depth - 1) * width**2)
-        survival, weight = gain.survival[:, :most].ravel(), (gain.present[:, :most] * counts[:, None]).ravel()
-        order = np.argsort(-survival, kind="stable")
-        order = order[weight[order] > 0]
-        rows = batch + np.cumsum(weight[order])
-        order = order[rows <= _MAX_ROWS]
-        if not len(order):
+        batch, order, most = view.num_running, gain.order, gain.survival.shape[1]
+        weight = gain.present.ravel()[order] * counts[order // most]
+        chances = gain.survival.ravel()[order]
+        if (counts == 0).any():
+            order, weight, chances = order[weight > 0], weight[weight > 0], chances[weight > 0]
+        rows = batch + np.cumsum(weight)
+        count = int(np.searchsorted(rows, min(_MAX_ROWS, batch * (1 + _max_nodes(drafter, shape))), side="right"))
+        if count == 0:
             return None
-        rows, tokens = rows[: len(order)], batch + np.cumsum((survival * weight)[order])
-        shaped = Strategy(drafter, depth, width, MAX_TREE_ROWS - 1)
-        ms = self.costs.ms(shaped, batch, rows, view.context)
+        tokens = batch + np.cumsum(chances[:count] * weight[:count])
+        ms = self.costs.ms(Strategy(drafter, depth, width, MAX_TREE_ROWS - 1), batch, rows[:count], view.context)
         best = int(np.argmax(tokens / ms))
         shares = np.bincount(order[: best + 1] // most, minlength=NUM_QUALITIES)
-        budget = int(shares.max())
         if drafter == "suffix":  # which nodes there are, it says itself
-            strategy = Strategy("suffix", depth, width, most, self.survival_of(drafter).threshold(0.9 * survival[order[best]]))
+            strategy = Strategy("suffix", depth, width, _SUFFIX_NODES, self.survival_of(drafter).threshold(0.9 * chances[best]))
         else:
-            strategy = Strategy(drafter, depth, width, budget, shares=tuple(shares.tolist()), tau=self.tau.best)
+            strategy = Strategy(drafter, depth, width, int(shares.max()), shares=tuple(shares.tolist()), tau=self.tau.best)
         return Promise(strategy, float(tokens[best] / ms[best]), float(tokens[best]), float(ms[best]), batch)
 
     def _worth(self, option: Promise) -> float:
@@ -278,6 +293,11 @@ class ModelSelector:
     def calibration_error(self) -> float:
         """Of the drafter that is worst known."""
         return max((s.error for s in self._survival.values()), default=0.0)
+
+
+def _max_nodes(drafter: DrafterName, shape: tuple[int, int]) -> int:
+    depth, width = shape
+    return _SUFFIX_NODES if drafter == "suffix" else min(MAX_NODES, width + (depth - 1) * width**2)
 
 
 def _arm(strategy: Strategy, batch: int) -> tuple[DrafterName, int, int, int]:

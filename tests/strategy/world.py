@@ -67,7 +67,7 @@ class World:
         if strategy.drafter != "none":
             nodes = self.drafts(strategy)
             rows, tokens = self.batch + len(nodes.line), self.batch + int(nodes.hit.sum())
-            if strategy.watch or self.step % 16 == 0:
+            if strategy.watch or self.step % (32 if self.batch >= 16 else 16) == 0:
                 self.watched = nodes
         ms = float(self.costs.base_ms(strategy, self.batch, rows)) * float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens

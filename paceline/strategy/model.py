@@ -28,8 +28,6 @@ _MAX_ROWS = 512
 _AHEAD, _BETTER = 1.03, 1.04
 """Speculation must be so much faster than off to be switched on, and a strategy than the one in use to replace it."""
 _DECIDE_EVERY, _TRY_TAU_EVERY = 32, 32
-_PROBE_LINES = 24
-"""Lines until a drafter counts as known."""
 _PROBE_NODES, _LEAST_PROBED = 48, 3
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
@@ -172,7 +170,7 @@ class ModelSelector:
             if drafter == "both" and (view.num_running > _BOTH_UP_TO or not self._both_may_pay()):
                 continue
             rest = self._rests.setdefault(drafter, _Rest())
-            if self.survival_of(drafter).num_lines < _PROBE_LINES or self._step >= rest.next_step:
+            if not self.survival_of(drafter).is_known or self._step >= rest.next_step:
                 rest.next_step, rest.probed = self._step + rest.interval, True
                 return self.probe_of(drafter, view.num_running)
         return None
@@ -199,7 +197,7 @@ class ModelSelector:
         """Each of the two must be of use by itself."""
         known = [self._survival[name].gain(SUFFIX_SHAPE if name == "suffix" else (1, 1)) for name in ("suffix", "eagle")
                  if name in self._survival]
-        return len(known) == 2 and all(gain is not None and float((gain.survival * gain.present)[2, 0]) > 0.3 for gain in known)
+        return len(known) == 2 and all(gain is not None and float((gain.survival * gain.present)[2, 0]) > 0.6 for gain in known)
 
     def _set_rests(self, view: StepView, used: DrafterName) -> None:
         """Who was probed and is not used rests longer; who is used is looked at again soon, with a larger tree."""
@@ -221,6 +219,8 @@ class ModelSelector:
         promise = self.promise
         if promise is None or promise.strategy.drafter not in ("none", *view.available):
             return True
+        if not promise.batch < 2 * view.num_running < 4 * promise.batch:
+            return True  # another place altogether
         since = self._step - self._decided
         hurry = self._is_surprised or abs(view.num_running - promise.batch) > promise.batch // 8
         return since >= (_DECIDE_EVERY // 4 if hurry else self._patience)

@@ -25,6 +25,7 @@ _LINES = 32
 """Of one step, at most: more tell little more."""
 _KEEP_LINES, _KEEP_LOOK = 160.0, 0.92
 """Lines (a request in a step) that are remembered, about; and what of a look is left with the next one, at most."""
+_ENOUGH_LINES, _ENOUGH_LOOKS = 24, 4
 _OF_ALL = 8.0
 """Lines that what is known of all requests counts as for those of one quality."""
 
@@ -70,7 +71,7 @@ class Survival:
     def __init__(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """shapes: (depth, width) whose gains are wanted."""
         self.shapes = shapes
-        self.num_lines = 0
+        self.num_lines = self.num_looks = 0
         self._sums = np.zeros(3)  # tested nodes, how many should have been accepted, how many were: the older the less
         self._bands = np.zeros((2, len(_BANDS) + 1))  # nodes by the drafter's own estimate of their survival; accepted ones
         self._tested = np.zeros(_DEPTHS * _RANKS * _GAPS)
@@ -93,6 +94,12 @@ class Survival:
         self._learn_bands(watched)
         self._learn_gains(watched, self.survival(watched, bins))
         self.num_lines += watched.num_lines
+        self.num_looks += 1
+
+    @property
+    def is_known(self) -> bool:
+        """A few looks, or fewer at many requests at once."""
+        return self.num_lines >= _ENOUGH_LINES or self.num_looks >= _ENOUGH_LOOKS
 
     def forget(self) -> None:
         """The drafter has been replaced: keep a little of what is known, as a first guess."""
@@ -100,7 +107,7 @@ class Survival:
             sums *= 0.1
         for curve in self._curves.values():
             curve.sums *= 0.1
-        self.num_lines = 0
+        self.num_lines = self.num_looks = 0
 
     def survival(self, watched: Watched, bins: NDArray[np.int64] | None = None) -> Array:
         """[M] chance that each node is accepted."""

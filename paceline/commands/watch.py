@@ -45,16 +45,15 @@ class Watch:
             return
         sums.tokens += sum(map(len, result.tokens.values()))
         sums.verifications += result.num_requests
-        if result.watched is not None and result.drafted:  # the steps that were looked at closely
+        if result.expected > 0:  # the steps that were looked at closely
             sums.watched, sums.expected, sums.hits = (sums.watched + result.drafted, sums.expected + self._expected(result),
                                                       sums.hits + result.accepted)
 
     def _expected(self, result: StepResult) -> float:
         """Nodes that should be accepted: as the selector has calibrated it from earlier steps, or by the drafter's own word."""
-        selector = self.engine.select
-        if not isinstance(selector, ModelSelector) or result.watched is None:
+        if result.watched is None or not isinstance(self.engine.select, ModelSelector):
             return result.expected
-        return float(selector.survival_of(result.strategy.drafter).survival(result.watched).sum())
+        return float(self.engine.select.survival_of(result.strategy.drafter).survival(result.watched).sum())
 
     def step_done(self) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of the RL step that has ended, and its alarms."""

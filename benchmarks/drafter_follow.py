@@ -19,9 +19,10 @@ import torch
 from gpu_common import Budget, Report, parser_of
 
 from paceline import Engine, SamplingParams
+from paceline.commands.policy import policy_source
 from paceline.commands.rollouts import Problems, as_prompt
 from paceline.commands.settings import read_settings
-from paceline.commands.train import model_source, train
+from paceline.commands.train import train
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle
@@ -70,7 +71,7 @@ def main() -> None:
 
 def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> dict[str, Any]:
     """A drafter for the policy that the run begins with, trained on answers to other problems."""
-    policy, tokenizer = load_model(model_source(config), config.device, parse_dtype(config.dtype) or torch.float32)
+    policy, tokenizer = load_model(policy_source(config.model), config.device, parse_dtype(config.dtype) or torch.float32)
     options = SpotConfig(**{"temperature": config.rollout.temperature, **config.spot})
     start = fresh_eagle(policy, options.module_form)
     engine = Engine(policy, tokenizer, "none", "off", config.engine.model_copy(update={"capture": capture_layers(start.config)}))

@@ -20,9 +20,9 @@ import torch
 from gpu_common import TINY, Budget, Report, chat, parser_of, questions
 
 from paceline import Engine, SamplingParams
+from paceline.commands.policy import policy_source
 from paceline.commands.rollouts import Problems, as_prompt
-from paceline.commands.train import model_source
-from paceline.config import EngineConfig, TrainConfig
+from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.models.decoder import Decoder
@@ -87,7 +87,7 @@ def setting(args: Any, device: torch.device) -> tuple[Work, list[FeatureRecord],
         new_tokens = 24
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        policy, tokenizer = load_model(args.model or model_source(TrainConfig()), device, dtype)
+        policy, tokenizer = load_model(args.model or policy_source("default"), device, dtype)
         new_tokens = args.tokens
         prompts = [] if args.prompts is None else chat(tokenizer, questions(args.prompts))[: args.batch]
     start = fresh_eagle(policy) if args.drafter is None else load_eagle(args.drafter, policy)

@@ -82,8 +82,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end-of-text tokens.")] = False,
     raw_logprobs: Annotated[bool, typer.Option("--raw-logprobs", help="Also those of the unfiltered distribution.")] = False,
-    strategy: Annotated[str, typer.Option(help="off, auto, or like suffix:d8w2v16, eagle:d6w4v32, both:d6w4v32: depth, "
-                                               "children per node, nodes verified. Changes no token.")] = "auto",
+    strategy: Annotated[str, typer.Option(help="off, auto, model, beg, or like suffix:d8w2v16, eagle:d6w4v32, both:d6w4v32: "
+                                               "depth, children per node, nodes verified. Changes no token.")] = "auto",
     drafter: Annotated[str, typer.Option(help="suffix, none, or a learned drafter's folder.")] = "suffix",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

@@ -138,7 +138,7 @@ class TrainConfig(Config):
     out: str = "runs/default"
     """The run folder."""
     strategy: str = "auto"
-    """off, auto, or like suffix:d8w2v16. Changes no token."""
+    """off, auto, model, beg, or like suffix:d8w2v16 (docs/selection.md). Changes no token."""
     drafter: str = "suffix"
     """suffix; none; a learned drafter's folder; or `learned`: one that begins with nothing."""
     drafter_follow: bool = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from paceline.commands.follow import Follower, make_follower, new_drafter
 from paceline.commands.generate import check_device
+from paceline.commands.policy import policy_source
 from paceline.commands.progress import strategy_shares
 from paceline.commands.rollouts import Collector, Problems
 from paceline.commands.run_folder import RunFolder
@@ -286,7 +286,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     compute = parse_dtype(config.dtype)
     master = torch.float64 if compute == torch.float64 else torch.float32
     lora = config.learner.lora_rank > 0
-    source = model_source(config) if checkpoint is None or lora else policy_folder(checkpoint)
+    source = policy_source(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
     model, tokenizer = load_model(source, config.device, master)
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
@@ -295,7 +295,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, config.rollout.temperature,
                       compute or master, config.seed, reward_model, config.reward_model_weight)
     if learner.reference is not None and checkpoint is not None and not lora:
-        first, _ = load_model(model_source(config), config.device, master)
+        first, _ = load_model(policy_source(config.model), config.device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is what the run began with
     if checkpoint is not None:
         restore(learner, checkpoint)
@@ -325,10 +325,6 @@ def make_drafter(config: TrainConfig, policy: Decoder) -> Eagle | str:
     if not config.drafter_follow:
         raise ValueError("drafter_follow: false, but a drafter that begins with nothing must learn; give `drafter` a folder")
     return new_drafter(policy, config.spot)
-
-
-def model_source(config: TrainConfig) -> Path | str:
-    return Path(str(files("paceline") / "assets" / "collatz")) if config.model == "default" else config.model
 
 
 def _mean(values: list[float]) -> float:

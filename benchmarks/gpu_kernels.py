@@ -1,7 +1,7 @@
 """Every Triton kernel on a GPU: right, and how fast. Times are of CUDA-graph replays (median), cold caches where it matters.
 
     python benchmarks/gpu_kernels.py --out results.json          # all sections, under four minutes
-    python benchmarks/gpu_kernels.py --sections check,linear-7B  # some
+    python benchmarks/gpu_kernels.py --sections check,attention-7B  # some
 
 Each section runs in a process of its own, so a kernel that corrupts the device takes only its section along. All sections
 are first run side by side without timing: that compiles their kernels on all cores.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from paceline.kernels import PagedCache, SamplingTensors, Segments, TorchOps
 
 ROWS = (1, 8, 32, 64, 128, 256)
-CONTEXTS = (128, 512, 4096)
+CONTEXTS = (128, 384, 1024)
 VOCAB = 151936
 COLD_BYTES = 256 << 20
 """Data is spread over so many bytes, five times the second-level cache, before it is read again."""
@@ -48,25 +49,31 @@ Cell = dict[str, Any]
 
 
 class Bench:
-    """Collects results; with `warm` it only compiles."""
+    """Collects results and writes them as they come; with `warm` it only compiles, its share (i of n) of all kernels."""
 
-    def __init__(self, warm: bool) -> None:
-        self.warm, self.results, self.errors = warm, [], {}  # type: ignore[var-annotated]
+    def __init__(self, out: Path, warm: tuple[int, int] | None) -> None:
+        self.warm, self.results, self.errors = warm is not None, [], {}  # type: ignore[var-annotated]
+        self._out, self._share, self._asked = out, warm or (0, 1), 0
+
+    def add(self, cell: Cell) -> None:
+        self.results.append(cell)
+        self._out.write_text(json.dumps({"results": self.results, "errors": self.errors}))
 
     def time_us(self, name: str, calls: list[Callable[[], Any]]) -> float | None:
         """Microseconds per call; `calls` are captured one after the other (several: each with data of its own)."""
+        self._asked += 1
+        if self.warm and self._asked % self._share[1] != self._share[0]:
+            return None
         try:
             calls[0]()
-            if self.warm:
-                return None
-            return _replay_us(calls)
+            return None if self.warm else _replay_us(calls)
         except Exception as error:  # a failing kernel is a result
             self.errors[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"
             return None
 
     def check(self, name: str, test: Callable[[], Any]) -> None:
         try:
-            self.results.append({"check": name, "value": test()})
+            self.add({"check": name, "value": test()})
         except Exception:
             self.errors[name] = traceback.format_exc().strip().splitlines()[-1][:300]
 
@@ -126,7 +133,7 @@ def _step(shape: Shape, requests: int, rows: int, context: int, copies: int = 1,
 
 
 def section_check(bench: Bench, _: str) -> None:
-    from paceline.kernels import triton_attention, triton_linear, triton_plan
+    from paceline.kernels import triton_attention, triton_plan
     from paceline.kernels.draft_rank import draft_topk
     from paceline.kernels.triton_move import movables
     from paceline.kernels.triton_ops import TritonOps
@@ -180,10 +187,6 @@ def section_check(bench: Bench, _: str) -> None:
         weight = torch.randn(out_features, in_features, device="cuda").bfloat16()
         bench.check(f"deterministic linear {out_features}x{in_features} ignores the batch",
                     lambda w=weight: same_in_any_batch(w))
-        x = torch.randn(48, in_features, device="cuda").bfloat16()
-        for config in _linear_configs(64, out_features, in_features):
-            bench.check(f"linear {out_features}x{in_features} {tuple(config)}", lambda w=weight, x=x, c=config: error(
-                triton_linear.linear(x, w, None, c, ops._counters), F.linear(x.double(), w.double())))
 
     x, residual, weight = (torch.randn(*s, device="cuda").bfloat16() for s in ((70, 3584), (70, 3584), (3584,)))
     bench.check("rms_norm", lambda: error(ops.rms_norm(x, weight, 1e-6), twin.rms_norm(x.double(), weight, 1e-6)))
@@ -256,16 +259,17 @@ def section_check(bench: Bench, _: str) -> None:
 
 def section_attention(bench: Bench, name: str) -> None:
     from paceline.kernels import triton_attention, triton_attention_fixed, triton_plan
-    from paceline.kernels.triton_attention import Launch
+    from paceline.kernels.triton_plan import Launch
 
     shape = SHAPES[name]
-    variants = {"m16": (16, Launch(4, 5)), "m16s3": (16, Launch(4, 3)), "m16s7": (16, Launch(4, 7)), "m16w8": (16, Launch(8, 5)),
-                "m16r128": (16, Launch(4, 5, 128)), "m32": (32, Launch(4, 5)), "m64": (64, Launch(4, 3)),
-                "m64w8": (64, Launch(8, 5))}
-    cases = [(rows, 1, context) for rows in ROWS for context in CONTEXTS]
-    cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8)) for c in (512, 4096)]
+    first = Launch(max_registers=168 if shape.dim > 64 else None)
+    plain = {"m16": (16, first), "w2n64": (16, Launch(2)), "w1n32": (16, Launch(1, block_n=32)),
+             "w2n32 one": (16, Launch(2, block_n=32, one_loop=True)), "w1n32s3 one": (16, Launch(1, 3, None, 32, True))}
+    trees = {"m16": (16, first), "m32": (32, Launch()), "m32n32": (32, Launch(block_n=32)), "m64n32": (64, Launch(block_n=32))}
+    cases = [(rows, 1, context) for rows in reversed(ROWS) for context in CONTEXTS]
+    cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8), (64, 4)) for c in CONTEXTS]
     if bench.warm:
-        cases = [(8, 1, 512), (1, 1, 512), (32, 8, 512)]
+        cases = [*((rows, 1, 128) for rows in ROWS), (1, 16, 128), (8, 8, 128), (32, 8, 128)]
     chunk = triton_plan.fixed_chunk(4096)
     for requests, rows, context in cases:
         num_bytes = requests * context * shape.kv_heads * shape.dim * 4
@@ -274,18 +278,12 @@ def section_attention(bench: Bench, name: str) -> None:
         splits = triton_plan.default_splits(len(q), shape.kv_heads)
         cell: Cell = {"kernel": "attention", "shape": name, "requests": requests, "rows each": rows, "context": context,
                       "bytes": num_bytes}
-
-        def run(label: str, block_m: int, launch: Launch, splits: int, fused: bool = True, cell: Cell = cell, q: Any = q,
-                caches: Any = caches, segments: Any = segments, scale: float = scale, size: Any = size) -> None:
+        chosen = (triton_plan.tile_size(len(q), rows > 1), triton_plan.launch_for(len(q), *shape[2:4], rows > 1))
+        for label, (block_m, launch) in {**(plain if rows == 1 else trees), "chosen": chosen}.items():
             plan = triton_plan.make_plan(segments, *size, block_m, splits)
-            cell[label] = bench.time_us(f"attention {label} {name} {size} {cell['context']}", [
-                lambda c=c: triton_attention.attention(q, c, segments, plan, scale, fused, launch) for c in caches])
-
-        for label, (block_m, launch) in variants.items():
-            run(label, block_m, launch, splits)
-        run("m16 two kernels", *variants["m16"], splits, fused=False)
-        for other in (1, 8, 32):
-            run(f"m16 splits {other}", *variants["m16"], other)
+            cell[label] = bench.time_us(f"attention {label} {name} {size} {context}", [
+                lambda c=c, q=q, g=segments, p=plan, z=scale, at=launch: triton_attention.attention(q, c, g, p, z, launch=at)
+                for c in caches])
         plan = triton_plan.make_plan(segments, *size, triton_attention_fixed.BLOCK_M, -(-(4096 + 128) // chunk), chunk)
         cell["fixed"] = bench.time_us(f"attention fixed {name} {size}", [
             lambda c=c, q=q, s=segments, p=plan, z=scale: triton_attention_fixed.attention(q, c, s, p, z) for c in caches])
@@ -296,7 +294,7 @@ def section_attention(bench: Bench, name: str) -> None:
                      for c in caches]
             cell["torch dense"] = bench.time_us("sdpa", [lambda k=k, v=v, q=q: F.scaled_dot_product_attention(
                 q[:, :, None], k, v, enable_gqa=True) for k, v in dense])
-        bench.results.append(cell)
+        bench.add(cell)
         del caches
 
 
@@ -318,13 +316,13 @@ def section_small(bench: Bench, name: str) -> None:
         for kernel, arguments in calls.items():
             ours, theirs = (bench.time_us(f"{family.name} {kernel} {name} {rows}", [
                 lambda f=family, k=kernel, a=arguments: getattr(f, k)(*a)]) for family in (ops, twin))
-            bench.results.append({"kernel": kernel, "shape": name, "rows": rows, "triton": ours, "torch": theirs})
+            bench.add({"kernel": kernel, "shape": name, "rows": rows, "triton": ours, "torch": theirs})
     tensors = [torch.zeros(1 << 14, shape.kv_heads, shape.dim, device="cuda").bfloat16() for _ in range(56)]
     where = movables(tensors)
     for requests in (1, 32, 256):
         base = torch.arange(requests, device="cuda")[:, None] * 64
         source, target = base + torch.arange(8, device="cuda") * 3, base + torch.arange(8, device="cuda")
-        bench.results.append({"kernel": "move_tokens", "shape": name, "rows": requests,
+        bench.add({"kernel": "move_tokens", "shape": name, "rows": requests,
                               "triton": bench.time_us("move", [lambda s=source, t=target: ops.move_tokens(where, s, t)])})
 
 
@@ -357,56 +355,12 @@ def section_sample(bench: Bench, _: str) -> None:
             few = logits[0][:, :32000].contiguous()
             cell["draft k=8 of 32000"] = bench.time_us("draft_topk reduced", [lambda x=few, p=params: ops.draft_topk(
                 x, p.seed, p.position, p.temperature, 0.35, 8, ids)])
-            bench.results.append(cell)
-
-
-def _linear_configs(rows: int, out_features: int, in_features: int) -> list[Any]:
-    from paceline.kernels.triton_linear import PROCESSORS, Config
-
-    block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
-    found = []
-    for block_n, block_k, warps, stages, swap, tma in (
-            (16, 256, 4, 5, False, False), (32, 256, 4, 4, False, False), (64, 128, 4, 5, False, False),
-            (64, 128, 4, 5, True, False), (64, 128, 4, 5, True, True), (128, 64, 4, 6, True, True), (64, 256, 4, 3, True, True),
-            (32, 256, 4, 4, False, True), (128, 128, 8, 4, True, True)):
-        if (block_n + block_m) * block_k * 2 * stages > 220_000:
-            stages = max(2, 220_000 // ((block_n + block_m) * block_k * 2))
-        tiles, steps = -(-out_features // block_n), -(-in_features // block_k)
-        wanted = {1} if tiles >= 2 * PROCESSORS else {max(1, min(PROCESSORS // tiles, steps)),
-                                                       max(1, min(-(-2 * PROCESSORS // tiles), steps))}
-        found += [Config(block_m, block_n, block_k, split, warps, stages, swap, tma) for split in sorted(wanted)]
-    return found
-
-
-def section_linear(bench: Bench, name: str) -> None:
-    from paceline.kernels import triton_linear
-
-    shape = SHAPES[name]
-    counters = torch.zeros(triton_linear.MAX_TILES, dtype=torch.int32, device="cuda")
-    products = {"qkv": ((shape.heads + 2 * shape.kv_heads) * shape.dim, shape.hidden),
-                "o": (shape.hidden, shape.heads * shape.dim), "gate_up": (2 * shape.intermediate, shape.hidden),
-                "down": (shape.hidden, shape.intermediate), "head": (VOCAB, shape.hidden)}
-    for product, (out_features, in_features) in products.items():
-        num_bytes = out_features * in_features * 2
-        count = 1 if bench.warm else _copies(num_bytes, 48)
-        weights = [torch.randn(out_features, in_features, device="cuda").bfloat16() for _ in range(count)]
-        for rows in ROWS:
-            x = torch.randn(rows, in_features, device="cuda").bfloat16()
-            cell: Cell = {"kernel": "linear", "shape": name, "product": product, "rows": rows, "N": out_features,
-                          "K": in_features, "bytes": num_bytes, "ours": {}}
-            cell["cublas"] = bench.time_us("cublas", [lambda w=w, x=x: F.linear(x, w) for w in weights])
-            for config in _linear_configs(rows, out_features, in_features) if rows <= 64 else []:
-                cell["ours"][str(tuple(config))] = bench.time_us(f"linear {tuple(config)}", [
-                    lambda w=w, x=x, c=config: triton_linear.linear(x, w, None, c, counters) for w in weights])
-            cell["fixed"] = bench.time_us("fixed", [
-                lambda w=w, x=x: triton_linear.fixed_linear(x, w, None, counters) for w in weights])
-            bench.results.append(cell)
+            bench.add(cell)
 
 
 SECTIONS: dict[str, tuple[Callable[[Bench, str], None], str]] = {
     "check": (section_check, ""), "sample": (section_sample, ""),
     **{f"attention-{name}": (section_attention, name) for name in ("7B", "1.5B", "0.5B")},
-    **{f"linear-{name}": (section_linear, name) for name in ("7B", "1.5B", "0.5B")},
     **{f"small-{name}": (section_small, name) for name in ("7B", "0.5B")}}
 
 
@@ -424,14 +378,8 @@ def report(section: str, results: list[Cell], errors: dict[str, str]) -> None:
         bad = [f"  {r['check']}: {r['value']}" for r in results if _worst(r["value"]) > 0.02]
         lines[f"{len(results) - len(bad)} of {len(results)} within 2 % of the largest value, or equal where asked"] = bad[:30]
     for cell in results if kind != "check" else []:
-        if kind == "linear":
-            best, config = min(((t, c) for c, t in cell["ours"].items() if t), default=(None, ""))
-            rate = "" if best is None else f" {cell['bytes'] / best / 1e6:.2f} TB/s {config.replace(' ', '')}"
-            times = "/".join(_us(t) for t in (cell["cublas"], best, cell["fixed"]))
-            text = f"{cell['rows']}: {times}{rate if cell['rows'] in (1, 64) else ''}"
-            lines.setdefault(f"{cell['product']}, rows: us cublas/ours/fixed", []).append(text)
-        elif kind == "attention":
-            best, label = min((v, k) for k, v in cell.items() if k.startswith("m") and v) if cell.get("m16") else (None, "")
+        if kind == "attention":
+            best, label = min((v, k) for k, v in cell.items() if k[0] in "mwc" and v) if cell.get("m16") else (None, "")
             rate = "" if best is None else f" {cell['bytes'] / best / 1e6:.2f} TB/s"
             text = f"{cell['context']}: {_us(cell['m16'])}/{_us(best)} {label}{rate}, fixed {_us(cell['fixed'])}"
             dense = f", torch {_us(cell['torch dense'])}" if "torch dense" in cell else ""
@@ -467,19 +415,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=230.0, help="seconds for everything")
-    parser.add_argument("--child", choices=["warm", "time"], help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # "time", or which share to compile: "2/5"
     args = parser.parse_args()
     names = args.sections.split(",")
     if args.child:
-        bench = Bench(args.child == "warm")
+        share = None if args.child == "time" else tuple(map(int, args.child.split("/")))
         run, argument = SECTIONS[names[0]]
         with torch.inference_mode():
-            run(bench, argument)
-        args.out.write_text(json.dumps({"results": bench.results, "errors": bench.errors}))
+            run(Bench(args.out, share), argument)  # type: ignore[arg-type]
         return
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        warm = [_child(name, "warm", Path(folder)) for name in names]
+        shares = max(1, (os.cpu_count() or 2) // len(names))
+        warm = [_child(name, f"{i}/{shares}", Path(folder)) for name in names for i in range(shares)]
         for process in warm:
             _finish(process, max(5.0, args.budget * 0.6 - (time.monotonic() - began)))
         print(f"compiled in {time.monotonic() - began:.0f} s")
@@ -498,7 +446,8 @@ def main() -> None:
 
 
 def _child(name: str, mode: str, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--child", mode, "--sections", name, "--out", str(folder / f"{name}-{mode}.json")]
+    command = [sys.executable, __file__, "--child", mode, "--sections", name, "--out",
+               str(folder / f"{name}-{mode.replace('/', '-')}.json")]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 

@@ -123,7 +123,7 @@ class EagleDrafter:
             return out
         state = state if above is None else state[above]
         cos, sin = self.rope(rows.positions)
-        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.policy.config.num_heads, cache, [])
+        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.policy.config.num_heads, cache, [], trees=True)
         attend = PagedAttend(self.ops, [cache], cos, sin, rows.write, rows.segments, plan)
         return self.module(self.policy.embed(rows.tokens), state, attend)
 

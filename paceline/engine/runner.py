@@ -46,7 +46,7 @@ class Runner:
         rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
         if plan.prefill:
             rows = with_prefill(rows, plan.prefill, self.state)
-        hidden = self._forward(rows, [(item.request.slot, item.start, item.num_rows) for item in plan.prefill])
+        hidden = self._forward(rows, [(item.request.slot, item.start, item.num_rows) for item in plan.prefill], depth > 0)
         return self._draw(inputs, rows, hidden, depth, want_raw) if plan.decode else None
 
     def run_rows(self, inputs: StepInputs, depth: int, want_raw: bool = False) -> Drawn:
@@ -55,17 +55,17 @@ class Runner:
 
         def step() -> Drawn:
             rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
-            return self._draw(inputs, rows, self._forward(rows, []), depth, want_raw)
+            return self._draw(inputs, rows, self._forward(rows, [], depth > 0), depth, want_raw)
 
         if self.graphs is None or not inputs.fixed:
             return step()
         key = (len(inputs.tree.tokens), depth, want_raw)
         return self.graphs.run(key, step, rehearsal(inputs.slots, self.state.padding))
 
-    def _forward(self, rows: DecodeRows, chunks: list[tuple[int, int, int]]) -> Tensor:
+    def _forward(self, rows: DecodeRows, chunks: list[tuple[int, int, int]], trees: bool) -> Tensor:
         """Final hidden states [R, H]; keys, values, tokens and captured features of every row are stored on the way."""
         cos, sin = self.rope(rows.positions)
-        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.config.num_heads, self._layers[0], chunks)
+        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.config.num_heads, self._layers[0], chunks, trees)
         attend = PagedAttend(self.ops, self._layers, cos, sin, rows.write, rows.segments, plan)
         hidden = self.model(rows.tokens, attend, self.capture)
         self.store.tokens[rows.write] = rows.tokens

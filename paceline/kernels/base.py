@@ -222,9 +222,9 @@ class Ops(Protocol):
         ...
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]]) -> Any:
+                  chunks: list[tuple[int, int, int]], trees: bool = False) -> Any:
         """What `attention` wants worked out once for all layers of a step. chunks: (slot, start, rows) of the prompt chunks,
-        whose segments come last."""
+        whose segments come last. trees: neighbouring rows are of one request, and share most of their keys."""
         ...
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:

@@ -80,7 +80,7 @@ class TorchOps:
         return self.rope_write(self.linear(x.complete(), weight, bias), num_heads, None, None, 0.0, cos, sin, write, cache)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]]) -> Any:
+                  chunks: list[tuple[int, int, int]], trees: bool = False) -> Any:
         return None
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:

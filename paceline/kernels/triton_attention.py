@@ -8,8 +8,6 @@ finish merges them (or a second kernel does). Everything is read from a `Plan`; 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -18,22 +16,9 @@ from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
 from paceline.kernels.triton_pdl import fetch_ahead, launch_options, let_next_begin, wait_for_previous
-from paceline.kernels.triton_plan import BLOCK_N, Plan, Prefill
+from paceline.kernels.triton_plan import Launch, Plan, Prefill
 
 LOG2_E = 1.4426950408889634
-
-
-class Launch(NamedTuple):
-    """How the kernel is compiled; benchmarks/gpu_kernels.py compares."""
-
-    num_warps: int = 4
-    num_stages: int = 5  # the page table is read one stage ahead of the keys: 3, 5, 7 keep 1, 2, 3 blocks in flight
-    max_registers: int | None = None
-
-
-def default_launch(head_dim: int) -> Launch:
-    """Large heads: 168 registers suffice without spilling, and leave room for three programs per processor instead of two."""
-    return Launch(max_registers=168 if head_dim > 64 else None)
 
 
 MERGED_AT_ONCE = 4
@@ -47,7 +32,7 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
     """Rows of `plan`. fused: the last split merges; otherwise a second launch does. pdl: see `triton_pdl`; what is read before
     the wait is the plan, the page table and the addresses of older keys."""
     q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
-    num_kv_heads, splits, launch = cache.k.shape[1], plan.num_splits, launch or default_launch(head_dim)
+    num_kv_heads, splits, launch = cache.k.shape[1], plan.num_splits, launch or plan.launch
     padded = max(triton.next_power_of_2(head_dim), 16)
     out = torch.empty_like(q)
     if num_rows == 0:
@@ -58,10 +43,10 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
         q, cache.k, cache.v, cache.page_table, segments.mask, plan.record, plan.counter, out, part, stats,
         scale * LOG2_E, splits, cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, TILE_ROWS=plan.tile_rows,
-        BLOCK_M=plan.block_m, BLOCK_N=BLOCK_N, MANY=splits > 1, FUSED=fused, PRECISION=precision_of(q), PDL=pdl,
+        BLOCK_M=plan.block_m, BLOCK_N=launch.block_n, ONE_LOOP=launch.one_loop, MANY=splits > 1, FUSED=fused,
+        PRECISION=precision_of(q), PDL=pdl, SPLITS=triton.next_power_of_2(splits), TOGETHER=MERGED_AT_ONCE,
         AHEAD=32 * launch.num_warps if pdl and num_rows <= AHEAD_ROWS and head_dim * q.element_size() % 16 == 0 else 0,
-        SPLITS=triton.next_power_of_2(splits), TOGETHER=MERGED_AT_ONCE, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, maxnreg=launch.max_registers, **launch_options(pdl))
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers, **launch_options(pdl))
     if splits > 1 and not fused:
         _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
                                              HEADS=num_heads, FIXED=False, PDL=pdl, num_warps=4, **launch_options(pdl))
@@ -97,8 +82,9 @@ def precision_of(x: Tensor) -> str:
 def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, part, stats, scale, splits, table_stride,
                    k_stride, v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
                    DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, MANY: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-                   AHEAD: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr):
+                   BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, MANY: tl.constexpr, FUSED: tl.constexpr,
+                   PRECISION: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr,
+                   AHEAD: tl.constexpr):
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     let_next_begin(PDL)
@@ -137,22 +123,27 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
-    for p in range(start, every, BLOCK_N):
-        position = p + n
-        token = tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
-        top, total, acc = attend_block(query, k_head, v_head, token, n >= 0, n[None, :] >= 0, top, total, acc, scale, d,
-                                       k_stride, v_stride, DIM, DIM_PADDED, False, PRECISION)
-    for p in tl.range(every, end, BLOCK_N, num_stages=1):  # one or two rounds: nothing to fetch ahead
-        position = p + n
-        bit = (position - context)[None, :]
-        word = tl.where(bit < 64, low, high)
-        in_step = tl.where(causal, bit <= first + r[:, None], ((word >> (bit & 63).to(tl.int64)) & 1) != 0)
-        visible = ((bit < 0) | in_step) & (position < end)[None, :] & (r < led)[:, None]
-        needed = tl.max(visible.to(tl.int32), axis=0) != 0  # what no row sees is not read: it may be anything
-        token = page.to(tl.int64) * PAGE + position % PAGE
-        page = tl.load(table + (position + BLOCK_N) // PAGE, mask=position + BLOCK_N < end, other=0)
-        top, total, acc = attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d,
-                                       k_stride, v_stride, DIM, DIM_PADDED, True, PRECISION)
+    if ONE_LOOP:
+        for p in range(start, end, BLOCK_N):
+            position = p + n
+            token = tl.load(table + position // PAGE, mask=position < end, other=0).to(tl.int64) * PAGE + position % PAGE
+            visible = _visible(position, end, context, causal, first, led, low, high, r)
+            top, total, acc = attend_block(query, k_head, v_head, token, position < end, visible, top, total, acc, scale, d,
+                                           k_stride, v_stride, DIM, DIM_PADDED, True, PRECISION)
+    else:
+        for p in range(start, every, BLOCK_N):
+            position = p + n
+            token = tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+            top, total, acc = attend_block(query, k_head, v_head, token, n >= 0, n[None, :] >= 0, top, total, acc, scale, d,
+                                           k_stride, v_stride, DIM, DIM_PADDED, False, PRECISION)
+        for p in tl.range(every, end, BLOCK_N, num_stages=1):  # one or two rounds: nothing to fetch ahead
+            position = p + n
+            visible = _visible(position, end, context, causal, first, led, low, high, r)
+            needed = tl.max(visible.to(tl.int32), axis=0) != 0  # what no row sees is not read: it may be anything
+            token = page.to(tl.int64) * PAGE + position % PAGE
+            page = tl.load(table + (position + BLOCK_N) // PAGE, mask=position + BLOCK_N < end, other=0)
+            top, total, acc = attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d,
+                                           k_stride, v_stride, DIM, DIM_PADDED, True, PRECISION)
     active = (keys + chunk - 1) // chunk
     if active == 1:
         value = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -169,6 +160,15 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
                 tl.store(counter + row * KV_HEADS + kv_head, 0)  # ready for the next layer
                 value = _merge_parts(part, stats, where, active, r < led, d, BLOCK_M, DIM_PADDED, SPLITS, TOGETHER)
                 tl.store(out + place[:, None] * DIM + d[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _visible(position, end, context, causal, first, led, low, high, r):
+    """[BLOCK_M, BLOCK_N]: keys of before the step, and of the step those on the row's path."""
+    bit = (position - context)[None, :]
+    word = tl.where(bit < 64, low, high)
+    in_step = tl.where(causal, bit <= first + r[:, None], ((word >> (bit & 63).to(tl.int64)) & 1) != 0)
+    return ((bit < 0) | in_step) & (position < end)[None, :] & (r < led)[:, None]
 
 
 @triton.jit

@@ -57,15 +57,14 @@ class TritonOps(TorchOps):
     name = "triton"
 
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False, max_context: int = 32768,
-                 block_m: int = 16, pdl: bool = True, fused: bool = True, ahead: int = 2 << 20,
+                 pdl: bool = True, fused: bool = True, ahead: int = 2 << 20,
                  min_chunk: int = triton_plan.MIN_CHUNK, fused_rows: int = 32) -> None:
         """max_context: the longest context of any request; in deterministic mode it fixes the order of sums.
-        block_m: queries (rows x heads of a group) of one attention tile; more suit wide trees, fewer plain decoding.
         Up to `fused_rows` rows, where launches and what lies between them are a good part of a step:
         pdl: kernels start before the one in front has ended, and products fetch `ahead` bytes of weight meanwhile;
         fused: products take along the norm, activation or rotation beside them.
         min_chunk: keys of the smallest split of a context."""
-        self.deterministic, self.block_m, self.min_chunk = deterministic, block_m, min_chunk
+        self.deterministic, self.min_chunk = deterministic, min_chunk
         self.pdl = pdl and not deterministic and triton_pdl.supported(device)
         self.fused, self.fused_rows, self._ahead = fused and not deterministic, fused_rows, ahead if self.pdl else 0
         self._chunk = triton_plan.fixed_chunk(max_context)
@@ -137,8 +136,8 @@ class TritonOps(TorchOps):
 
     # -- attention
 
-    def plan(self, segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int,
-             prefill: Prefill | None = None) -> Plan:
+    def plan(self, segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
+             prefill: Prefill | None = None, trees: bool = True) -> Plan:
         """What `attention` reads in every layer of a step: make it once, inside the graph. prefill: the segments behind
         `prefill.first_row` are prompt chunks (see `triton_plan.prefill_chunks`); never captured."""
         if self.deterministic:
@@ -146,23 +145,23 @@ class TritonOps(TorchOps):
                                          self._max_chunks, self._chunk)
         rows = num_rows if prefill is None else prefill.first_row
         splits = triton_plan.default_splits(max(rows, 1), num_kv_heads)
-        plan = triton_plan.make_plan(segments, rows, num_heads, num_kv_heads, self.block_m, splits,
-                                      min_chunk=self.min_chunk)
-        return plan._replace(prefill=prefill)
+        plan = triton_plan.make_plan(segments, rows, num_heads, num_kv_heads, triton_plan.tile_size(rows, trees), splits,
+                                     min_chunk=self.min_chunk)
+        return plan._replace(prefill=prefill, launch=triton_plan.launch_for(rows, num_kv_heads, head_dim, trees))
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]]) -> Plan | None:
+                  chunks: list[tuple[int, int, int]], trees: bool = False) -> Plan | None:
         if cache.k.dtype not in _OURS:
             return None
         first = num_rows - sum(count for _, _, count in chunks)
         prefill = triton_plan.prefill_chunks(first, chunks, cache) if chunks else None
-        return self.plan(segments, num_rows, num_heads, cache.k.shape[1], prefill)
+        return self.plan(segments, num_rows, num_heads, cache.k.shape[1], cache.k.shape[2], prefill, trees)
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Plan | None = None) -> Tensor:
         if not _ours(q, cache.k):
             return super().attention(q, cache, segments, scale)
         if plan is None:
-            plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1])
+            plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1], cache.k.shape[2])
         if plan.chunk:
             return triton_attention_fixed.attention(q, cache, segments, plan, scale)
         if plan.prefill is None:

@@ -30,6 +30,17 @@ CONTEXT_PROGRAMS = 32
 """Deterministic mode: most chunks of a context, the longest the engine allows."""
 
 
+class Launch(NamedTuple):
+    """How the attention kernel is compiled; benchmarks/gpu_kernels.py compares."""
+
+    num_warps: int = 4
+    num_stages: int = 5  # the page table is read one stage ahead of the keys: 3, 5, 7 keep 1, 2, 3 blocks in flight
+    max_registers: int | None = None
+    block_n: int = BLOCK_N
+    one_loop: bool = False
+    """The last keys in the same loop as the others, masked: plain rows only, which see all of them."""
+
+
 class Prefill(NamedTuple):
     """Prompt chunks at the end of a step's rows, with lengths the host knows. One per step, shared by its layers."""
 
@@ -52,6 +63,7 @@ class Plan(NamedTuple):
     block_m: int
     num_splits: int
     chunk: int  # deterministic mode: keys per split, the same for every row; else 0
+    launch: Launch = Launch()
     prefill: Prefill | None = None
 
 
@@ -73,6 +85,28 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
             KV_HEADS=num_kv_heads, KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N,
             MIN_CHUNK=min_chunk, CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
     return Plan(record, path, counter, tile_rows, block_m, num_splits, chunk)
+
+
+def tile_size(num_rows: int, trees: bool) -> int:
+    """Queries (rows x heads of a group) of a tile: rows of a tree see the same keys, so together they read them once. Where
+    there are few rows, more and smaller tiles keep more processors busy."""
+    return 32 if trees and num_rows >= 64 else 16
+
+
+def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, trees: bool) -> Launch:
+    """Plain rows: the more programs there are, the smaller each, so that more of them wait for memory at the same time."""
+    programs = num_rows * num_kv_heads
+    if trees and num_rows >= 64:
+        return Launch()
+    if trees or programs < 96:  # 168 registers suffice without spilling: three programs per processor instead of two
+        return Launch(max_registers=168 if head_dim > 64 else None)
+    if programs < 192:
+        return Launch(num_warps=2)
+    if programs < 384:
+        return Launch(num_warps=1, block_n=32)
+    if programs < 768:
+        return Launch(num_warps=2, block_n=32, one_loop=True)
+    return Launch(num_warps=1, num_stages=3, block_n=32, one_loop=True)
 
 
 def default_splits(num_rows: int, num_kv_heads: int) -> int:

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tiny import eagle, model
-from torch import Tensor
+from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_lines
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
-from paceline.engine.inputs import InputBuffers, StepInputs
-from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, Segments, SlotTensors, TorchOps
+from paceline.kernels import Candidates, TorchOps
 from paceline.kernels.cpu_ops import CpuOps
-from paceline.kernels.draft_rank import Ranked
 
 TORCH, CPU = TorchOps(), CpuOps()
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -29,63 +27,12 @@ def _seeded() -> None:
 # -- trees
 
 
-def slot_tensors(slots: int, pages: int) -> SlotTensors:
-    context, table = torch.randint(0, 20, (slots,)), torch.randperm(slots * pages).view(slots, pages).int()
-    context[-1] = 0
-    return SlotTensors(context, torch.randint(0, 50, (slots,)), torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots),
-                       torch.arange(slots, dtype=torch.int32), torch.rand(slots), torch.rand(slots), torch.zeros_like(context),
-                       table, 4)
-
-
-def random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Siblings carry distinct tokens, parents stand first."""
-    out = torch.zeros(3, lines, nodes, dtype=torch.int64)
-    for line in range(lines):
-        made: list[tuple[int, int, int]] = []
-        while len(made) < nodes:
-            parent = int(torch.randint(-1, len(made), ())) if made else -1
-            level = 1 + (made[parent][2] if parent >= 0 else 0)
-            token = int(torch.randint(0, vocab, ()))
-            if level <= depth and all((token, parent) != node[:2] for node in made):
-                made.append((token, parent, level))
-        out[:, line] = torch.tensor(made).T
-    return out[0], out[1], out[2]
-
-
 @pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [
     ([3, 0, 12, 7, 0, 0], 6, 12), ([70, 0, 66], 9, 70), ([1], 1, 1), ([6, 6], 6, 6), ([0, 0, 0, 0], 0, 0)])
 @pytest.mark.parametrize("fixed", [False, True])
 @WIDE
 def test_trees_become_rows_and_are_walked(num_nodes: list[int], depth: int, nodes: int, fixed: bool, dtype: torch.dtype) -> None:
-    batch, slots = len(num_nodes), 9
-    buffers = InputBuffers(300 if fixed else 0, slots - 1, torch.device("cpu"))
-    mine = [3, 0, 7, 5, slots - 1, slots - 1][:batch]
-
-    def inputs() -> StepInputs:
-        return buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
-
-    drafts = random_drafts(batch, nodes, depth, 4) if depth else None
-    results, of = [], slot_tensors(slots, 40)
-    for family in (TORCH, CPU):
-        state = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of))
-        step = inputs()
-        if drafts is not None:
-            family.flatten(*drafts, step.draft, step.tree, depth)
-        tree = DraftTree(*(x.clone() for x in step.tree))
-        rows = family.build_rows(step.slots, tree, state)
-        torch.manual_seed(1)
-        num_rows = len(tree.tokens)
-        sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows, dtype=dtype), torch.rand(num_rows)
-        sampled[num_rows // 2] = -1
-        drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw if fixed else None, depth)
-        state.last_token[-1] = 0  # of padding: whatever
-        moved = [drawn.source, drawn.target] if depth else []
-        results.append([*tree, *rows[:3], *rows.segments, *rows.sampling, drawn.tokens, drawn.logprobs, drawn.num_drawn, *moved,
-                        *state[:8], *([drawn.raw_logprobs] if fixed else [])])
-    for i, (theirs, ours) in enumerate(zip(*results, strict=True)):
-        assert theirs.dtype == ours.dtype and torch.equal(theirs, ours), i
-    if depth > 1 and nodes > 6:
-        assert int(drawn.num_drawn.max()) > 1, "nothing was accepted: the walk was not tried"
+    assert_same_walk(CPU, TORCH, num_nodes, depth, nodes, fixed, dtype, raw=fixed)
 
 
 def test_move_tokens() -> None:
@@ -104,33 +51,15 @@ def test_move_tokens() -> None:
 # -- drafting
 
 
-def some_lines(batch: int, slots: int) -> Lines:
-    """The second has no committed token: padding."""
-    context = torch.tensor([9, 0, 3, 17, 1][:batch])
-    return Lines(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)), torch.randint(-(2**60), 2**60, (batch,)),
-                 torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
-
-
-def some_cache(pages: int, slots: int) -> PagedCache:
-    empty = torch.empty(slots * pages * 16, 1, 16)
-    return PagedCache(empty, empty, torch.randperm(slots * pages).view(slots, pages).int(), 16)
-
-
-def same_rows(ours: DraftRows, theirs: DraftRows) -> None:
-    for name, a, b in zip((*DraftRows._fields[:3], *Segments._fields), (*ours[:3], *ours.segments),
-                          (*theirs[:3], *theirs.segments), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b), name
-
-
 @pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1), ([0, 0], 0)])
 def test_follow_rows(counts: list[int], least: int) -> None:
     """Windows longer than a text, nothing at all, contexts that end where sharing does."""
     batch = len(counts)
-    lines, stored, cache = some_lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,)), some_cache(8, 6)
+    lines, stored, cache = random_lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,)), random_cache(8, slots=6)
     request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
     back = torch.cat([torch.arange(count, 0, -1) for count in counts])
     args = (lines, stored, cache, request, back, torch.tensor(counts), least, 77)
-    same_rows(CPU.follow_rows(*args), TORCH.follow_rows(*args))
+    assert_same_rows(CPU.follow_rows(*args), TORCH.follow_rows(*args))
 
 
 @pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (5, 1, 9), (6, 4, 16), (3, 20, 127),
@@ -138,32 +67,7 @@ def test_follow_rows(counts: list[int], least: int) -> None:
 @pytest.mark.parametrize("reduced", [False, True])
 @WIDE
 def test_a_tree_grows_and_is_chosen(depth: int, width: int, budget: int, reduced: bool, dtype: torch.dtype) -> None:
-    batch, lines, cache = 5, some_lines(5, 6), some_cache(12, 6)
-    ids = torch.randperm(5000)[:400] if reduced else None
-    total = width + (depth - 1) * width**2
-    rooms = [Candidates(*(torch.zeros(batch, total, dtype=t) for t in (torch.int64, torch.int64, torch.float32))) for _ in "ab"]
-    nodes, first, bits = 1, 0, torch.zeros(batch, 1, 2, dtype=torch.int64)
-    scores, origin = torch.zeros(batch, 1), torch.full((batch, 1), -1)
-    for d in range(1, depth + 1):
-        rows = batch * nodes
-        ranked = Ranked(torch.randn(rows, width, dtype=dtype), torch.randint(0, 400, (rows, width)),
-                        torch.full((rows,), 9.0, dtype=dtype))
-        for family, room in zip((CPU, TORCH), rooms, strict=True):
-            family.collect(ranked, scores, origin, ids, room, first)
-        if d < depth:
-            ours, theirs = (family.grow(room, first, bits, lines, cache, d, width)
-                            for family, room in zip((CPU, TORCH), rooms, strict=True))
-            same_rows(ours.rows, theirs.rows)
-            assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True)), d
-            first += nodes * width
-            nodes, bits, scores, origin = width, ours.rows.segments.mask.view(batch, width, 2), ours.scores, ours.origin
-    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
-    *mine, survival = CPU.choose(rooms[0], width, budget)
-    *twins, expected = TORCH.choose(rooms[0], width, budget)
-    assert all(torch.equal(a, b) for a, b in zip(mine, twins, strict=True))
-    torch.testing.assert_close(survival, expected)
-    assert mine[0].shape == (batch, min(budget, total))
-    assert bool((mine[1] < torch.arange(min(budget, total))).all())
+    assert_same_growth(CPU, TORCH, depth, width, budget, reduced, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -200,7 +104,7 @@ def test_drafting_survives_what_is_no_number() -> None:
     assert set(ranked.columns[3, :2].tolist()) == {0, 1}
     room = Candidates(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4))
     CPU.collect(ranked, torch.zeros(4, 1), torch.full((4, 1), -1), None, room, 0)
-    beam = CPU.grow(room, 0, torch.zeros(4, 1, 2, dtype=torch.int64), some_lines(4, 6), some_cache(8, 6), 1, 4)
+    beam = CPU.grow(room, 0, torch.zeros(4, 1, 2, dtype=torch.int64), random_lines(4, 6), random_cache(8, slots=6), 1, 4)
     assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 4
     assert CPU.choose(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 4
 

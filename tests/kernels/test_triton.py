@@ -9,21 +9,10 @@ import warnings
 
 import pytest
 import torch
+from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_lines
 
-from paceline.engine.inputs import InputBuffers, StepInputs
-from paceline.kernels import (
-    Candidates,
-    DraftRows,
-    DraftTree,
-    Lines,
-    Normed,
-    PagedCache,
-    SamplingTensors,
-    Segments,
-    SlotTensors,
-    TorchOps,
-)
-from paceline.kernels.draft_rank import Ranked, draft_topk
+from paceline.kernels import Candidates, Normed, PagedCache, SamplingTensors, Segments, TorchOps
+from paceline.kernels.draft_rank import draft_topk
 
 CUDA = torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
@@ -78,11 +67,6 @@ def _int32(values: list[int]) -> torch.Tensor:
 def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     tolerance = TOLERANCE[ours.dtype]
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
-
-
-def _cache(num_pages: int, kv_heads: int, dim: int, dtype: torch.dtype, slots: int = 1) -> PagedCache:
-    k, v = (torch.randn(slots * num_pages * 16, kv_heads, dim).to(dtype) for _ in "kv")
-    return PagedCache(k, v, torch.randperm(slots * num_pages).view(slots, num_pages).int(), 16)
 
 
 def _tree_mask(parents: list[int]) -> list[list[int]]:
@@ -182,7 +166,7 @@ def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tupl
     segments = Segments(row=_int32([0, 1, 8, 12, 0]), length=_int32(lengths), slot=_int32([2, 0, 3, 1, 0]),
                         context=_int32(contexts), causal=torch.tensor([False, False, True, False, False]),
                         mask=torch.tensor(masks + 2 * [[0, 0]]))
-    return torch.randn(16, heads, dim).to(dtype), _cache(20, kv_heads, dim, dtype, slots=4), segments
+    return torch.randn(16, heads, dim).to(dtype), random_cache(20, 4, kv_heads, dim, dtype), segments
 
 
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads", "dim", "block_m", "splits", "fused"), [
@@ -195,6 +179,24 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, bloc
     assert bool(ours.isfinite().all())
     assert not bool(plan.counter.any())
     assert splits == 1 or int(plan.record[0, 5]) < 290  # the long context was split
+
+
+@DTYPES
+@pytest.mark.parametrize(("block_n", "one_loop", "splits"), [(32, False, 4), (32, True, 1), (64, True, 4)])
+def test_attention_of_plain_rows_however_it_is_compiled(dtype: torch.dtype, block_n: int, one_loop: bool, splits: int) -> None:
+    contexts = [290, 0, 63, 64, 127]
+    segments = Segments(row=_int32([0, 1, 2, 3, 4]), length=_int32([1] * 5), slot=_int32([2, 0, 3, 1, 4]),
+                        context=_int32(contexts), causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 5))
+    q, cache = torch.randn(5, 6, 32).to(dtype), random_cache(20, 5, 2, 32, dtype)
+    plan = triton_plan.make_plan(segments, 5, 6, 2, 16, splits)
+    launch = triton_plan.Launch(block_n=block_n, one_loop=one_loop)
+    expected = TORCH.attention(q, cache, segments, 0.2)
+    used = torch.zeros(len(cache.k), dtype=torch.bool)
+    for slot, context in zip([2, 0, 3, 1, 4], contexts, strict=True):
+        position = torch.arange(context + 1)
+        used[cache.page_table[slot].long()[position // 16] * 16 + position % 16] = True
+    cache.k[~used], cache.v[~used] = torch.nan, torch.nan
+    _close(triton_attention.attention(q, cache, segments, plan, 0.2, launch=launch), expected)
 
 
 def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
@@ -212,12 +214,12 @@ def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
 def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     """Two decode rows, then a fresh prompt and the second chunk of another."""
     heads, kv_heads, dim = 4, 2, 16
-    cache, q = _cache(8, kv_heads, dim, dtype, slots=3), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
+    cache, q = random_cache(8, 3, kv_heads, dim, dtype), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
     segments = Segments(row=_int32([0, 2, 11]), length=_int32([2, 9, 20]), slot=_int32([0, 1, 2]),
                         context=_int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
                         mask=torch.zeros(31, 2, dtype=torch.int64))
     prefill = triton_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
-    plan = ops.plan(segments, 31, heads, kv_heads, prefill)
+    plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
     _close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
 
 
@@ -226,7 +228,7 @@ def test_deterministic_attention_does_not_see_the_tree(dtype: torch.dtype, conte
     """A node's row equals, bit for bit, the row of the same token decoded without speculation, and in a prompt chunk."""
     heads, kv_heads, dim = 3, 1, 16
     ops = TritonOps(DEVICE, deterministic=True, max_context=600)
-    cache, q = _cache(24, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
+    cache, q = random_cache(24, 1, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
     mask = torch.tensor(_tree_mask([0, 0, 0, 1, 1, 2, 2, 3, 4, 5, 9, 9]))
     no, yes, path = torch.tensor([False]), torch.tensor([True]), [0, 2, 5, 9, 10]
     segments = Segments(_int32([0]), _int32([12]), _int32([0]), _int32([context]), no, mask)
@@ -331,7 +333,7 @@ def test_a_decoder_of_fused_products_computes_the_same() -> None:
             parameter.data.normal_()
     segments = Segments(_int32([0, 1]), _int32([1, 4]), _int32([0, 1]), _int32([21, 5]), torch.tensor([False, False]),
                         torch.tensor([[1, 0], *_tree_mask([0, 0, 0, 1])]))
-    before = [_cache(4, 2, 32, torch.float32, slots=2) for _ in range(2)]
+    before = [random_cache(4, 2, 2, 32, torch.float32) for _ in range(2)]
     position = torch.tensor([21, 5, 6, 7, 8])
     write = before[0].page_table[torch.tensor([0, 1, 1, 1, 1]), position // 16].long() * 16 + position % 16
     caches = [[PagedCache(c.k.clone(), c.v.clone(), before[0].page_table, 16) for c in before] for _ in "ab"]
@@ -358,125 +360,32 @@ def test_deterministic_linear_does_not_see_the_batch(dtype: torch.dtype) -> None
 # -- trees
 
 
-def _slot_tensors(slots: int, pages: int) -> SlotTensors:
-    context, pages_of = torch.randint(0, 20, (slots,)), torch.randperm(slots * pages).view(slots, pages).int()
-    context[-1] = 0
-    return SlotTensors(context, torch.randint(0, 50, (slots,)), torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots),
-                       _int32(list(range(slots))), torch.rand(slots), torch.rand(slots), torch.zeros_like(context), pages_of, 4)
-
-
-def _random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[torch.Tensor, ...]:
-    """Siblings carry distinct tokens, parents stand first."""
-    tokens, parents, depths = [], [], []
-    for _ in range(lines):
-        line: list[tuple[int, int, int]] = []
-        while len(line) < nodes:
-            parent = int(torch.randint(-1, len(line), ())) if line else -1
-            level = 1 + (line[parent][2] if parent >= 0 else 0)
-            token = int(torch.randint(0, vocab, ()))
-            if level <= depth and all((token, parent) != node[:2] for node in line):
-                line.append((token, parent, level))
-        for out, values in zip((tokens, parents, depths), zip(*line, strict=True), strict=True):
-            out.append(values)
-    return torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths)
-
-
 @pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [
     ([3, 0, 12, 7, 0, 0], 6, 12), ([70, 0, 66], 9, 70), ([1], 1, 1), ([0, 0, 0, 0], 0, 0)])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], depth: int, nodes: int, fixed: bool) -> None:
-    """Every fused kernel equals its torch twin in every number, padding, empty requests and failed logits included."""
-    batch, slots = len(num_nodes), 9
-    buffers = InputBuffers(300 if fixed else 0, slots - 1, torch.device(DEVICE))
-    mine = [3, 0, 7, 5, slots - 1, slots - 1][:batch]
-
-    def inputs() -> StepInputs:
-        return buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
-
-    drafts = _random_drafts(batch, nodes, depth, 4) if depth else None
-    results = []
-    of = _slot_tensors(slots, 40)
-    for family in (TORCH, ops):
-        state = SlotTensors(*(x.clone() if isinstance(x, torch.Tensor) else x for x in of))
-        step = inputs()
-        if drafts is not None:
-            family.flatten(*drafts, step.draft, step.tree, depth)
-        tree = DraftTree(*(x.clone() for x in step.tree))
-        rows = family.build_rows(step.slots, tree, state)
-        torch.manual_seed(1)
-        num_rows = len(tree.tokens)
-        sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows), torch.rand(num_rows)
-        sampled[num_rows // 2] = -1
-        drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw, depth)
-        state.last_token[-1] = 0  # of padding: whatever
-        flat = [*rows[:3], *rows.segments, *rows.sampling]
-        moved = [drawn.source, drawn.target] if depth else []
-        results.append([*tree, *flat, drawn.tokens, drawn.logprobs, drawn.raw_logprobs, drawn.num_drawn, *moved, *state[:8]])
-    for i, (a, b) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(a, b), i
-    if depth > 1:
-        assert int(drawn.num_drawn.max()) > 1, "nothing was accepted: the walk was not tried"
+    assert_same_walk(ops, TORCH, num_nodes, depth, nodes, fixed)
 
 
 # -- drafting
-
-
-def _lines(batch: int, slots: int) -> Lines:
-    context = torch.tensor([9, 0, 3, 17, 1][:batch])
-    return Lines(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)), torch.randint(-(2**60), 2**60, (batch,)),
-                 torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
 
 
 @pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1)])
 def test_follow_rows(ops: TritonOps, counts: list[int], least: int) -> None:
     """Windows longer than a text, nothing at all, contexts that end where sharing does."""
     batch = len(counts)
-    lines, stored = _lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
-    cache = _cache(8, 1, 16, torch.float32, slots=6)
+    lines, stored = random_lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
+    cache = random_cache(8, slots=6)
     request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
     back = torch.cat([torch.arange(count, 0, -1) for count in counts])
     args = (lines, stored, cache, request, back, torch.tensor(counts), least, 77)
-    _same_rows(ops.follow_rows(*args), TORCH.follow_rows(*args))
-
-
-def _same_rows(ours: DraftRows, theirs: DraftRows) -> None:
-    for name, a, b in zip(DraftRows._fields, ours, theirs, strict=True):
-        if name == "segments":
-            for field, x, y in zip(Segments._fields, a, b, strict=True):
-                assert torch.equal(x, y), field
-        else:
-            assert torch.equal(a, b), name
+    assert_same_rows(ops.follow_rows(*args), TORCH.follow_rows(*args))
 
 
 @pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (3, 20, 127), (2, 40, 99), (18, 7, 50)])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_tree_grows_and_is_chosen(ops: TritonOps, depth: int, width: int, budget: int, reduced: bool) -> None:
-    batch, lines, cache = 5, _lines(5, 6), _cache(12, 1, 16, torch.float32, slots=6)
-    ids = torch.randperm(5000)[:400] if reduced else None
-    total = width + (depth - 1) * width**2
-    rooms = [Candidates(*(torch.zeros(batch, total, dtype=t) for t in (torch.int64, torch.int64, torch.float32))) for _ in "ab"]
-    nodes, first, bits = 1, 0, torch.zeros(batch, 1, 2, dtype=torch.int64)
-    scores, origin = torch.zeros(batch, 1), torch.full((batch, 1), -1)
-    for d in range(1, depth + 1):
-        rows = batch * nodes
-        ranked = Ranked(torch.randn(rows, width), torch.randint(0, 400, (rows, width)), torch.full((rows,), 9.0))
-        for family, room in zip((ops, TORCH), rooms, strict=True):
-            family.collect(ranked, scores, origin, ids, room, first)
-        if d < depth:
-            ours, theirs = (family.grow(room, first, bits, lines, cache, d, width)
-                            for family, room in zip((ops, TORCH), rooms, strict=True))
-            _same_rows(ours.rows, theirs.rows)
-            assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True)), d
-            first += nodes * width
-            nodes, bits, scores, origin = width, ours.rows.segments.mask.view(batch, width, 2), ours.scores, ours.origin
-    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
-    *ours, survival = ops.choose(rooms[0], width, budget)
-    *theirs, expected = TORCH.choose(rooms[0], width, budget)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    torch.testing.assert_close(survival, expected)
-    tokens, parents, depths = ours
-    assert tokens.shape == (batch, min(budget, total)) and bool((parents < torch.arange(tokens.shape[1])).all())
-    assert int(depths.min()) == 1
+    assert_same_growth(ops, TORCH, depth, width, budget, reduced, batch=3)
 
 
 def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
@@ -488,8 +397,8 @@ def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
     assert bool(((ranked.columns >= 0) & (ranked.columns < 2100)).all())
     room = Candidates(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4))
     ops.collect(ranked, torch.zeros(3, 1), torch.full((3, 1), -1), None, room, 0)
-    cache = _cache(8, 1, 16, torch.float32, slots=6)
-    beam = ops.grow(room, 0, torch.zeros(3, 1, 2, dtype=torch.int64), _lines(3, 6), cache, 1, 4)
+    cache = random_cache(8, slots=6)
+    beam = ops.grow(room, 0, torch.zeros(3, 1, 2, dtype=torch.int64), random_lines(3, 6), cache, 1, 4)
     assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 3
     assert ops.choose(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 3
 

@@ -1,0 +1,128 @@
+"""Random draft trees, and what a kernel family makes of them, for the tests that hold one family against another.
+
+Tensors are made on torch's default device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.engine.inputs import InputBuffers
+from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, Segments, SlotTensors, TorchOps
+from paceline.kernels.draft_rank import Ranked
+
+_SLOTS = 9
+
+
+def slot_tensors(slots: int, pages: int) -> SlotTensors:
+    context, table = torch.randint(0, 20, (slots,)), torch.randperm(slots * pages).view(slots, pages).int()
+    context[-1] = 0
+    return SlotTensors(context, torch.randint(0, 50, (slots,)), torch.randint(-(2**60), 2**60, (slots,)), torch.rand(slots),
+                       torch.arange(slots, dtype=torch.int32), torch.rand(slots), torch.rand(slots), torch.zeros_like(context),
+                       table, 4)
+
+
+def random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and depths [lines, nodes]. Siblings carry distinct tokens, parents stand first."""
+    found = []
+    for _ in range(lines):
+        made: list[tuple[int, int, int]] = []
+        while len(made) < nodes:
+            parent = int(torch.randint(-1, len(made), ())) if made else -1
+            level = 1 + (made[parent][2] if parent >= 0 else 0)
+            token = int(torch.randint(0, vocab, ()))
+            if level <= depth and all((token, parent) != node[:2] for node in made):
+                made.append((token, parent, level))
+        found.append(made)
+    tokens, parents, depths = torch.tensor(found).unbind(2)
+    return tokens.contiguous(), parents.contiguous(), depths.contiguous()
+
+
+def random_lines(batch: int, slots: int) -> Lines:
+    """The second has no committed token: padding."""
+    context = torch.tensor([9, 0, 3, 17, 1][:batch])
+    return Lines(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)), torch.randint(-(2**60), 2**60, (batch,)),
+                 torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
+
+
+def random_cache(num_pages: int, slots: int = 1, kv_heads: int = 1, dim: int = 16,
+                 dtype: torch.dtype = torch.float32) -> PagedCache:
+    k, v = (torch.randn(slots * num_pages * 16, kv_heads, dim).to(dtype) for _ in "kv")
+    return PagedCache(k, v, torch.randperm(slots * num_pages).view(slots, num_pages).int(), 16)
+
+
+def assert_same_tensors(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a, b), i
+
+
+def assert_same_rows(ours: DraftRows, theirs: DraftRows) -> None:
+    for name, a, b in zip((*DraftRows._fields[:3], *Segments._fields), (*ours[:3], *ours.segments),
+                          (*theirs[:3], *theirs.segments), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def assert_same_walk(ours: TorchOps, theirs: TorchOps, num_nodes: list[int], depth: int, nodes: int, padded: bool,
+                     dtype: torch.dtype = torch.float32, raw: bool = True) -> None:
+    """Both flatten the same random trees, build their rows and walk them after the same draws: every number is equal, padding,
+    empty requests and failed logits included."""
+    of, drafts = slot_tensors(_SLOTS, 40), random_drafts(len(num_nodes), nodes, depth, 4) if depth else None
+    results = [_walk(family, of, drafts, num_nodes, depth, padded, dtype, raw) for family in (ours, theirs)]
+    assert_same_tensors(results[0][0], results[1][0])
+    if depth > 1 and nodes > 6:
+        assert results[0][1] > 1, "nothing was accepted: the walk was not tried"
+
+
+def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tensor] | None, num_nodes: list[int], depth: int,
+          padded: bool, dtype: torch.dtype, with_raw: bool) -> tuple[list[Tensor], int]:
+    """All tensors it leaves, and the most tokens that a request drew."""
+    state, batch = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of)), len(num_nodes)
+    buffers = InputBuffers(160 if padded else 0, _SLOTS - 1, of.context.device)
+    mine = [3, 0, 7, 5, _SLOTS - 1, _SLOTS - 1][:batch]
+    step = buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
+    if drafts is not None:
+        family.flatten(*drafts, step.draft, step.tree, depth)
+    tree = DraftTree(*(x.clone() for x in step.tree))
+    rows = family.build_rows(step.slots, tree, state)
+    torch.manual_seed(1)
+    num_rows = len(tree.tokens)
+    sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows, dtype=dtype), torch.rand(num_rows)
+    sampled[num_rows // 2] = -1
+    drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw if with_raw else None, depth)
+    state.last_token[-1] = 0  # of padding: whatever
+    moved = [drawn.source, drawn.target] if depth else []
+    left = [*tree, *rows[:3], *rows.segments, *rows.sampling, drawn.tokens, drawn.logprobs, drawn.num_drawn, *moved, *state[:8],
+            *([drawn.raw_logprobs] if with_raw else [])]
+    return left, int(drawn.num_drawn.max())
+
+
+def assert_same_growth(ours: TorchOps, theirs: TorchOps, depth: int, width: int, budget: int, reduced: bool,
+                       dtype: torch.dtype = torch.float32, batch: int = 5) -> None:
+    """Both grow trees level by level from the same random ranks, and choose the same nodes of them."""
+    lines, cache = random_lines(batch, 6), random_cache(12, slots=6)
+    ids = torch.randperm(5000)[:400] if reduced else None
+    total = width + (depth - 1) * width**2
+    rooms = [Candidates(*(torch.zeros(batch, total, dtype=t) for t in (torch.int64, torch.int64, torch.float32))) for _ in "ab"]
+    nodes, first, bits = 1, 0, torch.zeros(batch, 1, 2, dtype=torch.int64)
+    scores, origin = torch.zeros(batch, 1), torch.full((batch, 1), -1)
+    for d in range(1, depth + 1):
+        rows = batch * nodes
+        ranked = Ranked(torch.randn(rows, width, dtype=dtype), torch.randint(0, 400, (rows, width)),
+                        torch.full((rows,), 9.0, dtype=dtype))
+        for family, room in zip((ours, theirs), rooms, strict=True):
+            family.collect(ranked, scores, origin, ids, room, first)
+        if d < depth:
+            beam, twin = (family.grow(room, first, bits, lines, cache, d, width)
+                          for family, room in zip((ours, theirs), rooms, strict=True))
+            assert_same_rows(beam.rows, twin.rows)
+            assert all(torch.equal(a, b) for a, b in zip(beam[1:], twin[1:], strict=True)), d
+            first += nodes * width
+            nodes, bits, scores, origin = width, beam.rows.segments.mask.view(batch, width, 2), beam.scores, beam.origin
+    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
+    *chosen, survival = ours.choose(rooms[0], width, budget)
+    *expected, expected_survival = theirs.choose(rooms[0], width, budget)
+    assert_same_tensors(chosen, expected)
+    torch.testing.assert_close(survival, expected_survival)
+    tokens, parents, depths = chosen
+    assert tokens.shape == (batch, min(budget, total)) and bool((parents < torch.arange(tokens.shape[1])).all())
+    assert int(depths.min()) == 1

@@ -12,7 +12,7 @@ test: $(READY)
 	$(BIN)/ruff check paceline tests benchmarks scripts
 	$(BIN)/mypy
 	-$(BIN)/python scripts/get_smollm2.py
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check paceline tests benchmarks scripts

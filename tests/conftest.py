@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Before torch is imported, here and in what tests start: tests run beside each other, and threads that spin while a neighbour
+# has their core make everything ten times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,6 +5,9 @@ A state is a set of substrings that end at the same places; its suffix link lead
 also ended elsewhere. A text is extended from the state of its whole self (`last`), so texts may grow in turns and may
 share a beginning. Counts sit on edges: count(u, c) = how often the strings of u were followed by c, which is the number
 of end positions of the edge's target. They are exact for the `COUNT_HOPS` longest suffixes of every position.
+
+Of what is compiled only what Python calls is kept on disk, with one signature each: two processes that store a second one at the
+same moment can mix the two up.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def _empty_table(num_edges: int) -> NDArray[np.int32]:
     return np.full(1 << (num_edges * 3 // 2).bit_length(), -1, dtype=np.int32)
 
 
-@njit(cache=True)
+@njit
 def _slot(table, state, token):
     key = (np.uint64(state) << np.uint64(32)) | np.uint64(token)
     return np.int64(((key * np.uint64(_GOLDEN)) >> np.uint64(32)) & np.uint64(len(table) - 1))
@@ -82,7 +85,7 @@ def _fill_table(edges, table, num_edges):
         _enter(edges, table, edge)
 
 
-@njit(cache=True)
+@njit
 def _enter(edges, table, edge):
     slot = _slot(table, edges[edge, STATE], edges[edge, TOKEN])
     while table[slot] >= 0:
@@ -90,7 +93,7 @@ def _enter(edges, table, edge):
     table[slot] = edge
 
 
-@njit(cache=True)
+@njit
 def _find(edges, table, state, token):
     """The edge's number, or -1."""
     slot = _slot(table, state, token)
@@ -142,7 +145,7 @@ def _extend(states, edges, table, sizes, last, tokens, done):
     return done, last
 
 
-@njit(cache=True)
+@njit
 def _num_edges_of(states, edges, state):
     num, edge = 0, states[state, HEAD]
     while edge >= 0:
@@ -151,7 +154,7 @@ def _num_edges_of(states, edges, state):
     return num
 
 
-@njit(cache=True)
+@njit
 def _add_state(states, sizes, length, link):
     state = sizes[NUM_STATES]
     sizes[NUM_STATES] += 1
@@ -161,7 +164,7 @@ def _add_state(states, sizes, length, link):
     return state
 
 
-@njit(cache=True)
+@njit
 def _add_edge(states, edges, table, sizes, state, token, target):
     edge = sizes[NUM_EDGES]
     sizes[NUM_EDGES] += 1
@@ -173,7 +176,7 @@ def _add_edge(states, edges, table, sizes, state, token, target):
     _enter(edges, table, edge)
 
 
-@njit(cache=True)
+@njit
 def _push_front(states, edges, state, edge):
     head = states[state, HEAD]
     edges[edge, NEXT] = head
@@ -183,7 +186,7 @@ def _push_front(states, edges, state, edge):
     states[state, HEAD] = edge
 
 
-@njit(cache=True)
+@njit
 def _split(states, edges, table, sizes, state, length):
     """A new state for the strings of `state` up to `length`: they are about to end where the longer ones do not. It
     gets the same continuations, equally often."""
@@ -206,7 +209,7 @@ def _split(states, edges, table, sizes, state, length):
     return short
 
 
-@njit(cache=True)
+@njit
 def _count(states, edges, table, prefix, token, target, suffix):
     """`prefix` and its suffixes were followed by `token` once more; those that led to `target` lead to `suffix` now."""
     hops = 0

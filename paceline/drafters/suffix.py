@@ -256,7 +256,7 @@ def _learn(learned, watched, slot, token):
     guess[_NUM_WATCHED] = 0
 
 
-@njit(cache=True)
+@njit
 def _gumbel(seed, position, token):
     """G(seed, position, token): Philox 4x32-10, key = seed, counter = (token // 4, position, 0, 0), lane token % 4."""
     low = np.uint64(0xFFFFFFFF)
@@ -314,7 +314,7 @@ def _draft(states, edges, asks, depth, width, tau, min_match, min_survival, lear
         count[row] = node + 1
 
 
-@njit(cache=True)
+@njit
 def _context(states, state, match, min_match):
     """The longest suffix that was followed by something, and its length; -1 when none has `min_match` tokens."""
     for _ in range(MAX_BACKOFF_HOPS):
@@ -327,7 +327,7 @@ def _context(states, state, match, min_match):
     return -1, match
 
 
-@njit(cache=True)
+@njit
 def _rank(states, edges, state, width, noise_scale, seed, position, edge_of, share_of):
     """Fill in the best `width` continuations, best first, and each one's share; returns (how many, occurrences).
 
@@ -361,12 +361,12 @@ def _rank(states, edges, state, width, noise_scale, seed, position, edge_of, sha
     return num_best, total
 
 
-@njit(cache=True)
+@njit
 def _occurrences(total):
     return 0 if total < 2 else 1 if total < 4 else 2 if total < 8 else 3
 
 
-@njit(cache=True)
+@njit
 def _watch(guess, length, occurrences, edges, edge_of, share_of, num):
     """Remember the depth-1 guesses, drafted or not, so that a context once distrusted can earn its trust back."""
     num, share = min(num, _WATCHED), 0.0

@@ -260,11 +260,11 @@ def test_cost_per_token_does_not_grow_with_history():
         drafter, best = SuffixDrafter(), math.inf
         drafter.start(0, [1], text[:history])
         for i in range(history, history + 8_000, 1_000):
-            start = time.perf_counter()
+            start = time.thread_time()
             for k in range(i, i + 1_000, 4):
                 draft(drafter, [0])
                 drafter.extend(0, text[k:k + 4])
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     seconds(100)  # compiles

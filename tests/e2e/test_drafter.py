@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import toy
 from safetensors.torch import load_file
 
 from paceline import Engine, SamplingParams
@@ -58,8 +61,22 @@ def wait_for(ready, seconds: float = 60.0) -> None:
 
 
 def steps_saved(out: Path) -> int:
-    found = load_snapshot(out / "checkpoint")
+    """Of a copy: while it is read, the run may put another file in its place."""
+    copy = out.with_name(f"{out.name} seen")
+    copy.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError):
+        shutil.copy(out / "checkpoint" / "spot.safetensors", copy)
+    found = load_snapshot(copy)
     return 0 if found is None else found.known["progress"]["step"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The drafter of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    toy.make_folder(folder)
+    assert run(*toy_train(folder, "unbroken")) == 0
+    return folder / "unbroken"
 
 
 def test_an_engine_profits_and_draws_the_same_tokens(tmp_path, capsys):
@@ -110,8 +127,7 @@ def test_generate_takes_the_folder(folder):
     assert on == off
 
 
-def test_a_killed_run_goes_on_to_the_same_drafter(folder):
-    assert run(*toy_train(folder, "unbroken")) == 0
+def test_a_killed_run_goes_on_to_the_same_drafter(folder, unbroken):
     out = folder / "killed"
     process = subprocess.Popen([sys.executable, "-m", "paceline.cli", *toy_train(folder, "killed")],
                                stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -125,11 +141,10 @@ def test_a_killed_run_goes_on_to_the_same_drafter(folder):
     assert run(*toy_train(folder, "killed")) == 0
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.record")} == records  # no answer was generated again
     assert json.loads((out / "report.json").read_text())["steps"] == 40
-    assert_same_drafter(out, folder / "unbroken")
+    assert_same_drafter(out, unbroken)
 
 
-def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, capsys):
-    assert run(*toy_train(folder, "unbroken")) == 0
+def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, unbroken, capsys):
     out = folder / "stopped"
 
     def interrupt() -> None:
@@ -143,7 +158,7 @@ def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, caps
     assert "interrupted" in capsys.readouterr().err
     assert steps_saved(out) < 40
     assert run(*toy_train(folder, "stopped")) == 0
-    assert_same_drafter(out, folder / "unbroken")
+    assert_same_drafter(out, unbroken)
 
 
 def test_a_finished_run_says_so_and_more_steps_go_on(folder, capsys):

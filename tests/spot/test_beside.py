@@ -158,7 +158,7 @@ def test_a_kill_in_the_middle_loses_at_most_what_was_not_yet_written(tmp_path):
         process = multiprocessing.get_context("fork").Process(target=_train_until_killed, args=(tmp_path / str(attempt),))
         process.start()
         deadline = time.monotonic() + 20
-        while load_snapshot(tmp_path / str(attempt)) is None and time.monotonic() < deadline:
+        while not (tmp_path / str(attempt) / "spot.safetensors").is_file() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05 + 0.03 * attempt)
         os.kill(process.pid, signal.SIGKILL)

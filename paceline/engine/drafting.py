@@ -18,7 +18,7 @@ from paceline.drafters.speculate import DraftView, EagleDrafter, lines_of
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.tree import Drafts, merge
 from paceline.engine.batch import padding
-from paceline.engine.graphs import GraphPool, rehearsal
+from paceline.engine.graphs import GraphPool, drafting_sizes, rehearsal
 from paceline.engine.inputs import InputBuffers, StepInputs
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Decode, Prefill, StepPlan
@@ -27,7 +27,7 @@ from paceline.kernels import Ops, PagedCache
 from paceline.kernels.upload import upload, upload_into
 from paceline.types import DrafterName, Strategy
 
-_USUAL_NODES = 48
+_USUAL_NODES, _USUAL_DEPTH = 48, 8
 
 
 class Drafted(NamedTuple):
@@ -54,6 +54,7 @@ class Drafting:
         """row_sizes: decode rows are padded to one of them; with `graphs`, steps of that size are captured."""
         self.suffix, self.eagle, self.suffix_tau = suffix, eagle, suffix_tau
         self._state, self._store, self._ops, self.graphs, self.row_sizes = state, store, ops, graphs, row_sizes
+        self._sizes = drafting_sizes(row_sizes)
         captured = max(row_sizes, default=0) if graphs is not None else 0
         self._buffers = InputBuffers(captured, state.padding, state.device)
         self._slots = torch.full((captured,), state.padding, device=state.device)  # what captured drafting reads
@@ -130,7 +131,7 @@ class Drafting:
     def rehearse_drafting(self, batch: int, strategy: Strategy) -> None:
         """Likewise, what the learned drafter does before."""
         if strategy.drafter in ("eagle", "both"):
-            self._from_slots([self._state.padding] * batch, strategy)
+            self._from_slots([self._state.padding] * batch, strategy, at_once=True)
 
     def _bush(self, strategy: Strategy) -> Drafts:
         """One path of full depth, and leaves."""
@@ -154,8 +155,8 @@ class Drafting:
         inputs = self._buffers.trees(padded, num_nodes + [0] * pad, lines + [0] * pad)
         depth = min(strategy.depth, strategy.budget if inputs.fixed else max(num_nodes))
         most_accepted = [min(count, depth) for count in num_nodes]
-        if inputs.fixed:  # captured: a few depths serve all
-            depth = 1 << (depth - 1).bit_length()
+        if inputs.fixed:  # captured: one depth serves all that are usual
+            depth = max(_USUAL_DEPTH, 1 << (depth - 1).bit_length())
         self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
         return Drafted(inputs, num_nodes, most_accepted, depth, lines, drafts.survival)
 
@@ -198,19 +199,19 @@ class Drafting:
             self.eagle.catch_up(view, [self._behind[request.id] for request in late])
         return self._from_slots([request.slot for request in requests], strategy)
 
-    def _from_slots(self, slots: list[int], strategy: Strategy) -> Drafts:
-        size = len(slots) + padding(len(slots), self.row_sizes)
+    def _from_slots(self, slots: list[int], strategy: Strategy, at_once: bool = False) -> Drafts:
+        size = len(slots) + padding(len(slots), self._sizes)
         if self.graphs is not None and size <= len(self._slots):
-            return self._captured(size, slots, strategy)
+            return self._captured(size, slots, strategy, at_once)
         return self._draft(upload(slots, self._state.device), strategy)
 
-    def _captured(self, size: int, slots: list[int], strategy: Strategy) -> Drafts:
+    def _captured(self, size: int, slots: list[int], strategy: Strategy, at_once: bool) -> Drafts:
         """One graph from catching up to the chosen nodes, keyed by the padded number of requests and the tree's shape: how many
         of its nodes are verified is the host's business."""
         assert self.graphs is not None
         place = upload_into(self._slots[:size], np.array(slots + [self._state.padding] * (size - len(slots)), np.int64))
         key = ("draft", size, strategy.depth, strategy.width, _num_chosen(strategy))
-        return self.graphs.run(key, lambda: self._draft(place, strategy), rehearsal(place, self._state.padding))
+        return self.graphs.run(key, lambda: self._draft(place, strategy), rehearsal(place, self._state.padding), at_once)
 
     def _draft(self, slots: Tensor, strategy: Strategy) -> Drafts:
         assert self.eagle is not None

@@ -11,36 +11,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor, nn
 
-from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
-from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.speculate import EagleDrafter
-from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine.drafting import Drafted, Drafting
+from paceline.engine.build import build, columns_of
+from paceline.engine.choosing import Choosing
+from paceline.engine.drafting import Drafted
 from paceline.engine.finish import append, final_text
-from paceline.engine.graphs import GRAPH_SIZES, GraphPool, GraphReport
-from paceline.engine.limits import Limits
+from paceline.engine.graphs import GraphReport
 from paceline.engine.park import park, unpark
 from paceline.engine.profile import load_or_profile
+from paceline.engine.prompts import Prompt, check, encode
 from paceline.engine.request import Request, Status
-from paceline.engine.runner import Runner
-from paceline.engine.scheduler import Scheduler, StepPlan
+from paceline.engine.scheduler import StepPlan
 from paceline.engine.seeds import derive_seed
-from paceline.engine.state import SlotState
 from paceline.engine.stats import Counters
 from paceline.engine.transfer import Download
-from paceline.engine.watch import EVERY, FEW, Look
-from paceline.kernels import TorchOps, ops_for
-from paceline.models.decoder import Decoder, Linear, Rope
+from paceline.engine.watch import Look
+from paceline.models.decoder import Decoder, Linear
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
-from paceline.strategy import CostCurve, FixedSelector, ModelSelector, Selector, make_selector
+from paceline.strategy import CostCurve, Selector
 from paceline.types import (
-    NUM_QUALITIES,
     DrafterName,
     EngineStats,
     FeatureRecord,
@@ -49,7 +42,6 @@ from paceline.types import (
     RolloutGroup,
     SamplingParams,
     StepResult,
-    StepView,
     Strategy,
 )
 
@@ -71,29 +63,22 @@ class InFlight(NamedTuple):
     """Spent on capturing graphs, which is no part of a step."""
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages."""
-
-
 class Engine:
     def __init__(self, model: Decoder, tokenizer: Any = None, drafter: str | Path | Eagle | None = "suffix",
                  strategy: str | Strategy | Selector = "auto", config: EngineConfig | None = None) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
-        self.costs = CostCurve.unknown()
-        """What steps cost; `profile` measures it."""
-        self._selectors: dict[str, Selector] = {}
-        self.select = self.selector(strategy)
-        self.version = self.drafter_version = self._num_drafters = 0
+        self._choosing = Choosing(strategy)
+        self.version = self.drafter_version = 0
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
         self._in_flight: InFlight | None = None
         self._drained: list[StepResult] = []
         self._booked_at = 0.0
         self._asleep = False
-        self._speculated = 0
         self._eos = frozenset(model.config.eos_token_ids)
-        self._distrusted: DrafterName | None = None
-        self._build(*_make_drafters(drafter, model, self.config))
+        parts = build(model, drafter, self.config)
+        self.ops, self.scheduler, self.store, self.state, self.runner, self.drafting, self._pipelined = parts
+        self._prepare_weights()
         self.drafter_mismatch: str | None = None
         if self.drafting.eagle is not None:
             self._check_origin(self.drafting.eagle.module)
@@ -148,14 +133,8 @@ class Engine:
         self.drafting.prefilled(plan.prefill)
         self.scheduler.commit(plan, drafted.most_accepted)
         drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
-        look = Look.start(plan, drafted) if self._is_watched(strategy, len(plan.decode)) else None
+        look = Look.start(plan, drafted) if self._choosing.is_watched(strategy, len(plan.decode)) else None
         return InFlight(plan, drafted, drawn, self.version, began, look, context, self._capture_seconds() - captured_s)
-
-    def _is_watched(self, strategy: Strategy, batch: int) -> bool:
-        """Whenever it is asked for, and now and then."""
-        self._speculated += strategy.drafter != "none"
-        every = EVERY if batch >= FEW else EVERY // 2
-        return strategy.watch or (strategy.drafter != "none" and self._speculated % every == 0)
 
     def _capture_seconds(self) -> float:
         return 0.0 if self.runner.graphs is None else self.runner.graphs.capture_seconds
@@ -166,7 +145,7 @@ class Engine:
         prompt, its number) unless `seeds` gives them."""
         params = params or SamplingParams()
         prompt_ids = self.encode(prompt)
-        self._check(prompt_ids, params, n)
+        check(prompt_ids, params, n, self.tokenizer, self.model.config.vocab_size, self.scheduler.max_length)
         if seeds is None:
             seeds = [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
@@ -254,36 +233,39 @@ class Engine:
         self._asleep = False
 
     def _select(self) -> Strategy:
-        if isinstance(self.select, FixedSelector):
-            return self.select.strategy  # it need not look
-        if isinstance(self.select, ModelSelector) and not self.costs.profiled and self.config.profile and self.drafting.available:
+        if self._choosing.wants_profile and self.config.profile and self.drafting.available:
             self.profile()
-        return self.select(self._view())
+        return self._choosing.strategy(self.scheduler, self.drafting.available)
+
+    @property
+    def select(self) -> Selector:
+        """Whom `step` asks."""
+        return self._choosing.select
+
+    @select.setter
+    def select(self, selector: Selector) -> None:
+        self._choosing.select = selector
 
     def selector(self, strategy: str | Strategy | Selector) -> Selector:
         """By name always the same one, with what it has learned on this engine."""
-        if not isinstance(strategy, str):
-            return make_selector(strategy)
-        if strategy not in self._selectors:
-            made = self._selectors[strategy] = make_selector(strategy)
-            if isinstance(made, ModelSelector):
-                made.costs = self.costs
-        return self._selectors[strategy]
+        return self._choosing.selector(strategy)
+
+    @property
+    def costs(self) -> CostCurve:
+        """What steps cost; `profile` measures it."""
+        return self._choosing.costs
 
     def profile(self, seconds: float = 2.0, folder: Path | None = None) -> CostCurve:
         """Measures what steps cost, in about so many seconds (captures apart), or reads what an earlier start measured. Selectors
         that predict start from that; without it they start from a guess and learn from their steps."""
-        self.costs = load_or_profile(self, seconds, folder)
-        for selector in (self.select, *self._selectors.values()):
-            if isinstance(selector, ModelSelector):
-                selector.costs = self.costs
+        self._choosing.use(load_or_profile(self, seconds, folder))
         return self.costs
 
     @torch.inference_mode()
     def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> None:
         """A step of so many requests that are nobody's, verification only. exact: unpadded."""
         drafted = self.drafting.rehearse(batch, strategy, exact)
-        self.runner.run_rows(drafted.inputs, drafted.max_depth)
+        self.runner.run_rows(drafted.inputs, drafted.max_depth, at_once=True)
 
     @torch.inference_mode()
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
@@ -314,14 +296,13 @@ class Engine:
                 mine.copy_(new)
         self._prepare_weights()
         own.origin, self.drafter_version = drafter.origin, version
-        self._num_drafters += 1
-        self._distrusted = None
+        self._choosing.drafter_replaced()
         self._check_origin(own)
 
     def distrust(self, drafter: DrafterName | None) -> None:
         """Selectors do without this drafter until a new one comes with `update_drafter`; None: they may use all again. A strategy
         that names it outright still does."""
-        self._distrusted = drafter
+        self._choosing.distrusted = drafter
 
     def _check_origin(self, drafter: Eagle) -> None:
         """A drafter for other weights of this shape is legal, an older policy of the same run's say; but it is said."""
@@ -356,32 +337,7 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt given as text, chat messages or ids."""
-        if isinstance(prompt, str):
-            return list(self._need_tokenizer("text").encode(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
-            tokenizer = self._need_tokenizer("messages")
-            try:
-                return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True,
-                                                          return_dict=False))
-            except TemplateError as error:
-                raise ValueError(f"messages: the chat template refuses them ({error})") from None
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
-
-    def _view(self) -> StepView:
-        scheduler, counters = self.scheduler, self._counters
-        prefilling = decoding = context = 0
-        qualities = [0] * NUM_QUALITIES
-        for request in scheduler.running:
-            if request.status is Status.DECODE:
-                decoding, context = decoding + 1, context + request.num_computed
-                qualities[request.quality] += 1
-            else:
-                prefilling += request.num_to_prefill
-        available = self.drafting.available
-        if self._distrusted is not None:
-            available = tuple(name for name in available if name not in (self._distrusted, "both"))
-        return StepView(counters.steps, decoding, prefilling, available, scheduler.pages.num_available, counters.last,
-                        self._num_drafters, tuple(qualities), context / max(1, decoding), counters.watched)
+        return encode(prompt, self.tokenizer)
 
     def _book_in_flight(self) -> StepResult | None:
         """What the step in flight drew, appended to its requests."""
@@ -397,7 +353,9 @@ class Engine:
             drafted=sum(step.drafted.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
             ms=max(0.0, now - max(step.began, self._booked_at) - step.capture_s) * 1e3, watched=watched, expected=expected)
         self._booked_at = now
-        self._counters.record(result, step.context)
+        num_tokens = sum(map(len, tokens.values()))
+        self._counters.record(result, num_tokens)
+        self._choosing.record(result, num_tokens, step.context)
         return result
 
     def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:
@@ -449,7 +407,7 @@ class Engine:
         if not wanted or self.store.features is None or request.slot < 0:
             return None
         stored = self.store.features[self.store.slots(request.pages, request.num_computed)]
-        columns = _columns(self.runner.capture, wanted, self.model.config.hidden_size)
+        columns = columns_of(self.runner.capture, wanted, self.model.config.hidden_size)
         return FeatureRecord(request.tokens[: request.num_computed + 1], stored[:, columns.to(stored.device)], wanted,
                              request.versions, len(request.prompt_ids))
 
@@ -471,57 +429,6 @@ class Engine:
         for group in groups:
             group.rollouts.sort(key=lambda rollout: rollout.sample)
 
-    def _check(self, prompt_ids: list[int], params: SamplingParams, n: int) -> None:
-        vocabulary, limit = self.model.config.vocab_size, self.scheduler.max_length
-        if n < 1:
-            raise ValueError(f"n: {n} is not an integer >= 1")
-        if not prompt_ids:
-            raise ValueError("prompt: it is empty")
-        wrong = next((token for token in prompt_ids if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise ValueError(f"prompt: token id {wrong} is outside the vocabulary of {vocabulary}")
-        if len(prompt_ids) >= limit:
-            raise ValueError(f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of {limit}")
-        if params.stop:
-            self._need_tokenizer("stop strings")
-
-    def _need_tokenizer(self, what: str) -> Any:
-        if self.tokenizer is None:
-            raise ValueError(f"{what}: the model came without a tokenizer; pass token ids")
-        return self.tokenizer
-
-    def _build(self, suffix: SuffixDrafter | None, eagle: Eagle | None) -> None:
-        """Storage sized by the configuration, and the parts of a step around it."""
-        config, shape, weight = self.config, self.model.config, self.model.norm
-        device, dtype = weight.device, weight.dtype
-        capture = tuple(dict.fromkeys((*config.capture, *(eagle.config.feature_layers if eagle else ()))))
-        bad = [layer for layer in capture if not -1 <= layer < shape.num_layers]
-        if bad:
-            raise ValueError(f"capture: layer {bad[0]} is not in -1..{shape.num_layers - 1}")
-        layers = [(shape.num_kv_heads, shape.head_dim)] * (shape.num_layers + (eagle is not None))
-        width = len(capture) * shape.hidden_size
-        context = min(config.max_context or shape.max_context, shape.max_context)
-        limits = Limits.of(config, device)
-        num_pages = limits.num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
-        self.ops = TorchOps() if config.kernels == "torch" else ops_for(device, dtype, config.deterministic, context)
-        self.scheduler = Scheduler(PageAllocator(num_pages, config.page_size), limits.max_batch, limits.max_rows, context)
-        length = self.scheduler.max_length
-        self.store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
-        self.state = SlotState(limits.max_batch, -(-length // config.page_size), config.page_size, num_pages, device)
-        rope = Rope(shape, length + 1, dtype, device)
-        # On a GPU the host works one step ahead of what it has read, and steps are captured graphs.
-        self._pipelined = device.type == "cuda"
-        row_sizes = config.row_sizes or (GRAPH_SIZES if self._pipelined else ())
-        capturable = self.ops.name == "triton" and dtype != torch.float64
-        graphs = GraphPool(device) if capturable and config.cuda_graphs else None
-        self.runner = Runner(self.model, rope, self.store, self.state, self.ops, capture, graphs)
-        learned = None
-        if eagle is not None:
-            columns = _columns(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
-            learned = EagleDrafter(eagle.to(device, dtype), self.model, rope, self.ops, columns, config.tau)
-        self.drafting = Drafting(self.state, self.store, self.ops, suffix, learned, config.suffix_tau, row_sizes, graphs)
-        self._prepare_weights()
-
     def _prepare_weights(self) -> None:
         if self.config.pack_weights:
             modules = [module for part in self._modules() for module in part.modules()]
@@ -532,23 +439,8 @@ class Engine:
         return [self.model] if learned is None else [self.model, learned.module]
 
 
-def _make_drafters(drafter: str | Path | Eagle | None, model: Decoder,
-                   config: EngineConfig) -> tuple[SuffixDrafter | None, Eagle | None]:
-    if drafter is None or drafter == "none":
-        return None, None
-    suffix = SuffixDrafter(max_tokens=config.suffix_tokens, shared=config.suffix_scope == "all")
-    if drafter == "suffix":
-        return suffix, None
-    return suffix, drafter if isinstance(drafter, Eagle) else load_eagle(drafter, model)
-
-
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return (a is None and b is None) or (a is not None and b is not None and torch.equal(a.to(b.device), b))
-
-
-def _columns(stored: tuple[int, ...], wanted: tuple[int, ...], hidden: int) -> Tensor:
-    """Columns of the stored features that belong to the wanted layers, in their order."""
-    return torch.cat([torch.arange(hidden) + stored.index(layer) * hidden for layer in wanted])
 
 
 def _failed(sample: int, error: str) -> Rollout:

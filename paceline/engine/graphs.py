@@ -1,10 +1,11 @@
 """Captured steps. A graph is keyed by what fixes its shapes, the padded number of rows above all, so that a dozen serve every
-strategy; all share one memory pool, and the least recently used go when they hold too much."""
+strategy; all share one memory pool, and the least recently used go when they hold too much. Capturing takes as long as a dozen
+steps, so what is asked for once or twice, on the way to another size or to try a strategy, runs as it is."""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,14 @@ import torch
 
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
+_PATIENCE = 3
+"""Times that a step runs uncaptured."""
+
+
+def drafting_sizes(row_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that requests are padded to when a drafter guesses for them, two per doubling: it has graphs for every shape of tree,
+    and a few lines more cost it little."""
+    return tuple(n for n in row_sizes if n // (n & -n) in (1, 3))
 
 
 def rehearsal(slots: torch.Tensor, padding: int) -> Callable[[Callable[[], Any]], None]:
@@ -48,6 +57,7 @@ class GraphPool:
         """shared: all graphs use the same memory, one after the other; otherwise each has its own."""
         self.device, self.max_bytes, self._shared = device, max_bytes, shared
         self.capture_seconds = 0.0
+        self._uncaptured = Counter[Hashable]()  # how often it ran
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -63,11 +73,15 @@ class GraphPool:
         """Key → bytes its capture added to the pool."""
         return {key: entry.num_bytes for key, entry in self._graphs.items()}
 
-    def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None]) -> Any:
-        """Replays the graph of `key`; on first use captures `step`. `rehearse(step)` runs it where it can do no harm, so that
-        everything is compiled and allocated before."""
+    def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None],
+            at_once: bool = False) -> Any:
+        """Replays the graph of `key`; captures `step` when it has been asked for a few times, or at once. `rehearse(step)` runs
+        it where it can do no harm, so that everything is compiled and allocated before."""
         entry = self._graphs.get(key)
         if entry is None:
+            if not at_once and self._uncaptured[key] < _PATIENCE:
+                self._uncaptured[key] += 1
+                return step()
             entry = self._capture(key, step, rehearse)
         self._graphs.move_to_end(key)
         entry.graph.replay()

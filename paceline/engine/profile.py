@@ -20,10 +20,17 @@ from paceline.types import Strategy
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
+_Job = tuple[str, int]
+"""What is measured, and its size."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _REQUESTS = (1, 4, 16, 64, 256)
 _WIDE = 4
-_FORMAT = 1
+_SHORT, _DEEP, _BROAD = "eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"
+_CONTEXTS, _CONTEXT, _NODES = 8, 512, 3
+_ROUNDS, _AT_LEAST = 12, 8
+_FORMAT = 3
+_MAKING = 10
+"""Times as long as measuring."""
 
 
 def load_or_profile(engine: Engine, seconds: float, folder: Path | None = None) -> CostCurve:
@@ -50,57 +57,86 @@ def cache_folder() -> Path:
 
 @torch.inference_mode()
 def profile(engine: Engine, seconds: float) -> CostCurve:
-    """Sizes in growing order until the time is up; what is larger is extrapolated, and corrected when it is met."""
-    engine.rehearse(2, Strategy.OFF)  # compiles
+    """Sizes in growing order until half of the time is up; what is larger is extrapolated, and corrected when it is met."""
+    rows = [n for n in _ROWS if n <= max(engine.scheduler.max_rows, engine.scheduler.max_batch)]
+    jobs = _context_jobs(engine)
+    jobs += [(("policy", n), partial(engine.rehearse, n, Strategy.OFF)) for n in rows]
     if engine.drafting.eagle is not None:
-        engine.drafting.rehearse_drafting(2, Strategy.parse("eagle:d2w2v2"))
-    began = time.perf_counter()
-
-    def left(share: float) -> bool:
-        return time.perf_counter() - began < share * seconds
-
-    clock = _Clock(engine.state.device)
-    max_batch, max_rows = engine.scheduler.max_batch, engine.scheduler.max_rows
-    policy: dict[float, float] = {}
-    for rows in (n for n in _ROWS if n <= max(max_rows, max_batch)):
-        if len(policy) < 2 or left(0.6):
-            policy[rows] = clock.ms(partial(engine.rehearse, rows, Strategy.OFF))
+        for requests in (n for n in _REQUESTS if n <= engine.scheduler.max_batch):
+            jobs += [((shape, requests), partial(engine.drafting.rehearse_drafting, requests, Strategy.parse(shape)))
+                     for shape in (_SHORT, _DEEP, _BROAD)]
+    jobs.sort(key=lambda job: job[0][1])
+    ms = _measure(jobs, seconds, engine.state.device)
     start, level = {1.0: 0.0}, {1.0: 0.0}
-    if engine.drafting.eagle is not None:
+    drafted = [n for n in _REQUESTS if (_BROAD, n) in ms]
+    if drafted:
         start, level = {}, {}
-        for requests in (n for n in _REQUESTS if n <= max_batch):
-            if start and not left(1.0):
-                break
-            short, deep, wide = (clock.ms(partial(engine.drafting.rehearse_drafting, requests, Strategy.parse(shape)))
-                                 for shape in ("eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"))
-            level[requests] = max(0.0, (deep - short) / 4)
-            start[requests] = max(0.0, short - level[requests])
-            level[requests * _WIDE] = max(0.0, (wide - start[requests]) / 5)
+    for n in drafted:
+        level[n] = max(0.0, (ms[_DEEP, n] - ms[_SHORT, n]) / 4)
+        start[n] = max(0.0, ms[_SHORT, n] - level[n])
+        level[n * _WIDE] = max(0.0, (ms[_BROAD, n] - start[n]) / 5)
+    policy = {n: ms["policy", n] for n in rows if ("policy", n) in ms}
     return CostCurve(Points.through(policy.items()), Points.through(start.items()), Points.through(level.items()),
-                     engine.drafting.row_sizes)
+                     engine.drafting.row_sizes, *_context_ms(engine, ms))
 
 
-class _Clock:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+def _context_jobs(engine: Engine) -> list[tuple[_Job, Callable[[], Any]]]:
+    """Steps with and without nodes, that see much or nothing."""
+    requests, seen = _context_sizes(engine)
+    context = engine.state.tensors.context[engine.state.padding]
 
-    def ms(self, run: Callable[[], Any]) -> float:
-        """The quicker of a few runs; the first compiles, allocates, captures."""
+    def step(strategy: Strategy, length: int) -> None:
+        context.fill_(length)
+        engine.rehearse(requests, strategy)
+        context.fill_(0)
+
+    nodes = Strategy("eagle", _NODES, 1, _NODES)
+    return [((f"{name} {length}", requests), partial(step, strategy, length))
+            for name, strategy in (("roots", Strategy.OFF), ("trees", nodes)) for length in (0, seen)]
+
+
+def _context_ms(engine: Engine, ms: dict[_Job, float]) -> tuple[float, float]:
+    """What a thousand tokens of context cost each request, and each row."""
+    requests, seen = _context_sizes(engine)
+    if (f"trees {seen}", requests) not in ms:
+        return 0.0, 0.0
+    plain, trees = (max(0.0, ms[f"{name} {seen}", requests] - ms[f"{name} 0", requests]) / (requests * seen / 1e3)
+                    for name in ("roots", "trees"))
+    row = min(max(0.0, (trees - plain) / _NODES), plain)
+    return plain - row, row
+
+
+def _context_sizes(engine: Engine) -> tuple[int, int]:
+    return min(_CONTEXTS, engine.scheduler.max_batch), min(_CONTEXT, engine.scheduler.max_length - _NODES - 1)
+
+
+def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device) -> dict[_Job, float]:
+    """Milliseconds of each: the quickest of a few runs, round by round, so that whatever else the machine does strikes no job
+    alone. A job's first run compiles, allocates, captures."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def time_of(run: Callable[[], Any]) -> float:
+        wait()
+        began = time.perf_counter()
         run()
-        found = []
-        for _ in range(3):
-            self._wait()
-            began = time.perf_counter()
-            run()
-            self._wait()
-            found.append((time.perf_counter() - began) * 1e3)
-            if sum(found) > 250:
-                break
-        return min(found)
+        wait()
+        return time.perf_counter() - began
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    best: dict[_Job, float] = {}
+    spent = 0.0
+    for done in range(_ROUNDS):
+        for name, run in jobs:
+            if spent > seconds / (2 if done == 0 else 1) and len(best) > _AT_LEAST:
+                break
+            if done == 0:
+                run()
+            found = time_of(run)
+            best[name], spent = min(found, best.get(name, found)), spent + (2 if done == 0 else 1) * found
+        jobs = [job for job in jobs if job[0] in best]
+    return {name: 1e3 * found for name, found in best.items()}
 
 
 def _key(engine: Engine) -> str:

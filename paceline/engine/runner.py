@@ -49,9 +49,9 @@ class Runner:
         hidden = self._forward(rows, [(item.request.slot, item.start, item.num_rows) for item in plan.prefill], depth > 0)
         return self._draw(inputs, rows, hidden, depth, want_raw) if plan.decode else None
 
-    def run_rows(self, inputs: StepInputs, depth: int, want_raw: bool = False) -> Drawn:
+    def run_rows(self, inputs: StepInputs, depth: int, want_raw: bool = False, at_once: bool = False) -> Drawn:
         """A step without prompts; where it can be, through a captured graph, keyed by the number of rows (and how deep the trees
-        are, 0: there are none)."""
+        are, 0: there are none). at_once: captured now, if it is not yet."""
 
         def step() -> Drawn:
             rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
@@ -60,7 +60,7 @@ class Runner:
         if self.graphs is None or not inputs.fixed:
             return step()
         key = (len(inputs.tree.tokens), depth, want_raw)
-        return self.graphs.run(key, step, rehearsal(inputs.slots, self.state.padding))
+        return self.graphs.run(key, step, rehearsal(inputs.slots, self.state.padding), at_once)
 
     def _forward(self, rows: DecodeRows, chunks: list[tuple[int, int, int]], trees: bool) -> Tensor:
         """Final hidden states [R, H]; keys, values, tokens and captured features of every row are stored on the way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from paceline.types import StepOutcome, StepResult, Watched
+from paceline.types import StepResult
 
 
 @dataclass(slots=True)
@@ -18,16 +18,9 @@ class Counters:
     verifications: int = 0
     seconds: float = 0.0
     strategy_steps: Counter[str] = field(default_factory=Counter)
-    last: StepOutcome | None = None
-    watched: Watched | None = None
 
-    def record(self, result: StepResult, context: float) -> None:
-        """context: mean of the requests that ran."""
+    def record(self, result: StepResult, num_tokens: int) -> None:
         self.steps += 1
-        num_tokens = sum(map(len, result.tokens.values()))
-        self.last = StepOutcome(result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens, result.ms,
-                                result.num_rows, context)
-        self.watched = result.watched
         self.drafted += result.drafted
         self.accepted += result.accepted
         self.verifications += result.num_requests

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from paceline.types import DrafterName, StepOutcome, Strategy
 
-_KEEP = 0.9
-"""Of a correction's weight with each step that follows."""
-_PRIOR = 2.0
-"""Steps that the profile counts as against measured ones."""
-_SPEED, _KNOWN = 0.2, 7.0
-"""How quickly the machine's own speed is followed: it strikes all strategies alike."""
+_DRAFTERS: tuple[DrafterName, ...] = ("none", "suffix", "eagle", "both")
+_SPEED_STEP, _DRAFTER_STEP = 0.05, 0.01
+"""How much, as logarithms, the machine's speed and a drafter's correction change from one step to the next …"""
+_DRAFTER_OFF, _NOISE = 0.2, 0.15
+"""… how wrong the profile may be about a drafter, and how much steps scatter."""
+_KEEP_ERROR, _KNOWN = 0.97, 8
 _MERGE_MS = 0.02
 """Per node: trees are merged on the host."""
 _OUTLIER = 3.0
@@ -37,40 +37,58 @@ class Points(NamedTuple):
     def through(cls, points: Iterable[tuple[float, float]]) -> Points:
         found = sorted(points)
         x = np.array([a for a, _ in found], float)
-        return cls(x, np.maximum.accumulate(np.array([b for _, b in found], float)))
+        y = np.array([b for _, b in found], float)
+        return cls(x, np.minimum.accumulate(y[::-1])[::-1])  # what disturbs a measurement makes it longer, never shorter
 
     def at(self, x: Any) -> Any:
         """A number or an array of them."""
+        if isinstance(x, (int, float)) and x <= self.x[-1]:  # numpy is slow on single numbers
+            return _between(self.x, self.y, x)
         slope = 0.5 * self.y[-1] / self.x[-1]
         if len(self.x) > 1:
             slope = max((self.y[-1] - self.y[-2]) / (self.x[-1] - self.x[-2]), slope)
         return np.interp(x, self.x, self.y) + np.maximum(x - self.x[-1], 0.0) * slope
 
 
-@dataclass(slots=True)
-class _Fading:
-    """A mean of logarithms of measured over expected, the older the less."""
+def _between(x: NDArray[np.float64], y: NDArray[np.float64], at: float) -> float:
+    after = int(x.searchsorted(at))
+    if x[after] == at or after == 0:
+        return float(y[after])
+    share = (at - x[after - 1]) / (x[after] - x[after - 1])
+    return float(y[after - 1] + share * (y[after] - y[after - 1]))
 
-    total: float = 0.0
-    weight: float = 0.0
-    outliers: int = 0
 
-    def add(self, value: float) -> None:
-        if self.weight > 4 and abs(value - self.mean) > math.log(_OUTLIER) and self.outliers < 3:
-            self.outliers += 1
-            return
-        self.outliers = 0
-        self.total, self.weight = _KEEP * self.total + value, _KEEP * self.weight + 1
+class _Corrections:
+    """Logarithms of measured over profiled: of the machine, whose speed strikes all steps alike and changes quickly, and of each
+    drafter, which hardly changes. A Kalman filter tells them apart: when another drafter comes, the machine is still the same."""
 
-    @property
-    def mean(self) -> float:
-        return self.total / self.weight if self.weight else 0.0
+    def __init__(self) -> None:
+        size = 1 + len(_DRAFTERS)
+        self._mean = [0.0] * size
+        self._covariance = [[0.0] * size for _ in range(size)]
+        self._drift = [_SPEED_STEP**2] + [_DRAFTER_STEP**2] * len(_DRAFTERS)
+        for i in range(size):
+            self._covariance[i][i] = 1.0 if i == 0 else _DRAFTER_OFF**2
+
+    def of(self, drafter: DrafterName) -> float:
+        return self._mean[0] + self._mean[1 + _DRAFTERS.index(drafter)]
+
+    def learn(self, drafter: DrafterName, new: float, steps: int) -> None:
+        """new: how far a step was from what was expected, of so many that passed. (Numpy is slower on matrices this small.)"""
+        which, covariance = 1 + _DRAFTERS.index(drafter), self._covariance
+        for i, drift in enumerate(self._drift):
+            covariance[i][i] += steps * drift
+        towards = [a + b for a, b in zip(covariance[0], covariance[which], strict=True)]
+        scale = 1 / (towards[0] + towards[which] + _NOISE**2)
+        for i, t in enumerate(towards):
+            self._mean[i] += t * scale * new
+            covariance[i] = [c - t * scale * u for c, u in zip(covariance[i], towards, strict=True)]
 
 
 @dataclass(slots=True)
 class CostCurve:
-    """ms = (policy(rows) + draft) * speed * correction + context; draft = start(requests) + (depth - 1) * level(rows of a level);
-    speed: of the machine, quickly followed; correction: by drafter and batch size, slowly."""
+    """ms = (policy(rows) + draft + reading) * correction; draft = start(requests) + (depth - 1) * level(rows of a level);
+    reading: in proportion to the context, for each request and each row; correction: of machine and drafter, followed online."""
 
     policy: Points
     """Rows of a step → ms, without context."""
@@ -80,17 +98,25 @@ class CostCurve:
     """… and rows of a level → ms of each level more."""
     row_sizes: tuple[int, ...] = ()
     """What rows are padded to; empty: not at all."""
+    request_context_ms: float = 0.0
+    """For each request and thousand tokens of context (where a request's rows read it together) …"""
+    row_context_ms: float = 0.0
+    """… and for each row."""
     profiled: bool = True
     """False: made up, until steps have been seen."""
-    _by_place: dict[tuple[DrafterName, int], _Fading] = field(default_factory=dict)
-    _by_drafter: dict[DrafterName, _Fading] = field(default_factory=dict)
-    _context_ms: float = 0.0
-    """Per request and thousand tokens of context."""
-    _speed: float = 0.0
-    """Logarithm: how much slower the machine is than when it was profiled."""
-    _met: set[tuple[DrafterName, int]] = field(default_factory=set)
-    """Places whose first step has been seen: it compiles and allocates, and is no measure."""
-    _error: _Fading = field(default_factory=_Fading)
+    _corrections: _Corrections = field(default_factory=_Corrections)
+    _num_seen: dict[tuple[DrafterName, int], int] = field(default_factory=dict)
+    """Steps by drafter and batch size; the first compiles and allocates, and is no measure."""
+    _previous: DrafterName = "none"
+    """That was learned of."""
+    _num_passed: int = 0
+    """Steps since then."""
+    num_off: int = 0
+    """Steps without speculation that it has learned from, at any batch size."""
+    _num_outliers: int = 0
+    """In a row."""
+    _errors: tuple[float, float] = (0.0, 1e-9)
+    """Their sum, and how many: the older the less."""
 
     @classmethod
     def unknown(cls, row_sizes: tuple[int, ...] = ()) -> CostCurve:
@@ -101,18 +127,17 @@ class CostCurve:
 
     def ms(self, strategy: Strategy, requests: int, rows: Any, context: float = 0.0) -> Any:
         """Of a step; rows: roots and nodes, a number or an array of them."""
-        base = self.base_ms(strategy, requests, rows)
-        correction = math.exp(self._correction(strategy.drafter, bucket_of(requests)))
-        return base * correction + self._context_ms * requests * context / 1e3
+        return self.base_ms(strategy, requests, rows, context) * math.exp(self._corrections.of(strategy.drafter))
 
-    def base_ms(self, strategy: Strategy, requests: int, rows: Any) -> Any:
+    def base_ms(self, strategy: Strategy, requests: int, rows: Any, context: float = 0.0) -> Any:
         """As profiled."""
         draft = 0.0
         if strategy.drafter in ("eagle", "both"):
             draft = float(self.start.at(requests)) + (strategy.depth - 1) * float(self.level.at(requests * strategy.width))
         if strategy.drafter == "both":
             draft = draft + _MERGE_MS * (rows - requests)
-        return self.policy.at(self.padded(rows)) + draft
+        reading = (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
+        return self.policy.at(self.padded(rows)) + draft + reading
 
     def padded(self, rows: Any) -> Any:
         if not self.row_sizes:
@@ -124,60 +149,45 @@ class CostCurve:
         """A step without prompts has been read."""
         if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0 or last.num_rows <= 0:
             return
-        place = last.strategy.drafter, bucket_of(last.num_requests)
-        if place not in self._met:
-            self._met.add(place)
+        drafter = last.strategy.drafter
+        place = drafter, bucket_of(last.num_requests)
+        seen = self._num_seen[place] = self._num_seen.get(place, 0) + 1
+        self._num_passed += 1
+        if seen == 1 or (seen > _KNOWN and drafter == self._previous and seen % 4):  # what is known is looked at now and then
             return
-        here = self._by_place.setdefault(place, _Fading())
-        if here.weight > _KNOWN and last.step % 4:  # a known place need not be looked at every time
+        self._previous = drafter
+        base = float(self.base_ms(last.strategy, last.num_requests, last.num_rows, last.context))
+        new = math.log(last.ms / base) - self._corrections.of(drafter)
+        if abs(new) > math.log(_OUTLIER) and self._errors[1] > 4 and self._num_outliers < 3:
+            self._num_outliers += 1
             return
-        size = last.num_requests * last.context / 1e3
-        base = float(self.base_ms(last.strategy, last.num_requests, last.num_rows))
-        own = self._correction(*place)
-        expected = base * math.exp(own) + self._context_ms * size
-        self._error.add(min(2.0, abs(math.log(last.ms / expected))))
-        ratio = math.log(max(last.ms - self._context_ms * size, 0.2 * last.ms) / base)
-        self._by_drafter.setdefault(place[0], _Fading()).add(ratio - self._speed)
-        if here.weight > _KNOWN:  # what is new about a place that is known is the machine's doing
-            self._speed += _SPEED * min(max(ratio - own, -0.3), 0.3)
-        here.add(ratio - self._speed)
-        if place[0] == "none" and size > 0:  # a small step towards explaining what is left by the context
-            wanted = 0.998 * self._context_ms + 0.005 * (last.ms - expected) / size
-            self._context_ms = min(max(0.0, wanted), 0.5 * base / size)
+        self._num_outliers = 0
+        self._errors = _KEEP_ERROR * self._errors[0] + min(2.0, abs(new)), _KEEP_ERROR * self._errors[1] + 1
+        self._corrections.learn(drafter, new, self._num_passed)
+        self._num_passed = 0
+        self.num_off += drafter == "none"
 
-    def num_seen(self, strategy: Strategy, requests: int) -> float:
-        """Steps like this one that it has learned from, the older the less: 0 is a guess."""
-        seen = self._by_place.get((strategy.drafter, bucket_of(requests)))
-        return seen.weight if seen is not None else 0.0
-
-    @property
-    def num_off(self) -> float:
-        """Steps without speculation that it has learned from, at any batch size."""
-        return self._by_drafter["none"].weight if "none" in self._by_drafter else 0.0
+    def num_seen(self, strategy: Strategy, requests: int) -> int:
+        """Steps like this one that it has learned from: 0 is a guess."""
+        return max(0, self._num_seen.get((strategy.drafter, bucket_of(requests)), 0) - 1)
 
     @property
     def error(self) -> float:
         """How far off it was lately: 0.05 is five per cent."""
-        return math.exp(self._error.mean) - 1
-
-    def _correction(self, drafter: DrafterName, bucket: int) -> float:
-        """Logarithm. What was seen here, as far as it was; else with this drafter at other sizes; else with none."""
-        far = self._by_drafter.get(drafter) or self._by_drafter.get("none") or _Fading()
-        here = self._by_place.get((drafter, bucket)) or _Fading()
-        prior = far.mean * far.weight / (far.weight + _PRIOR)
-        return self._speed + (here.total + _PRIOR * prior) / (here.weight + _PRIOR)
+        return math.exp(self._errors[0] / self._errors[1]) - 1
 
     def dumps(self) -> str:
         """What was profiled, as JSON."""
         parts = {name: list(zip(points.x.tolist(), points.y.tolist(), strict=True))
                  for name, points in (("policy", self.policy), ("start", self.start), ("level", self.level))}
-        return json.dumps({**parts, "row_sizes": self.row_sizes}, indent=1)
+        return json.dumps({**parts, "row_sizes": self.row_sizes, "context": [self.request_context_ms, self.row_context_ms]},
+                          indent=1)
 
     @classmethod
     def loads(cls, text: str) -> CostCurve:
         found = json.loads(text)
         policy, start, level = (Points.through(tuple(pair) for pair in found[name]) for name in ("policy", "start", "level"))
-        return cls(policy, start, level, tuple(found["row_sizes"]))
+        return cls(policy, start, level, tuple(found["row_sizes"]), *found["context"])
 
 
 def bucket_of(requests: int) -> int:

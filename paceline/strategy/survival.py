@@ -3,6 +3,7 @@ are known before it is verified. Numpy only."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +24,11 @@ _TRUST = 4.0
 """Nodes that the drafter's own estimate counts as."""
 _LINES = 32
 """Of one step, at most: more tell little more."""
-_KEEP_LINES, _KEEP_LOOK = 160.0, 0.92
-"""Lines (a request in a step) that are remembered, about; and what of a look is left with the next one, at most."""
+_KEEP_LINES, _KEEP_LOOK, _KEEP_CHANGED = 160.0, 0.92, 0.35
+"""Lines (a request in a step) that are remembered, about; what of a look is left with the next one, at most; and if that says
+that things have changed."""
 _ENOUGH_LINES, _ENOUGH_LOOKS = 24, 4
-_OF_ALL = 8.0
+_OF_ALL = 16.0
 """Lines that what is known of all requests counts as for those of one quality."""
 
 
@@ -52,17 +54,22 @@ class _Curve:
     def __init__(self) -> None:
         self.sums = np.zeros((3, NUM_QUALITIES, MAX_NODES))
 
-    def add(self, quality: NDArray[np.int64], might: NDArray[np.bool_], chances: Array) -> None:
-        """might, chances [L, N]; a chance of 0: no such node."""
-        self.sums *= min(max(0.5, 1 - len(quality) / _KEEP_LINES), _KEEP_LOOK)
+    def add(self, quality: NDArray[np.int64], might: NDArray[np.bool_], chances: Array, keep: float) -> None:
+        """might, chances [L, N]; a chance of 0: no such node. keep: of what was known."""
+        self.sums *= min(max(0.5, 1 - len(quality) / _KEEP_LINES), keep)
         which = (quality == np.arange(NUM_QUALITIES)[:, None]).astype(float)  # [Q, L]
         self.sums += which @ np.stack([might, chances > 0, chances])
 
-    def gain(self) -> Gain:
+    def expected(self) -> float:
+        """Accepted nodes of a request of any quality."""
+        lines, _, chances = self.sums.sum(1)
+        return float((chances / np.maximum(lines, 1e-12)).sum())
+
+    def means(self) -> tuple[Array, Array]:
+        """[Q, N] survival and present, as in `Gain`."""
         lines, nodes, chances = self.sums + _OF_ALL * self.sums.sum(1, keepdims=True) / (self.sums[0].sum(0) + 1e-30)
-        present = np.divide(nodes, lines, out=np.zeros_like(nodes), where=lines > 1e-12)
-        survival = np.divide(chances, nodes, out=np.zeros_like(nodes), where=nodes > 1e-12)
-        return Gain.of(np.minimum.accumulate(survival, axis=1), present)
+        survival = chances / np.maximum(nodes, 1e-12)
+        return np.minimum.accumulate(survival, axis=1), nodes / np.maximum(lines, 1e-12)
 
 
 class Survival:
@@ -91,8 +98,9 @@ class Survival:
             self._sums = keep * self._sums + (count, self._chance(bins, watched.chance)[tested].sum(), hit.sum())
             self._tested = keep * self._tested + np.bincount(bins[tested], minlength=len(self._tested))
             self._hits = keep * self._hits + np.bincount(bins[hit], minlength=len(self._tested))
-        self._learn_bands(watched)
-        self._learn_gains(watched, self.survival(watched, bins))
+        keep = _KEEP_CHANGED if self._is_surprising(watched) else 1.0
+        self._learn_bands(watched, keep)
+        self._learn_gains(watched, self.survival(watched, bins), min(keep, _KEEP_LOOK))
         self.num_lines += watched.num_lines
         self.num_looks += 1
 
@@ -137,24 +145,26 @@ class Survival:
 
     def _known(self, shape: tuple[int, int]) -> Gain | None:
         if shape in self._curves:
-            found = self._curves[shape].gain()
+            survival, present = self._curves[shape].means()
         else:
             chains = [seen for seen in self._curves if seen[1] == 1 and seen[0] < shape[0]]
             if shape[1] > 1 or not chains:
                 return None
-            found = _longer(self._curves[max(chains)].gain(), max(chains)[0], shape[0])
-        newest = self._curves.get((1, 1))
-        return found if newest is None or shape == (1, 1) else _as_now(found, newest.gain())
+            survival, present = _longer(*self._curves[max(chains)].means(), max(chains)[0], shape[0])
+        if shape != (1, 1):
+            newest = self.gain((1, 1))
+            survival = survival if newest is None else _as_now(survival, newest.survival)
+        return Gain.of(survival, present)
 
     def _chance(self, bins: NDArray[np.int64], own: Array) -> Array:
         return (self._hits[bins] + _TRUST * own) / (self._tested[bins] + _TRUST)
 
-    def _learn_bands(self, watched: Watched) -> None:
+    def _learn_bands(self, watched: Watched, keep: float) -> None:
         which = np.searchsorted(_BANDS, _along_paths(watched, watched.chance.copy()), side="right")
-        self._bands *= max(0.5, 1 - len(which) / _KEEP_NODES)
+        self._bands *= min(max(0.5, 1 - len(which) / _KEEP_NODES), keep)
         self._bands += [np.bincount(which, minlength=len(_BANDS) + 1), np.bincount(which[watched.hit], minlength=len(_BANDS) + 1)]
 
-    def _learn_gains(self, watched: Watched, survival: Array) -> None:
+    def _learn_gains(self, watched: Watched, survival: Array, keep: float) -> None:
         lines = min(watched.num_lines, _LINES)
         here = int(np.searchsorted(watched.line, lines))
         line, survival = watched.line[:here], np.maximum(survival[:here], 1e-9)
@@ -171,8 +181,18 @@ class Survival:
             might = chances > 0
             if strategy.drafter == "suffix":
                 might |= np.arange(MAX_NODES) < strategy.budget
-            self._curves.setdefault(shape, _Curve()).add(watched.quality[:lines], might, chances)
+            self._curves.setdefault(shape, _Curve()).add(watched.quality[:lines], might, chances, keep)
         self._gains.clear()
+
+    def _is_surprising(self, watched: Watched) -> bool:
+        """More or less was accepted than can be chance, of a tree whose shape is known."""
+        depth = watched.strategy.depth
+        known = self._curves.get((depth, watched.strategy.width))
+        if known is None:
+            return False
+        found, expected = float(watched.hit.sum()) / watched.num_lines, known.expected()
+        scatter = max(expected, 0.1) * max(depth - expected, 0.1) / watched.num_lines  # of a mean of numbers between 0 and depth
+        return abs(found - expected) > 0.05 * expected + 2.5 * math.sqrt(scatter)
 
 
 def _bins(watched: Watched) -> NDArray[np.int64]:
@@ -208,19 +228,18 @@ def _by_line(line: NDArray[np.int64], survival: Array, lines: int) -> Array:
     return chances
 
 
-def _as_now(gain: Gain, newest: Gain) -> Gain:
+def _as_now(survival: Array, newest: Array) -> Array:
     """A larger shape is seen less often than the first node of all: what that has gained or lost meanwhile, the others have too,
     as powers of it."""
-    then, now = (np.clip(one.survival[:, :1], 1e-3, 0.999) for one in (gain, newest))
-    return Gain.of(gain.survival ** np.clip(np.log(now) / np.log(then), 0.2, 5.0), gain.present)
+    then, now = (np.log(np.minimum(np.maximum(first[:, :1], 1e-3), 0.999)) for first in (survival, newest))
+    return survival ** np.minimum(np.maximum(now / then, 0.2), 5.0)
 
 
-def _longer(gain: Gain, known: int, depth: int) -> Gain:
+def _longer(survival: Array, present: Array, known: int, depth: int) -> tuple[Array, Array]:
     """Of a chain of `known` nodes, what one of `depth` would give."""
-    survival, present = gain.survival.copy(), gain.present.copy()
     above = survival[:, known - 2] if known > 1 else np.ones(NUM_QUALITIES)
     going_on = 0.97 * survival[:, known - 1] / np.maximum(above, 1e-9)
     for node in range(known, depth):
         survival[:, node] = survival[:, node - 1] * going_on
         present[:, node] = present[:, known - 1]
-    return Gain.of(survival, present)
+    return survival, present

@@ -72,7 +72,8 @@ def test_any_mix_of_strategies_gives_the_same_tokens():
 @pytest.mark.parametrize("strategy", ["off", "eagle:d3w2v6"])
 def test_launching_a_step_never_waits_for_the_device(strategy):
     engine = made(strategy)
-    tokens(engine)  # everything is captured and compiled
+    for _ in range(4):  # everything is captured and compiled, what is asked for once in a run, too
+        tokens(engine)
     launch = engine._launch
 
     def unwaiting(chosen: Strategy):
@@ -84,6 +85,14 @@ def test_launching_a_step_never_waits_for_the_device(strategy):
 
     engine._launch = unwaiting
     assert tokens(engine) == tokens(made("off"))
+
+
+def test_what_is_asked_for_twice_is_not_captured():
+    engine = made("off")
+    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, seed=3, ignore_eos=True))
+    assert engine.graph_report().num_graphs == 0
+    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True))
+    assert engine.graph_report().num_graphs == 1
 
 
 def test_new_weights_reach_captured_drafting():

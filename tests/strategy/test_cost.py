@@ -67,3 +67,30 @@ def test_one_hiccup_changes_nothing_a_lasting_one_does():
 def test_comes_back_from_json():
     again = CostCurve.loads(curve((8, 64)).dumps())
     assert again.row_sizes == (8, 64) and float(again.ms(EAGLE, 3, 30)) == float(curve((8, 64)).ms(EAGLE, 3, 30))
+
+
+def test_a_slower_machine_is_not_blamed_on_the_drafter_in_use():
+    costs, factor = curve(), 1.0
+    for step in range(60):
+        strategy = Strategy.OFF if step < 20 else EAGLE
+        factor = 2.0 if step >= 40 else 1.0
+        costs.learn(StepOutcome(step, strategy, 4, 0, 8, factor * float(curve().base_ms(strategy, 4, 20)), 20))
+    ratio = float(costs.ms(EAGLE, 4, 20)) / float(costs.ms(Strategy.OFF, 4, 4))
+    assert ratio == pytest.approx(float(curve().ms(EAGLE, 4, 20)) / float(curve().ms(Strategy.OFF, 4, 4)), rel=0.12)
+    assert float(costs.ms(Strategy.OFF, 4, 4)) > 1.7 * float(curve().ms(Strategy.OFF, 4, 4))
+
+
+def test_a_drafter_that_costs_more_than_profiled_is():
+    costs = curve()
+    for step in range(120):
+        strategy, factor = (Strategy.OFF, 1.0) if step // 10 % 2 else (EAGLE, 1.4)
+        costs.learn(StepOutcome(step, strategy, 4, 0, 8, factor * float(curve().base_ms(strategy, 4, 20)), 20))
+    ratio = float(costs.ms(EAGLE, 4, 20)) / float(costs.ms(Strategy.OFF, 4, 4))
+    assert ratio > 1.25 * float(curve().ms(EAGLE, 4, 20)) / float(curve().ms(Strategy.OFF, 4, 4))
+
+
+def test_context_costs_by_row_and_by_request():
+    costs = CostCurve(curve().policy, curve().start, curve().level, request_context_ms=0.1, row_context_ms=0.2)
+    more = float(costs.ms(Strategy.OFF, 4, 20, 1000.0)) - float(costs.ms(Strategy.OFF, 4, 20))
+    assert more == pytest.approx(4 * 0.1 + 20 * 0.2)
+    assert CostCurve.loads(costs.dumps()).row_context_ms == 0.2

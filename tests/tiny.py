@@ -44,8 +44,8 @@ def eagle(kind: str = "llama", form: Form = "eagle", seed: int = 1, dtype: torch
 
 
 class FakeGraphs:
-    """What captured graphs are to an engine, without a GPU: a step that has been asked for once before is kept, and run again with
-    what it has hold of. So a step that reads anything from elsewhere than fixed addresses gives itself away."""
+    """What captured graphs are to an engine, without a GPU: a step that has been asked for once before is kept, and run again
+    with what it has hold of. So a step that reads anything from elsewhere than fixed addresses gives itself away."""
 
     def __init__(self) -> None:
         self.steps: dict[Hashable, Callable[[], Any]] = {}

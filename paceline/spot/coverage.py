@@ -41,7 +41,9 @@ class Coverage:
     by_depth: dict[int, list[float]]
     """k → share of tokens among the first k guesses, at depth 1, 2, … (whether or not the path before was guessed)."""
     expected: dict[int, list[float]]
-    """k → tokens per verification with a full tree of that width and depth 1, 2, …: 1 + how far the path was guessed."""
+    """k → tokens per verification with a full tree of that width and depth 1, 2, …, along the answers as an engine goes: the next
+    tree starts behind what was guessed of the last and one token more. (The mean over all places would be too high: what is easy
+    to guess is many places, but few starts.)"""
     by_position: list[tuple[int, Share]]
     """(token of the answer from which on, first guesses at depth 1): how it decays along long answers."""
     by_quarter: list[Share]
@@ -127,25 +129,24 @@ class _Tally:
         self._depth, self._most = depth, most
         self._hits = torch.zeros(most + 1, depth, dtype=torch.int64)  # [k, depth]: tokens among the first k
         self._rows = torch.zeros(depth, dtype=torch.int64)
-        self._alive = torch.zeros(most + 1, depth, dtype=torch.int64)
-        self._paths = 0
+        self._reach: list[Tensor] = []  # of each answer [k, rows]: how far a path that starts there is guessed
         self._tokens: list[Tensor] = []  # [4, rows] first guess right, token of the answer, answer's length, version
 
     def add(self, packed: Packed, records: Sequence[FeatureRecord], ranks: Sequence[Tensor]) -> None:
         """ranks: by step, [R] by the row a path starts at."""
         left = torch.cat([torch.arange(n, 0, -1) for n in packed.lengths]).to(packed.follow.device)  # rows to the record's end
         starts = packed.positions >= packed.first
-        whole = starts & (left >= self._depth)
-        self._paths += int(whole.sum())
-        alive = whole.expand(self._most + 1, -1)
+        alive = starts.expand(self._most + 1, -1)
+        reach = torch.zeros(alive.shape, dtype=torch.int64, device=starts.device)
         for step, place in enumerate(ranks):
             among = place[None] < torch.arange(self._most + 1, device=place.device)[:, None]  # [k, R]
             within = starts & (left > step)
             self._hits[:, step] += (among & within).sum(1).cpu()
             self._rows[step] += int(within.sum())
-            alive = alive & among
-            self._alive[:, step] += alive.sum(1).cpu()
+            alive = alive & among & within
+            reach += alive
         rows = starts.nonzero()[:, 0]
+        self._reach += reach[:, rows].cpu().split(packed.record[rows].unique_consecutive(return_counts=True)[1].tolist(), dim=1)
         token = (packed.positions - packed.first)[rows]
         length = torch.tensor([len(r.token_ids) - r.prompt_length for r in records], device=rows.device)[packed.record[rows]]
         version = torch.tensor([v for r in records for v in _versions(r)], device=rows.device)
@@ -153,15 +154,28 @@ class _Tally:
 
     def result(self, tau: float, widths: Sequence[int]) -> Coverage:
         share = self._hits / self._rows.clamp_min(1)
-        reached = 1 + (self._alive / max(1, self._paths)).cumsum(1)
         right, token, length, version = torch.cat(self._tokens, dim=1)
         quarter = (4 * token).div(length, rounding_mode="floor").clamp_max(3)
         edges = [0, *(2**n for n in range(5, 24) if 2**n <= int(token.max()))]
         place = torch.bucketize(token, torch.tensor(edges[1:], dtype=torch.int64), right=True)
         return Coverage(
-            tau, {k: share[k].tolist() for k in widths}, {k: reached[k].tolist() for k in widths},
+            tau, {k: share[k].tolist() for k in widths}, {k: self._walk(k) for k in widths},
             [(edges[i], s) for i, s in _shares(right, place)], [s for _, s in _shares(right, quarter)],
             dict(_shares(right, version)))
+
+
+    def _walk(self, k: int) -> list[float]:
+        """Tokens per verification, by depth."""
+        answers = [reach[k].tolist() for reach in self._reach]
+        tokens = sum(map(len, answers))
+        return [tokens / sum(_verifications(answer, depth) for answer in answers) for depth in range(1, self._depth + 1)]
+
+
+def _verifications(reach: list[int], depth: int) -> int:
+    at = count = 0
+    while at < len(reach):
+        at, count = at + 1 + min(reach[at], depth), count + 1
+    return count
 
 
 def _versions(record: FeatureRecord) -> list[int]:

@@ -39,6 +39,7 @@ _OFF_EVERY = 128
 _SUFFIX_REST = 24
 """The suffix drafter says itself when it has nothing to offer, and what it offers changes with the text: a look costs little."""
 
+
 class Promise(NamedTuple):
     """What a decision expects."""
 

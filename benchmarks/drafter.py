@@ -134,19 +134,23 @@ class Bench:
             if self.budget.left < self.args.marks[-1]:
                 print(f"no time left for {name}", flush=True)
                 continue
-            found[name] = self.form(name)
-            self.report.save()
+            found[name] = {}
+            self.form(name, found[name])
         return found
 
-    def form(self, name: str) -> dict[str, Any]:
+    def form(self, name: str, found: dict[str, Any]) -> None:
+        """Figures and drafter are written at every mark."""
         trainer = self.trainer(SpotConfig(**FORMS[name]))  # type: ignore[arg-type]
         held_out, tau = self.captured.held_out(), EngineConfig().tau
         marks: dict[str, Any] = {}
+        found |= {"marks": marks, "parameters": sum(p.numel() for p in trainer.parameters.values())}
         seconds, tokens = 0.0, 0
         for mark in self.args.marks:
             report = trainer.run(mark - seconds)
             seconds, tokens = seconds + report.seconds, tokens + report.tokens
             drafter = trainer.drafter()
+            if self.args.save is not None:
+                save_eagle(drafter, self.args.save)
             covered = judged(drafter, self.policy, held_out, tau, 1.0)
             record = {k: v for k, v in coverage_record(covered).items() if k in ("by_depth", "by_quarter", "by_position")}
             marks[f"{mark:g}"] = record | {
@@ -155,9 +159,7 @@ class Bench:
                 "expected_d6": {str(k): values[-1] for k, values in covered.expected.items()},
                 "measured": {strategy: self.measure(drafter, strategy) for strategy in STRATEGIES}}
             show(name, mark, marks[f"{mark:g}"])
-        if self.args.save is not None:
-            save_eagle(trainer.drafter(), self.args.save)
-        return {"marks": marks, "parameters": sum(p.numel() for p in trainer.parameters.values())}
+            self.report.save()
 
     def measure(self, drafter: Eagle, strategy: str) -> float:
         """Tokens per verification; room for whole trees, so that the engine prunes none."""

@@ -69,6 +69,7 @@ def main() -> None:
 def measure(engine: Engine, names: Sequence[str], rounds: list[list[list[int]]], warm: list[list[int]], lengths: list[int],
             report: Report, budget: Budget, peer: Vllm | None) -> None:
     """Round by round, auto first: the suffix drafter inside it must not know these answers from another run."""
+    report.content["warm_up"] = {"graphs": (made := engine.warm_up()).num_graphs, "seconds": made.capture_seconds}
     short = [min(length, 64 + 8 * (i % 8)) for i, length in enumerate(lengths)]
     for name in names:  # captures graphs on the way down from all requests to none
         run(engine, name, warm, lengths if name == "auto" else short)

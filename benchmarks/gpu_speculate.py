@@ -25,7 +25,7 @@ import gpu_drafter
 from gpu_common import TINY_TWIN, Budget, Report, Setting, chat, parser_of
 from upscale import QWEN_7B, upscale, upscale_drafter
 
-from paceline import SamplingParams
+from paceline import Engine, SamplingParams
 from paceline.drafters.eagle import Eagle
 from paceline.models.decoder import Decoder
 from paceline.types import StepResult
@@ -193,7 +193,12 @@ class Bench:
         self._setting, self._model, self._drafter, self._max_batch = setting, model, drafter, max_batch
         self._pool, self._warm, self._next = pool, warm, 0
         self._plain = setting.engine(model, None, max_batch, kv_gb=12)
-        self._engine = setting.engine(model, drafter, max_batch)
+        self._engine = self._fresh_engine()
+
+    def _fresh_engine(self) -> Engine:
+        engine = self._setting.engine(self._model, self._drafter, self._max_batch)
+        engine.warm_up()
+        return engine
 
     def measure(self, batch: int, rounds: int, budget: Budget) -> dict[str, Any]:
         """Rates of every strategy at this batch size."""
@@ -234,7 +239,7 @@ class Bench:
         if self._next + count > len(self._pool):
             del self._engine  # first: there is not room for two everywhere
             self._setting.free()
-            self._next, self._engine = 0, self._setting.engine(self._model, self._drafter, self._max_batch)
+            self._next, self._engine = 0, self._fresh_engine()
         part = self._pool[self._next : self._next + count]
         self._next += count
         return [part[i % len(part)] for i in range(count)]

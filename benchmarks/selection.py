@@ -172,7 +172,10 @@ class Bench:
         config = EngineConfig(max_batch=max_batch, kv_memory_gb=5.0 if on_gpu else 1.0, deterministic=not on_gpu,
                               max_context=1024 if on_gpu else None, kernels="torch" if self._args.tiny else "auto",
                               profile=not self._args.tiny)
-        return TimedEngine(self._subject.model, None, drafter, "off" if name == BARE else name, config)
+        engine = TimedEngine(self._subject.model, None, drafter, "off" if name == BARE else name, config)
+        if name in SELECTORS:
+            engine.warm_up()
+        return engine
 
     def _play(self, name: str, work: Workload, number: int) -> Play:
         engine, rnd = self._engines[name], work.rounds[number]

@@ -198,6 +198,7 @@ class StepOutcome:
     num_prefill_rows: int
     num_tokens: int
     ms: float
+    """0: it was disturbed, by a capture for example, and its time says nothing."""
     num_rows: int = 0
     """Padding included."""
     context: float = 0.0

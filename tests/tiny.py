@@ -50,7 +50,7 @@ class FakeGraphs:
     def __init__(self) -> None:
         self.steps: dict[Hashable, Callable[[], Any]] = {}
         self.asked: set[Hashable] = set()
-        self.capture_seconds = 0.0
+        self.capture_seconds, self.num_irregular = 0.0, 0
 
     def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None],
             at_once: bool = False) -> Any:

@@ -55,10 +55,10 @@ class Choosing:
         every = EVERY if batch >= FEW else EVERY // 2
         return strategy.watch or (strategy.drafter != "none" and self._num_speculated % every == 0)
 
-    def record(self, result: StepResult, num_tokens: int, context: float) -> None:
-        """A step has been read. context: mean of the requests that ran."""
+    def record(self, result: StepResult, num_tokens: int, context: float, regular: bool) -> None:
+        """A step has been read. context: mean of the requests that ran; regular: it took the time that such steps take."""
         self._last = StepOutcome(result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens,
-                                 result.ms, result.num_rows, context)
+                                 result.ms if regular else 0.0, result.num_rows, context)
         self._watched = result.watched
 
     def drafter_replaced(self) -> None:

@@ -18,7 +18,7 @@ from paceline.drafters.speculate import DraftView, EagleDrafter, lines_of
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.tree import Drafts, merge
 from paceline.engine.batch import padding
-from paceline.engine.graphs import GraphPool, drafting_sizes, rehearsal
+from paceline.engine.graphs import GraphPool, coarse, rehearsal
 from paceline.engine.inputs import InputBuffers, StepInputs
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Decode, Prefill, StepPlan
@@ -51,10 +51,11 @@ class Drafted(NamedTuple):
 class Drafting:
     def __init__(self, state: SlotState, store: PagedStore, ops: Ops, suffix: SuffixDrafter | None, eagle: EagleDrafter | None,
                  suffix_tau: float, row_sizes: tuple[int, ...], graphs: GraphPool | None) -> None:
-        """row_sizes: decode rows are padded to one of them; with `graphs`, steps of that size are captured."""
+        """row_sizes: decode rows are padded to one of them, with trees to every other; with `graphs`, steps of that size are
+        captured."""
         self.suffix, self.eagle, self.suffix_tau = suffix, eagle, suffix_tau
         self._state, self._store, self._ops, self.graphs, self.row_sizes = state, store, ops, graphs, row_sizes
-        self._sizes = drafting_sizes(row_sizes)
+        self.tree_sizes = coarse(row_sizes)
         captured = max(row_sizes, default=0) if graphs is not None else 0
         self._buffers = InputBuffers(captured, state.padding, state.device)
         self._slots = torch.full((captured,), state.padding, device=state.device)  # what captured drafting reads
@@ -101,8 +102,7 @@ class Drafting:
         num_nodes, lines = [0] * len(plan.decode), [0] * len(plan.decode)
         for line, (i, count) in enumerate(zip(chosen, found, strict=True)):
             num_nodes[i], lines[i] = count, line
-        drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy,
-                                self.row_sizes)
+        drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy)
         follows = plan.strategy.drafter in ("eagle", "both")
         self._followed = {plan.decode[i].request.id for i in chosen} if follows else set()
         for (request, _), most in zip(plan.decode, drafted.most_accepted, strict=True):
@@ -124,9 +124,8 @@ class Drafting:
 
     def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> Drafted:
         """A step of so many requests, all of them padding, with trees of the strategy's size. exact: no more rows than that."""
-        slots, sizes = [self._state.padding] * batch, () if exact else self.row_sizes
         drafts = self._bush(strategy) if strategy.budget else None
-        return self._lay_out(slots, [strategy.budget] * batch, [0] * batch, drafts, strategy, sizes)
+        return self._lay_out([self._state.padding] * batch, [strategy.budget] * batch, [0] * batch, drafts, strategy, exact)
 
     def rehearse_drafting(self, batch: int, strategy: Strategy) -> None:
         """Likewise, what the learned drafter does before."""
@@ -147,10 +146,11 @@ class Drafting:
         return chosen
 
     def _lay_out(self, slots: list[int], num_nodes: list[int], lines: list[int], drafts: Drafts | None,
-                 strategy: Strategy, row_sizes: tuple[int, ...]) -> Drafted:
-        pad = padding(len(slots) + sum(num_nodes), row_sizes)
+                 strategy: Strategy, exact: bool = False) -> Drafted:
+        plain = drafts is None or not any(num_nodes)
+        pad = 0 if exact else padding(len(slots) + sum(num_nodes), self.row_sizes if plain else self.tree_sizes)
         padded = slots + [self._state.padding] * pad
-        if drafts is None or not any(num_nodes):
+        if drafts is None or plain:
             return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0, lines)
         inputs = self._buffers.trees(padded, num_nodes + [0] * pad, lines + [0] * pad)
         depth = min(strategy.depth, strategy.budget if inputs.fixed else max(num_nodes))
@@ -200,7 +200,7 @@ class Drafting:
         return self._from_slots([request.slot for request in requests], strategy)
 
     def _from_slots(self, slots: list[int], strategy: Strategy, at_once: bool = False) -> Drafts:
-        size = len(slots) + padding(len(slots), self._sizes)
+        size = len(slots) + padding(len(slots), self.tree_sizes)
         if self.graphs is not None and size <= len(self._slots):
             return self._captured(size, slots, strategy, at_once)
         return self._draft(upload(slots, self._state.device), strategy)

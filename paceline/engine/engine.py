@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from paceline.engine.build import build, columns_of
 from paceline.engine.choosing import Choosing
 from paceline.engine.drafting import Drafted
 from paceline.engine.finish import append, final_text
-from paceline.engine.graphs import GraphReport
+from paceline.engine.graphs import GraphReport, Moment
 from paceline.engine.park import park, unpark
 from paceline.engine.profile import load_or_profile
 from paceline.engine.prompts import Prompt, check, encode
@@ -32,7 +31,7 @@ from paceline.engine.watch import Look
 from paceline.models.decoder import Decoder, Linear
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
-from paceline.strategy import CostCurve, Selector
+from paceline.strategy import CostCurve, Selector, drafts_at
 from paceline.types import (
     DrafterName,
     EngineStats,
@@ -54,13 +53,11 @@ class InFlight(NamedTuple):
     drawn: Download | None
     """None: it holds nothing but prompts."""
     version: int
-    began: float
+    began: Moment
     look: Look | None
     """At what comes of its drafts."""
     context: float
     """Mean of its decode requests."""
-    capture_s: float
-    """Spent on capturing graphs, which is no part of a step."""
 
 
 class Engine:
@@ -73,7 +70,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._in_flight: InFlight | None = None
         self._drained: list[StepResult] = []
-        self._booked_at = 0.0
+        self._booked = Moment(0.0)
         self._asleep = False
         self._eos = frozenset(model.config.eos_token_ids)
         parts = build(model, drafter, self.config)
@@ -115,7 +112,7 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, strategy: Strategy) -> InFlight | None:
         """Queue the next step on the device; None: nothing can be done before what is in flight has been read."""
-        began, captured_s = time.perf_counter(), self._capture_seconds()
+        began = Moment.now(self.runner.graphs)
         plan = self.scheduler.schedule(strategy)
         if not plan:
             return None
@@ -134,10 +131,7 @@ class Engine:
         self.scheduler.commit(plan, drafted.most_accepted)
         drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
         look = Look.start(plan, drafted) if self._choosing.is_watched(strategy, len(plan.decode)) else None
-        return InFlight(plan, drafted, drawn, self.version, began, look, context, self._capture_seconds() - captured_s)
-
-    def _capture_seconds(self) -> float:
-        return 0.0 if self.runner.graphs is None else self.runner.graphs.capture_seconds
+        return InFlight(plan, drafted, drawn, self.version, began, look, context)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:
@@ -277,6 +271,20 @@ class Engine:
                     self.rehearse(batch, strategy, exact)
         return self.graph_report()
 
+    @torch.inference_mode()
+    def warm_up(self) -> GraphReport:
+        """Captures whatever a selector may ask for, so that no step waits for it later. Some seconds on a GPU, none elsewhere."""
+        if self.runner.graphs is not None:
+            for rows in self.drafting.row_sizes:
+                if rows <= self.scheduler.max_batch:
+                    self.rehearse(rows, Strategy.OFF)
+            for rows in self.drafting.tree_sizes[1:]:
+                self.rehearse(rows // 2, Strategy("eagle", 1, 1, 1))
+            for requests in self.drafting.tree_sizes if self.drafting.eagle is not None else ():
+                for strategy in drafts_at(requests) if requests <= self.scheduler.max_batch else ():
+                    self.drafting.rehearse_drafting(requests, strategy)
+        return self.graph_report()
+
     def graph_report(self) -> GraphReport:
         """What captured graphs cost so far; nothing where none are."""
         return GraphReport() if self.runner.graphs is None else self.runner.graphs.report()
@@ -346,16 +354,17 @@ class Engine:
             return None
         tokens, finished, accepted = self._book(step) if step.drawn is not None else ({}, [], 0)
         watched, expected = (None, 0.0) if step.look is None or step.drawn is None else step.look.result(step.drawn)
-        now = time.perf_counter()
+        since, now = max(step.began, self._booked), Moment.now(self.runner.graphs)
+        spent = now.at - since.at - (now.capture_seconds - since.capture_seconds)
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
             num_rows=step.drafted.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.drafted.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=max(0.0, now - max(step.began, self._booked_at) - step.capture_s) * 1e3, watched=watched, expected=expected)
-        self._booked_at = now
+            ms=max(0.0, spent) * 1e3, watched=watched, expected=expected)
+        self._booked = now
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
-        self._choosing.record(result, num_tokens, step.context)
+        self._choosing.record(result, num_tokens, step.context, now.num_irregular == since.num_irregular)
         return result
 
     def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:

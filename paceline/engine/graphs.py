@@ -18,9 +18,9 @@ _PATIENCE = 3
 """Times that a step runs uncaptured."""
 
 
-def drafting_sizes(row_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that requests are padded to when a drafter guesses for them, two per doubling: it has graphs for every shape of tree,
-    and a few lines more cost it little."""
+def coarse(row_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Two per doubling: what requests are padded to when a drafter guesses for them (it has graphs for every shape of tree, and a
+    few lines more cost it little), and rows with trees (whose room more nodes can fill)."""
     return tuple(n for n in row_sizes if n // (n & -n) in (1, 3))
 
 
@@ -45,6 +45,19 @@ class GraphReport:
     capture_seconds: float = 0.0
 
 
+class Moment(NamedTuple):
+    """When, and what had been done till then that is no part of a step."""
+
+    at: float
+    capture_seconds: float = 0.0
+    num_irregular: int = 0
+    """Steps that were captured, or ran uncaptured: their times say nothing."""
+
+    @classmethod
+    def now(cls, pool: GraphPool | None) -> Moment:
+        return cls(time.perf_counter(), *(() if pool is None else (pool.capture_seconds, pool.num_irregular)))
+
+
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: Any  # the tensors that a replay fills
@@ -56,7 +69,7 @@ class GraphPool:
     def __init__(self, device: torch.device, max_bytes: int = 4 << 30, shared: bool = True) -> None:
         """shared: all graphs use the same memory, one after the other; otherwise each has its own."""
         self.device, self.max_bytes, self._shared = device, max_bytes, shared
-        self.capture_seconds = 0.0
+        self.capture_seconds, self.num_irregular = 0.0, 0
         self._uncaptured = Counter[Hashable]()  # how often it ran
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
@@ -75,10 +88,11 @@ class GraphPool:
 
     def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None],
             at_once: bool = False) -> Any:
-        """Replays the graph of `key`; captures `step` when it has been asked for a few times, or at once. `rehearse(step)` runs
-        it where it can do no harm, so that everything is compiled and allocated before."""
+        """Replays the graph of `key`; captures `step` when it has been asked for a few times, or at once: then `rehearse(step)`
+        runs it where it can do no harm, so that everything is compiled and allocated before."""
         entry = self._graphs.get(key)
         if entry is None:
+            self.num_irregular += 1
             if not at_once and self._uncaptured[key] < _PATIENCE:
                 self._uncaptured[key] += 1
                 return step()
@@ -94,7 +108,8 @@ class GraphPool:
 
     def _capture(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None]) -> _Captured:
         began = time.perf_counter()
-        rehearse(step)
+        if not self._uncaptured[key]:
+            rehearse(step)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # capturing does it anyway: before, so that what it adds can be told
         free = torch.cuda.mem_get_info(self.device)[0]

@@ -28,7 +28,7 @@ _WIDE = 4
 _SHORT, _DEEP, _BROAD = "eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"
 _CONTEXTS, _CONTEXT, _NODES = 8, 512, 3
 _ROUNDS, _AT_LEAST = 12, 8
-_FORMAT = 3
+_FORMAT = 4
 _MAKING = 10
 """Times as long as measuring."""
 
@@ -77,7 +77,7 @@ def profile(engine: Engine, seconds: float) -> CostCurve:
         level[n * _WIDE] = max(0.0, (ms[_BROAD, n] - start[n]) / 5)
     policy = {n: ms["policy", n] for n in rows if ("policy", n) in ms}
     return CostCurve(Points.through(policy.items()), Points.through(start.items()), Points.through(level.items()),
-                     engine.drafting.row_sizes, *_context_ms(engine, ms))
+                     engine.drafting.tree_sizes, *_context_ms(engine, ms))
 
 
 def _context_jobs(engine: Engine) -> list[tuple[_Job, Callable[[], Any]]]:

@@ -2,7 +2,8 @@
 
 from paceline.strategy.beg import BegSelector
 from paceline.strategy.cost import CostCurve, Points
-from paceline.strategy.model import ModelSelector
+from paceline.strategy.model import ModelSelector, drafts_at
 from paceline.strategy.select import FixedSelector, Selector, make_selector
 
-__all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "make_selector"]
+__all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "drafts_at",
+           "make_selector"]

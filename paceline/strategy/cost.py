@@ -97,7 +97,7 @@ class CostCurve:
     level: Points
     """… and rows of a level → ms of each level more."""
     row_sizes: tuple[int, ...] = ()
-    """What rows are padded to; empty: not at all."""
+    """What rows with trees are padded to; empty: not at all."""
     request_context_ms: float = 0.0
     """For each request and thousand tokens of context (where a request's rows read it together) …"""
     row_context_ms: float = 0.0
@@ -137,7 +137,7 @@ class CostCurve:
         if strategy.drafter == "both":
             draft = draft + _MERGE_MS * (rows - requests)
         reading = (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
-        return self.policy.at(self.padded(rows)) + draft + reading
+        return self.policy.at(rows if strategy.drafter == "none" else self.padded(rows)) + draft + reading
 
     def padded(self, rows: Any) -> Any:
         if not self.row_sizes:

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.earned import Earned
 from paceline.strategy.hopes import Hopes
-from paceline.strategy.options import SUFFIX_NODES, Option, hoped_of, shares_of, spread
+from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, hoped_of, max_nodes, shares_of, spread
 from paceline.strategy.survival import Survival
 from paceline.strategy.tau import TauTuner
 from paceline.types import DrafterName, StepOutcome, StepView, Strategy
@@ -25,7 +25,6 @@ LEARNED_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2), (6, 4)
 SUFFIX_SHAPE = (8, 2)
 _BOTH_UP_TO = 4
 """Requests: trees are merged on the host, one after the other."""
-_MAX_ROWS = 512
 _AHEAD, _BETTER = 1.03, 1.04
 """Speculation must be so much faster than off to be switched on, and a strategy than the one in use to replace it."""
 _FIRST_PATIENCE, _MOST_PATIENCE = 8, 96
@@ -38,6 +37,14 @@ _FIRST_REST, _LONGEST_REST = 48, 192
 _OFF_EVERY = 128
 _SUFFIX_REST = 24
 """The suffix drafter says itself when it has nothing to offer, and what it offers changes with the text: a look costs little."""
+
+
+def drafts_at(requests: int) -> list[Strategy]:
+    """Of the learned drafter, whatever may be used or probed with so many requests."""
+    most = max(1, MAX_ROWS // requests - 1)
+    shapes = dict.fromkeys((*LEARNED_SHAPES, *(shape for _, shape in _PROBE_SHAPES), (min(most, _LEAST_PROBED), 1)))
+    return [Strategy("eagle", depth, width, min(most, max_nodes(depth, width))) for depth, width in shapes
+            if depth <= most or (depth, width) == (1, 1)]
 
 
 class Promise(NamedTuple):
@@ -184,7 +191,7 @@ class ModelSelector:
         rows = requests * np.arange(2, _PROBE_NODES + 2)
         policy = self.costs.policy
         fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
-        nodes = max(1, int((fits & (rows <= _MAX_ROWS)).sum()))
+        nodes = max(1, int((fits & (rows <= MAX_ROWS)).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
         return Strategy(drafter, depth, width, nodes, tau=self.tau.best, watch=True)
 

@@ -12,7 +12,8 @@ from paceline.strategy.survival import MAX_NODES, Gain
 from paceline.types import MAX_TREE_ROWS, NUM_QUALITIES, DrafterName, StepView, Strategy
 
 SUFFIX_NODES = 16
-_MAX_ROWS = 512
+MAX_ROWS = 512
+"""Of a step with trees."""
 
 
 class Option(NamedTuple):
@@ -46,8 +47,8 @@ def spread(costs: CostCurve, drafter: DrafterName, shape: tuple[int, int], gain:
     weight = (now.present * counts_of(view)[:, None]).ravel()[gain.order]
     order, weight = gain.order[weight > 0], weight[weight > 0]
     rows = batch + weight.cumsum()
-    most = SUFFIX_NODES if drafter == "suffix" else min(MAX_NODES, width + (depth - 1) * width**2)
-    count = int(rows.searchsorted(min(_MAX_ROWS, batch * (1 + most)), side="right"))
+    most = SUFFIX_NODES if drafter == "suffix" else max_nodes(depth, width)
+    count = int(rows.searchsorted(min(MAX_ROWS, batch * (1 + most)), side="right"))
     if count == 0:
         return None
     order, rows, chances = order[:count], rows[:count], now.survival.ravel()[order[:count]]
@@ -59,6 +60,11 @@ def spread(costs: CostCurve, drafter: DrafterName, shape: tuple[int, int], gain:
     least = float(chances[best])
     return Option(drafter, shape, float(rates[best]), float(tokens[best]), float(ms[best]), float(rows[best]), order[: best + 1],
                   least, min(price, least), gain, now)
+
+
+def max_nodes(depth: int, width: int) -> int:
+    """Of a learned drafter's tree."""
+    return min(MAX_NODES, width + (depth - 1) * width**2)
 
 
 def shares_of(option: Option, view: StepView) -> tuple[int, ...]:

@@ -30,8 +30,9 @@ def test_levels_and_width_cost():
     assert ms == sorted(ms) and ms[0] > float(costs.ms(Strategy.OFF, 4, 32))
 
 
-def test_rows_are_padded():
-    assert float(curve((8, 64)).ms(Strategy.OFF, 9, 9)) == pytest.approx(float(curve().ms(Strategy.OFF, 64, 64)))
+def test_rows_with_trees_are_padded():
+    assert float(curve((8, 64)).ms(EAGLE, 3, 9)) == pytest.approx(float(curve().ms(EAGLE, 3, 64)))
+    assert float(curve((8, 64)).ms(Strategy.OFF, 9, 9)) == pytest.approx(float(curve().ms(Strategy.OFF, 9, 9)))
     assert curve((8, 64)).padded(100) == 100
 
 

@@ -1,0 +1,57 @@
+"""What is captured and when, without a GPU: a pool whose graphs are the steps themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import captured, eagle, model
+
+from paceline import Engine, SamplingParams
+from paceline.config import EngineConfig
+from paceline.engine.graphs import GRAPH_SIZES, GraphPool, Moment, coarse
+
+PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3], [11] * 20, [50, 51] * 5]
+
+
+class Pool(GraphPool):
+    """Captures by remembering."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        super().__init__(torch.device("cpu"))
+        self.captured: list[str] = []
+
+    def _capture(self, key, step, rehearse):
+        self.captured.append(key)
+        raise StopIteration
+
+
+def test_a_step_is_captured_when_it_has_been_asked_for_a_few_times(monkeypatch):
+    pool = Pool(monkeypatch)
+    before = Moment.now(pool)
+    assert [pool.run("a", lambda: 7, lambda step: None) for _ in range(3)] == [7, 7, 7]
+    assert pool.run("b", lambda: 8, lambda step: None) == 8 and pool.captured == []
+    with pytest.raises(StopIteration):
+        pool.run("a", lambda: 7, lambda step: None)
+    with pytest.raises(StopIteration):
+        pool.run("c", lambda: 7, lambda step: None, at_once=True)
+    assert pool.captured == ["a", "c"] and Moment.now(pool).num_irregular - before.num_irregular == 6
+
+
+def test_two_sizes_per_doubling():
+    assert coarse(GRAPH_SIZES)[:9] == (1, 2, 4, 8, 12, 16, 24, 32, 48) and coarse(()) == ()
+    assert all(b <= 2 * a for a, b in zip(coarse(GRAPH_SIZES), coarse(GRAPH_SIZES)[1:], strict=False))
+
+
+def test_after_warming_up_auto_finds_everything_captured():
+    drafter = eagle("qwen3", dtype=torch.float32)
+    engine = Engine(model("qwen3", dtype=torch.float32), None, drafter, "auto",
+                    EngineConfig(max_batch=16, kv_tokens=4096, kernels="torch", profile=False))
+    graphs = captured(engine, tuple(n for n in GRAPH_SIZES if n <= 128))
+    engine._pipelined = False  # what a look reads is not copied on a CPU
+    engine.warm_up()
+    known = set(graphs.steps)
+    assert known and not graphs.asked
+    engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, temperature=0.7, ignore_eos=True), 3)
+    assert set(graphs.steps) == known and not graphs.asked
+    assert len(engine.stats().strategy_steps) > 1

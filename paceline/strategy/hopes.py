@@ -36,6 +36,10 @@ class Hopes:
         self._promised += promised
         self._scatter += promised * max(depth - promised / requests, 0.1)  # a number between 0 and depth: its variance at most
 
+    def fade(self) -> None:
+        """The drafter is not in use, and a look was taken at it: that says more than what once came of it."""
+        self._nodes, self._hoped, self._found = self._nodes / 2, self._hoped / 2, self._found / 2
+
     @property
     def are_wrong(self) -> bool:
         """More or less was accepted than can be chance."""

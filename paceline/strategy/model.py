@@ -92,6 +92,8 @@ class ModelSelector:
     _decided: int = -_MOST_PATIENCE
     _patience: int = _FIRST_PATIENCE
     """Steps until the next decision: the longer the more often the last ones agreed."""
+    _has_looked: bool = False
+    """At a drafter that is not in use, since the last decision."""
 
     def __call__(self, view: StepView) -> Strategy:
         self._learn(view)
@@ -107,7 +109,7 @@ class ModelSelector:
             before, self.promise = self.promise, self._decide(view)
             same = before is not None and _place(before) == _place(self.promise)
             self._patience = min(2 * self._patience, _MOST_PATIENCE) if same else _FIRST_PATIENCE
-            self._decided, self._crowd = self._step, view.num_running
+            self._decided, self._crowd, self._has_looked = self._step, view.num_running, False
             self._set_rests(view, self.promise.strategy.drafter)
         assert self.promise is not None, "decided"
         chosen = self.promise.strategy
@@ -126,8 +128,12 @@ class ModelSelector:
             return
         self._last = last
         if view.watched is not None:
-            self.survival_of(view.watched.strategy.drafter).learn(view.watched)
+            looked_at = view.watched.strategy.drafter
+            self.survival_of(looked_at).learn(view.watched)
             self.tau.learn(view.watched)
+            if self.promise is not None and looked_at != self.promise.strategy.drafter:
+                self._has_looked = True
+                self._hopes[looked_at].fade()
         if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
             return
         self.costs.learn(last)
@@ -232,7 +238,8 @@ class ModelSelector:
         since = self._step - self._decided
         hurry = abs(view.num_running - promise.batch) > promise.batch // 8
         hopes = self._hopes.get(promise.strategy.drafter)
-        return (hopes is not None and hopes.are_wrong) or since >= (_FIRST_PATIENCE if hurry else self._patience)
+        surprised = self._has_looked or (hopes is not None and hopes.are_wrong)
+        return surprised or since >= (_FIRST_PATIENCE if hurry else self._patience)
 
     def _decide(self, view: StepView) -> Promise:
         for hopes in self._hopes.values():

@@ -113,3 +113,16 @@ def test_without_a_drafter_it_is_off():
     assert isinstance(selector, ModelSelector) and selector.corrected
     assert selector(StepView(0, 4, 0, (), 100)) == Strategy.OFF
     assert selector(StepView(0, 0, 0, ("suffix",), 100)) == Strategy.OFF
+
+
+def test_what_a_look_shows_is_acted_upon_at_once():
+    """However long off has been right, and whatever came of the drafter before."""
+    world, selector = World(gpu_costs(), 8, {"suffix": 0.9}), auto(gpu_costs())
+    world.run(selector, 100)
+    world.skill["suffix"] = 0.02
+    world.run(selector, 400)
+    assert {strategy.drafter for strategy in world.chosen[-20:]} <= {"none", "suffix"}
+    assert sum(strategy.drafter == "suffix" for strategy in world.chosen[-200:]) < 20
+    world.skill["suffix"] = 0.9
+    world.run(selector, 100)
+    assert sum(strategy.drafter == "suffix" for strategy in world.chosen[-60:]) > 50

@@ -155,13 +155,13 @@ def test_resume_refuses_what_is_no_run(folder, capsys):
 
 
 def test_a_learned_drafter_is_trained_published_and_taken_up(folder, monkeypatch):
-    monkeypatch.setattr("paceline.commands.follow.PaceConfig", partial(PaceConfig, horizon=10**6, longest_s=1.0))  # gains last
+    monkeypatch.setattr("paceline.commands.follow.PaceConfig", partial(PaceConfig, horizon=10**6, longest_s=2.0))  # gains last
     changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "rollout.temperature": 0.3, "optimizer.lr": 1e-5,
                "rollout.prompts": 6, "rollout.max_new_tokens": 40}
     assert run(settings(folder, "run", steps=6, **changes)) == 0
     records = read_metrics(folder / "run")
     trained = [r for r in records if "drafter/expected_after" in r]
-    assert trained and trained[-1]["drafter/expected_after"] > trained[0]["drafter/expected_before"]
+    assert trained and sum(r["drafter/expected_after"] - r["drafter/expected_before"] for r in trained) > 0  # on the same answers
     assert records[-1]["accept_length"] > 1.1 * records[0]["accept_length"]  # step 1 has the untrained one
     assert run(["train", "--resume", str(folder / "run"), "--set", "steps=7"]) == 0
     resumed = read_metrics(folder / "run")[-1]

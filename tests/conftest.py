@@ -7,12 +7,19 @@ from pathlib import Path
 
 # Before torch is imported, here and in what tests start: tests run beside each other, and threads that spin while a neighbour
 # has their core make everything ten times slower.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever the test before has set. Tiny models are fastest so."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ _PATIENCE = 3
 def coarse(row_sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Two per doubling: what requests are padded to when a drafter guesses for them (it has graphs for every shape of tree, and a
     few lines more cost it little), and rows with trees (whose room more nodes can fill)."""
-    return tuple(n for n in row_sizes if n // (n & -n) in (1, 3))
+    return tuple(n for n in row_sizes if n // (n & -n) in (1, 3)) or row_sizes
 
 
 def rehearsal(slots: torch.Tensor, padding: int) -> Callable[[Callable[[], Any]], None]:

@@ -3,6 +3,7 @@ more than the work. Twins: `Eagle.forward` and `EagleDrafter.draft`, operation b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -22,12 +23,12 @@ _PARTS = ("linear", "rope_write", "silu_mul", "attention")
 _NO_ROWS = (0,) * 7  # number and addresses of segments
 
 
-class DraftOps(TreeOps):
+class DraftOps(TreeOps, ABC):
     """See `base.Ops`."""
 
+    @abstractmethod
     def panels_of(self, weight: Tensor) -> Tensor | None:
         """What `linear` reads of a small weight; None: there is none, or it is stale."""
-        raise NotImplementedError
 
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:

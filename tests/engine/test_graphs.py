@@ -39,7 +39,7 @@ def test_a_step_is_captured_when_it_has_been_asked_for_a_few_times(monkeypatch):
 
 
 def test_two_sizes_per_doubling():
-    assert coarse(GRAPH_SIZES)[:9] == (1, 2, 4, 8, 12, 16, 24, 32, 48) and coarse(()) == ()
+    assert coarse(GRAPH_SIZES)[:9] == (1, 2, 4, 8, 12, 16, 24, 32, 48) and coarse(()) == () and coarse((5, 7)) == (5, 7)
     assert all(b <= 2 * a for a, b in zip(coarse(GRAPH_SIZES), coarse(GRAPH_SIZES)[1:], strict=False))
 
 

@@ -5,8 +5,5 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
+def _two_threads() -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,15 +59,6 @@ FAMILIES = {
     "qwen3": qwen3(), "qwen3-tied": qwen3(head_dim=8, tie_word_embeddings=True),
     "qwen3-bias": qwen3(attention_bias=True), "qwen3-yarn": qwen3(rope_parameters=YARN_MSCALE),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """On cores shared with others a second torch thread makes a small model's step ten times slower, not faster."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -5,7 +5,6 @@ In one file, because both loaders take ten seconds to read it."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from paceline import Engine, SamplingParams
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -37,15 +37,6 @@ CONFIGS = {
     "qwen3-128": ModelConfig("qwen3", **(SIZES | {"head_dim": 128}), qk_norm=True),
     "qwen3-linear": ModelConfig("qwen3", **SIZES, qk_norm=True, rope=RopeConfig(10000.0, "linear", 2.0)),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """On cores shared with others a second torch thread makes a small model's step ten times slower, not faster."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(name: str) -> Decoder:

@@ -95,6 +95,15 @@ def test_what_is_asked_for_twice_is_not_captured():
     assert engine.graph_report().num_graphs == 1
 
 
+@pytest.mark.parametrize("strategy", ["auto", "beg"])
+def test_a_warmed_up_engine_captures_nothing_more(strategy):
+    engine = made(strategy)
+    captured = engine.warm_up()
+    for _ in range(3):
+        assert tokens(engine) == tokens(made("off"))
+    assert engine.graph_report() == captured
+
+
 def test_new_weights_reach_captured_drafting():
     """A reduced vocabulary's rows of the head are the policy's new ones, at the old address."""
     engine = made("eagle:d3w2v6", draft_vocab=20)

@@ -81,6 +81,8 @@ class Strategy:
     """What the learned drafter guesses with from here on; None: as before."""
     watch: bool = False
     """Look closely at what comes of the drafts: the result holds them node by node."""
+    aside: Strategy | None = None
+    """What the suffix drafter guesses beside it, for nobody: selectors are told what would have come of that."""
 
     OFF: ClassVar[Strategy]
 
@@ -203,6 +205,8 @@ class StepOutcome:
     """Padding included."""
     context: float = 0.0
     """Mean of the requests that ran."""
+    host_ms: float = 0.0
+    """Of the host's work on it, where that is done while another step runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,7 @@ class StepView:
     context: float = 0.0
     """Their mean."""
     watched: Watched | None = None
-    """If the step that was read last was watched."""
+    """What a look found, at the step that was read last or aside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@ scheduler's requests by their numbers only; tokens never depend on what is decid
 
 from __future__ import annotations
 
+from paceline.engine.asides import Asides
+from paceline.engine.drafting import Drafting
 from paceline.engine.request import Status
-from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler import Decode, Scheduler
 from paceline.engine.watch import EVERY, FEW
 from paceline.strategy import CostCurve, FixedSelector, ModelSelector, Selector, make_selector
 from paceline.types import NUM_QUALITIES, DrafterName, StepOutcome, StepResult, StepView, Strategy, Watched
@@ -20,6 +22,7 @@ class Choosing:
         """Whom selectors do without."""
         self._last: StepOutcome | None = None
         self._watched: Watched | None = None
+        self._asides = Asides()
         self._num_drafters = self._num_speculated = 0
 
     def selector(self, strategy: str | Strategy | Selector) -> Selector:
@@ -55,11 +58,16 @@ class Choosing:
         every = EVERY if batch >= FEW else EVERY // 2
         return strategy.watch or (strategy.drafter != "none" and self._num_speculated % every == 0)
 
-    def record(self, result: StepResult, num_tokens: int, context: float, regular: bool) -> None:
+    def aside(self, strategy: Strategy, running: list[Decode], drafting: Drafting) -> None:
+        """A step of this strategy is being launched."""
+        if strategy.aside is not None:
+            self._asides.begin(strategy.aside, running, drafting)
+
+    def record(self, result: StepResult, num_tokens: int, context: float, host_ms: float, regular: bool) -> None:
         """A step has been read. context: mean of the requests that ran; regular: it took the time that such steps take."""
         self._last = StepOutcome(result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens,
-                                 result.ms if regular else 0.0, result.num_rows, context)
-        self._watched = result.watched
+                                 result.ms if regular else 0.0, result.num_rows, context, host_ms)
+        self._watched = self._asides.result() if result.watched is None else result.watched
 
     def drafter_replaced(self) -> None:
         """What was measured of the learned one is history, and so is what was said of it."""

@@ -166,7 +166,7 @@ class Drafting:
         if strategy.drafter == "eagle":
             drafts = self._from_eagle(items, strategy)
             return drafts, [min(item.num_nodes, drafts.tokens.shape[1]) for item in items]
-        drafts = self._from_suffix(items, strategy)
+        drafts = self.guesses(items, strategy)
         if strategy.drafter == "both":
             learned = Drafts(*(x[: len(items)].cpu() for x in self._from_eagle(items, strategy)))
             drafts = merge(learned, drafts, strategy.budget)
@@ -174,8 +174,8 @@ class Drafting:
         nodes = upload(torch.stack([drafts.tokens, drafts.parents, drafts.depths]).numpy(), self._state.device)
         return drafts._replace(tokens=nodes[0], parents=nodes[1], depths=nodes[2]), counts
 
-    def _from_suffix(self, items: list[Decode], strategy: Strategy) -> Drafts:
-        """On the host."""
+    def guesses(self, items: list[Decode], strategy: Strategy) -> Drafts:
+        """The suffix drafter's, on the host."""
         assert self.suffix is not None
         requests = [item.request for item in items]
         found = self.suffix.draft(

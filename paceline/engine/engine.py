@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,8 @@ class InFlight(NamedTuple):
     """At what comes of its drafts."""
     context: float
     """Mean of its decode requests."""
+    launch_seconds: float
+    """That launching it took."""
 
 
 class Engine:
@@ -131,7 +134,8 @@ class Engine:
         self.scheduler.commit(plan, drafted.most_accepted)
         drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
         look = Look.start(plan, drafted) if self._choosing.is_watched(strategy, len(plan.decode)) else None
-        return InFlight(plan, drafted, drawn, self.version, began, look, context)
+        self._choosing.aside(strategy, plan.decode, self.drafting)
+        return InFlight(plan, drafted, drawn, self.version, began, look, context, time.perf_counter() - began.at)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:
@@ -352,6 +356,9 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return None
+        if step.drawn is not None:
+            step.drawn.wait()
+        there = time.perf_counter()
         tokens, finished, accepted = self._book(step) if step.drawn is not None else ({}, [], 0)
         watched, expected = (None, 0.0) if step.look is None or step.drawn is None else step.look.result(step.drawn)
         since, now = max(step.began, self._booked), Moment.now(self.runner.graphs)
@@ -364,7 +371,8 @@ class Engine:
         self._booked = now
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
-        self._choosing.record(result, num_tokens, step.context, now.num_irregular == since.num_irregular)
+        host_ms = 1e3 * (step.launch_seconds + now.at - there) if self._pipelined else 0.0
+        self._choosing.record(result, num_tokens, step.context, host_ms, now.num_irregular == since.num_irregular)
         return result
 
     def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:

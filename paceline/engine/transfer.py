@@ -26,14 +26,16 @@ class Download(NamedTuple):
         event.record()
         return cls(copies, event)
 
-    def arrays(self) -> list[np.ndarray]:
-        """Waits if it must."""
+    def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Waits if it must."""
+        self.wait()
         return [t.numpy() for t in self.tensors if t is not None]
 
     def lists(self) -> list[list]:
         """Waits if it must; a tensor that was None is an empty list."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.wait()
         return [[] if t is None else t.numpy().tolist() for t in self.tensors]  # numpy's is many times as fast as torch's

@@ -54,18 +54,25 @@ class Look(NamedTuple):
         base = row - np.arange(len(row))  # of the same line: row - place among the nodes
         depth, token = depths[row], tokens[row]
         parent = np.where(depth == 1, -1, parents[row] - base)
-        estimate = np.maximum(survival[self.drafts[line], node].astype(float), 1e-12)
-        above = np.where(parent < 0, 1.0, estimate[parent])
-        fits = token == taken[line, np.minimum(depth - 1, taken.shape[1] - 1)]
-        hit = np.zeros(len(row), bool)
-        tested = parent < 0
-        for level in range(1, int(depth.max(initial=0)) + 1):
-            here = depth == level
-            if level > 1:
-                tested[here] = hit[parent[here]]
-            hit[here] = tested[here] & fits[here] & (count[line[here]] > level)
-        return Watched(self.strategy, len(self.lines), self.quality, line, parent, depth, _ranks(line, parent),
-                       np.minimum(estimate / above, 1.0), tested, hit), float(estimate.sum())
+        estimate = survival[self.drafts[line], node]
+        return watched_of(self.strategy, self.quality, line, parent, depth, estimate, token, taken, count), float(estimate.sum())
+
+
+def watched_of(strategy: Strategy, quality: np.ndarray, line: np.ndarray, parent: np.ndarray, depth: np.ndarray,
+               estimate: np.ndarray, token: np.ndarray, taken: np.ndarray, count: np.ndarray) -> Watched:
+    """Nodes [M] beside what came: taken [L, D] tokens, of which the first `count` [L] less one may be nodes; estimate [M]: of
+    their survival, the drafter's own."""
+    estimate = np.maximum(estimate.astype(float), 1e-12)
+    above = np.where(parent < 0, 1.0, estimate[parent])
+    fits = token == taken[line, np.minimum(depth, taken.shape[1]) - 1]
+    hit, tested = np.zeros(len(line), bool), parent < 0
+    for level in range(1, int(depth.max(initial=0)) + 1):
+        here = depth == level
+        if level > 1:
+            tested[here] = hit[parent[here]]
+        hit[here] = tested[here] & fits[here] & (count[line[here]] > level)
+    return Watched(strategy, len(quality), quality, line, parent, depth, _ranks(line, parent), np.minimum(estimate / above, 1.0),
+                   tested, hit)
 
 
 def _ranks(line: np.ndarray, parent: np.ndarray) -> np.ndarray:

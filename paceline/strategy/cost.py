@@ -20,6 +20,7 @@ _SPEED_STEP, _DRAFTER_STEP = 0.05, 0.01
 _DRAFTER_OFF, _NOISE = 0.2, 0.15
 """… how wrong the profile may be about a drafter, and how much steps scatter."""
 _KEEP_ERROR, _KNOWN = 0.97, 8
+_FOLLOW_HOST = 0.2
 _MERGE_MS = 0.02
 """Per node: trees are merged on the host."""
 _OUTLIER = 3.0
@@ -87,8 +88,9 @@ class _Corrections:
 
 @dataclass(slots=True)
 class CostCurve:
-    """ms = (policy(rows) + draft + reading) * correction; draft = start(requests) + (depth - 1) * level(rows of a level);
-    reading: in proportion to the context, for each request and each row; correction: of machine and drafter, followed online."""
+    """ms = (policy(rows) + draft + reading) * correction; draft = start(requests) + (depth - 1) * level(rows of a level) for the
+    learned drafter, the host's work for the other; reading: in proportion to the context, for each request and each row;
+    correction: of machine and drafter, followed online."""
 
     policy: Points
     """Rows of a step → ms, without context."""
@@ -102,6 +104,8 @@ class CostCurve:
     """For each request and thousand tokens of context (where a request's rows read it together) …"""
     row_context_ms: float = 0.0
     """… and for each row."""
+    host_ms: float = 0.0
+    """Of the host's work on a step, lately: the suffix drafter must know how the last one ended, so its steps wait for that."""
     profiled: bool = True
     """False: made up, until steps have been seen."""
     _corrections: _Corrections = field(default_factory=_Corrections)
@@ -134,6 +138,8 @@ class CostCurve:
         draft = 0.0
         if strategy.drafter in ("eagle", "both"):
             draft = float(self.start.at(requests)) + (strategy.depth - 1) * float(self.level.at(requests * strategy.width))
+        if strategy.drafter in ("suffix", "both"):
+            draft = draft + self.host_ms
         if strategy.drafter == "both":
             draft = draft + _MERGE_MS * (rows - requests)
         reading = (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
@@ -153,6 +159,7 @@ class CostCurve:
         place = drafter, bucket_of(last.num_requests)
         seen = self._num_seen[place] = self._num_seen.get(place, 0) + 1
         self._num_passed += 1
+        self.host_ms += _FOLLOW_HOST * (last.host_ms - self.host_ms)
         if seen == 1 or (seen > _KNOWN and drafter == self._previous and seen % 4):  # what is known is looked at now and then
             return
         self._previous = drafter

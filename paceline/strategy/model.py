@@ -16,7 +16,7 @@ from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.earned import Earned
 from paceline.strategy.hopes import Hopes
 from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, hoped_of, max_nodes, shares_of, spread
-from paceline.strategy.survival import Survival
+from paceline.strategy.survival import MAX_NODES, Survival
 from paceline.strategy.tau import TauTuner
 from paceline.types import DrafterName, StepOutcome, StepView, Strategy
 
@@ -30,13 +30,13 @@ _AHEAD, _BETTER = 1.03, 1.04
 _FIRST_PATIENCE, _MOST_PATIENCE = 8, 96
 """Steps between decisions: the more the longer they agree. Hopes that prove wrong end them at once."""
 _TRY_TAU_EVERY = 32
-_PROBE_NODES, _LEAST_PROBED = 48, 3
+_LEAST_PROBED = 3
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
 _FIRST_REST, _LONGEST_REST = 48, 192
 _OFF_EVERY = 128
-_SUFFIX_REST = 24
-"""The suffix drafter says itself when it has nothing to offer, and what it offers changes with the text: a look costs little."""
+_SUFFIX_REST = 12
+"""What the suffix drafter offers changes with the text, and a look aside costs next to nothing."""
 
 
 def drafts_at(requests: int) -> list[Strategy]:
@@ -87,6 +87,7 @@ class ModelSelector:
     _num_drafters: int = 0
     _step: int = 0
     _next_probe: int = 0
+    _next_aside: int = 0
     _crowd: int = 0
     """Requests that ran at the last decision."""
     _decided: int = -_MOST_PATIENCE
@@ -114,7 +115,10 @@ class ModelSelector:
         assert self.promise is not None, "decided"
         chosen = self.promise.strategy
         if chosen.drafter in ("eagle", "both") and self._step % _TRY_TAU_EVERY == 0:
-            return replace(chosen, tau=self.tau.trial(), watch=True)
+            chosen = replace(chosen, tau=self.tau.trial(), watch=True)
+        if self._wants_aside(view):
+            self._next_aside = self._step + _SUFFIX_REST
+            chosen = replace(chosen, aside=self.probe_of("suffix", view.num_running))
         return chosen
 
     # -- learning
@@ -169,7 +173,7 @@ class ModelSelector:
         if view.num_running >= 2 * self._crowd and self._crowd > 0:
             for drafter, rest in self._rests.items():
                 rest.next_step, self._hopes[drafter] = 0, Hopes(self._hopes[drafter].sparse)
-            self._next_probe = 0
+            self._next_probe = self._next_aside = 0
             self._crowd = view.num_running
 
     def _probe(self, view: StepView) -> Strategy | None:
@@ -178,23 +182,34 @@ class ModelSelector:
             return Strategy.OFF
         if self._step < self._next_probe:
             return None
-        self._next_probe = self._step + _SUFFIX_REST
+        self._next_probe = self._step + _FIRST_REST
         for drafter in view.available:
             if drafter == "both" and (view.num_running > _BOTH_UP_TO or not self._both_may_pay()):
                 continue
             rest = self._rests.setdefault(drafter, _Rest())
+            if drafter == "suffix" and self._is_idle(drafter):  # looked at aside
+                continue
             if not self.survival_of(drafter).is_known or self._step >= rest.next_step:
                 rest.next_step, rest.probed, self._next_probe = self._step + rest.interval, True, self._step + 1
                 return self.probe_of(drafter, view.num_running)
             self._next_probe = min(self._next_probe, rest.next_step)
         return None
 
+    def _is_idle(self, drafter: DrafterName) -> bool:
+        """Known, but not in use."""
+        return (self.survival_of(drafter).is_known and self.promise is not None
+                and self.promise.strategy.drafter not in (drafter, "both"))
+
+    def _wants_aside(self, view: StepView) -> bool:
+        """The suffix drafter can be judged without a step of its own: the text that comes tells."""
+        return "suffix" in view.available and self._is_idle("suffix") and self._step >= self._next_aside
+
     def probe_of(self, drafter: DrafterName, requests: int) -> Strategy:
         """As many nodes as a step may have that costs half as much again as without, but a few in any case."""
         if drafter == "suffix":  # it brings what it has, and says itself what that is worth
             threshold = self.survival_of(drafter).threshold(0.5 * self._price(requests))
             return Strategy("suffix", *SUFFIX_SHAPE, SUFFIX_NODES, threshold, watch=True)
-        rows = requests * np.arange(2, _PROBE_NODES + 2)
+        rows = requests * np.arange(2, MAX_NODES + 2)
         policy = self.costs.policy
         fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
         nodes = max(1, int((fits & (rows <= MAX_ROWS)).sum()))
@@ -222,8 +237,6 @@ class ModelSelector:
             rest.probed = False
             if drafter == used:
                 rest.interval = 2 * _FIRST_REST
-            elif drafter == "suffix":
-                rest.interval = _SUFFIX_REST
             else:
                 rest.interval = min(2 * rest.interval, _LONGEST_REST)
 

@@ -13,8 +13,8 @@ from paceline.types import NUM_QUALITIES, Watched
 
 Array = NDArray[np.float64]
 
-MAX_NODES = 64
-"""Nodes per request that gains are known for."""
+MAX_NODES = 48
+"""Nodes per request that gains are known for, and drafters are asked for."""
 _DEPTHS, _RANKS, _GAPS = 8, 4, 8
 _EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 """Of the drafter's own estimates: how far ahead of the rest a guess is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import captured, eagle, model
@@ -9,6 +11,7 @@ from tiny import captured, eagle, model
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.graphs import GRAPH_SIZES, GraphPool, Moment, coarse
+from paceline.strategy.model import drafts_at
 
 PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3], [11] * 20, [50, 51] * 5]
 
@@ -55,3 +58,10 @@ def test_after_warming_up_auto_finds_everything_captured():
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, temperature=0.7, ignore_eos=True), 3)
     assert set(graphs.steps) == known and not graphs.asked
     assert len(engine.stats().strategy_steps) > 1
+    for count in (1, 3, 16):  # and whatever it might have chosen
+        ids = engine.add([1, 2, 3], SamplingParams(max_new_tokens=200, ignore_eos=True), count)
+        for strategy in drafts_at(count):
+            for budget in {1, strategy.budget // 2 or 1, strategy.budget}:
+                engine.step(replace(strategy, budget=budget))
+        engine.abort(ids)
+    assert set(graphs.steps) == known and not graphs.asked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
@@ -52,6 +54,49 @@ def test_a_look_that_finds_no_node_is_a_look(model):
                   on_step=seen.append)
     first = next(result for result in seen if result.num_requests)
     assert first.drafted == 0 and first.watched is not None and first.watched.num_lines == 1
+
+
+@pytest.mark.parametrize("steps", [4, 11])
+def test_an_aside_tells_what_a_step_would_have(model, steps):
+    """The same nodes of the same texts, and the text is the same: so are the hits."""
+    drafts, found = Strategy("suffix", 4, 2, 6), []
+    for strategy in (replace(drafts, watch=True), replace(Strategy.OFF, aside=drafts)):
+        made = engine(model, Capturing())
+        made.generate(PROMPTS, PARAMS, strategy="off")  # it has seen these answers
+        for prompt in PROMPTS:
+            made.add(prompt, PARAMS)
+        for _ in range(steps):
+            made.step(Strategy.OFF)
+        made.step(strategy)
+        for _ in range(6):
+            made.step()
+        found += [view.watched for view in made.select.views if view.watched is not None][:1]
+    real, aside = found
+    assert real.num_lines == aside.num_lines == 3 and len(real.line) > 0 and real.hit.any()
+    for name in ("quality", "line", "parent", "depth", "rank", "chance", "tested", "hit"):
+        assert np.array_equal(getattr(real, name), getattr(aside, name)), name
+
+
+def test_an_aside_of_answers_that_end_is_judged_by_what_they_have(model):
+    made = engine(model, Capturing())
+    made.add(PROMPTS[0], SamplingParams(max_new_tokens=4, ignore_eos=True), 2)
+    made.step(Strategy.OFF)
+    made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
+    for _ in range(5):
+        made.step()
+    looks = [view.watched for view in made.select.views if view.watched is not None]
+    assert looks and looks[0].num_lines == 2 and looks[0].depth[looks[0].hit].max(initial=0) <= 4
+
+
+class Capturing:
+    """A selector that speculates never and keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.views = []
+
+    def __call__(self, view):
+        self.views.append(view)
+        return Strategy.OFF
 
 
 @pytest.mark.parametrize("strategy", ["auto", "model", "beg", Strategy("eagle", 3, 2, 5, shares=(0, 1, 3, 5)),

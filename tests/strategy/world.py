@@ -39,6 +39,8 @@ class World:
     tokens: int = 0
     last: StepOutcome | None = None
     watched: Watched | None = None
+    aside: tuple[int, Watched] | None = None
+    """A guess for nobody, and when it can be judged."""
     chosen: list[Strategy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,10 @@ class World:
             rows, tokens = self.batch + len(nodes.line), self.batch + int(nodes.hit.sum())
             if strategy.watch or self.step % (32 if self.batch >= 16 else 16) == 0:
                 self.watched = nodes
+        if strategy.aside is not None and self.aside is None:
+            self.aside = self.step + strategy.aside.depth, self.drafts(strategy.aside)
+        if self.watched is None and self.aside is not None and self.step >= self.aside[0]:
+            self.watched, self.aside = self.aside[1], None
         ms = float(self.costs.base_ms(strategy, self.batch, rows)) * float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
         self.last = StepOutcome(self.step, strategy, self.batch, 0, tokens, ms, rows, 200.0)

@@ -1,0 +1,60 @@
+"""What the suffix drafter would have given, without a step of its own: beside a step that does without it, it guesses for a few
+requests, and the text that they then get tells. The device has no part in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.drafters.tree import Drafts
+from paceline.engine.drafting import Drafting
+from paceline.engine.request import Request, Status
+from paceline.engine.scheduler import Decode
+from paceline.engine.watch import watched_of
+from paceline.types import Strategy, Watched
+
+_LINES = 16
+"""Requests, at most: more tell little more."""
+
+
+class _Guess(NamedTuple):
+    strategy: Strategy
+    requests: list[Request]
+    lengths: list[int]  # when it was made
+    quality: np.ndarray  # [L]
+    drafts: Drafts
+
+
+class Asides:
+    """One guess at a time."""
+
+    def __init__(self) -> None:
+        self._open: _Guess | None = None
+
+    def begin(self, strategy: Strategy, running: list[Decode], drafting: Drafting) -> None:
+        if self._open is not None or not running:
+            return
+        some = [item.request for item in running[:: -(-len(running) // _LINES)]]
+        drafts = drafting.guesses([Decode(request, strategy.budget) for request in some], strategy)
+        quality = np.array([request.quality for request in some], int)
+        self._open = _Guess(strategy, some, [len(request.tokens) for request in some], quality, drafts)
+
+    def result(self) -> Watched | None:
+        """When there is text enough, once."""
+        guess = self._open
+        if guess is None or not all(request.status is Status.FINISHED or len(request.tokens) >= length + guess.strategy.depth
+                                    for request, length in zip(guess.requests, guess.lengths, strict=True)):
+            return None
+        self._open = None
+        taken = np.full((len(guess.requests), guess.strategy.depth), -1)
+        for line, (request, length) in enumerate(zip(guess.requests, guess.lengths, strict=True)):
+            came = request.tokens[length : length + guess.strategy.depth]
+            taken[line, : len(came)] = came
+        tokens, parents, depths, survival, counts = (part.numpy() for part in guess.drafts)
+        here = np.arange(tokens.shape[1]) < counts[:, None]
+        lines = here.nonzero()[0]
+        first = (np.cumsum(counts) - counts)[lines]
+        parent = np.where(parents[here] < 0, -1, parents[here] + first)
+        return watched_of(guess.strategy, guess.quality, lines, parent, depths[here], survival[here], tokens[here], taken,
+                          np.full(len(taken), guess.strategy.depth + 1))

@@ -35,7 +35,7 @@ _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
 _FIRST_REST, _LONGEST_REST = 48, 192
 _OFF_EVERY = 128
-_SUFFIX_REST = 12
+_SUFFIX_REST, _NEAR = 8, 0.8
 """What the suffix drafter offers changes with the text, and a look aside costs next to nothing."""
 
 
@@ -88,6 +88,8 @@ class ModelSelector:
     _step: int = 0
     _next_probe: int = 0
     _next_aside: int = 0
+    _suffix_is_near: bool = False
+    """To being the best: worth steps that tell what it costs, too."""
     _crowd: int = 0
     """Requests that ran at the last decision."""
     _decided: int = -_MOST_PATIENCE
@@ -138,17 +140,19 @@ class ModelSelector:
             if self.promise is not None and looked_at != self.promise.strategy.drafter:
                 self._has_looked = True
                 self._hopes[looked_at].fade()
-        if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
-            return
-        self.costs.learn(last)
-        promise = self.promise
-        if promise is not None and _same(last.strategy, promise.strategy):
+        promise = self.promise  # of which this step was one, or None
+        if promise is None or last.num_requests == 0 or not _same(last.strategy, promise.strategy):
+            promise = None
+        elif promise.nodes > 0:
             share = last.num_requests / promise.batch
-            self._earned.add(last.num_tokens, promise.tokens_per_ms * share * last.ms)
-            if promise.nodes > 0:
-                self._hopes[last.strategy.drafter].add(
-                    last.num_requests, promise.nodes * share, promise.hoped * share, (promise.tokens - promise.batch) * share,
-                    last.num_tokens - last.num_requests, last.strategy.depth)
+            self._hopes[last.strategy.drafter].add(
+                last.num_requests, promise.nodes * share, promise.hoped * share, (promise.tokens - promise.batch) * share,
+                last.num_tokens - last.num_requests, last.strategy.depth)
+        if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
+            return  # its time says nothing
+        self.costs.learn(last)
+        if promise is not None:
+            self._earned.add(last.num_tokens, promise.tokens_per_ms * last.num_requests / promise.batch * last.ms)
 
     def _forget(self) -> None:
         """The learned drafter has been replaced."""
@@ -187,7 +191,7 @@ class ModelSelector:
             if drafter == "both" and (view.num_running > _BOTH_UP_TO or not self._both_may_pay()):
                 continue
             rest = self._rests.setdefault(drafter, _Rest())
-            if drafter == "suffix" and self._is_idle(drafter):  # looked at aside
+            if drafter == "suffix" and self._is_idle(drafter) and not self._suffix_is_near:  # looked at aside
                 continue
             if not self.survival_of(drafter).is_known or self._step >= rest.next_step:
                 rest.next_step, rest.probed, self._next_probe = self._step + rest.interval, True, self._step + 1
@@ -237,6 +241,8 @@ class ModelSelector:
             rest.probed = False
             if drafter == used:
                 rest.interval = 2 * _FIRST_REST
+            elif drafter == "suffix":
+                rest.interval = 2 * _SUFFIX_REST
             else:
                 rest.interval = min(2 * rest.interval, _LONGEST_REST)
 
@@ -266,6 +272,8 @@ class ModelSelector:
             return off
         worth = [option.tokens_per_ms * self._factor(option.drafter, option.shape, batch) for option in options]
         best = worth.index(max(worth))
+        suffix = max((w for w, option in zip(worth, options, strict=True) if option.drafter == "suffix"), default=0.0)
+        self._suffix_is_near = suffix > _NEAR * max(worth[best], off.tokens_per_ms)
         now = None if self.promise is None else self.promise.strategy
         if now is not None:
             keeping = [i for i, option in enumerate(options) if option.is_of(now)]

@@ -3,11 +3,11 @@ scheduler's requests by their numbers only; tokens never depend on what is decid
 
 from __future__ import annotations
 
-from paceline.engine.request import Status
+from paceline.engine.request import Status, count_qualities
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.watch import EVERY, FEW
 from paceline.strategy import CostCurve, FixedSelector, ModelSelector, Selector, make_selector
-from paceline.types import NUM_QUALITIES, DrafterName, StepOutcome, StepResult, StepView, Strategy, Watched
+from paceline.types import DrafterName, StepOutcome, StepResult, StepView, Strategy, Watched
 
 
 class Choosing:
@@ -67,16 +67,12 @@ class Choosing:
         self.distrusted = None
 
     def _view(self, scheduler: Scheduler, drafters: tuple[DrafterName, ...]) -> StepView:
-        prefilling = decoding = context = 0
-        qualities = [0] * NUM_QUALITIES
-        for request in scheduler.running:
-            if request.status is Status.DECODE:
-                decoding, context = decoding + 1, context + request.num_computed
-                qualities[request.quality] += 1
-            else:
-                prefilling += request.num_to_prefill
+        decode = Status.DECODE
+        decoding = [request for request in scheduler.running if request.status is decode]
+        prefilling = sum([request.num_to_prefill for request in scheduler.running if request.status is not decode])
+        context = sum([request.num_computed for request in decoding]) / max(1, len(decoding))
         if self.distrusted is not None:
             drafters = tuple(name for name in drafters if name not in (self.distrusted, "both"))
         step = 0 if self._last is None else self._last.step + 1
-        return StepView(step, decoding, prefilling, drafters, scheduler.pages.num_available, self._last, self._num_drafters,
-                        tuple(qualities), context / max(1, decoding), self._watched)
+        return StepView(step, len(decoding), prefilling, drafters, scheduler.pages.num_available, self._last, self._num_drafters,
+                        count_qualities(decoding), context, self._watched)

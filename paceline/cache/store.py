@@ -47,13 +47,6 @@ class PagedStore:
     def bytes_per_token(layers: list[tuple[int, int]], feature_size: int, dtype: torch.dtype) -> int:
         return (sum(2 * heads * dim for heads, dim in layers) + feature_size) * dtype.itemsize
 
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """(from, to), whole pages."""
-        for source, target in pairs:
-            a, b, size = source * self.page_size, target * self.page_size, self.page_size
-            for tensor in self.tensors():
-                tensor[b : b + size].copy_(tensor[a : a + size])
-
     def export_request(self, pages: list[int], num_tokens: int) -> list[Tensor]:
         """Everything stored for a request's first `num_tokens` tokens, for another worker's `import_request`."""
         slots = self.slots(pages, num_tokens)

@@ -45,12 +45,19 @@ class Automaton:
 
     def extend(self, last: int, tokens: NDArray[np.int32]) -> int:
         """Append `tokens` to the text whose state is `last` (ROOT: a new text) and return the text's new state."""
-        done = 0
-        while True:
-            done, last = _extend(self.states, self.edges, self.table, self.sizes, last, tokens, done)
-            if done == len(tokens):
-                return last
-            self._grow()
+        lasts = np.array([last])
+        self.extend_all(lasts, np.zeros(1, np.int64), np.array([len(tokens)]), tokens)
+        return int(lasts[0])
+
+    def extend_all(self, lasts: NDArray[np.int64], which: NDArray[np.int64], ends: NDArray[np.int64], tokens: NDArray[np.int32],
+                   done: int = 0) -> None:
+        """Append to several texts, whose states `lasts[which]` move on: to each the tokens from where the one before stopped
+        (the first: from `done`) up to its place in `ends`."""
+        end = int(ends[-1])
+        while done < end:
+            done = _extend(self.states, self.edges, self.table, self.sizes, lasts, which, ends, tokens, done)
+            if done < end:
+                self._grow()
 
     def _grow(self) -> None:
         num_states, num_edges = int(self.sizes[NUM_STATES]), int(self.sizes[NUM_EDGES])
@@ -105,44 +112,53 @@ def _find(edges, table, state, token):
 
 
 @njit(cache=True)
-def _extend(states, edges, table, sizes, last, tokens, done):
-    """Insert tokens[done:] until the arrays are full; returns (how many are inserted now, state of the text)."""
-    while done < len(tokens):
-        token = tokens[done]
-        # Read only: suffixes of the text that never were followed by `token`, then the longest that was.
-        missing, prefix, edge = 0, last, _find(edges, table, last, token)
-        while edge < 0:
-            missing += 1
-            prefix = states[prefix, LINK]
-            if prefix < 0:
-                break
-            edge = _find(edges, table, prefix, token)
-        target, split, num_copied = -1, False, 0
-        if edge >= 0:
-            target = edges[edge, TARGET]
-            split = states[target, LEN] != states[prefix, LEN] + 1
-            if split:
-                num_copied = _num_edges_of(states, edges, target) + 1
-        if sizes[NUM_STATES] + 2 > len(states) or sizes[NUM_EDGES] + missing + num_copied > len(edges):
+def _extend(states, edges, table, sizes, lasts, which, ends, tokens, done):
+    """As `extend_all`, until the arrays are full; returns how many tokens are inserted now."""
+    for text in range(len(which)):
+        while done < ends[text]:
+            last = _insert(states, edges, table, sizes, lasts[which[text]], tokens[done])
+            if last < 0:
+                return done
+            lasts[which[text]] = last
+            done += 1
+    return done
+
+
+@njit
+def _insert(states, edges, table, sizes, last, token):
+    """The state of the text with one token more; -1: there is no room for it."""
+    # Read only: suffixes of the text that never were followed by `token`, then the longest that was.
+    missing, prefix, edge = 0, last, _find(edges, table, last, token)
+    while edge < 0:
+        missing += 1
+        prefix = states[prefix, LINK]
+        if prefix < 0:
             break
-        # Write. The new edges come before the split: the state to be split may be one that just got one.
-        new = -1
-        if missing > 0:
-            new = _add_state(states, sizes, states[last, LEN] + 1, ROOT)
-            source = last
-            for _ in range(missing):
-                _add_edge(states, edges, table, sizes, source, token, new)
-                source = states[source, LINK]
-        suffix = target
+        edge = _find(edges, table, prefix, token)
+    target, split, num_copied = -1, False, 0
+    if edge >= 0:
+        target = edges[edge, TARGET]
+        split = states[target, LEN] != states[prefix, LEN] + 1
         if split:
-            suffix = _split(states, edges, table, sizes, target, states[prefix, LEN] + 1)
-        if edge >= 0:
-            _count(states, edges, table, prefix, token, target, suffix)
-        if missing > 0:
-            states[new, LINK] = max(suffix, ROOT)
-        last = new if missing > 0 else suffix
-        done += 1
-    return done, last
+            num_copied = _num_edges_of(states, edges, target) + 1
+    if sizes[NUM_STATES] + 2 > len(states) or sizes[NUM_EDGES] + missing + num_copied > len(edges):
+        return -1
+    # Write. The new edges come before the split: the state to be split may be one that just got one.
+    new = -1
+    if missing > 0:
+        new = _add_state(states, sizes, states[last, LEN] + 1, ROOT)
+        source = last
+        for _ in range(missing):
+            _add_edge(states, edges, table, sizes, source, token, new)
+            source = states[source, LINK]
+    suffix = target
+    if split:
+        suffix = _split(states, edges, table, sizes, target, states[prefix, LEN] + 1)
+    if edge >= 0:
+        _count(states, edges, table, prefix, token, target, suffix)
+    if missing > 0:
+        states[new, LINK] = max(suffix, ROOT)
+    return new if missing > 0 else suffix
 
 
 @njit

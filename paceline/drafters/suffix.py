@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +48,13 @@ class SuffixDrafts(NamedTuple):
 
 
 class _Text:
-    """One answer. `last` is its state while it lives; `joined`: it starts at the prompt's end, nothing was cut off."""
+    """One answer. `slot`: where its state and its guesses are while it lives, then -1; `joined`: it starts at the prompt's end,
+    nothing was cut off."""
 
-    __slots__ = ("joined", "last", "slot", "tokens")
+    __slots__ = ("joined", "slot", "tokens")
 
-    def __init__(self, last: int, slot: int) -> None:
-        self.tokens, self.last, self.slot, self.joined = array("i"), last, slot, True
+    def __init__(self, slot: int) -> None:
+        self.tokens, self.slot, self.joined = array("i"), slot, True
 
 
 class _Prompt:
@@ -83,11 +85,12 @@ class SuffixDrafter:
         self.min_match, self.min_survival, self.shared = min_match, min_survival, shared
         self._prompts: dict[bytes, _Prompt] = {}
         self._idle: OrderedDict[bytes, _Prompt] = OrderedDict()  # without live requests, least recently used first
-        self._by_request: dict[int, _Prompt] = {}
+        self._by_request: dict[int, tuple[_Prompt, _Text]] = {}  # that live
         self._free_slots: list[int] = []
         self._num_tokens = 0
         self._learned = _prior()
         self._watched = np.zeros((0, _FIRST_WATCHED + _WATCHED), np.int32)
+        self._last = np.zeros(0, np.int64)  # by slot: state of the text
 
     @property
     def num_tokens(self) -> int:
@@ -107,30 +110,45 @@ class SuffixDrafter:
         if entry is None:
             entry = self._prompts[key] = _Prompt(key)
         self._idle.pop(key, None)
-        self._by_request[request_id] = entry
-        entry.live[request_id] = _Text(ROOT, self._take_slot())
-        if entry.num_tokens == 0:
-            self._add(entry, None, entry.tokens)
-        entry.live[request_id].last = entry.end
+        text = entry.live[request_id] = _Text(self._take_slot())
+        self._by_request[request_id] = entry, text
+        if entry.num_tokens == 0 and self._takes(entry, len(entry.tokens)):
+            entry.end = entry.automaton.extend(ROOT, np.frombuffer(entry.tokens, np.int32))
+        self._last[text.slot] = entry.end
         self.extend(request_id, generated)
 
     def extend(self, request_id: int, tokens: Sequence[int]) -> None:
         """Append accepted tokens. The first is compared with what the last draft guessed for its place."""
-        if not len(tokens):
+        self.extend_all({request_id: list(tokens)})
+
+    def extend_all(self, accepted: Mapping[int, list[int]]) -> None:
+        """Likewise for all requests of a step: a jitted call costs more than what it does, so there is one for those of a prompt
+        that stand side by side."""
+        if not accepted:
             return
-        entry = self._by_request[request_id]
-        text = entry.live[request_id]
-        new = array("i", tokens)
-        _learn(self._learned, self._watched, text.slot, new[0])
-        text.tokens += new
-        self._add(entry, text, new)
+        found = [self._by_request[request_id] for request_id in accepted]
+        tokens = np.fromiter(chain.from_iterable(accepted.values()), np.int32)
+        ends = np.cumsum(np.fromiter(map(len, accepted.values()), np.int64))
+        slots = np.array([text.slot for _, text in found])
+        _learn(self._learned, self._watched, slots, ends, tokens)
+        for (_, text), new in zip(found, accepted.values(), strict=True):
+            text.tokens.fromlist(new)
+        first = done = 0
+        for entry, own in groupby(found, itemgetter(0)):
+            last = first + len(list(own))
+            end = int(ends[last - 1])
+            if self._takes(entry, end - done):
+                entry.automaton.extend_all(self._last, slots[first:last], ends[first:last], tokens, done)
+            first, done = last, end
+        self._make_room()
 
     def finish(self, request_id: int) -> None:
         """The request ends; its text stays as history until evicted."""
-        entry = self._by_request.pop(request_id)
-        text = entry.live.pop(request_id)
+        entry, text = self._by_request.pop(request_id)
+        del entry.live[request_id]
         self._free_slots.append(text.slot)
         self._watched[text.slot, _NUM_WATCHED] = 0
+        text.slot = -1
         if text.tokens:
             entry.finished.append(text)
         if not entry.live:
@@ -144,10 +162,10 @@ class SuffixDrafter:
         num_rows, num_nodes = len(request_ids), int(np.max(budgets, initial=0))
         asks_of: dict[_Prompt, list[tuple[int, int, int]]] = {}
         for row, request_id in enumerate(request_ids):
-            entry = self._by_request[request_id]
-            text = entry.live[request_id]
-            if self._has_context(entry.automaton.states, text.last):
-                asks_of.setdefault(entry, []).append((row, text.last, text.slot))
+            entry, text = self._by_request[request_id]
+            last = self._last.item(text.slot)
+            if self._has_context(entry.automaton.states, last):
+                asks_of.setdefault(entry, []).append((row, last, text.slot))
         asks = np.empty((sum(map(len, asks_of.values())), 7), np.int64)  # of one prompt side by side
         asks[:, :_SLOT + 1] = np.array(list(chain.from_iterable(asks_of.values())), np.int64).reshape(-1, _SLOT + 1)
         order = asks[:, _ROW]
@@ -166,7 +184,7 @@ class SuffixDrafter:
 
     def _has_context(self, states: NDArray[np.int32], last: int) -> bool:
         """Whether any of the text's ends occurred before: on text that never repeats the answer is cheap and mostly no."""
-        return bool(states[last, HEAD] >= 0 or states[states[last, LINK], LEN] >= self.min_match)
+        return states.item(last, HEAD) >= 0 or states.item(states.item(last, LINK), LEN) >= self.min_match
 
     def reset(self) -> None:
         """Drop finished texts and what was learnt of reliability; live texts stay."""
@@ -184,19 +202,20 @@ class SuffixDrafter:
             num_slots = max(64, 2 * num_old)
             fresh = np.zeros((num_slots - num_old, self._watched.shape[1]), np.int32)
             self._watched = np.concatenate((self._watched, fresh))
+            self._last = np.concatenate((self._last, np.full(len(fresh), ROOT)))
             self._free_slots = list(range(num_slots - 1, num_old - 1, -1))
         return self._free_slots.pop()
 
-    def _add(self, entry: _Prompt, text: _Text | None, new: array[int]) -> None:
-        """Insert what `text` (None: the prompt) just got; first make room, so that the bounds always hold."""
-        entry.num_tokens += len(new)
-        self._num_tokens += len(new)
+    def _takes(self, entry: _Prompt, num_new: int) -> bool:
+        """Whether its automaton has room for what its texts just got; if not, it has been rebuilt with some of all they have."""
+        entry.num_tokens += num_new
+        self._num_tokens += num_new
         if entry.num_tokens > self.max_tokens_per_prompt:
             self._rebuild(entry, self.max_tokens_per_prompt // 2)
-        elif text is None:
-            entry.end = entry.automaton.extend(ROOT, np.frombuffer(new, np.int32))
-        else:
-            text.last = entry.automaton.extend(text.last, np.frombuffer(new, np.int32))
+            return False
+        return True
+
+    def _make_room(self) -> None:
         while self._num_tokens > self.max_tokens and self._idle:
             self._drop(next(iter(self._idle.values())))
         while self._num_tokens > self.max_tokens:  # live texts alone are too many: halve where most is to be had
@@ -230,7 +249,9 @@ class SuffixDrafter:
         entry.automaton = Automaton(entry.num_tokens)
         entry.end = entry.automaton.extend(ROOT, np.frombuffer(entry.tokens, np.int32))
         for text in texts:
-            text.last = entry.automaton.extend(entry.end if text.joined else ROOT, np.frombuffer(text.tokens, np.int32))
+            last = entry.automaton.extend(entry.end if text.joined else ROOT, np.frombuffer(text.tokens, np.int32))
+            if text.slot >= 0:
+                self._last[text.slot] = last
 
 
 def _prior() -> NDArray[np.float64]:
@@ -242,18 +263,21 @@ def _prior() -> NDArray[np.float64]:
 
 
 @njit(cache=True)
-def _learn(learned, watched, slot, token):
-    guess = watched[slot]
-    if guess[_NUM_WATCHED] == 0:
-        return
-    outcome = learned[guess[_MATCH], guess[_TOTAL]]
-    outcome[_EXPECTED] += guess[_SHARE] * _SHARE_UNIT
-    for i in range(guess[_NUM_WATCHED]):
-        if guess[_FIRST_WATCHED + i] == token:
-            outcome[_HITS] += 1.0
-    if outcome[_EXPECTED] > _MAX_TRIALS:  # forget slowly: the policy changes
-        outcome *= 0.5
-    guess[_NUM_WATCHED] = 0
+def _learn(learned, watched, slots, ends, tokens):
+    """Compare the first token that each slot got with its guesses."""
+    begin = 0
+    for slot, end in zip(slots, ends):  # noqa: B905 numba knows no `strict`
+        guess = watched[slot]
+        if begin < end and guess[_NUM_WATCHED] > 0:
+            outcome = learned[guess[_MATCH], guess[_TOTAL]]
+            outcome[_EXPECTED] += guess[_SHARE] * _SHARE_UNIT
+            for i in range(guess[_NUM_WATCHED]):
+                if guess[_FIRST_WATCHED + i] == tokens[begin]:
+                    outcome[_HITS] += 1.0
+            if outcome[_EXPECTED] > _MAX_TRIALS:  # forget slowly: the policy changes
+                outcome *= 0.5
+            guess[_NUM_WATCHED] = 0
+        begin = end
 
 
 @njit

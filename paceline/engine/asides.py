@@ -10,7 +10,6 @@ import numpy as np
 from paceline.drafters.tree import Drafts
 from paceline.engine.drafting import Drafting
 from paceline.engine.request import Request, Status
-from paceline.engine.scheduler import Decode
 from paceline.engine.watch import watched_of
 from paceline.types import Strategy, Watched
 
@@ -32,11 +31,11 @@ class Asides:
     def __init__(self) -> None:
         self._open: _Guess | None = None
 
-    def begin(self, strategy: Strategy, running: list[Decode], drafting: Drafting) -> None:
+    def begin(self, strategy: Strategy, running: list[Request], drafting: Drafting) -> None:
         if self._open is not None or not running:
             return
-        some = [item.request for item in running[:: -(-len(running) // _LINES)]]
-        drafts = drafting.guesses([Decode(request, strategy.budget) for request in some], strategy)
+        some = running[:: -(-len(running) // _LINES)]
+        drafts = drafting.guesses(some, [strategy.budget] * len(some), strategy)
         quality = np.array([request.quality for request in some], int)
         self._open = _Guess(strategy, some, [len(request.tokens) for request in some], quality, drafts)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from paceline.engine.asides import Asides
 from paceline.engine.drafting import Drafting
-from paceline.engine.request import Status
-from paceline.engine.scheduler import Decode, Scheduler
+from paceline.engine.request import Request, Status, count_qualities
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.watch import EVERY, FEW
 from paceline.strategy import CostCurve, FixedSelector, ModelSelector, Selector, make_selector
-from paceline.types import NUM_QUALITIES, DrafterName, StepOutcome, StepResult, StepView, Strategy, Watched
+from paceline.types import DrafterName, StepOutcome, StepResult, StepView, Strategy, Watched
 
 
 class Choosing:
@@ -58,7 +58,7 @@ class Choosing:
         every = EVERY if batch >= FEW else EVERY // 2
         return strategy.watch or (strategy.drafter != "none" and self._num_speculated % every == 0)
 
-    def aside(self, strategy: Strategy, running: list[Decode], drafting: Drafting) -> None:
+    def aside(self, strategy: Strategy, running: list[Request], drafting: Drafting) -> None:
         """A step of this strategy is being launched."""
         if strategy.aside is not None:
             self._asides.begin(strategy.aside, running, drafting)
@@ -75,16 +75,12 @@ class Choosing:
         self.distrusted = None
 
     def _view(self, scheduler: Scheduler, drafters: tuple[DrafterName, ...]) -> StepView:
-        prefilling = decoding = context = 0
-        qualities = [0] * NUM_QUALITIES
-        for request in scheduler.running:
-            if request.status is Status.DECODE:
-                decoding, context = decoding + 1, context + request.num_computed
-                qualities[request.quality] += 1
-            else:
-                prefilling += request.num_to_prefill
+        decode = Status.DECODE
+        decoding = [request for request in scheduler.running if request.status is decode]
+        prefilling = sum([request.num_to_prefill for request in scheduler.running if request.status is not decode])
+        context = sum([request.num_computed for request in decoding]) / max(1, len(decoding))
         if self.distrusted is not None:
             drafters = tuple(name for name in drafters if name not in (self.distrusted, "both"))
         step = 0 if self._last is None else self._last.step + 1
-        return StepView(step, decoding, prefilling, drafters, scheduler.pages.num_available, self._last, self._num_drafters,
-                        tuple(qualities), context / max(1, decoding), self._watched)
+        return StepView(step, len(decoding), prefilling, drafters, scheduler.pages.num_available, self._last, self._num_drafters,
+                        count_qualities(decoding), context, self._watched)

@@ -21,7 +21,7 @@ from paceline.engine.batch import padding
 from paceline.engine.graphs import GraphPool, coarse, rehearsal
 from paceline.engine.inputs import InputBuffers, StepInputs
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Decode, Prefill, StepPlan
+from paceline.engine.scheduler import Prefill, StepPlan
 from paceline.engine.state import SlotState
 from paceline.kernels import Ops, PagedCache
 from paceline.kernels.upload import upload, upload_into
@@ -84,12 +84,16 @@ class Drafting:
         if self.suffix is not None and request.num_preemptions == 0:
             self.suffix.start(request.id, request.prompt_ids, request.output_ids)
 
-    def extend(self, request: Request, tokens: list[int], most_accepted: int) -> None:
-        """What a step drew has been read."""
-        if not (request.num_steps_in_flight and request.id in self._followed):  # the bound still counts that step
-            self._behind[request.id] -= 1 + most_accepted - len(tokens)
+    def extend(self, requests: list[Request], most_accepted: list[int], appended: dict[int, list[int]]) -> None:
+        """What a step of these requests drew has been read. appended: tokens by request, of those that still ran."""
+        if self.eagle is not None and any(most_accepted):  # otherwise each has got what it was said to get
+            for request, most in zip(requests, most_accepted, strict=True):
+                if request.num_steps_in_flight and request.id in self._followed:
+                    continue  # the bound counts from that step on
+                if request.id in appended:
+                    self._behind[request.id] -= 1 + most - len(appended[request.id])
         if self.suffix is not None:
-            self.suffix.extend(request.id, tokens)
+            self.suffix.extend_all(appended)
 
     def end(self, request: Request) -> None:
         if self._behind.pop(request.id, None) is not None and self.suffix is not None:
@@ -98,15 +102,16 @@ class Drafting:
     def draft(self, plan: StepPlan) -> Drafted:
         """A tree for every planned decode request that has room for one, padded to one of the row sizes."""
         chosen = self._chosen(plan)
-        drafts, found = self._drafts([plan.decode[i] for i in chosen], plan.strategy) if chosen else (None, [])
+        drafts, found = self._drafts(plan, chosen) if chosen else (None, [])
         num_nodes, lines = [0] * len(plan.decode), [0] * len(plan.decode)
         for line, (i, count) in enumerate(zip(chosen, found, strict=True)):
             num_nodes[i], lines[i] = count, line
-        drafted = self._lay_out([item.request.slot for item in plan.decode], num_nodes, lines, drafts, plan.strategy)
+        drafted = self._lay_out([request.slot for request in plan.decode], num_nodes, lines, drafts, plan.strategy)
         follows = plan.strategy.drafter in ("eagle", "both")
-        self._followed = {plan.decode[i].request.id for i in chosen} if follows else set()
-        for (request, _), most in zip(plan.decode, drafted.most_accepted, strict=True):
-            self._behind[request.id] = 1 + most + (0 if request.id in self._followed else self._behind[request.id])
+        self._followed = {plan.decode[i].id for i in chosen} if follows else set()
+        if self.eagle is not None:
+            for request, most in zip(plan.decode, drafted.most_accepted, strict=True):
+                self._behind[request.id] = 1 + most + (0 if request.id in self._followed else self._behind[request.id])
         return drafted
 
     def prefilled(self, chunks: list[Prefill]) -> None:
@@ -140,10 +145,10 @@ class Drafting:
         return Drafts(zero, torch.where(on_path, node - 1, -1), torch.where(on_path, node + 1, 1), zero.float(), zero[:, 0])
 
     def _chosen(self, plan: StepPlan) -> list[int]:
-        chosen = [i for i, item in enumerate(plan.decode) if item.num_nodes > 0 and plan.strategy.drafter != "none"]
         if plan.strategy.drafter in ("eagle", "both"):  # which starts from the features of a committed token
-            chosen = [i for i in chosen if plan.decode[i].request.num_computed + plan.decode[i].request.num_steps_in_flight > 0]
-        return chosen
+            return [i for i, (request, nodes) in enumerate(zip(plan.decode, plan.num_nodes, strict=True))
+                    if nodes and request.num_computed + request.num_steps_in_flight]
+        return [i for i, nodes in enumerate(plan.num_nodes) if nodes]
 
     def _lay_out(self, slots: list[int], num_nodes: list[int], lines: list[int], drafts: Drafts | None,
                  strategy: Strategy, exact: bool = False) -> Drafted:
@@ -160,27 +165,26 @@ class Drafting:
         self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
         return Drafted(inputs, num_nodes, most_accepted, depth, lines, drafts.survival)
 
-    def _drafts(self, items: list[Decode], strategy: Strategy) -> tuple[Drafts, list[int]]:
-        """Drafts on the device, and how many nodes of each are to be verified: the likeliest come first, parents before their
-        children, so a cut tree is still a tree."""
+    def _drafts(self, plan: StepPlan, chosen: list[int]) -> tuple[Drafts, list[int]]:
+        """Drafts for the chosen of its requests, on the device, and how many nodes of each are to be verified: the likeliest come
+        first, parents before their children, so a cut tree is still a tree."""
+        strategy, requests, wanted = plan.strategy, [plan.decode[i] for i in chosen], [plan.num_nodes[i] for i in chosen]
         if strategy.drafter == "eagle":
-            drafts = self._from_eagle(items, strategy)
-            return drafts, [min(item.num_nodes, drafts.tokens.shape[1]) for item in items]
-        drafts = self.guesses(items, strategy)
+            drafts = self._from_eagle(requests, strategy)
+            return drafts, [min(count, drafts.tokens.shape[1]) for count in wanted]
+        drafts = self.guesses(requests, wanted, strategy)
         if strategy.drafter == "both":
-            learned = Drafts(*(x[: len(items)].cpu() for x in self._from_eagle(items, strategy)))
+            learned = Drafts(*(x[: len(requests)].cpu() for x in self._from_eagle(requests, strategy)))
             drafts = merge(learned, drafts, strategy.budget)
-        counts = [min(item.num_nodes, count) for item, count in zip(items, drafts.num_nodes.tolist(), strict=True)]
+        counts = list(map(min, wanted, drafts.num_nodes.tolist()))
         nodes = upload(torch.stack([drafts.tokens, drafts.parents, drafts.depths]).numpy(), self._state.device)
         return drafts._replace(tokens=nodes[0], parents=nodes[1], depths=nodes[2]), counts
 
-    def guesses(self, items: list[Decode], strategy: Strategy) -> Drafts:
+    def guesses(self, requests: list[Request], num_nodes: list[int], strategy: Strategy) -> Drafts:
         """The suffix drafter's, on the host."""
         assert self.suffix is not None
-        requests = [item.request for item in items]
         found = self.suffix.draft(
-            [request.id for request in requests], strategy.depth, strategy.width,
-            np.array([item.num_nodes for item in items], np.int32),
+            [request.id for request in requests], strategy.depth, strategy.width, np.array(num_nodes, np.int32),
             np.array([request.params.seed & (2**64 - 1) for request in requests], np.uint64).view(np.int64),
             np.array([len(request.tokens) for request in requests], np.int64),
             np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau,
@@ -188,11 +192,10 @@ class Drafting:
         tokens, parents, depths, survival, count = (torch.from_numpy(array) for array in found)
         return Drafts(tokens, parents.long(), depths.long(), survival, count.long())
 
-    def _from_eagle(self, items: list[Decode], strategy: Strategy) -> Drafts:
-        """On the device, perhaps with lines of padding behind those of the items. Whom it has not followed for long it catches
+    def _from_eagle(self, requests: list[Request], strategy: Strategy) -> Drafts:
+        """On the device, perhaps with lines of padding behind those of the requests. Whom it has not followed for long it catches
         up with first: one layer over what it missed."""
         assert self.eagle is not None
-        requests = [item.request for item in items]
         late = [request for request in requests if self._behind[request.id] > _window(strategy)]
         if late:
             view = self._view(upload([request.slot for request in late], self._state.device))

@@ -18,7 +18,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.engine.build import build, columns_of
 from paceline.engine.choosing import Choosing
 from paceline.engine.drafting import Drafted
-from paceline.engine.finish import append, final_text
+from paceline.engine.finish import NOT_A_NUMBER, append, final_text
 from paceline.engine.graphs import GraphReport, Moment
 from paceline.engine.park import park, unpark
 from paceline.engine.profile import load_or_profile
@@ -121,14 +121,14 @@ class Engine:
             return None
         if strategy.tau is not None:
             self.drafting.set_tau(strategy.tau)
-        context = sum(item.request.num_computed for item in plan.decode) / max(1, len(plan.decode))
+        context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
         for request in plan.admitted:
             self.drafting.begin(request)
         self.state.admit(plan.admitted)
         self.state.set_pages(self.scheduler.running)
-        self.store.copy_pages(plan.copies)
+        self.runner.copy_pages(plan.copies)
         drafted = self.drafting.draft(plan)
-        want_raw = any(item.request.params.raw_logprobs for item in plan.decode)
+        want_raw = any(request.params.raw_logprobs for request in plan.decode)
         output = self.runner.run(plan, drafted, want_raw)
         self.drafting.prefilled(plan.prefill)
         self.scheduler.commit(plan, drafted.most_accepted)
@@ -146,7 +146,7 @@ class Engine:
         check(prompt_ids, params, n, self.tokenizer, self.model.config.vocab_size, self.scheduler.max_length)
         if seeds is None:
             seeds = [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        stop_ids = frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
         group = next(self._groups)
         requests = [Request(next(self._ids), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
                     for sample, seed in enumerate(seeds)]
@@ -379,31 +379,35 @@ class Engine:
         """(request -> tokens, finished rollouts, accepted nodes)."""
         assert step.drawn is not None
         tokens, logprobs, raw, counts = step.drawn.lists()
-        appended, finished, accepted = {}, [], 0
-        for i, (request, _) in enumerate(step.plan.decode):
-            if request.status is Status.FINISHED:  # ended while this step was on its way
+        requests, drafted, finished = step.plan.decode, step.drafted, Status.FINISHED
+        if drafted.max_depth:
+            tokens, logprobs, raw = ([row[:num] for row, num in zip(rows, counts, strict=False)]
+                                     for rows in (tokens, logprobs, raw))
+        appended: dict[int, list[int]] = {}
+        ended: list[tuple[Request, FinishReason]] = []
+        for request, most, drawn, chances in zip(requests, drafted.most_accepted, tokens, logprobs, strict=False):  # then padding
+            if request.status is finished:  # ended while this step was on its way
                 continue
-            self.scheduler.landed(request, step.drafted.most_accepted[i])
-            accepted += counts[i] - 1
-            if step.drafted.num_nodes[i]:
-                request.tried(counts[i] > 1)
-            drawn = tokens[i][: counts[i]]
-            failed = -1 in drawn
-            drawn = drawn[: drawn.index(-1)] if failed else drawn
+            request.num_in_flight -= 1 + most
+            request.num_steps_in_flight -= 1
             taken, reason = append(request, drawn, self.scheduler.max_length, self.tokenizer)
-            request.num_computed = len(request.tokens) - 1
-            request.logprobs += logprobs[i][:taken]
-            request.versions += [step.version] * taken
-            if request.params.raw_logprobs:
-                request.raw_logprobs += raw[i][:taken]
-            appended[request.id] = drawn[:taken]
-            self.drafting.extend(request, drawn[:taken], step.drafted.most_accepted[i])
-            if failed and reason is None:
-                reason = "error"
-                request.error = f"request {request.id}: the policy's logits at position {len(request.tokens)} are not numbers"
             if reason is not None:
-                finished.append(self._finish(request, reason))
-        return appended, finished, accepted
+                ended.append((request, reason))
+                drawn, chances = drawn[:taken], chances[:taken]
+            appended[request.id] = drawn
+            request.num_computed = len(request.tokens) - 1
+            request.logprobs += chances
+            request.versions += [step.version] * taken
+        for request, chances in zip(requests, raw, strict=False):
+            if request.params.raw_logprobs and request.id in appended:
+                request.raw_logprobs += chances[: len(appended[request.id])]
+        accepted = 0
+        for request, nodes, num in zip(requests, drafted.num_nodes, counts, strict=False) if drafted.max_depth else ():
+            if nodes and request.id in appended:
+                accepted += num - 1
+                request.tried(num > 1)
+        self.drafting.extend(requests, drafted.most_accepted, appended)
+        return appended, [self._finish(request, reason) for request, reason in ended], accepted
 
     def _finish(self, request: Request, reason: FinishReason) -> Rollout:
         request.finish_reason = reason

@@ -7,6 +7,9 @@ from typing import Protocol
 from paceline.engine.request import Request
 from paceline.types import FinishReason
 
+NOT_A_NUMBER = -1
+"""Drawn where the policy's logits are none. One of every request's `stop_ids`."""
+
 
 class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
@@ -14,11 +17,19 @@ class Tokenizer(Protocol):
 
 def append(request: Request, tokens: list[int], max_length: int, tokenizer: Tokenizer | None) -> tuple[int, FinishReason | None]:
     """Appends drawn tokens up to the one that ends the answer. Returns how many were taken and why it ended, if it did."""
+    mine = request.tokens
+    end = len(mine) + len(tokens)
+    if end < request.max_tokens and end < max_length and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
+        mine += tokens
+        return len(tokens), None
     for taken, token in enumerate(tokens, start=1):
-        request.tokens.append(token)
+        if token == NOT_A_NUMBER:
+            request.error = f"request {request.id}: the policy's logits at position {len(mine)} are not numbers"
+            return taken - 1, "error"
+        mine.append(token)
         if token in request.stop_ids or (request.params.stop and stops_here(request, tokenizer)):
             return taken, "stop"
-        if request.num_generated >= request.params.max_new_tokens or len(request.tokens) >= max_length:
+        if len(mine) >= request.max_tokens or len(mine) >= max_length:
             return taken, "length"
     return len(tokens), None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 from paceline.types import NUM_QUALITIES, FinishReason, SamplingParams
 
@@ -31,6 +33,8 @@ class Request:
 
     tokens: list[int] = field(default_factory=list)
     """Prompt and answer."""
+    max_tokens: int = field(init=False)
+    """So many of them at most."""
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -56,6 +60,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+        self.max_tokens = len(self.prompt_ids) + self.params.max_new_tokens
 
     @property
     def quality(self) -> int:
@@ -78,3 +83,10 @@ class Request:
     @property
     def output_ids(self) -> list[int]:
         return self.tokens[len(self.prompt_ids) :]
+
+
+def count_qualities(requests: Iterable[Request]) -> tuple[int, ...]:
+    """How many of them are of each quality."""
+    hits = sorted([request.first_hits for request in requests])
+    worse = [0, *(bisect_left(hits, least) for least in _QUALITIES), len(hits)]  # than 0, 1, …
+    return tuple(b - a for a, b in pairwise(worse))

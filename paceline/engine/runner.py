@@ -3,6 +3,7 @@ takes no decision: nothing here reads the device, so a step can be captured and 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from paceline.engine.inputs import StepInputs
 from paceline.engine.scheduler import StepPlan
 from paceline.engine.state import SlotState
 from paceline.kernels import DecodeRows, Drawn, Ops, PagedCache
+from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
@@ -36,6 +38,14 @@ class Runner:
         self._layers, self._movable = [], None
         if self.graphs is not None:
             self.graphs.clear()
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """(from, to), whole pages; all of them and in all layers together."""
+        if pairs:
+            size = self.store.page_size
+            token_slots = np.array(pairs).T[:, :, None] * size + np.arange(size)  # [2, pairs, page size]
+            source, target = upload(np.ascontiguousarray(token_slots), self.state.device)
+            self.ops.move_tokens(self._movable, source, target)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drafted: Drafted, want_raw: bool) -> Drawn | None:

@@ -15,12 +15,6 @@ from paceline.engine.request import Request, Status
 from paceline.types import Strategy
 
 
-class Decode(NamedTuple):
-    request: Request
-    num_nodes: int
-    """Drafted nodes it may bring beside its last token; pages are reserved for them."""
-
-
 class Prefill(NamedTuple):
     request: Request
     start: int
@@ -30,7 +24,9 @@ class Prefill(NamedTuple):
 @dataclass(slots=True)
 class StepPlan:
     strategy: Strategy
-    decode: list[Decode] = field(default_factory=list)
+    decode: list[Request] = field(default_factory=list)
+    num_nodes: list[int] = field(default_factory=list)
+    """Drafted nodes that each of them may bring beside its last token; pages are reserved for them."""
     prefill: list[Prefill] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     """New in their slots: the device does not know them yet."""
@@ -69,8 +65,9 @@ class Scheduler:
         """A row for every running request, then prompts, then newcomers; drafted nodes get what rows and pages are left."""
         plan = StepPlan(strategy)
         rows_left = self._plan_decode(plan)
-        for request in self.running:
-            if request.status is Status.PREFILL and rows_left > 0:
+        prefilling = Status.PREFILL  # read once: an enum's members are slow to get at
+        for request in [request for request in self.running if request.status is prefilling]:
+            if rows_left > 0:
                 rows_left -= self._prefill_chunk(plan, request, rows_left)
         rows_left = self._admit(plan, rows_left)
         self._plan_nodes(plan, rows_left)
@@ -79,9 +76,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, most_accepted: list[int]) -> None:
         """The step has been launched, and no more drafted nodes than this can be accepted: its requests are in flight; what it
         prefills may be shared and what it copied from given away behind it."""
-        for item, most in zip(plan.decode, most_accepted, strict=True):
-            item.request.num_in_flight += 1 + most
-            item.request.num_steps_in_flight += 1
+        for request, most in zip(plan.decode, most_accepted, strict=True):
+            request.num_in_flight += 1 + most
+            request.num_steps_in_flight += 1
         self.pages.release(plan.borrowed)
         plan.borrowed = []
         for request, _, _ in plan.prefill:
@@ -124,23 +121,24 @@ class Scheduler:
 
     def _plan_decode(self, plan: StepPlan) -> int:
         """The running, oldest first: a row for each. Returns the rows left."""
-        ready = [request for request in self.running if request.status is Status.DECODE and not self._ends_in_flight(request)]
-        ready = [request for request in ready if request.slot >= 0 and self._reserve_row(request)]
-        ready = [request for request in ready if request.slot >= 0]  # a later one may have pushed out an earlier one
-        plan.decode = [Decode(request, 0) for request in ready]
-        return self.max_rows - len(ready)
+        decoding, page_size = Status.DECODE, self.pages.page_size
+        ready = []
+        for request in self.running.copy():  # some may be pushed out on the way
+            if request.status is decoding and len(request.tokens) + request.num_steps_in_flight < request.max_tokens:
+                length = request.num_computed + request.num_in_flight
+                if (length < len(request.pages) * page_size and length < self.max_length) or self._reserve_row(request):
+                    ready.append(request)
+        plan.decode = [request for request in ready if request.slot >= 0]  # a later one may have pushed out an earlier one
+        return self.max_rows - len(plan.decode)
 
     def _plan_nodes(self, plan: StepPlan, rows_left: int) -> None:
         if plan.strategy.budget == 0:
+            plan.num_nodes = [0] * len(plan.decode)
             return
-        for i, (request, _) in enumerate(plan.decode):
+        for request in plan.decode:
             nodes = self._reserve_nodes(request, plan.strategy, rows_left)
-            plan.decode[i] = Decode(request, nodes)
+            plan.num_nodes.append(nodes)
             rows_left -= nodes
-
-    def _ends_in_flight(self, request: Request) -> bool:
-        """Whether what has not been read yet surely completes it."""
-        return request.num_generated + request.num_steps_in_flight >= request.params.max_new_tokens
 
     def _reserve_row(self, request: Request) -> bool:
         """A place for its last token; the youngest make room. False: not this step."""
@@ -159,7 +157,7 @@ class Scheduler:
         """How many drafted nodes it may bring: not past the end of the answer or the context, and only if pages are there.
         A learned drafter also writes its levels behind the context: room for whichever is longer."""
         start = request.num_computed + request.num_in_flight
-        if request.params.max_new_tokens - request.num_generated - request.num_steps_in_flight <= 1:
+        if len(request.tokens) + request.num_steps_in_flight + 1 >= request.max_tokens:
             return 0
         wanted_nodes = strategy.shares[request.quality] if strategy.shares else strategy.budget
         nodes = max(0, min(wanted_nodes, rows_left, self.max_length - start - 1))
@@ -191,6 +189,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, rows_left: int) -> int:
         """Waiting requests, oldest first, while slots, rows and pages last. The answers of one prompt wait until the
         first of them has prefilled it. Returns the rows left."""
+        if not (self.waiting and self._free_slots and rows_left > 0):
+            return rows_left
         blocked: list[Request] = []
         prefilling = {request.group for request in self.running if request.status is Status.PREFILL}
         prefilling |= {item.request.group for item in plan.prefill}  # done in this step, shareable from the next
@@ -208,7 +208,7 @@ class Scheduler:
                 rows_left -= self._prefill_chunk(plan, request, rows_left)
             else:
                 request.status = Status.DECODE
-                plan.decode.append(Decode(request, 0))
+                plan.decode.append(request)
                 rows_left -= 1
         self.waiting.extendleft(reversed(blocked))
         return rows_left

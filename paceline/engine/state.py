@@ -53,12 +53,11 @@ class SlotState:
 
     def set_pages(self, requests: list[Request]) -> None:
         """Pages were added to these requests since the last step."""
-        changed = []
-        for request in requests:
-            known, slot = self._num_pages[request.slot], request.slot
-            if len(request.pages) != known:
-                self._host_pages[slot, known : len(request.pages)] = request.pages[known:]
-                self._num_pages[slot] = len(request.pages)
-                changed.append(slot)
+        known = self._num_pages
+        grown = [request for request in requests if len(request.pages) != known[request.slot]]
+        changed = [request.slot for request in grown]
+        for request, slot in zip(grown, changed, strict=True):
+            self._host_pages[slot, known[slot] : len(request.pages)] = request.pages[known[slot] :]
+            known[slot] = len(request.pages)
         if changed and self.device.type != "cpu":
             self.tensors.page_table[upload(changed, self.device)] = upload(self._host_pages[changed], self.device)

@@ -30,9 +30,9 @@ class Look(NamedTuple):
     @classmethod
     def start(cls, plan: StepPlan, drafted: Drafted) -> Look:
         counts = np.array(drafted.num_nodes, int)
-        wanted = np.array([item.num_nodes for item in plan.decode], int) > 0
+        wanted = np.array(plan.num_nodes, int) > 0
         first = np.cumsum(counts + 1) - counts - 1
-        quality = np.array([item.request.quality for item in plan.decode], int)
+        quality = np.array([request.quality for request in plan.decode], int)
         tree, nodes = drafted.inputs.tree, None
         if drafted.survival is not None:
             nodes = Download.start(tree.tokens, tree.parents, tree.depths, drafted.survival)

@@ -17,8 +17,8 @@ from paceline.types import DrafterName, StepOutcome, Strategy
 _DRAFTERS: tuple[DrafterName, ...] = ("none", "suffix", "eagle", "both")
 _SPEED_STEP, _DRAFTER_STEP = 0.05, 0.01
 """How much, as logarithms, the machine's speed and a drafter's correction change from one step to the next …"""
-_DRAFTER_OFF, _NOISE = 0.2, 0.15
-"""… how wrong the profile may be about a drafter, and how much steps scatter."""
+_DRAFTER_OFF, _NOISE = (0.05, 0.2, 0.1, 0.2), 0.15
+"""… how wrong the profile may be about each drafter (what the host does was not profiled), and how much steps scatter."""
 _KEEP_ERROR, _KNOWN = 0.97, 8
 _FOLLOW_HOST = 0.2
 _MERGE_MS = 0.02
@@ -68,8 +68,8 @@ class _Corrections:
         self._mean = [0.0] * size
         self._covariance = [[0.0] * size for _ in range(size)]
         self._drift = [_SPEED_STEP**2] + [_DRAFTER_STEP**2] * len(_DRAFTERS)
-        for i in range(size):
-            self._covariance[i][i] = 1.0 if i == 0 else _DRAFTER_OFF**2
+        for i, off in enumerate((1.0, *_DRAFTER_OFF)):
+            self._covariance[i][i] = off**2
 
     def of(self, drafter: DrafterName) -> float:
         return self._mean[0] + self._mean[1 + _DRAFTERS.index(drafter)]

@@ -79,8 +79,8 @@ def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
                 alive.append(request)
                 created += 1
         plan = scheduler.schedule(Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF)
-        scheduler.commit(plan, [nodes for _, nodes in plan.decode])
-        for request, nodes in plan.decode:
+        scheduler.commit(plan, plan.num_nodes)
+        for request, nodes in zip(plan.decode, plan.num_nodes, strict=True):
             scheduler.landed(request, nodes)
             request.tokens += [rng.randrange(3) for _ in range(rng.randint(1, 1 + nodes))]
             request.num_computed = len(request.tokens) - 1

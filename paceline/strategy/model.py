@@ -15,7 +15,7 @@ import numpy as np
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.earned import Earned
 from paceline.strategy.hopes import Hopes
-from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, hoped_of, max_nodes, shares_of, spread
+from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, max_nodes, spread
 from paceline.strategy.survival import Survival
 from paceline.strategy.tau import TauTuner
 from paceline.types import DrafterName, StepOutcome, StepView, Strategy
@@ -265,16 +265,13 @@ class ModelSelector:
 
     def _options(self, view: StepView) -> list[Option]:
         """The best that every known shape can do here."""
-        found = []
+        found: list[Option] = []
         for drafter in view.available:
             if drafter == "both" and view.num_running > _BOTH_UP_TO:
                 continue
-            survival, hopes = self.survival_of(drafter), self._hopes[drafter]
-            for shape in survival.shapes:
-                gain = survival.gain(shape)
-                option = None if gain is None else spread(self.costs, drafter, shape, gain, hopes.applied(gain), view)
-                if option is not None:
-                    found.append(option)
+            survival = self.survival_of(drafter)
+            now = self._hopes[drafter].applied(survival.gains)
+            found += spread(self.costs, drafter, survival.shapes, survival.gains, now, view)
         return found
 
     def _promise(self, option: Option, view: StepView) -> Promise:
@@ -282,10 +279,10 @@ class ModelSelector:
             threshold = self.survival_of("suffix").threshold(0.9 * option.price)
             strategy = Strategy("suffix", *option.shape, SUFFIX_NODES, threshold)
         else:
-            shares = shares_of(option, view)
+            shares = option.shares
             strategy = Strategy(option.drafter, *option.shape, max(shares), shares=shares, tau=self.tau.best)
         return Promise(strategy, option.tokens_per_ms, option.tokens, option.ms, view.num_running, option.rows - view.num_running,
-                       hoped_of(option, view))
+                       option.hoped)
 
     def _factor(self, drafter: DrafterName, shape: tuple[int, int], batch: int) -> float:
         return self._earned.factor(drafter, shape, batch) if self.corrected else 1.0

@@ -34,7 +34,6 @@ class Gain(NamedTuple):
 class Curves:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
-        self._shapes = np.array(shapes)
         # Sums over lines, the older the less: how many might have had an n-th node, how many had, their chances.
         self._sums = np.zeros((3, len(shapes), NUM_QUALITIES, MAX_NODES))
         self._is_seen = np.zeros(len(shapes), bool)
@@ -44,12 +43,12 @@ class Curves:
     def add(self, nodes: NDArray[np.int64], survival: Array, watched: Watched, keep: float) -> None:
         """nodes [4, M], survival [M]; keep: of what was known, at most."""
         strategy, quality = watched.strategy, np.ascontiguousarray(watched.quality[:_LINES], np.int64)
-        held = np.all(self._shapes <= np.array((strategy.depth, strategy.width)), axis=1)  # [S]
+        held = np.array([shape if shape[0] <= strategy.depth and shape[1] <= strategy.width else (0, 0) for shape in self.shapes])
         # A learned drafter has as many nodes as it may bring: behind them nothing is known. The other found no more.
         budget = strategy.budget if strategy.drafter == "suffix" else 0
         keep = min(max(0.5, 1 - len(quality) / _KEEP_LINES), keep)
-        add_lines(nodes, survival, quality, budget, self._shapes * held[:, None], keep, self._sums)
-        self._is_seen |= held
+        add_lines(nodes, survival, quality, budget, held, keep, self._sums)
+        self._is_seen |= held[:, 0] > 0
         self._most = max(self._most, min(strategy.budget, MAX_NODES))
         self._gains = None
 

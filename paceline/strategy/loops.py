@@ -78,8 +78,8 @@ def survival_of(nodes, chance, table):
 @njit(cache=True)
 def add_lines(nodes, survival, quality, budget, shapes, keep, sums):
     """Adds nodes of the first lines, whose qualities [L] are given, to sums [3, S, Q, N] (lines that might have an n-th node,
-    that have one, its chance) of each shape [S, 2] that holds them, the likeliest of a line first. budget: a line that does not have
-    so many nodes has no more; 0: nothing is known of more. keep: of what the sums were; shapes of depth 0 are left alone."""
+    that have one, its chance) of each shape [S, 2] that holds them, the likeliest of a line first. budget: a line that does not
+    have so many nodes has no more; 0: nothing is known of more. keep: of what the sums were; shapes of depth 0 are left alone."""
     line, parent, depth, rank = nodes
     survival = np.maximum(survival, 1e-9)
     wide = rank.copy()  # the largest rank on a node's path: a narrower tree would not hold it

@@ -41,7 +41,7 @@ def spread(costs: CostCurve, drafter: DrafterName, shapes: Shapes, gains: Gain, 
     batch = view.num_running
     usual = [batch if quality == NUM_QUALITIES - 2 else 0 for quality in range(NUM_QUALITIES)]
     most = [SUFFIX_NODES if drafter == "suffix" else max_nodes(*shape) for shape in shapes]
-    limits = np.minimum(MAX_ROWS, batch * (1 + np.array(most)))
+    limits = np.array([min(MAX_ROWS, batch * (1 + nodes)) for nodes in most])
     figures, shares = best_nodes(*gains, *now, np.array(view.qualities or usual, float), batch, limits,
                                  *costs.of_rows(Trees(drafter, *np.array(shapes).T), batch, view.context))
     return [Option(drafter, shape, tuple(nodes), *found)

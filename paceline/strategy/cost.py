@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,22 +34,25 @@ class Points(NamedTuple):
 
     x: NDArray[np.float64]
     y: NDArray[np.float64]
+    slope: float
+    """Beyond the last."""
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]]) -> Points:
         found = sorted(points)
         x = np.array([a for a, _ in found], float)
         y = np.array([b for _, b in found], float)
-        return cls(x, np.minimum.accumulate(y[::-1])[::-1])  # what disturbs a measurement makes it longer, never shorter
+        y = np.minimum.accumulate(y[::-1])[::-1].copy()  # what disturbs a measurement makes it longer, never shorter
+        slope = 0.5 * float(y[-1] / x[-1])
+        if len(x) > 1:
+            slope = max(float((y[-1] - y[-2]) / (x[-1] - x[-2])), slope)
+        return cls(x, y, slope)
 
     def at(self, x: Any) -> Any:
         """A number or an array of them."""
         if isinstance(x, (int, float)) and x <= self.x[-1]:  # numpy is slow on single numbers
             return _between(self.x, self.y, x)
-        slope = 0.5 * self.y[-1] / self.x[-1]
-        if len(self.x) > 1:
-            slope = max((self.y[-1] - self.y[-2]) / (self.x[-1] - self.x[-2]), slope)
-        return np.interp(x, self.x, self.y) + np.maximum(x - self.x[-1], 0.0) * slope
+        return np.interp(x, self.x, self.y) + np.maximum(x - self.x[-1], 0.0) * self.slope
 
 
 def _between(x: NDArray[np.float64], y: NDArray[np.float64], at: float) -> float:
@@ -57,6 +61,14 @@ def _between(x: NDArray[np.float64], y: NDArray[np.float64], at: float) -> float
         return float(y[after])
     share = (at - x[after - 1]) / (x[after] - x[after - 1])
     return float(y[after - 1] + share * (y[after] - y[after - 1]))
+
+
+class Trees(NamedTuple):
+    """Of one drafter, several shapes side by side [S]."""
+
+    drafter: DrafterName
+    depth: NDArray[np.int64]
+    width: NDArray[np.int64]
 
 
 class _Corrections:
@@ -135,21 +147,34 @@ class CostCurve:
 
     def base_ms(self, strategy: Strategy, requests: int, rows: Any, context: float = 0.0) -> Any:
         """As profiled."""
-        draft = 0.0
+        beside, per_row = self._beside(strategy, requests, context)
+        return self.policy.at(rows if strategy.drafter == "none" else self.padded(rows)) + beside + per_row * rows
+
+    def of_rows(self, trees: Trees, requests: int, context: float) -> tuple[Any, ...]:
+        """ms by rows, for loops: (policy + the first + the second * rows) * the third, and the points and sizes of policy."""
+        return (*self._beside(trees, requests, context), math.exp(self._corrections.of(trees.drafter)), *self.policy,
+                np.array(self.row_sizes, float))
+
+    def _beside(self, strategy: Strategy | Trees, requests: int, context: float) -> tuple[Any, float]:
+        """What comes to policy(rows): ms, and ms for each row."""
+        draft: Any = 0.0 * strategy.depth
+        per_row = self.row_context_ms * context / 1e3
         if strategy.drafter in ("eagle", "both"):
-            draft = float(self.start.at(requests)) + (strategy.depth - 1) * float(self.level.at(requests * strategy.width))
+            draft = self.start.at(requests) + (strategy.depth - 1) * self.level.at(requests * strategy.width)
         if strategy.drafter in ("suffix", "both"):
             draft = draft + self.host_ms
         if strategy.drafter == "both":
-            draft = draft + _MERGE_MS * (rows - requests)
-        reading = (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
-        return self.policy.at(rows if strategy.drafter == "none" else self.padded(rows)) + draft + reading
+            draft, per_row = draft - _MERGE_MS * requests, per_row + _MERGE_MS
+        return draft + self.request_context_ms * requests * context / 1e3, per_row
 
     def padded(self, rows: Any) -> Any:
         if not self.row_sizes:
             return rows
-        place = np.searchsorted(self.row_sizes, rows)
-        return np.where(place < len(self.row_sizes), np.take(self.row_sizes, place, mode="clip"), rows)
+        if isinstance(rows, (int, float)):
+            place = bisect_left(self.row_sizes, rows)
+            return self.row_sizes[place] if place < len(self.row_sizes) else rows
+        sizes = np.array(self.row_sizes)
+        return np.where(rows <= sizes[-1], sizes.take(sizes.searchsorted(rows), mode="clip"), rows)
 
     def learn(self, last: StepOutcome) -> None:
         """A step without prompts has been read."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.strategy.survival import Gain
+import numpy as np
+
+from paceline.strategy.gains import Gain
 
 _KEEP_REQUESTS = 160.0
 """Requests, each in a step, that are remembered, about."""
@@ -55,6 +57,7 @@ class Hopes:
         """As it came lately: chances are powers of what they were, or, where a drafter is sparse, there are fewer nodes."""
         nodes, hoped, found = self._nodes + 2 * _TRUST, self._hoped + _TRUST, self._found + _TRUST
         if self.sparse:
-            return gain._replace(present=gain.present * min(found / hoped, 1 / max(float(gain.present.max()), 1e-6)))
+            most = np.maximum(gain.present.max((-2, -1), keepdims=True), 1e-6)
+            return gain._replace(present=gain.present * np.minimum(found / hoped, 1 / most))
         then, now = (min(max(part / nodes, 0.02), 0.98) for part in (hoped, found))
         return gain._replace(survival=gain.survival ** min(max(math.log(now) / math.log(then), 0.2), 5.0))

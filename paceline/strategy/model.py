@@ -14,9 +14,10 @@ import numpy as np
 
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.earned import Earned
+from paceline.strategy.gains import MAX_NODES
 from paceline.strategy.hopes import Hopes
-from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, hoped_of, max_nodes, shares_of, spread
-from paceline.strategy.survival import MAX_NODES, Survival
+from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, max_nodes, spread
+from paceline.strategy.survival import Survival
 from paceline.strategy.tau import TauTuner
 from paceline.types import DrafterName, StepOutcome, StepView, Strategy
 
@@ -35,7 +36,7 @@ _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
 _FIRST_REST, _LONGEST_REST = 48, 192
 _OFF_EVERY = 128
-_SUFFIX_REST, _NEAR = 8, 0.8
+_SUFFIX_REST, _NEAR, _BRINGS = 8, 0.8, 1.1
 """What the suffix drafter offers changes with the text, and a look aside costs next to nothing."""
 
 
@@ -272,8 +273,8 @@ class ModelSelector:
             return off
         worth = [option.tokens_per_ms * self._factor(option.drafter, option.shape, batch) for option in options]
         best = worth.index(max(worth))
-        suffix = max((w for w, option in zip(worth, options, strict=True) if option.drafter == "suffix"), default=0.0)
-        self._suffix_is_near = suffix > _NEAR * max(worth[best], off.tokens_per_ms)
+        self._suffix_is_near = any(option.drafter == "suffix" and option.tokens > _BRINGS * batch and w > _NEAR * worth[best]
+                                   for option, w in zip(options, worth, strict=True))
         now = None if self.promise is None else self.promise.strategy
         if now is not None:
             keeping = [i for i, option in enumerate(options) if option.is_of(now)]
@@ -286,16 +287,13 @@ class ModelSelector:
 
     def _options(self, view: StepView) -> list[Option]:
         """The best that every known shape can do here."""
-        found = []
+        found: list[Option] = []
         for drafter in view.available:
             if drafter == "both" and view.num_running > _BOTH_UP_TO:
                 continue
-            survival, hopes = self.survival_of(drafter), self._hopes[drafter]
-            for shape in survival.shapes:
-                gain = survival.gain(shape)
-                option = None if gain is None else spread(self.costs, drafter, shape, gain, hopes.applied(gain), view)
-                if option is not None:
-                    found.append(option)
+            survival = self.survival_of(drafter)
+            now = self._hopes[drafter].applied(survival.gains)
+            found += spread(self.costs, drafter, survival.shapes, survival.gains, now, view)
         return found
 
     def _promise(self, option: Option, view: StepView) -> Promise:
@@ -303,10 +301,10 @@ class ModelSelector:
             threshold = self.survival_of("suffix").threshold(0.9 * option.price)
             strategy = Strategy("suffix", *option.shape, SUFFIX_NODES, threshold)
         else:
-            shares = shares_of(option, view)
+            shares = option.shares
             strategy = Strategy(option.drafter, *option.shape, max(shares), shares=shares, tau=self.tau.best)
         return Promise(strategy, option.tokens_per_ms, option.tokens, option.ms, view.num_running, option.rows - view.num_running,
-                       hoped_of(option, view))
+                       option.hoped)
 
     def _factor(self, drafter: DrafterName, shape: tuple[int, int], batch: int) -> float:
         return self._earned.factor(drafter, shape, batch) if self.corrected else 1.0

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from world import gpu_costs
 
+from paceline.strategy.gains import Gain
 from paceline.strategy.hopes import Hopes
-from paceline.strategy.options import shares_of, spread
-from paceline.strategy.survival import Gain
+from paceline.strategy.options import spread
 from paceline.types import NUM_QUALITIES, StepView
 
 
@@ -16,7 +16,7 @@ def chain(chance: float, depth: int) -> Gain:
     """All qualities alike."""
     one = np.zeros((NUM_QUALITIES, 8))
     one[:, :depth] = chance ** np.arange(1, depth + 1)
-    return Gain.of(one, (one > 0).astype(float))
+    return Gain(one, (one > 0).astype(float))
 
 
 def told(hopes: Hopes, hoped: float, found: float, steps: int = 30, depth: int = 4) -> Hopes:
@@ -53,7 +53,7 @@ def test_what_is_plainly_wrong_is_noticed_after_few_steps_and_forgotten():
 
 def test_requests_of_a_quality_that_nobody_has_now_get_nodes_too():
     """They change it before the next decision."""
-    gain = chain(0.9, 4)
+    gains = Gain(*(values[None] for values in chain(0.9, 4)))
     view = StepView(0, 8, 0, ("eagle",), 100, qualities=(0, 0, 8, 0))
-    option = spread(gpu_costs(), "eagle", (4, 1), gain, gain, view)
-    assert option is not None and shares_of(option, view) == (4, 4, 4, 4)
+    [option] = spread(gpu_costs(), "eagle", ((4, 1),), gains, gains, view)
+    assert option.shares == (4, 4, 4, 4)

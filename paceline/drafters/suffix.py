@@ -133,13 +133,12 @@ class SuffixDrafter:
         _learn(self._learned, self._watched, slots, ends, tokens)
         for (_, text), new in zip(found, accepted.values(), strict=True):
             text.tokens.fromlist(new)
-        first = done = 0
+        end = done = 0
         for entry, own in groupby(found, itemgetter(0)):
-            last = first + len(list(own))
-            end = int(ends[last - 1])
-            if self._takes(entry, end - done):
-                entry.automaton.extend_all(self._last, slots[first:last], ends[first:last], tokens, done)
-            first, done = last, end
+            first, end = end, end + len(list(own))
+            before, done = done, int(ends[end - 1])
+            if self._takes(entry, done - before):
+                entry.automaton.extend_all(self._last, slots[first:end], ends[first:end], tokens, before)
         self._make_room()
 
     def finish(self, request_id: int) -> None:
@@ -160,26 +159,21 @@ class SuffixDrafter:
         """Best-first trees of at most `budgets[b]` nodes; depth-1 nodes guess the token at `positions[b]`. Nodes less likely to
         be accepted than `min_survival` (or the drafter's own) are left out."""
         num_rows, num_nodes = len(request_ids), int(np.max(budgets, initial=0))
-        asks_of: dict[_Prompt, list[tuple[int, int, int]]] = {}
-        for row, request_id in enumerate(request_ids):
-            entry, text = self._by_request[request_id]
-            last = self._last.item(text.slot)
-            if self._has_context(entry.automaton.states, last):
-                asks_of.setdefault(entry, []).append((row, last, text.slot))
-        asks = np.empty((sum(map(len, asks_of.values())), 7), np.int64)  # of one prompt side by side
-        asks[:, :_SLOT + 1] = np.array(list(chain.from_iterable(asks_of.values())), np.int64).reshape(-1, _SLOT + 1)
-        order = asks[:, _ROW]
-        asks[:, _BUDGET], asks[:, _POSITION] = np.asarray(budgets)[order], np.asarray(positions)[order]
-        asks[:, _SEED] = np.asarray(seeds).astype(np.int64)[order]  # wraps: the same 64 bits
-        asks[:, _NOISY] = np.asarray(temperatures)[order] > 0
+        found = [self._by_request[request_id] for request_id in request_ids]
+        asks = np.empty((num_rows, 7), np.int64)
+        asks[:, _ROW], asks[:, _SLOT] = np.arange(num_rows), [text.slot for _, text in found]
+        asks[:, _LAST] = self._last[asks[:, _SLOT]]
+        asks[:, _BUDGET], asks[:, _POSITION] = budgets, positions
+        asks[:, _SEED] = np.asarray(seeds).astype(np.int64)  # wraps: the same 64 bits
+        asks[:, _NOISY] = np.asarray(temperatures) > 0
         nodes, survival = np.zeros((3, num_rows, num_nodes), np.int32), np.zeros((num_rows, num_nodes), np.float32)
         nodes[_PARENTS], count = -1, np.zeros(num_rows, np.int32)
-        first = 0
-        for entry, own in asks_of.items():
-            _draft(entry.automaton.states, entry.automaton.edges, asks[first:first + len(own)], depth, width,
-                   float(tau), self.min_match, max(min_survival, self.min_survival), self._learned, self._watched,
-                   nodes, survival, count)
-            first += len(own)
+        lasts, end = asks[:, _LAST].tolist(), 0
+        for entry, own in groupby(found, itemgetter(0)):
+            first, end = end, end + len(list(own))
+            if any(self._has_context(entry.automaton.states, last) for last in lasts[first:end]):
+                _draft(entry.automaton.states, entry.automaton.edges, asks[first:end], depth, width, float(tau),
+                       self.min_match, max(min_survival, self.min_survival), self._learned, self._watched, nodes, survival, count)
         return SuffixDrafts(nodes[_TOKENS].astype(np.int64), nodes[_PARENTS], nodes[_DEPTHS], survival, count)
 
     def _has_context(self, states: NDArray[np.int32], last: int) -> bool:

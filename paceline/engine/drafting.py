@@ -159,7 +159,7 @@ class Drafting:
             return Drafted(self._buffers.roots(padded), num_nodes, [0] * len(slots), 0, lines)
         inputs = self._buffers.trees(padded, num_nodes + [0] * pad, lines + [0] * pad)
         depth = min(strategy.depth, strategy.budget if inputs.fixed else max(num_nodes))
-        most_accepted = [min(count, depth) for count in num_nodes]
+        most_accepted = [count if count < depth else depth for count in num_nodes]
         if inputs.fixed:  # captured: one depth serves all that are usual
             depth = max(_USUAL_DEPTH, 1 << (depth - 1).bit_length())
         self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
@@ -171,7 +171,7 @@ class Drafting:
         strategy, requests, wanted = plan.strategy, [plan.decode[i] for i in chosen], [plan.num_nodes[i] for i in chosen]
         if strategy.drafter == "eagle":
             drafts = self._from_eagle(requests, strategy)
-            return drafts, [min(count, drafts.tokens.shape[1]) for count in wanted]
+            return drafts, np.minimum(wanted, drafts.tokens.shape[1]).tolist()
         drafts = self.guesses(requests, wanted, strategy)
         if strategy.drafter == "both":
             learned = Drafts(*(x[: len(requests)].cpu() for x in self._from_eagle(requests, strategy)))
@@ -196,7 +196,8 @@ class Drafting:
         """On the device, perhaps with lines of padding behind those of the requests. Whom it has not followed for long it catches
         up with first: one layer over what it missed."""
         assert self.eagle is not None
-        late = [request for request in requests if self._behind[request.id] > _window(strategy)]
+        window = _window(strategy)
+        late = [request for request in requests if self._behind[request.id] > window]
         if late:
             view = self._view(upload([request.slot for request in late], self._state.device))
             self.eagle.catch_up(view, [self._behind[request.id] for request in late])

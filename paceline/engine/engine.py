@@ -32,7 +32,7 @@ from paceline.engine.watch import Look
 from paceline.models.decoder import Decoder, Linear
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
-from paceline.strategy import CostCurve, Selector, drafts_at
+from paceline.strategy import CostCurve, Selector, drafts_at, rehearse
 from paceline.types import (
     DrafterName,
     EngineStats,
@@ -132,7 +132,10 @@ class Engine:
         output = self.runner.run(plan, drafted, want_raw)
         self.drafting.prefilled(plan.prefill)
         self.scheduler.commit(plan, drafted.most_accepted)
-        drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, output.num_drawn) if output else None
+        drawn = None
+        if output is not None:  # without trees everybody draws one
+            counts = output.num_drawn if drafted.max_depth else None
+            drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts)
         look = Look.start(plan, drafted) if self._choosing.is_watched(strategy, len(plan.decode)) else None
         self._choosing.aside(strategy, plan.decode, self.drafting)
         return InFlight(plan, drafted, drawn, self.version, began, look, context, time.perf_counter() - began.at)
@@ -256,6 +259,7 @@ class Engine:
     def profile(self, seconds: float = 2.0, folder: Path | None = None) -> CostCurve:
         """Measures what steps cost, in about so many seconds (captures apart), or reads what an earlier start measured. Selectors
         that predict start from that; without it they start from a guess and learn from their steps."""
+        rehearse()
         self._choosing.use(load_or_profile(self, seconds, folder))
         return self.costs
 
@@ -380,16 +384,15 @@ class Engine:
         assert step.drawn is not None
         tokens, logprobs, raw, counts = step.drawn.lists()
         requests, drafted, finished = step.plan.decode, step.drafted, Status.FINISHED
+        self.scheduler.landed(step.plan, drafted.most_accepted)
         if drafted.max_depth:
             tokens, logprobs, raw = ([row[:num] for row, num in zip(rows, counts, strict=False)]
                                      for rows in (tokens, logprobs, raw))
         appended: dict[int, list[int]] = {}
         ended: list[tuple[Request, FinishReason]] = []
-        for request, most, drawn, chances in zip(requests, drafted.most_accepted, tokens, logprobs, strict=False):  # then padding
+        for request, drawn, chances in zip(requests, tokens, logprobs, strict=False):  # behind them comes padding
             if request.status is finished:  # ended while this step was on its way
                 continue
-            request.num_in_flight -= 1 + most
-            request.num_steps_in_flight -= 1
             taken, reason = append(request, drawn, self.scheduler.max_length, self.tokenizer)
             if reason is not None:
                 ended.append((request, reason))
@@ -402,7 +405,7 @@ class Engine:
             if request.params.raw_logprobs and request.id in appended:
                 request.raw_logprobs += chances[: len(appended[request.id])]
         accepted = 0
-        for request, nodes, num in zip(requests, drafted.num_nodes, counts, strict=False) if drafted.max_depth else ():
+        for request, nodes, num in zip(requests, drafted.num_nodes, counts, strict=False):
             if nodes and request.id in appended:
                 accepted += num - 1
                 request.tried(num > 1)

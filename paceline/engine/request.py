@@ -72,10 +72,6 @@ class Request:
         self.first_hits += 0.12 * (hit - self.first_hits)
 
     @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - len(self.prompt_ids)
-
-    @property
     def num_to_prefill(self) -> int:
         """Tokens whose KV must be there before the last one can be fed."""
         return len(self.tokens) - 1 - self.num_computed

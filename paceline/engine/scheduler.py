@@ -85,10 +85,11 @@ class Scheduler:
             if request.status is Status.DECODE and not request.stale:
                 self.pages.publish(request.tokens[: request.num_computed], request.pages)
 
-    def landed(self, request: Request, most_accepted: int) -> None:
-        """A step of this request has been read; `most_accepted` as it was committed."""
-        request.num_in_flight -= 1 + most_accepted
-        request.num_steps_in_flight -= 1
+    def landed(self, plan: StepPlan, most_accepted: list[int]) -> None:
+        """The step has been read; `most_accepted` as it was committed."""
+        for request, most in zip(plan.decode, most_accepted, strict=True):
+            request.num_in_flight -= 1 + most
+            request.num_steps_in_flight -= 1
 
     def finish(self, request: Request) -> None:
         """Out of whatever state it is in; its pages are free."""
@@ -135,8 +136,11 @@ class Scheduler:
         if plan.strategy.budget == 0:
             plan.num_nodes = [0] * len(plan.decode)
             return
+        strategy = plan.strategy
+        scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
         for request in plan.decode:
-            nodes = self._reserve_nodes(request, plan.strategy, rows_left)
+            wanted = strategy.shares[request.quality] if strategy.shares else strategy.budget
+            nodes = self._reserve_nodes(request, wanted if wanted < rows_left else rows_left, scratch)
             plan.num_nodes.append(nodes)
             rows_left -= nodes
 
@@ -153,26 +157,24 @@ class Scheduler:
                 return False
         return True
 
-    def _reserve_nodes(self, request: Request, strategy: Strategy, rows_left: int) -> int:
+    def _reserve_nodes(self, request: Request, nodes: int, scratch: int) -> int:
         """How many drafted nodes it may bring: not past the end of the answer or the context, and only if pages are there.
-        A learned drafter also writes its levels behind the context: room for whichever is longer."""
-        start = request.num_computed + request.num_in_flight
-        if len(request.tokens) + request.num_steps_in_flight + 1 >= request.max_tokens:
+        scratch: a learned drafter also writes its levels behind the context; room for whichever is longer."""
+        length = request.num_computed + request.num_in_flight + 1
+        if length + nodes > self.max_length:
+            nodes = self.max_length - length
+        if nodes <= 0 or len(request.tokens) + request.num_steps_in_flight + 1 >= request.max_tokens:
             return 0
-        wanted_nodes = strategy.shares[request.quality] if strategy.shares else strategy.budget
-        nodes = max(0, min(wanted_nodes, rows_left, self.max_length - start - 1))
-        scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
-        wanted = start + 1 + max(nodes, scratch)
-        if nodes and wanted <= self.max_length and self._grow(request, wanted):
+        wanted = length + (nodes if nodes > scratch else scratch)
+        if wanted <= self.max_length and self._grow(request, wanted):
             return nodes
-        room = min(len(request.pages) * self.pages.page_size, self.max_length) - start - 1
+        room = min(len(request.pages) * self.pages.page_size, self.max_length) - length
         return min(nodes, room) if scratch <= room else 0
 
     def _grow(self, request: Request, length: int) -> bool:
-        missing = self.pages.pages_for(length) - len(request.pages)
-        if missing <= 0:
+        if length <= len(request.pages) * self.pages.page_size:
             return True
-        pages = self.pages.allocate(missing)
+        pages = self.pages.allocate(self.pages.pages_for(length) - len(request.pages))
         if pages is None:
             return False
         request.pages += pages

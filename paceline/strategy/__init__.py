@@ -2,8 +2,8 @@
 
 from paceline.strategy.beg import BegSelector
 from paceline.strategy.cost import CostCurve, Points
-from paceline.strategy.model import ModelSelector, drafts_at
+from paceline.strategy.model import ModelSelector, drafts_at, rehearse
 from paceline.strategy.select import FixedSelector, Selector, make_selector
 
 __all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "drafts_at",
-           "make_selector"]
+           "make_selector", "rehearse"]

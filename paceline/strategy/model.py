@@ -19,7 +19,7 @@ from paceline.strategy.hopes import Hopes
 from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, max_nodes, spread
 from paceline.strategy.survival import Survival
 from paceline.strategy.tau import TauTuner
-from paceline.types import DrafterName, StepOutcome, StepView, Strategy
+from paceline.types import DrafterName, StepOutcome, StepView, Strategy, Watched
 
 LEARNED_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2), (6, 4), (8, 4))
 """(depth, width) of the learned drafter's trees; how many of their nodes are verified is another question."""
@@ -46,6 +46,13 @@ def drafts_at(requests: int) -> list[Strategy]:
     shapes = dict.fromkeys((*LEARNED_SHAPES, *(shape for _, shape in _PROBE_SHAPES), (min(most, _LEAST_PROBED), 1)))
     return [Strategy("eagle", depth, width, min(most, max_nodes(depth, width))) for depth, width in shapes
             if depth <= most or (depth, width) == (1, 1)]
+
+
+def rehearse() -> None:
+    """A look and a decision about nothing: on a new installation that compiles the loops, which takes seconds."""
+    survival, none, one = Survival(LEARNED_SHAPES), np.full(1, -1), np.ones(1, int)
+    survival.learn(Watched(Strategy("eagle", 1, 1, 1), 1, 0 * one, 0 * one, none, one, 0 * one, np.full(1, 0.5), one > 0, one > 0))
+    spread(CostCurve.unknown(), "eagle", survival.shapes, survival.gains, survival.gains, StepView(0, 1, 0, ("eagle",), 0))
 
 
 class Promise(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import Counter
 
@@ -101,6 +102,29 @@ def test_drafts_equal_brute_force_counts(prompt, pieces, finished):
                 shares = np.array([got[t] for t in wanted]) / sum(got.values())
                 np.testing.assert_allclose(shares, np.array(list(wanted.values())) / wanted.total(), rtol=1e-4)
                 assert wanted[int(drafts.tokens[row, children[0]])] == max(wanted.values())
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_tokens_per_prompt": 150}, {"max_tokens": 400}])
+def test_texts_that_grow_together_give_the_drafts_of_texts_that_grow_in_turns(bounds):
+    """Two prompts, now and then a request that gets nothing; with too little room the bounds hold just the same."""
+    together, in_turns = SuffixDrafter(min_survival=0.0, **bounds), SuffixDrafter(min_survival=0.0, **bounds)
+    rng = random.Random(3)
+    for drafter in (together, in_turns):
+        for i in range(6):
+            drafter.start(i, [1, 2, 3] if i < 4 else [4, 5])
+    for _ in range(60):
+        accepted = {i: [rng.randrange(4) for _ in range(rng.randrange(4))] for i in range(6)}
+        together.extend_all(accepted)
+        for i, tokens in accepted.items():
+            in_turns.extend(i, tokens)
+        a, b = (draft(drafter, range(6), depth=4, width=3, budget=20) for drafter in (together, in_turns))
+        if bounds:
+            assert together.num_tokens <= together.max_tokens
+            check_trees(a, 4, 3, [20] * 6, 0.0)
+        else:
+            assert together.num_tokens == in_turns.num_tokens
+            for mine, other in zip(a, b, strict=True):
+                np.testing.assert_array_equal(mine, other)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.4, 1.0])

@@ -60,6 +60,18 @@ def test_memory_pressure_preempts_the_youngest_and_everybody_finishes():
     assert preempted[0] == 0 and preempted[-1] > 0
 
 
+def test_pages_are_copied_with_all_that_lies_on_them():
+    engine = Engine(model(), config=small(page_size=4))
+    for tensor in engine.store.tensors():
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+    before = [tensor.clone().unflatten(0, (-1, 4)) for tensor in engine.store.tensors()]
+    engine.runner.copy_pages([])
+    engine.runner.copy_pages([(2, 5), (2, 0), (6, 3)])
+    for old, tensor in zip(before, engine.store.tensors(), strict=True):
+        old[[5, 0, 3]] = old[[2, 2, 6]]
+        assert torch.equal(tensor.unflatten(0, (-1, 4)), old)
+
+
 def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
     """The scheduler alone, with made-up tokens: ten thousand requests in a few seconds."""
     from paceline.cache.pages import PageAllocator
@@ -80,11 +92,11 @@ def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
                 created += 1
         plan = scheduler.schedule(Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF)
         scheduler.commit(plan, plan.num_nodes)
+        scheduler.landed(plan, plan.num_nodes)
         for request, nodes in zip(plan.decode, plan.num_nodes, strict=True):
-            scheduler.landed(request, nodes)
             request.tokens += [rng.randrange(3) for _ in range(rng.randint(1, 1 + nodes))]
             request.num_computed = len(request.tokens) - 1
-            if request.num_generated >= 30 or rng.random() < 0.15:
+            if len(request.tokens) >= request.max_tokens or rng.random() < 0.15:
                 scheduler.finish(request)
         if rng.random() < 0.1 and alive:
             victim = rng.choice(alive)

@@ -36,8 +36,9 @@ _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
 _FIRST_REST, _LONGEST_REST = 48, 192
 _OFF_EVERY = 128
-_SUFFIX_REST, _NEAR, _BRINGS = 8, 0.8, 1.1
-"""What the suffix drafter offers changes with the text, and a look aside costs next to nothing."""
+_SUFFIX_REST, _NEAR, _MATTERS = 12, 0.8, 0.1
+"""What the suffix drafter offers changes with the text, and a look aside costs next to nothing. Another so many tokens for each
+request are worth a decision, and if it is near the best strategy, steps of its own that tell what it costs."""
 
 
 def drafts_at(requests: int) -> list[Strategy]:
@@ -50,8 +51,8 @@ def drafts_at(requests: int) -> list[Strategy]:
 
 def rehearse() -> None:
     """A look and a decision about nothing: on a new installation that compiles the loops, which takes seconds."""
-    survival, none, one = Survival(LEARNED_SHAPES), np.full(1, -1), np.ones(1, int)
-    survival.learn(Watched(Strategy("eagle", 1, 1, 1), 1, 0 * one, 0 * one, none, one, 0 * one, np.full(1, 0.5), one > 0, one > 0))
+    survival, zero, one = Survival(LEARNED_SHAPES), np.zeros(1, int), np.ones(1, int)
+    survival.learn(Watched(Strategy("eagle", 1, 1, 1), 1, zero, zero, zero - 1, one, zero, np.full(1, 0.5), one > 0, one > 0))
     spread(CostCurve.unknown(), "eagle", survival.shapes, survival.gains, survival.gains, StepView(0, 1, 0, ("eagle",), 0))
 
 
@@ -96,8 +97,10 @@ class ModelSelector:
     _step: int = 0
     _next_probe: int = 0
     _next_aside: int = 0
+    _suffix_brings: float = 0.0
+    """Tokens for each request, when the last decision was taken …"""
     _suffix_is_near: bool = False
-    """To being the best: worth steps that tell what it costs, too."""
+    """… and whether that came near the best strategy."""
     _crowd: int = 0
     """Requests that ran at the last decision."""
     _decided: int = -_MOST_PATIENCE
@@ -146,7 +149,7 @@ class ModelSelector:
             self.survival_of(looked_at).learn(view.watched)
             self.tau.learn(view.watched)
             if self.promise is not None and looked_at != self.promise.strategy.drafter:
-                self._has_looked = True
+                self._has_looked = looked_at != "suffix" or self._suffix_has_changed()
                 self._hopes[looked_at].fade()
         promise = self.promise  # of which this step was one, or None
         if promise is None or last.num_requests == 0 or not _same(last.strategy, promise.strategy):
@@ -211,6 +214,10 @@ class ModelSelector:
         """Known, but not in use."""
         return (self.survival_of(drafter).is_known and self.promise is not None
                 and self.promise.strategy.drafter not in (drafter, "both"))
+
+    def _suffix_has_changed(self) -> bool:
+        brings = self._survival["suffix"].expected(SUFFIX_SHAPE)
+        return abs(brings - self._suffix_brings) > _MATTERS * (1 + self._suffix_brings)
 
     def _wants_aside(self, view: StepView) -> bool:
         """The suffix drafter can be judged without a step of its own: the text that comes tells."""
@@ -280,8 +287,9 @@ class ModelSelector:
             return off
         worth = [option.tokens_per_ms * self._factor(option.drafter, option.shape, batch) for option in options]
         best = worth.index(max(worth))
-        self._suffix_is_near = any(option.drafter == "suffix" and option.tokens > _BRINGS * batch and w > _NEAR * worth[best]
-                                   for option, w in zip(options, worth, strict=True))
+        self._suffix_brings = self.survival_of("suffix").expected(SUFFIX_SHAPE)
+        self._suffix_is_near = self._suffix_brings > _MATTERS and any(
+            option.drafter == "suffix" and w > _NEAR * worth[best] for option, w in zip(options, worth, strict=True))
         now = None if self.promise is None else self.promise.strategy
         if now is not None:
             keeping = [i for i, option in enumerate(options) if option.is_of(now)]

@@ -80,6 +80,10 @@ class Survival:
         survival, present = (values[self.shapes.index(shape)] for values in self.gains)
         return Gain(survival, present) if present.any() else None
 
+    def expected(self, shape: tuple[int, int]) -> float:
+        """Accepted nodes of a request; 0: nothing is known."""
+        return self._curves.expected(shape) or 0.0
+
     def _is_surprising(self, watched: Watched) -> bool:
         """More or less was accepted than can be chance, of a tree whose shape is known."""
         depth = watched.strategy.depth

@@ -26,8 +26,8 @@ LEARNED_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2), (6, 4)
 SUFFIX_SHAPE = (8, 2)
 _BOTH_UP_TO = 4
 """Requests: trees are merged on the host, one after the other."""
-_AHEAD, _BETTER = 1.03, 1.04
-"""Speculation must be so much faster than off to be switched on, and a strategy than the one in use to replace it."""
+_AHEAD, _STAYS_AHEAD, _BETTER = 1.05, 1.02, 1.04
+"""Speculation must be so much faster than off to be switched on, and to be kept; a strategy than the one in use to replace it."""
 _FIRST_PATIENCE, _MOST_PATIENCE = 8, 96
 """Steps between decisions: the more the longer they agree. Hopes that prove wrong end them at once."""
 _TRY_TAU_EVERY = 32
@@ -233,7 +233,7 @@ class ModelSelector:
         fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
         nodes = max(1, int((fits & (rows <= MAX_ROWS)).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
-        return Strategy(drafter, depth, width, nodes, tau=self.tau.best, watch=True)
+        return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)), tau=self.tau.best, watch=True)
 
     def _price(self, requests: int) -> float:
         """What a row more costs in tokens, about: nodes below that chance do not pay."""
@@ -295,7 +295,7 @@ class ModelSelector:
             keeping = [i for i, option in enumerate(options) if option.is_of(now)]
             if keeping and worth[best] < _BETTER * worth[keeping[0]]:
                 best = keeping[0]
-        needed = 1.0 if now is not None and now.drafter == options[best].drafter else _AHEAD
+        needed = _STAYS_AHEAD if now is not None and now.drafter == options[best].drafter else _AHEAD
         if worth[best] < needed * off.tokens_per_ms * self._factor("none", (0, 0), batch):
             return off
         return self._promise(options[best], view)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from world import World, cpu_costs, gpu_costs, rate_of
 
-from paceline.strategy import BegSelector, CostCurve, ModelSelector, Points, make_selector
+from paceline.strategy import BegSelector, CostCurve, ModelSelector, Points, drafts_at, make_selector
 from paceline.types import StepView, Strategy
 
 FIXED = ("off", "eagle:d8w4v48", "eagle:d6w4v16", "eagle:d4w2v8", "eagle:d6w1v6", "eagle:d4w1v4", "eagle:d2w1v2", "eagle:d1w1v1")
@@ -79,6 +79,14 @@ def test_a_wrong_profile_is_corrected_by_what_was_earned():
     world, selector = World(cpu_costs(), 32, {"eagle": 0.4}, noise=0.0), auto(free)
     world.run(selector, 400)
     assert world.run(selector, 400) > 0.95 * 32 / float(cpu_costs().policy.at(32))
+
+
+def test_probes_are_trees_whose_graphs_a_warmed_up_engine_has():
+    for costs in (gpu_costs(), cpu_costs()):
+        for requests in range(1, 257):
+            probe = auto(costs).probe_of("eagle", requests)
+            (shape,) = [s for s in drafts_at(requests) if (s.depth, s.width) == (probe.depth, probe.width)]
+            assert probe.budget <= shape.budget
 
 
 def test_hysteresis_a_little_better_is_not_enough_to_switch():

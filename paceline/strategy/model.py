@@ -227,13 +227,18 @@ class ModelSelector:
         """As many nodes as a step may have that costs half as much again as without, but a few in any case."""
         if drafter == "suffix":  # it brings what it has, and says itself what that is worth
             threshold = self.survival_of(drafter).threshold(0.5 * self._price(requests))
-            return Strategy("suffix", *SUFFIX_SHAPE, SUFFIX_NODES, threshold, watch=True)
+            return Strategy("suffix", *SUFFIX_SHAPE, self._suffix_nodes(requests), threshold, watch=True)
         rows = requests * np.arange(2, MAX_NODES + 2)
         policy = self.costs.policy
         fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
         nodes = max(1, int((fits & (rows <= MAX_ROWS)).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
         return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)), tau=self.tau.best, watch=True)
+
+    def _suffix_nodes(self, requests: int) -> int:
+        """For each request at most: where steps are captured, not more rows than that."""
+        sizes = self.costs.row_sizes
+        return max(1, min(SUFFIX_NODES, sizes[-1] // requests - 1)) if sizes else SUFFIX_NODES
 
     def _price(self, requests: int) -> float:
         """What a row more costs in tokens, about: nodes below that chance do not pay."""
@@ -314,7 +319,7 @@ class ModelSelector:
     def _promise(self, option: Option, view: StepView) -> Promise:
         if option.drafter == "suffix":  # which nodes there are, it says itself
             threshold = self.survival_of("suffix").threshold(0.9 * option.price)
-            strategy = Strategy("suffix", *option.shape, SUFFIX_NODES, threshold)
+            strategy = Strategy("suffix", *option.shape, self._suffix_nodes(view.num_running), threshold)
         else:
             shares = option.shares
             strategy = Strategy(option.drafter, *option.shape, max(shares), shares=shares, tau=self.tau.best)

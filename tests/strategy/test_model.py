@@ -89,6 +89,16 @@ def test_probes_are_trees_whose_graphs_a_warmed_up_engine_has():
             assert probe.budget <= shape.budget
 
 
+def test_a_step_has_no_more_rows_than_are_captured():
+    """The suffix drafter brings what it has: how much that may be must be said beforehand."""
+    costs = gpu_costs()
+    costs.row_sizes = (64, 128, 256, 512)
+    world, selector = World(costs, 128, {"suffix": 0.9}), auto(costs)
+    world.run(selector, 60)
+    assert any(strategy.drafter == "suffix" for strategy in world.chosen[-20:])
+    assert all(128 * (1 + strategy.budget) <= 512 for strategy in world.chosen)
+
+
 def test_hysteresis_a_little_better_is_not_enough_to_switch():
     world, selector = World(gpu_costs(), 8, {"eagle": 0.7}), auto(gpu_costs())
     world.run(selector, 600)

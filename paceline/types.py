@@ -87,6 +87,7 @@ class Strategy:
     OFF: ClassVar[Strategy]
 
     def __post_init__(self) -> None:
+        _require(self.aside is None or self.aside.drafter == "suffix", "strategy aside", self.aside, "of the suffix drafter")
         if self.drafter == "none":
             _require((self.depth, self.width, self.budget) == (0, 0, 0), "strategy", self, "without sizes when off")
             return
@@ -167,7 +168,8 @@ class FeatureRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """Drafted nodes of one step and what came of them: arrays [M], an entry a node, a line's side by side, parents first."""
+    """Drafted nodes, of one step or guessed aside, and what came of them: arrays [M], an entry a node, a line's side by side,
+    parents first."""
 
     strategy: Strategy
     num_lines: int
@@ -207,6 +209,8 @@ class StepOutcome:
     """Mean of the requests that ran."""
     host_ms: float = 0.0
     """Of the host's work on it, where that is done while another step runs."""
+    crowded: bool = False
+    """Prompts left no room for all the nodes that were wanted."""
 
 
 @dataclass(frozen=True, slots=True)

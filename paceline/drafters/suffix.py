@@ -131,12 +131,13 @@ class SuffixDrafter:
         ends = np.cumsum(np.fromiter(map(len, accepted.values()), np.int64))
         slots = np.array([text.slot for _, text in found])
         _learn(self._learned, self._watched, slots, ends, tokens)
-        for (_, text), new in zip(found, accepted.values(), strict=True):
-            text.tokens.fromlist(new)
-        end = done = 0
+        end, done, rest = 0, 0, iter(accepted.values())
         for entry, own in groupby(found, itemgetter(0)):
-            first, end = end, end + len(list(own))
-            before, done = done, int(ends[end - 1])
+            first, before = end, done
+            for _, text in own:
+                text.tokens.fromlist(next(rest))  # of this group alone: a rebuilt automaton holds all that its texts have
+                end += 1
+            done = int(ends[end - 1])
             if self._takes(entry, done - before):
                 entry.automaton.extend_all(self._last, slots[first:end], ends[first:end], tokens, before)
         self._make_room()

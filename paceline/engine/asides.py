@@ -31,8 +31,12 @@ class Asides:
     def __init__(self) -> None:
         self._open: _Guess | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
     def begin(self, strategy: Strategy, running: list[Request], drafting: Drafting) -> None:
-        if self._open is not None or not running:
+        if self.is_open or not running:
             return
         some = running[:: -(-len(running) // _LINES)]
         drafts = drafting.guesses(some, [strategy.budget] * len(some), strategy)
@@ -40,20 +44,22 @@ class Asides:
         self._open = _Guess(strategy, some, [len(request.tokens) for request in some], quality, drafts)
 
     def result(self) -> Watched | None:
-        """When there is text enough, once."""
-        guess = self._open
-        if guess is None or not all(request.status is Status.FINISHED or len(request.tokens) >= length + guess.strategy.depth
-                                    for request, length in zip(guess.requests, guess.lengths, strict=True)):
+        """When there is text enough, once; of those that have it."""
+        if self._open is None:
+            return None
+        strategy, requests, lengths, quality, drafts = self._open
+        came = [request.tokens[length : length + strategy.depth] for request, length in zip(requests, lengths, strict=True)]
+        there = [len(tokens) == strategy.depth for tokens in came]
+        if not all(known or request.status is not Status.DECODE for known, request in zip(there, requests, strict=True)):
             return None
         self._open = None
-        taken = np.full((len(guess.requests), guess.strategy.depth), -1)
-        for line, (request, length) in enumerate(zip(guess.requests, guess.lengths, strict=True)):
-            came = request.tokens[length : length + guess.strategy.depth]
-            taken[line, : len(came)] = came
-        tokens, parents, depths, survival, counts = (part.numpy() for part in guess.drafts)
+        if not any(there):
+            return None
+        taken = np.array([tokens for tokens, known in zip(came, there, strict=True) if known])
+        tokens, parents, depths, survival, counts = (part.numpy()[there] for part in drafts)
         here = np.arange(tokens.shape[1]) < counts[:, None]
         lines = here.nonzero()[0]
         first = (np.cumsum(counts) - counts)[lines]
         parent = np.where(parents[here] < 0, -1, parents[here] + first)
-        return watched_of(guess.strategy, guess.quality, lines, parent, depths[here], survival[here], tokens[here], taken,
-                          np.full(len(taken), guess.strategy.depth + 1))
+        return watched_of(strategy, quality[there], lines, parent, depths[here], survival[here], tokens[here], taken,
+                          np.full(len(taken), strategy.depth + 1))

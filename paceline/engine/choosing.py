@@ -1,5 +1,5 @@
-"""How one engine comes to its next strategy: its selectors, what they are shown, and which steps are watched for them. Knows the
-scheduler's requests by their numbers only; tokens never depend on what is decided here."""
+"""How one engine comes to its next strategy: its selectors, what they are shown, which steps are watched for them and what is
+guessed aside. Tokens never depend on what is decided here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.engine.request import Request, Status, count_qualities
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.watch import EVERY, FEW
 from paceline.strategy import CostCurve, FixedSelector, ModelSelector, Selector, make_selector
-from paceline.types import DrafterName, StepOutcome, StepResult, StepView, Strategy, Watched
+from paceline.types import DrafterName, StepOutcome, StepView, Strategy, Watched
 
 
 class Choosing:
@@ -63,11 +63,10 @@ class Choosing:
         if strategy.aside is not None:
             self._asides.begin(strategy.aside, running, drafting)
 
-    def record(self, result: StepResult, num_tokens: int, context: float, host_ms: float, regular: bool) -> None:
-        """A step has been read. context: mean of the requests that ran; regular: it took the time that such steps take."""
-        self._last = StepOutcome(result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens,
-                                 result.ms if regular else 0.0, result.num_rows, context, host_ms)
-        self._watched = self._asides.result() if result.watched is None else result.watched
+    def record(self, outcome: StepOutcome, watched: Watched | None) -> None:
+        """A step has been read."""
+        self._last = outcome
+        self._watched = self._asides.result() if watched is None else watched
 
     def drafter_replaced(self) -> None:
         """What was measured of the learned one is history, and so is what was said of it."""

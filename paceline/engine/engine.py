@@ -32,7 +32,7 @@ from paceline.engine.watch import Look
 from paceline.models.decoder import Decoder, Linear
 from paceline.models.names import load_state
 from paceline.models.weights import load_model
-from paceline.strategy import CostCurve, Selector, drafts_at, rehearse
+from paceline.strategy import CostCurve, Selector, compile_loops, drafts_at
 from paceline.types import (
     DrafterName,
     EngineStats,
@@ -41,6 +41,7 @@ from paceline.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    StepOutcome,
     StepResult,
     Strategy,
 )
@@ -101,7 +102,7 @@ class Engine:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         if strategy is None:
             strategy = self._select()
-        if strategy.drafter not in ("none", *self.drafting.available):
+        if any(s.drafter not in ("none", *self.drafting.available) for s in (strategy, strategy.aside or strategy)):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
         result = self._book_in_flight() if strategy.drafter in ("suffix", "both") else None
         launched = self._launch(strategy)
@@ -259,7 +260,7 @@ class Engine:
     def profile(self, seconds: float = 2.0, folder: Path | None = None) -> CostCurve:
         """Measures what steps cost, in about so many seconds (captures apart), or reads what an earlier start measured. Selectors
         that predict start from that; without it they start from a guess and learn from their steps."""
-        rehearse()
+        compile_loops()
         self._choosing.use(load_or_profile(self, seconds, folder))
         return self.costs
 
@@ -375,15 +376,18 @@ class Engine:
         self._booked = now
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
+        regular = now.num_irregular == since.num_irregular
         host_ms = 1e3 * (step.launch_seconds + now.at - there) if self._pipelined else 0.0
-        self._choosing.record(result, num_tokens, step.context, host_ms, now.num_irregular == since.num_irregular)
+        self._choosing.record(StepOutcome(
+            result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
+            result.num_rows, step.context, host_ms, step.plan.crowded), watched)
         return result
 
     def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:
         """(request -> tokens, finished rollouts, accepted nodes)."""
         assert step.drawn is not None
         tokens, logprobs, raw, counts = step.drawn.lists()
-        requests, drafted, finished = step.plan.decode, step.drafted, Status.FINISHED
+        requests, drafted, over = step.plan.decode, step.drafted, Status.FINISHED
         self.scheduler.landed(step.plan, drafted.most_accepted)
         if drafted.max_depth:
             tokens, logprobs, raw = ([row[:num] for row, num in zip(rows, counts, strict=False)]
@@ -391,7 +395,7 @@ class Engine:
         appended: dict[int, list[int]] = {}
         ended: list[tuple[Request, FinishReason]] = []
         for request, drawn, chances in zip(requests, tokens, logprobs, strict=False):  # behind them comes padding
-            if request.status is finished:  # ended while this step was on its way
+            if request.status is over:  # ended while this step was on its way
                 continue
             taken, reason = append(request, drawn, self.scheduler.max_length, self.tokenizer)
             if reason is not None:

@@ -28,6 +28,8 @@ class StepPlan:
     num_nodes: list[int] = field(default_factory=list)
     """Drafted nodes that each of them may bring beside its last token; pages are reserved for them."""
     prefill: list[Prefill] = field(default_factory=list)
+    crowded: bool = False
+    """Prompts have taken rows that nodes would have had."""
     admitted: list[Request] = field(default_factory=list)
     """New in their slots: the device does not know them yet."""
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -143,6 +145,7 @@ class Scheduler:
             nodes = self._reserve_nodes(request, wanted if wanted < rows_left else rows_left, scratch)
             plan.num_nodes.append(nodes)
             rows_left -= nodes
+        plan.crowded = bool(plan.prefill) and rows_left <= 0
 
     def _reserve_row(self, request: Request) -> bool:
         """A place for its last token; the youngest make room. False: not this step."""

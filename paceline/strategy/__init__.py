@@ -2,8 +2,8 @@
 
 from paceline.strategy.beg import BegSelector
 from paceline.strategy.cost import CostCurve, Points
-from paceline.strategy.model import ModelSelector, drafts_at, rehearse
+from paceline.strategy.model import ModelSelector, compile_loops, drafts_at
 from paceline.strategy.select import FixedSelector, Selector, make_selector
 
-__all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "drafts_at",
-           "make_selector", "rehearse"]
+__all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "compile_loops",
+           "drafts_at", "make_selector"]

@@ -184,7 +184,8 @@ class CostCurve:
         place = drafter, bucket_of(last.num_requests)
         seen = self._num_seen[place] = self._num_seen.get(place, 0) + 1
         self._num_passed += 1
-        self.host_ms += _FOLLOW_HOST * (last.host_ms - self.host_ms)
+        if drafter != "both":  # which waits for the device on the way
+            self.host_ms += _FOLLOW_HOST * (last.host_ms - self.host_ms)
         if seen == 1 or (seen > _KNOWN and drafter == self._previous and seen % 4):  # what is known is looked at now and then
             return
         self._previous = drafter

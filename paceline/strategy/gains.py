@@ -55,6 +55,7 @@ class Curves:
     def forget(self) -> None:
         """Keep a little, as a first guess."""
         self._sums *= 0.1
+        self._gains = None
 
     def expected(self, shape: tuple[int, int]) -> float | None:
         """Accepted nodes of a request of any quality; None: not seen."""

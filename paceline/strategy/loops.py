@@ -160,9 +160,10 @@ def _at(rows, x, y, slope, sizes):
 
 
 @njit(cache=True)
-def best_nodes(hoped, hoped_present, survival, present, counts, batch, limits, fixed, per_row, factor, x, y, slope, sizes):
+def best_nodes(hoped, hoped_present, survival, present, counts, batch, most, max_rows, fixed, per_row, factor, x, y,
+               slope, sizes):
     """Of each shape, nodes in the order of `hoped`, as many as give the most tokens per ms. hoped, survival and how many are
-    present [S, Q, N]: as looks have shown and as it came lately; counts [Q] requests; limits, fixed [S] rows at most, ms beside
+    present [S, Q, N]: as looks have shown and as it came lately; counts [Q] requests; most, fixed [S] nodes of each, ms beside
     those of rows. Returns [S, 6] as in `Option`, the rate 0 where there is no node, and [S, Q] nodes of a request."""
     figures, shares = np.zeros((len(hoped), 6)), np.zeros((len(hoped), len(counts)), np.int64)
     for s in range(len(hoped)):
@@ -171,9 +172,9 @@ def best_nodes(hoped, hoped_present, survival, present, counts, batch, limits, f
         while True:
             q = -1
             for other in range(len(counts)):
-                while place[other] < hoped.shape[2] and present[s, other, place[other]] * counts[other] <= 0:
+                while place[other] < most[s] and present[s, other, place[other]] * counts[other] <= 0:
                     place[other] += 1
-                if place[other] < hoped.shape[2] and (q < 0 or hoped[s, other, place[other]] > hoped[s, q, place[q]]):
+                if place[other] < most[s] and (q < 0 or hoped[s, other, place[other]] > hoped[s, q, place[q]]):
                     q = other
             if q < 0:
                 break
@@ -181,7 +182,7 @@ def best_nodes(hoped, hoped_present, survival, present, counts, batch, limits, f
             weight = present[s, q, n] * counts[q]
             more_rows += weight
             rows = batch + more_rows
-            if rows > limits[s]:
+            if rows > max_rows:
                 break
             place[q] += 1
             taken[q] += 1

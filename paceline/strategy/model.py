@@ -2,7 +2,8 @@
 accepted (RLHFSpec). `auto`: the same, corrected by what strategies earned when they were used.
 
 A decision stands for some steps; between them drafters are probed: a step with a larger tree, watched closely, tells what every
-smaller tree of that drafter would give, so one probe stands for many arms. A drafter that does not pay is probed less and less.
+smaller tree of that drafter would give, so one probe stands for many arms. A drafter that does not pay is probed less and less,
+the suffix drafter, once it is known, aside: it guesses, and the text that comes tells.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.earned import Earned
 from paceline.strategy.gains import MAX_NODES
 from paceline.strategy.hopes import Hopes
-from paceline.strategy.options import MAX_ROWS, SUFFIX_NODES, Option, max_nodes, spread
+from paceline.strategy.options import MAX_ROWS, Option, max_nodes, spread, suffix_nodes
 from paceline.strategy.survival import Survival
 from paceline.strategy.tau import TauTuner
 from paceline.types import DrafterName, StepOutcome, StepView, Strategy, Watched
@@ -49,8 +50,8 @@ def drafts_at(requests: int) -> list[Strategy]:
             if depth <= most or (depth, width) == (1, 1)]
 
 
-def rehearse() -> None:
-    """A look and a decision about nothing: on a new installation that compiles the loops, which takes seconds."""
+def compile_loops() -> None:
+    """With a look and a decision about nothing: on a new installation that takes seconds."""
     survival, zero, one = Survival(LEARNED_SHAPES), np.zeros(1, int), np.ones(1, int)
     survival.learn(Watched(Strategy("eagle", 1, 1, 1), 1, zero, zero, zero - 1, one, zero, np.full(1, 0.5), one > 0, one > 0))
     spread(CostCurve.unknown(), "eagle", survival.shapes, survival.gains, survival.gains, StepView(0, 1, 0, ("eagle",), 0))
@@ -149,12 +150,12 @@ class ModelSelector:
             self.survival_of(looked_at).learn(view.watched)
             self.tau.learn(view.watched)
             if self.promise is not None and looked_at != self.promise.strategy.drafter:
-                self._has_looked = looked_at != "suffix" or self._suffix_has_changed()
+                self._has_looked |= looked_at != "suffix" or self._suffix_has_changed()
                 self._hopes[looked_at].fade()
         promise = self.promise  # of which this step was one, or None
         if promise is None or last.num_requests == 0 or not _same(last.strategy, promise.strategy):
             promise = None
-        elif promise.nodes > 0:
+        elif promise.nodes > 0 and not last.crowded:
             share = last.num_requests / promise.batch
             self._hopes[last.strategy.drafter].add(
                 last.num_requests, promise.nodes * share, promise.hoped * share, (promise.tokens - promise.batch) * share,
@@ -187,7 +188,7 @@ class ModelSelector:
         """Most of those that run are new: what came of the few before says little of them, and every drafter is looked at."""
         if view.num_running >= 2 * self._crowd and self._crowd > 0:
             for drafter, rest in self._rests.items():
-                rest.next_step, self._hopes[drafter] = 0, Hopes(self._hopes[drafter].sparse)
+                rest.next_step, self._hopes[drafter] = 0, Hopes(sparse=drafter == "suffix")
             self._next_probe = self._next_aside = 0
             self._crowd = view.num_running
 
@@ -227,18 +228,13 @@ class ModelSelector:
         """As many nodes as a step may have that costs half as much again as without, but a few in any case."""
         if drafter == "suffix":  # it brings what it has, and says itself what that is worth
             threshold = self.survival_of(drafter).threshold(0.5 * self._price(requests))
-            return Strategy("suffix", *SUFFIX_SHAPE, self._suffix_nodes(requests), threshold, watch=True)
+            return Strategy("suffix", *SUFFIX_SHAPE, suffix_nodes(self.costs, requests), threshold, watch=True)
         rows = requests * np.arange(2, MAX_NODES + 2)
         policy = self.costs.policy
         fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
         nodes = max(1, int((fits & (rows <= MAX_ROWS)).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
         return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)), tau=self.tau.best, watch=True)
-
-    def _suffix_nodes(self, requests: int) -> int:
-        """For each request at most: where steps are captured, not more rows than that."""
-        sizes = self.costs.row_sizes
-        return max(1, min(SUFFIX_NODES, sizes[-1] // requests - 1)) if sizes else SUFFIX_NODES
 
     def _price(self, requests: int) -> float:
         """What a row more costs in tokens, about: nodes below that chance do not pay."""
@@ -288,11 +284,11 @@ class ModelSelector:
         batch = view.num_running
         ms = float(self.costs.ms(Strategy.OFF, batch, batch, view.context))
         off, options = Promise(Strategy.OFF, batch / ms, batch, ms, batch), self._options(view)
+        self._suffix_brings, self._suffix_is_near = self.survival_of("suffix").expected(SUFFIX_SHAPE), False
         if not options:
             return off
         worth = [option.tokens_per_ms * self._factor(option.drafter, option.shape, batch) for option in options]
         best = worth.index(max(worth))
-        self._suffix_brings = self.survival_of("suffix").expected(SUFFIX_SHAPE)
         self._suffix_is_near = self._suffix_brings > _MATTERS and any(
             option.drafter == "suffix" and w > _NEAR * worth[best] for option, w in zip(options, worth, strict=True))
         now = None if self.promise is None else self.promise.strategy
@@ -319,7 +315,7 @@ class ModelSelector:
     def _promise(self, option: Option, view: StepView) -> Promise:
         if option.drafter == "suffix":  # which nodes there are, it says itself
             threshold = self.survival_of("suffix").threshold(0.9 * option.price)
-            strategy = Strategy("suffix", *option.shape, self._suffix_nodes(view.num_running), threshold)
+            strategy = Strategy("suffix", *option.shape, suffix_nodes(self.costs, view.num_running), threshold)
         else:
             shares = option.shares
             strategy = Strategy(option.drafter, *option.shape, max(shares), shares=shares, tau=self.tau.best)

@@ -40,12 +40,16 @@ def spread(costs: CostCurve, drafter: DrafterName, shapes: Shapes, gains: Gain, 
     """gains: as looks have shown, now: as it came lately. Shapes of which no node is known are left out."""
     batch = view.num_running
     usual = [batch if quality == NUM_QUALITIES - 2 else 0 for quality in range(NUM_QUALITIES)]
-    most = [SUFFIX_NODES if drafter == "suffix" else max_nodes(*shape) for shape in shapes]
-    limits = np.array([min(MAX_ROWS, batch * (1 + nodes)) for nodes in most])
-    figures, shares = best_nodes(*gains, *now, np.array(view.qualities or usual, float), batch, limits,
+    most = np.array([suffix_nodes(costs, batch) if drafter == "suffix" else max_nodes(*shape) for shape in shapes])
+    figures, shares = best_nodes(*gains, *now, np.array(view.qualities or usual, float), batch, most, MAX_ROWS,
                                  *costs.of_rows(Trees(drafter, *np.array(shapes).T), batch, view.context))
     return [Option(drafter, shape, tuple(nodes), *found)
             for shape, nodes, found in zip(shapes, shares.tolist(), figures.tolist(), strict=True) if found[0] > 0]
+
+
+def suffix_nodes(costs: CostCurve, requests: int) -> int:
+    """That the suffix drafter may bring for each: where steps are captured, no more rows than that."""
+    return max(1, min(SUFFIX_NODES, costs.row_sizes[-1] // requests - 1)) if costs.row_sizes else SUFFIX_NODES
 
 
 def max_nodes(depth: int, width: int) -> int:

@@ -111,7 +111,7 @@ def test_texts_that_grow_together_give_the_drafts_of_texts_that_grow_in_turns(bo
     rng = random.Random(3)
     for drafter in (together, in_turns):
         for i in range(6):
-            drafter.start(i, [1, 2, 3] if i < 4 else [4, 5])
+            drafter.start(i, [1, 2, 3] if i not in (2, 4) else [4, 5])  # not all of one stand side by side
     for _ in range(60):
         accepted = {i: [rng.randrange(4) for _ in range(rng.randrange(4))] for i in range(6)}
         together.extend_all(accepted)
@@ -120,6 +120,8 @@ def test_texts_that_grow_together_give_the_drafts_of_texts_that_grow_in_turns(bo
         a, b = (draft(drafter, range(6), depth=4, width=3, budget=20) for drafter in (together, in_turns))
         if bounds:
             assert together.num_tokens <= together.max_tokens
+            assert together.num_tokens == sum(len(text) for p in together._prompts.values()
+                                              for text in (p.tokens, *(t.tokens for t in (*p.live.values(), *p.finished))))
             check_trees(a, 4, 3, [20] * 6, 0.0)
         else:
             assert together.num_tokens == in_turns.num_tokens

@@ -77,15 +77,31 @@ def test_an_aside_tells_what_a_step_would_have(model, steps):
         assert np.array_equal(getattr(real, name), getattr(aside, name)), name
 
 
-def test_an_aside_of_answers_that_end_is_judged_by_what_they_have(model):
+def test_an_aside_leaves_out_answers_that_end_before_it_can_be_judged(model):
     made = engine(model, Capturing())
-    made.add(PROMPTS[0], SamplingParams(max_new_tokens=4, ignore_eos=True), 2)
+    for tokens in (4, 20):
+        made.add(PROMPTS[0], SamplingParams(max_new_tokens=tokens, ignore_eos=True))
     made.step(Strategy.OFF)
     made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
-    for _ in range(5):
+    for _ in range(10):
         made.step()
     looks = [view.watched for view in made.select.views if view.watched is not None]
-    assert looks and looks[0].num_lines == 2 and looks[0].depth[looks[0].hit].max(initial=0) <= 4
+    assert len(looks) == 1 and looks[0].num_lines == 1
+    made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
+    made.abort(list(made._requests))
+    made.add(PROMPTS[0], PARAMS)
+    made.step()
+    assert not made._choosing._asides.is_open and made.select.views[-1].watched is None
+
+
+def test_an_aside_needs_the_suffix_drafter(model):
+    with pytest.raises(ValueError, match="aside"):
+        Strategy(aside=Strategy("eagle", 2, 1, 2))
+    bare = Engine(model, None, "none", "off", EngineConfig(max_batch=8, kv_tokens=512))
+    bare.add([1, 2, 3], PARAMS)
+    with pytest.raises(ValueError, match="without that drafter"):
+        bare.step(replace(Strategy.OFF, aside=Strategy("suffix", 2, 1, 2)))
+    assert bare.step().num_rows > 0
 
 
 class Capturing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -97,6 +98,24 @@ def test_a_step_has_no_more_rows_than_are_captured():
     world.run(selector, 60)
     assert any(strategy.drafter == "suffix" for strategy in world.chosen[-20:])
     assert all(128 * (1 + strategy.budget) <= 512 for strategy in world.chosen)
+
+
+def test_a_growing_batch_meets_drafters_that_were_never_tried():
+    views = [StepView(step, running, 0, ("suffix", "eagle", "both"), 100) for step, running in enumerate((8, 8, 8, 8, 16, 64))]
+    selector = auto(gpu_costs())
+    assert len([selector(view) for view in views]) == len(views)
+
+
+def test_steps_that_prompts_crowd_say_nothing_of_a_drafter():
+    world, selector = World(gpu_costs(), 8, {"eagle": 0.8}), auto(gpu_costs())
+    world.run(selector, 60)
+    used = world.chosen[-1]
+    assert used.drafter == "eagle"
+    for _ in range(3):
+        world.play(selector(world.view()))
+        world.last = replace(world.last, num_tokens=8, num_prefill_rows=400, crowded=True)
+        world.watched = None
+    assert selector(world.view()).drafter == "eagle"
 
 
 def test_hysteresis_a_little_better_is_not_enough_to_switch():

@@ -167,14 +167,15 @@ def best_nodes(hoped, hoped_present, survival, present, counts, batch, most, max
     those of rows. Returns [S, 6] as in `Option`, the rate 0 where there is no node, and [S, Q] nodes of a request."""
     figures, shares = np.zeros((len(hoped), 6)), np.zeros((len(hoped), len(counts)), np.int64)
     for s in range(len(hoped)):
+        end = min(most[s], hoped.shape[2])  # what no look has shown is not there
         taken, place = np.zeros(len(counts), np.int64), np.zeros(len(counts), np.int64)
         more_rows = more_tokens = hopes = rate = first_rows = first_ms = last_rows = last_ms = least = 0.0
         while True:
             q = -1
             for other in range(len(counts)):
-                while place[other] < most[s] and present[s, other, place[other]] * counts[other] <= 0:
+                while place[other] < end and present[s, other, place[other]] * counts[other] <= 0:
                     place[other] += 1
-                if place[other] < most[s] and (q < 0 or hoped[s, other, place[other]] > hoped[s, q, place[q]]):
+                if place[other] < end and (q < 0 or hoped[s, other, place[other]] > hoped[s, q, place[q]]):
                     q = other
             if q < 0:
                 break

@@ -333,8 +333,9 @@ class ModelSelector:
 
     @property
     def calibration_error(self) -> float:
-        """Of the drafter that is worst known."""
-        return max((s.error for s in self._survival.values()), default=0.0)
+        """Of the drafter in use; while none is, of the one that is worst known."""
+        used = None if self.promise is None else self._survival.get(self.promise.strategy.drafter)
+        return max((s.error for s in self._survival.values()), default=0.0) if used is None else used.error
 
 
 def _place(promise: Promise) -> tuple[DrafterName, int, int, int]:

@@ -8,23 +8,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
+from paceline.engine.booking import InFlight, book
 from paceline.engine.build import build, columns_of
 from paceline.engine.choosing import Choosing
-from paceline.engine.drafting import Drafted
-from paceline.engine.finish import NOT_A_NUMBER, append, final_text
+from paceline.engine.finish import NOT_A_NUMBER, final_text
 from paceline.engine.graphs import GraphReport, Moment
 from paceline.engine.park import park, unpark
 from paceline.engine.profile import load_or_profile
 from paceline.engine.prompts import Prompt, check, encode
-from paceline.engine.request import Request, Status
-from paceline.engine.scheduler import StepPlan
+from paceline.engine.request import Request
 from paceline.engine.seeds import derive_seed
 from paceline.engine.stats import Counters
 from paceline.engine.transfer import Download
@@ -45,23 +44,6 @@ from paceline.types import (
     StepResult,
     Strategy,
 )
-
-
-class InFlight(NamedTuple):
-    """A step that has been launched and not yet read."""
-
-    plan: StepPlan
-    drafted: Drafted
-    drawn: Download | None
-    """None: it holds nothing but prompts."""
-    version: int
-    began: Moment
-    look: Look | None
-    """At what comes of its drafts."""
-    context: float
-    """Mean of its decode requests."""
-    launch_seconds: float
-    """That launching it took."""
 
 
 class Engine:
@@ -364,7 +346,10 @@ class Engine:
         if step.drawn is not None:
             step.drawn.wait()
         there = time.perf_counter()
-        tokens, finished, accepted = self._book(step) if step.drawn is not None else ({}, [], 0)
+        tokens, ended, accepted = book(step, self.scheduler.max_length, self.tokenizer)
+        self.scheduler.landed(step.plan, step.drafted.most_accepted)
+        self.drafting.extend(step.plan.decode, step.drafted.most_accepted, tokens)
+        finished = [self._finish(request, reason) for request, reason in ended]
         watched, expected = (None, 0.0) if step.look is None or step.drawn is None else step.look.result(step.drawn)
         since, now = max(step.began, self._booked), Moment.now(self.runner.graphs)
         spent = now.at - since.at - (now.capture_seconds - since.capture_seconds)
@@ -382,39 +367,6 @@ class Engine:
             result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
             result.num_rows, step.context, host_ms, step.plan.crowded), watched)
         return result
-
-    def _book(self, step: InFlight) -> tuple[dict[int, list[int]], list[Rollout], int]:
-        """(request -> tokens, finished rollouts, accepted nodes)."""
-        assert step.drawn is not None
-        tokens, logprobs, raw, counts = step.drawn.lists()
-        requests, drafted, over = step.plan.decode, step.drafted, Status.FINISHED
-        self.scheduler.landed(step.plan, drafted.most_accepted)
-        if drafted.max_depth:
-            tokens, logprobs, raw = ([row[:num] for row, num in zip(rows, counts, strict=False)]
-                                     for rows in (tokens, logprobs, raw))
-        appended: dict[int, list[int]] = {}
-        ended: list[tuple[Request, FinishReason]] = []
-        for request, drawn, chances in zip(requests, tokens, logprobs, strict=False):  # behind them comes padding
-            if request.status is over:  # ended while this step was on its way
-                continue
-            taken, reason = append(request, drawn, self.scheduler.max_length, self.tokenizer)
-            if reason is not None:
-                ended.append((request, reason))
-                drawn, chances = drawn[:taken], chances[:taken]
-            appended[request.id] = drawn
-            request.num_computed = len(request.tokens) - 1
-            request.logprobs += chances
-            request.versions += [step.version] * taken
-        for request, chances in zip(requests, raw, strict=False):
-            if request.params.raw_logprobs and request.id in appended:
-                request.raw_logprobs += chances[: len(appended[request.id])]
-        accepted = 0
-        for request, nodes, num in zip(requests, drafted.num_nodes, counts, strict=False):
-            if nodes and request.id in appended:
-                accepted += num - 1
-                request.tried(num > 1)
-        self.drafting.extend(requests, drafted.most_accepted, appended)
-        return appended, [self._finish(request, reason) for request, reason in ended], accepted
 
     def _finish(self, request: Request, reason: FinishReason) -> Rollout:
         request.finish_reason = reason

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from paceline.strategy import CostCurve, Points
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 _Job = tuple[str, int]
 """What is measured, and its size."""
 _ROWS = (1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64, 128, 256, 512)  # behind 8 and 16 kernels take another turn
+_TREE_ROWS = (8, 32, 128, 512)
 _REQUESTS = (1, 4, 16, 64, 256)
 _WIDE = 4
 _SHORT, _DEEP, _BROAD = "eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"
 _CONTEXTS, _CONTEXT, _NODES = 8, 512, 3
 _ROUNDS, _AT_LEAST = 12, 8
-_FORMAT = 5
+_FORMAT = 6
 _MAKING = 10
 """Times as long as measuring."""
 
@@ -61,6 +63,7 @@ def profile(engine: Engine, seconds: float) -> CostCurve:
     rows = [n for n in _ROWS if n <= max(engine.scheduler.max_rows, engine.scheduler.max_batch)]
     jobs = _context_jobs(engine)
     jobs += [(("policy", n), partial(engine.rehearse, n, Strategy.OFF)) for n in rows]
+    jobs += [(("trees", n), partial(engine.rehearse, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]
     if engine.drafting.eagle is not None:
         for requests in (n for n in _REQUESTS if n <= engine.scheduler.max_batch):
             jobs += [((shape, requests), partial(engine.drafting.rehearse_drafting, requests, Strategy.parse(shape)))
@@ -75,9 +78,18 @@ def profile(engine: Engine, seconds: float) -> CostCurve:
         level[n] = max(0.0, (ms[_DEEP, n] - ms[_SHORT, n]) / 4)
         start[n] = max(0.0, ms[_SHORT, n] - level[n])
         level[n * _WIDE] = max(0.0, (ms[_BROAD, n] - start[n]) / 5)
-    policy = {n: ms["policy", n] for n in rows if ("policy", n) in ms}
-    return CostCurve(Points.through(policy.items()), Points.through(start.items()), Points.through(level.items()),
-                     engine.drafting.tree_sizes, *_context_ms(engine, ms))
+    policy = Points.through((n, ms["policy", n]) for n in rows if ("policy", n) in ms)
+    return CostCurve(policy, Points.through(start.items()), Points.through(level.items()), engine.drafting.tree_sizes,
+                     *_context_ms(engine, ms), trees=_with_trees(policy, ms))
+
+
+def _with_trees(policy: Points, ms: dict[_Job, float]) -> Points:
+    """Rows that are nodes take masks, a walk and moves beside: so many times as long, measured at a few sizes."""
+    known = [n for n in _TREE_ROWS if ("trees", n) in ms and ("policy", n) in ms]
+    if not known:
+        return policy
+    more = np.interp(policy.x, known, [max(1.0, ms["trees", n] / ms["policy", n]) for n in known])
+    return Points.through(zip(policy.x.tolist(), (policy.y * more).tolist(), strict=True))
 
 
 def _context_jobs(engine: Engine) -> list[tuple[_Job, Callable[[], Any]]]:

@@ -118,6 +118,8 @@ class CostCurve:
     """… and for each row."""
     host_ms: float = 0.0
     """Of the host's work on a step, lately: the suffix drafter must know how the last one ended, so its steps wait for that."""
+    trees: Points | None = None
+    """As `policy`, with nodes among the rows; None: they cost no more than others."""
     profiled: bool = True
     """False: made up, until steps have been seen."""
     _corrections: _Corrections = field(default_factory=_Corrections)
@@ -148,11 +150,16 @@ class CostCurve:
     def base_ms(self, strategy: Strategy, requests: int, rows: Any, context: float = 0.0) -> Any:
         """As profiled."""
         beside, per_row = self._beside(strategy, requests, context)
-        return self.policy.at(rows if strategy.drafter == "none" else self.padded(rows)) + beside + per_row * rows
+        curve = self.policy.at(rows) if strategy.drafter == "none" else self.with_trees.at(self.padded(rows))
+        return curve + beside + per_row * rows
+
+    @property
+    def with_trees(self) -> Points:
+        return self.policy if self.trees is None else self.trees
 
     def of_rows(self, trees: Trees, requests: int, context: float) -> tuple[Any, ...]:
-        """ms by rows, for loops: (policy + the first + the second * rows) * the third, and the points and sizes of policy."""
-        return (*self._beside(trees, requests, context), math.exp(self._corrections.of(trees.drafter)), *self.policy,
+        """ms by rows, for loops: (curve + the first + the second * rows) * the third, and the curve's points and sizes."""
+        return (*self._beside(trees, requests, context), math.exp(self._corrections.of(trees.drafter)), *self.with_trees,
                 np.array(self.row_sizes, float))
 
     def _beside(self, strategy: Strategy | Trees, requests: int, context: float) -> tuple[Any, float]:
@@ -212,15 +219,18 @@ class CostCurve:
     def dumps(self) -> str:
         """What was profiled, as JSON."""
         parts = {name: list(zip(points.x.tolist(), points.y.tolist(), strict=True))
-                 for name, points in (("policy", self.policy), ("start", self.start), ("level", self.level))}
+                 for name, points in (("policy", self.policy), ("start", self.start), ("level", self.level),
+                                      ("trees", self.with_trees))}
         return json.dumps({**parts, "row_sizes": self.row_sizes, "context": [self.request_context_ms, self.row_context_ms]},
                           indent=1)
 
     @classmethod
     def loads(cls, text: str) -> CostCurve:
         found = json.loads(text)
-        policy, start, level = (Points.through(tuple(pair) for pair in found[name]) for name in ("policy", "start", "level"))
-        return cls(policy, start, level, tuple(found["row_sizes"]), *found["context"])
+        policy, start, level, trees = (Points.through(tuple(pair) for pair in found[name])
+                                       for name in ("policy", "start", "level", "trees"))
+        request_ms, row_ms = found["context"]
+        return cls(policy, start, level, tuple(found["row_sizes"]), request_ms, row_ms, trees=trees)
 
 
 def bucket_of(requests: int) -> int:

@@ -230,8 +230,8 @@ class ModelSelector:
             threshold = self.survival_of(drafter).threshold(0.5 * self._price(requests))
             return Strategy("suffix", *SUFFIX_SHAPE, suffix_nodes(self.costs, requests), threshold, watch=True)
         rows = requests * np.arange(2, MAX_NODES + 2)
-        policy = self.costs.policy
-        fits = (policy.at(self.costs.padded(rows)) <= 1.5 * policy.at(requests)) | (rows <= (_LEAST_PROBED + 1) * requests)
+        fits = self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
+        fits |= rows <= (_LEAST_PROBED + 1) * requests
         nodes = max(1, int((fits & (rows <= MAX_ROWS)).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
         return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)), tau=self.tau.best, watch=True)

@@ -141,7 +141,8 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
     file = next(tmp_path.iterdir())
     assert isinstance(made.select, ModelSelector) and made.select.costs is costs
     again = engine(model, "auto").profile(0.2, tmp_path)
-    assert np.array_equal(again.policy.y, costs.policy.y)
+    assert np.array_equal(again.policy.y, costs.policy.y) and np.array_equal(again.with_trees.y, costs.with_trees.y)
+    assert np.array_equal(costs.with_trees.x, costs.policy.x) and np.all(costs.with_trees.y >= costs.policy.y - 1e-9)
     file.write_text("{")  # torn
     assert engine(model, "auto").profile(0.2, tmp_path).profiled
 

@@ -36,6 +36,15 @@ def test_rows_with_trees_are_padded():
     assert curve((8, 64)).padded(100) == 100
 
 
+def test_rows_that_are_nodes_may_cost_more():
+    costs = curve()
+    costs.trees = Points.through([(1, 3.0), (64, 9.0)])
+    assert float(costs.ms(EAGLE, 3, 64)) == pytest.approx(float(curve().ms(EAGLE, 3, 64)) + 3.0)
+    assert float(costs.ms(Strategy.OFF, 9, 9)) == float(curve().ms(Strategy.OFF, 9, 9))
+    again = CostCurve.loads(costs.dumps())
+    assert float(again.ms(EAGLE, 3, 64)) == float(costs.ms(EAGLE, 3, 64))
+
+
 def test_measured_steps_correct_it_and_its_error_falls():
     costs = curve()
     assert costs.num_seen(EAGLE, 4) == 0

@@ -3,12 +3,16 @@ policy in the other. Tokens do not depend on the drafter, so both see the same p
 many tokens a verification gives.
 
     python benchmarks/drafter_follow.py --steps 16                                    # the default run, one thread
-    python benchmarks/drafter_follow.py --device cuda --config configs/qwen2.5-1.5b-gsm8k.toml --set model=...
+    python benchmarks/drafter_follow.py --device cuda --config configs/qwen2.5-1.5b-gsm8k.toml --set model=... \\
+        --set engine.deterministic=true [--drafter FOLDER]
+
+In bfloat16 tokens are the same with both only if the engine is `deterministic`. Stopped (Ctrl-C, SIGTERM) it sums up what it has.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -43,6 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--mode", default="between", help="when the adaptive one trains: between, beside, stream")
     parser.add_argument("--strategy", default="eagle:d6w1v6", help="one for both, so that only the drafter differs")
+    parser.add_argument("--drafter", type=Path, help="begin with this one; default: one trained here, for so long:")
     parser.add_argument("--warm-seconds", type=float, default=30.0, help="training of the drafter before the run")
     parser.add_argument("--warm-prompts", type=int, default=48)
     args = parser.parse_args()
@@ -54,16 +59,22 @@ def main() -> None:
     budget = Budget(args.minutes)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
-        seconds, prompts = (0.5, 2) if args.tiny else (args.warm_seconds, args.warm_prompts)
-        report.content["warm_up"] = warm_up(config, Path(scratch) / "start", seconds, prompts)
+        start = args.drafter
+        if start is None:
+            start, (seconds, prompts) = Path(scratch) / "start", (0.5, 2) if args.tiny else (args.warm_seconds, args.warm_prompts)
+            report.content["warm_up"] = warm_up(config, start, seconds, prompts)
         for name, follow in (("frozen", False), ("adaptive", True)):
             out = Path(scratch) / name
             began = time.perf_counter()
-            train(config.model_copy(update={"out": str(out), "drafter": str(Path(scratch) / "start"), "drafter_follow": follow}))
+            code = train(config.model_copy(update={"out": str(out), "drafter": str(start), "drafter_follow": follow}))
             report.content[name] = figures(out, time.perf_counter() - began)
             report.save()
-        report.content["identical_rollouts"] = rollouts(Path(scratch) / "frozen") == rollouts(Path(scratch) / "adaptive")
+            if code:
+                break
+        if "adaptive" in report.content:
+            report.content |= compared(report.content, Path(scratch))
     report.content["minutes"] = budget.used / 60
     report.save()
     show(report.content)
@@ -102,23 +113,32 @@ def figures(out: Path, seconds: float) -> dict[str, Any]:
             "trained_s": trained, "alarms": {r["step"]: r["alarms"] for r in records if "alarms" in r}, "seconds": seconds}
 
 
-def rollouts(out: Path) -> list[list[int]]:
-    files = sorted(out.glob("rollouts-*.jsonl"))
-    return [json.loads(line)["token_ids"] for file in files for line in file.read_text().splitlines()]
+def compared(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Over the steps that both have; at the end: the last quarter of them."""
+    lengths = [content[side]["accept_length"] for side in ("frozen", "adaptive")]
+    steps = min(map(len, lengths))
+    last = max(1, steps // 4)
+    ends = {f"{side}_at_end": fmean(each[steps - last : steps]) for side, each in zip(("frozen", "adaptive"), lengths, strict=True)}
+    same = [rollouts(folder / "frozen", step) == rollouts(folder / "adaptive", step) for step in range(1, steps + 1)]
+    return {"steps_compared": steps, **ends, "identical_rollouts": all(same), "steps_identical": sum(same)}
+
+
+def rollouts(out: Path, step: int) -> list[list[int]]:
+    return [json.loads(line)["token_ids"] for line in (out / f"rollouts-{step:06d}.jsonl").read_text().splitlines()]
 
 
 def show(content: dict[str, Any]) -> None:
+    if "adaptive" not in content:
+        return
     frozen, adaptive = content["frozen"], content["adaptive"]
     print(f"{'step':>5}{'frozen':>9}{'adaptive':>9}{'trained s':>11}")
-    lines = zip(frozen["accept_length"], adaptive["accept_length"], adaptive["trained_s"], strict=True)
+    lines = zip(frozen["accept_length"], adaptive["accept_length"], adaptive["trained_s"], strict=False)
     for step, (a, b, s) in enumerate(lines, 1):
         print(f"{step:5d}{a:9.3f}{b:9.3f}{s:11.1f}")
-    last = max(1, len(frozen["accept_length"]) // 4)
-    ends = [fmean(side["accept_length"][-last:]) for side in (frozen, adaptive)]
-    print(f"last {last} steps: frozen {ends[0]:.3f}, adaptive {ends[1]:.3f}; rollouts identical: "
-          f"{content['identical_rollouts']}; generation {sum(frozen['generate_s']):.1f} s and "
-          f"{sum(adaptive['generate_s']):.1f} s, "
-          f"training the drafter {sum(adaptive['trained_s']):.1f} s")
+    print(f"last quarter of {content['steps_compared']} steps: frozen {content['frozen_at_end']:.3f}, adaptive "
+          f"{content['adaptive_at_end']:.3f}; rollouts identical in {content['steps_identical']}; generation "
+          f"{sum(frozen['generate_s']):.1f} s and {sum(adaptive['generate_s']):.1f} s, training the drafter "
+          f"{sum(adaptive['trained_s']):.1f} s")
 
 
 if __name__ == "__main__":

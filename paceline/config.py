@@ -147,6 +147,8 @@ class TrainConfig(Config):
     """When it is trained: between generation and the policy's update; beside generation, in a process of its own on idle cores
     (`threads` says how many generation takes); stream: in a thread while a step's last answers decode, on a GPU on a stream of
     low priority."""
+    drafter_pace: dict[str, Any] = Field(default_factory=dict)
+    """For how long: fields of `spot.pays.PaceConfig`."""
     drafter_alarms: dict[str, Any] = Field(default_factory=dict)
     """When to warn that it no longer fits: fields of `spot.alarms.AlarmConfig`."""
     spot: dict[str, Any] = Field(default_factory=dict)

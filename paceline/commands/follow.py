@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config import DrafterMode
+from paceline.config import TrainConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
@@ -47,26 +47,25 @@ def new_drafter(policy: Decoder, options: dict[str, Any]) -> Eagle:
     return fresh_eagle(policy, SpotConfig(**options).module_form)
 
 
-def make_follower(mode: DrafterMode, engine: Engine, options: dict[str, Any], folder: Path, temperature: float,
-                  threads: int = 1) -> Follower:
-    """options: fields of SpotConfig; folder: the trainer's checkpoint, taken up if it is there; threads: of a process beside."""
+def make_follower(run: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> Follower:
+    """folder: the trainer's checkpoint, taken up if it is there; threads: of a process beside."""
     assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
     start = engine.drafting.eagle.module
     known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
     known |= {"head_start": _HEAD_START} if start.origin is not None else {}
-    config = SpotConfig(**{"temperature": temperature, **known, **options})
-    if mode == "beside":
-        return BesideFollower(engine, config, folder, threads)
-    return (Follower if mode == "between" else StreamFollower)(engine, config, folder)
+    config = SpotConfig(**{"temperature": run.rollout.temperature, **known, **run.spot})
+    pace = Pace(PaceConfig(**run.drafter_pace), run.steps)
+    if run.drafter_mode == "beside":
+        return BesideFollower(engine, config, pace, folder, threads)
+    return (Follower if run.drafter_mode == "between" else StreamFollower)(engine, config, pace, folder)
 
 
 class Follower:
     """Trains between generation and the policy's update."""
 
-    def __init__(self, engine: Engine, config: SpotConfig, folder: Path) -> None:
+    def __init__(self, engine: Engine, config: SpotConfig, pace: Pace, folder: Path) -> None:
         assert engine.drafting.eagle is not None
-        self.engine, self.config = engine, config
-        self.pace = Pace(PaceConfig())
+        self.engine, self.config, self.pace = engine, config, pace
         self._start, self._generation_s = engine.drafting.eagle.module, 0.0
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, in the order in which their answers came
@@ -85,6 +84,7 @@ class Follower:
             held_out, self._held_out = self._held_out, []
             self._prompts.clear()
             self._generation_s = clock.seconds.get("generate", 0.0)
+            self.pace.at_step(step)
             metrics = self._train(held_out[:_HELD_OUT])
             for record in held_out:
                 self._add(record, step)
@@ -208,9 +208,9 @@ class StreamFollower(Follower):
 class BesideFollower(Follower):
     """In a process of its own while a step generates."""
 
-    def __init__(self, engine: Engine, config: SpotConfig, folder: Path, threads: int) -> None:
+    def __init__(self, engine: Engine, config: SpotConfig, pace: Pace, folder: Path, threads: int) -> None:
         self._threads = threads
-        super().__init__(engine, config, folder)
+        super().__init__(engine, config, pace, folder)
 
     def _open(self, folder: Path) -> None:
         self._step, self._changed = 0, False

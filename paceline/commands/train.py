@@ -100,8 +100,7 @@ class Run:
             return None, None
         follower = None
         if config.drafter_follow:
-            follower = make_follower(config.drafter_mode, self.engine, config.spot, self.folder.path / "drafter",
-                                     config.rollout.temperature, max(1, idle_cores()))
+            follower = make_follower(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
         elif learned.module.origin is not None:
             self.engine.drafter_version = min(learned.module.origin.version, self.state.step)
         return follower, Watch(self.engine, AlarmConfig(**config.drafter_alarms), follower is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from paceline.types import StepResult
 
 _MIN_VERIFICATIONS = 64
 """Fewer in a step say nothing about a drafter."""
+_MIN_NODES = 256
+"""Looked at closely: fewer say nothing about its estimates, and wait for the next step's."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class Watch:
         """follows: the drafter is trained on the way. One that is kept as it is on purpose grows old without being distrusted."""
         self.engine, self.config, self.follows = engine, config, follows
         self._history: deque[DrafterFigures] = deque(maxlen=config.window + 1)
+        self._usual: deque[float] = deque(maxlen=config.window)  # nodes accepted over nodes expected
         self._sums = _Sums()
 
     def saw(self, result: StepResult) -> None:
@@ -55,20 +59,32 @@ class Watch:
             return result.expected
         return float(self.engine.select.survival_of(result.strategy.drafter).survival(result.watched).sum())
 
+    def _shares(self, sums: _Sums) -> tuple[float, float]:
+        """Of the nodes looked at: expected to be accepted, and accepted; both 0 if they were too few. The drafter's own word is
+        taken as it has proved in the last steps."""
+        if sums.watched < _MIN_NODES:
+            return 0.0, 0.0
+        expected, hits = sums.expected / sums.watched, sums.hits / sums.watched
+        if not isinstance(self.engine.select, ModelSelector):
+            self._usual.append(hits / expected)
+            expected *= statistics.median(list(self._usual)[:-1] or self._usual)
+        return expected, hits
+
     def step_done(self) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of the RL step that has ended, and its alarms."""
-        engine, sums = self.engine, self._sums
-        self._sums = _Sums()
-        if sums.verifications >= _MIN_VERIFICATIONS:
-            watched = max(1, sums.watched)
+        engine, sums, enough = self.engine, self._sums, self._sums.verifications >= _MIN_VERIFICATIONS
+        expected, hits = self._shares(sums)
+        self._sums = _Sums() if expected else _Sums(watched=sums.watched, expected=sums.expected, hits=sums.hits)
+        if enough:
             self._history.append(DrafterFigures(sums.tokens / sums.verifications, engine.version, engine.drafter_version,
-                                                sums.expected / watched, sums.hits / watched, _cost(sums)))
-        found = alarms(list(self._history), self.config) if sums.verifications >= _MIN_VERIFICATIONS else self._age_only()
+                                                expected, hits, _cost(sums)))
+        found = alarms(list(self._history), self.config) if enough else self._age_only()
         if any(alarm.distrust and (self.follows or alarm.name != "age") for alarm in found):
             engine.distrust("eagle")
             self._history.clear()  # what a new drafter is compared with is not this one
         raised = {alarm.name for alarm in found}
-        return {**{f"alarm/{name}": float(name in raised) for name in NAMES}, **self._metrics(sums)}, found
+        metrics = {**{f"alarm/{name}": float(name in raised) for name in NAMES}, **self._metrics(sums)}
+        return (metrics | {"drafter/hits": hits, "drafter/expected_hits": expected} if expected else metrics), found
 
     def _age_only(self) -> list[Alarm]:
         """It was hardly used: its age can still be told."""
@@ -81,8 +97,6 @@ class Watch:
                    "drafter/mismatch": float(engine.drafter_mismatch is not None)}
         if sums.verifications:
             metrics["drafter/accept_length"] = sums.tokens / sums.verifications
-        if sums.watched:
-            metrics |= {"drafter/hits": sums.hits / sums.watched, "drafter/expected_hits": sums.expected / sums.watched}
         return metrics
 
 

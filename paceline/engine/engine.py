@@ -111,6 +111,7 @@ class Engine:
         self.state.set_pages(self.scheduler.running)
         self.runner.copy_pages(plan.copies)
         drafted = self.drafting.draft(plan)
+        look = Look.start(plan, drafted) if self._choosing.is_watched(strategy, len(plan.decode)) else None
         want_raw = any(request.params.raw_logprobs for request in plan.decode)
         output = self.runner.run(plan, drafted, want_raw)
         self.drafting.prefilled(plan.prefill)
@@ -119,7 +120,6 @@ class Engine:
         if output is not None:  # without trees everybody draws one
             counts = output.num_drawn if drafted.max_depth else None
             drawn = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts)
-        look = Look.start(plan, drafted) if self._choosing.is_watched(strategy, len(plan.decode)) else None
         self._choosing.aside(strategy, plan.decode, self.drafting)
         return InFlight(plan, drafted, drawn, self.version, began, look, context, time.perf_counter() - began.at)
 

@@ -89,7 +89,8 @@ class GraphPool:
     def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None],
             at_once: bool = False) -> Any:
         """Replays the graph of `key`; captures `step` when it has been asked for a few times, or at once: then `rehearse(step)`
-        runs it where it can do no harm, so that everything is compiled and allocated before."""
+        runs it where it can do no harm, so that everything is compiled and allocated before. What it returns is there until
+        the next graph runs, which may use the same memory."""
         entry = self._graphs.get(key)
         if entry is None:
             self.num_irregular += 1

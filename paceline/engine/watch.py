@@ -17,7 +17,7 @@ EVERY, FEW = 32, 16
 
 
 class Look(NamedTuple):
-    """Begun when the step was launched."""
+    """Begun between drafting and verifying: captured graphs share memory, and what one leaves there the next may overwrite."""
 
     strategy: Strategy
     lines: np.ndarray  # [L] decode requests that were drafted for

@@ -14,8 +14,8 @@ class PaceConfig(Config):
 
     shortest_s: float = Field(0.5, gt=0)
     longest_s: float = Field(30.0, gt=0)
-    horizon: int = Field(8, ge=1)
-    """Steps that a gain is expected to last: the policy moves slowly, and what was learned is kept."""
+    horizon: int = Field(32, ge=1)
+    """Steps that a gain is expected to last, if the run does: the policy moves slowly, and what was learned is kept."""
     pause: int = Field(4, ge=1)
     """Steps with upkeep alone once even the shortest slice did not pay; then it is tried again."""
     upkeep: float = Field(0.15, ge=0)
@@ -41,8 +41,9 @@ def saved_seconds(found: Slice, generation_s: float) -> float:
 class Pace:
     """Slices grow while they pay and shrink while they do not, down to upkeep."""
 
-    def __init__(self, config: PaceConfig) -> None:
-        self.config = config
+    def __init__(self, config: PaceConfig, num_steps: int) -> None:
+        """num_steps: of the run."""
+        self.config, self._steps_left, self._num_steps = config, num_steps, num_steps
         self._seconds, self._paused = config.shortest_s, 0
         self.measuring = True
         """What this step's training gains is to be measured, and told to `learned`."""
@@ -60,10 +61,14 @@ class Pace:
         """Acceptance has fallen: no more waiting."""
         self._paused = 0
 
+    def at_step(self, step: int) -> None:
+        """What is learned now serves the steps behind this one."""
+        self._steps_left = self._num_steps - step
+
     def learned(self, found: Slice, generation_s: float) -> bool:
         """Says what came of it; True if it paid."""
         config = self.config
-        paid = saved_seconds(found, generation_s) * config.horizon > found.seconds
+        paid = saved_seconds(found, generation_s) * min(config.horizon, self._steps_left) > found.seconds
         if paid:
             self._seconds = min(config.longest_s, 2 * self._seconds)
         elif self._seconds > config.shortest_s:

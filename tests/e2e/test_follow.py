@@ -75,15 +75,16 @@ class FakeEngine:
     version, drafter_version, drafter_mismatch = 1, 0, None
 
     def __init__(self):
-        self.distrusted = []
+        self.distrusted, self.select = [], None
 
     def distrust(self, name):
         self.distrusted.append(name)
 
 
-def feed(watch: Watch, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0) -> None:
+def feed(watch: Watch, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0,
+         steps: int = 32) -> None:
     strategy = Strategy.OFF if drafter == "none" else Strategy(drafter, 4, 1, 4)
-    for step in range(32):
+    for step in range(steps):
         tokens = {i: [0] * per_request for i in range(4)}
         watch.saw(StepResult(step, strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms, expected=expected))
 
@@ -106,11 +107,27 @@ def test_a_collapse_of_acceptance_ends_trust_only_where_it_no_longer_pays():
 
 
 def test_estimates_that_are_off_are_said():
+    """A drafter that says 14 of 16 and gets 8, as before, is known; one that gets 4 is another matter."""
     watch = Watch(FakeEngine(), AlarmConfig(), follows=True)
-    feed(watch, 3, expected=14.0)  # 8 of 16 accepted, 14 expected
-    metrics, (alarm,) = watch.step_done()
-    assert alarm.name == "calibration" and not alarm.distrust
-    assert metrics["drafter/hits"] == 0.5 and metrics["drafter/expected_hits"] == 0.875
+    for _ in range(3):
+        feed(watch, 3, expected=14.0)
+        metrics, found = watch.step_done()
+        assert not found and metrics["drafter/hits"] == metrics["drafter/expected_hits"] == 0.5
+    feed(watch, 2, expected=14.0)
+    metrics, found = watch.step_done()
+    assert [alarm.name for alarm in found] == ["acceptance", "calibration"] and not found[1].distrust
+    assert metrics["drafter/hits"] == 0.25 and metrics["drafter/expected_hits"] == pytest.approx(0.5)
+
+
+def test_few_nodes_looked_at_wait_for_more():
+    watch = Watch(FakeEngine(), AlarmConfig(), follows=True)
+    feed(watch, 3, expected=14.0)
+    watch.step_done()
+    for steps, seen in ((8, False), (8, True)):  # 128 nodes, 256
+        feed(watch, 2, expected=14.0, steps=steps)
+        feed(watch, 2, steps=32 - steps)  # not looked at
+        metrics, found = watch.step_done()
+        assert ("drafter/hits" in metrics) is seen is ("calibration" in [alarm.name for alarm in found])
 
 
 def test_age_ends_trust_in_a_drafter_that_should_have_followed():

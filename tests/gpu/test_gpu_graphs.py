@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab):
         assert (engine.graph_report().num_graphs > 0) is graphs
     assert results[0] == results[1]
     assert results[0][2] > 0 and results[0][0] == tokens(made("off"))
+
+
+def test_a_look_sees_what_the_drafter_said():
+    """Not what a graph captured earlier, which shares its memory, wrote there afterwards."""
+    strategy, seen = replace(Strategy.parse("eagle:d3w2v6"), watch=True), []
+    for graphs in (True, False):
+        engine, looks = made("off", cuda_graphs=graphs), []
+        engine.warm_up()  # verification first
+        engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, looks=looks: looks.append(
+            [result.expected] + ([] if result.watched is None else result.watched.chance.tolist())))
+        seen.append(looks)
+    assert sum(len(look) > 1 for look in seen[0]) > 10
+    for captured, plain in zip(*seen, strict=True):
+        assert captured == pytest.approx(plain, rel=1e-2)
 
 
 def test_any_mix_of_strategies_gives_the_same_tokens():

@@ -17,7 +17,7 @@ def test_seconds_saved_by_hand():
 
 
 def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
-    pace = Pace(PaceConfig(shortest_s=1, longest_s=6, horizon=2, pause=3))
+    pace = Pace(PaceConfig(shortest_s=1, longest_s=6, horizon=2, pause=3), 100)
     lengths = []
     for gain in (0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0):  # tokens per verification; generation takes 20 s
         lengths.append(pace.next_seconds())
@@ -30,7 +30,7 @@ def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
 
 def test_a_share_of_generation_is_always_spent():
     """What does not pay is tried again after a while; until then upkeep, which nobody measures."""
-    pace = Pace(PaceConfig(shortest_s=1, pause=2, upkeep=0.1))
+    pace = Pace(PaceConfig(shortest_s=1, pause=2, upkeep=0.1), 100)
     assert pace.next_seconds(20.0) == 2.0 and pace.measuring
     pace.learned(Slice(2.0, 2.0, 2.0), 20.0)
     assert pace.next_seconds(20.0) == 2.0 and not pace.measuring
@@ -42,7 +42,15 @@ def test_a_share_of_generation_is_always_spent():
 
 
 def test_idle_time_costs_nothing():
-    assert Pace(PaceConfig()).learned(Slice(0.0, 2.0, 2.001), 1.0)
+    assert Pace(PaceConfig(), 100).learned(Slice(0.0, 2.0, 2.001), 1.0)
+
+
+def test_what_is_learned_at_the_end_of_a_run_serves_few_steps():
+    """A tenth of 10 s saved in each step that follows, for 3 s of training."""
+    for step, paid in ((1, True), (96, True), (97, False), (100, False)):
+        pace = Pace(PaceConfig(horizon=32), 100)
+        pace.at_step(step)
+        assert pace.learned(Slice(3.0, 1.8, 2.0), 10.0) is paid
 
 
 GOOD = DrafterFigures(3.0, policy_version=10, drafter_version=9, expected_hits=0.5, hits=0.48)

@@ -227,7 +227,8 @@ class Bench:
         began, missing = time.perf_counter(), len(self.captured.missing)
         if missing:
             layers = capture_layers(EagleConfig.for_policy(self.policy.config, "eagle3"))
-            self.captured.run(self._engine(None, "off", capture=layers))
+            more = {"max_batch": 256} if self.on_gpu else {}
+            self.captured.run(self._engine(None, "off", capture=layers, **more))
         self.captured.require_enough()
         self.report.content["answers"] = {
             "trained_on": len(self.captured.buffer), "tokens": self.captured.buffer.num_tokens,
@@ -240,7 +241,7 @@ class Bench:
         sizes: dict[str, Any] = {"max_batch": 64, "max_rows": 8192, "kv_memory_gb": 12.0 if self.on_gpu else None}
         if self.args.tiny:
             sizes |= {"max_batch": 8, "kv_tokens": 2048, "kernels": "torch"}
-        return Engine(self.policy, self.tokenizer, drafter, strategy, EngineConfig(**sizes, **options))
+        return Engine(self.policy, self.tokenizer, drafter, strategy, EngineConfig(**sizes | options))
 
 
 def show(name: str, mark: float, found: dict[str, Any]) -> None:

@@ -115,10 +115,10 @@ def figures(out: Path, seconds: float) -> dict[str, Any]:
 
 def compared(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Over the steps that both have; at the end: the last quarter of them."""
-    lengths = [content[side]["accept_length"] for side in ("frozen", "adaptive")]
-    steps = min(map(len, lengths))
+    lengths = {side: content[side]["accept_length"] for side in ("frozen", "adaptive")}
+    steps = min(map(len, lengths.values()))
     last = max(1, steps // 4)
-    ends = {f"{side}_at_end": fmean(each[steps - last : steps]) for side, each in zip(("frozen", "adaptive"), lengths, strict=True)}
+    ends = {f"{side}_at_end": fmean(each[steps - last : steps]) for side, each in lengths.items()}
     same = [rollouts(folder / "frozen", step) == rollouts(folder / "adaptive", step) for step in range(1, steps + 1)]
     return {"steps_compared": steps, **ends, "identical_rollouts": all(same), "steps_identical": sum(same)}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.spot.lengths import Entry, draw, first_to_go
+from paceline.spot.lengths import Entry, Pools, first_to_go
 from paceline.spot.record_files import SUFFIX, num_bytes, read_entry, read_record, record_path, write_record
 from paceline.types import FeatureRecord
 
@@ -33,6 +33,7 @@ class FeatureBuffer:
         self._entries: dict[int, Entry] = {}
         self._memory: OrderedDict[int, FeatureRecord] = OrderedDict()  # used last comes last
         self._generated: dict[int, list[int]] = {}  # step → lengths of its answers, kept longer than they are
+        self._pools: tuple[tuple[int, ...] | None, Pools] | None = None  # by the lengths asked for, till something changes
         self._next_key = 0
         self._lock = threading.RLock()
         self._writing: dict[int, Future[None]] = {}
@@ -114,7 +115,10 @@ class FeatureBuffer:
         """Records with at least `num_tokens` together (none if the buffer is empty). lengths: of the answers that this step
         generates, as far as known; None: those of the last step, once this one has as many its own."""
         with self._lock:
-            return draw(list(self._entries.values()), lengths or self.generated(), self.reach, num_tokens, rng)
+            known = None if lengths is None else tuple(lengths)
+            if self._pools is None or self._pools[0] != known:
+                self._pools = known, Pools.of(self._entries.values(), lengths or self.generated(), self.reach)
+            return self._pools[1].draw(num_tokens, rng)
 
     def generated(self) -> list[int]:
         """Lengths of a whole step's answers: of the newest step, or while it has fewer than the last, of that."""
@@ -135,6 +139,7 @@ class FeatureBuffer:
 
     def _book(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
+        self._pools = None
         self.disk_bytes += 0 if self.folder is None else entry.num_bytes
         self._next_key = max(self._next_key, entry.key + 1)
         self.newest_step, self.newest_version = max(self.newest_step, entry.step), max(self.newest_version, entry.version)
@@ -169,6 +174,7 @@ class FeatureBuffer:
     def _drop(self, entry: Entry) -> None:
         self.dropped += 1
         del self._entries[entry.key]
+        self._pools = None
         self._forget(entry.key)
         if self.folder is not None:
             self.disk_bytes -= entry.num_bytes

@@ -1,12 +1,14 @@
-"""What a drafter is held to. Mathematics only: no state, no devices. p is the policy's distribution, q the drafter's.
+"""What a drafter is held to. Mathematics only: no state. p is the policy's distribution, q the drafter's.
 
 Each objective has two faces: the value alone, differentiable, as the formula reads; and value with gradient with respect to the
-drafter's logits, worked out on the spot, which is what `target_loss` uses chunk by chunk.
+drafter's logits, worked out on the spot, which is what `target_loss` uses chunk by chunk (on a GPU a kernel does all of a chunk).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -80,23 +82,26 @@ class TargetLoss(NamedTuple):
     top1: Tensor  # the drafter's likeliest token is the policy's
 
 
-def target_loss(own: Tensor, wanted: Tensor, weight: Tensor, heads: Heads, objective: str, most: int | None = None) -> TargetLoss:
+def target_loss(own: Tensor, wanted: Tensor, weight: Tensor, heads: Heads, objective: str, most: int | None = None,
+                fused: bool | None = None) -> TargetLoss:
     """own [J, R, H] the drafter's hidden states, wanted [R, H] the policy's, weight [J, R].
 
     Logits exist for a chunk of rows at a time (`most` elements), so a large vocabulary does not fill the memory. Over a reduced
-    vocabulary both distributions are those given that the token is in it."""
+    vocabulary both distributions are those given that the token is in it. fused: by Triton's kernel; None: where it can be."""
     if most is None:
         most = 2**22 if own.device.type == "cpu" else 2**27
-    pull = PULLS[objective]
-    return TargetLoss(*_Chunked.apply(own, wanted, weight, heads.drafter, heads.policy, heads.temperature, pull, most))
+    if fused is None:
+        fused = own.is_cuda and heads.policy.dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
+    pull = partial(_fused if fused else _plain, temperature=heads.temperature, objective=objective)
+    return TargetLoss(*_Chunked.apply(own, wanted, weight, heads.drafter, heads.policy, pull, most))
 
 
 class _Chunked(torch.autograd.Function):
     """The gradient is worked out together with the value: the backward pass needs no second product with the head."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, wanted: Tensor, weight: Tensor, head: Tensor, policy_head: Tensor, temperature: float,
-                pull: Callable[[Tensor, Tensor], Pulled], most: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, own: Tensor, wanted: Tensor, weight: Tensor, head: Tensor, policy_head: Tensor,
+                pull: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], most: int) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(own)
         head_gradient = torch.zeros_like(head) if ctx.needs_input_grad[3] else None
         loss, shared, top1 = (weight.new_zeros(len(own)) for _ in range(3))
@@ -105,13 +110,11 @@ class _Chunked(torch.autograd.Function):
         for first in range(0, len(wanted), size):
             rows = slice(first, first + size)
             each = weight[:, rows]  # [J, c]
-            log_p = ((wanted[rows].to(policy_head.dtype) @ policy_head.T).to(wide) / temperature).log_softmax(-1)
-            log_q = ((own[:, rows].to(narrow.dtype) @ narrow.T).to(wide) / temperature).log_softmax(-1)
-            shared += (each * torch.minimum(log_p, log_q).exp_().sum(-1)).sum(-1)
-            top1 += (each * (log_q.argmax(-1) == log_p.argmax(-1))).sum(-1)
-            value, pulled = pull(log_q, log_p.expand_as(log_q))
-            loss += (each * value).sum(-1)
-            pulled = pulled.mul_(each[..., None] / temperature).to(narrow.dtype)
+            p = wanted[rows].to(policy_head.dtype) @ policy_head.T
+            q = own[:, rows].to(narrow.dtype) @ narrow.T
+            pulled, *sums = pull(q, p, each)
+            for total, found in zip((loss, shared, top1), sums, strict=True):
+                total += (each * found).sum(-1)
             gradient[:, rows] = (pulled @ narrow).to(wide)
             if head_gradient is not None:
                 head_gradient += (pulled.flatten(0, 1).T @ own[:, rows].flatten(0, 1).to(narrow.dtype)).to(head.dtype)
@@ -124,4 +127,20 @@ class _Chunked(torch.autograd.Function):
         """A head of the drafter's own takes the sum over steps, so they must then be weighed alike from outside."""
         gradient, head_gradient = ctx.saved_tensors
         head = None if head_gradient is None else head_gradient * outer[0].mean()
-        return gradient * outer[0][:, None, None], None, None, head, None, None, None, None
+        return gradient * outer[0][:, None, None], None, None, head, None, None, None
+
+
+def _plain(q: Tensor, p: Tensor, weight: Tensor, temperature: float, objective: str) -> tuple[Tensor, ...]:
+    """Logits q [J, c, V] and p [c, V] -> gradient of weight * value with respect to q; value, overlap and top-1 [J, c]."""
+    log_p, log_q = ((x.to(weight.dtype) / temperature).log_softmax(-1) for x in (p, q))
+    shared = torch.minimum(log_p, log_q).exp_().sum(-1)
+    top1 = log_q.argmax(-1) == log_p.argmax(-1)
+    value, pulled = PULLS[objective](log_q, log_p.expand_as(log_q))
+    return pulled.mul_(weight[..., None] / temperature).to(q.dtype), value, shared, top1
+
+
+def _fused(q: Tensor, p: Tensor, weight: Tensor, temperature: float, objective: str) -> tuple[Tensor, ...]:
+    """The same in one kernel, into q."""
+    from paceline.kernels.triton_loss import pull_  # only where Triton is
+
+    return q, *pull_(q, p, weight, temperature, objective == "agreement")

@@ -37,6 +37,7 @@ from paceline.kernels.triton_ops import TritonOps  # noqa: E402
 from paceline.models.attend import PagedAttend  # noqa: E402
 from paceline.models.config import ModelConfig  # noqa: E402
 from paceline.models.decoder import Decoder  # noqa: E402
+from paceline.spot.losses import Heads, target_loss  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 TORCH = TorchOps()
@@ -417,3 +418,24 @@ def test_move_tokens(ops: TritonOps) -> None:
     for family, mine in ((ops, tensors), (TORCH, plain)):
         family.move_tokens(family.movable(mine), source, target)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(mine, expected, strict=True)), family.name
+
+
+@pytest.mark.parametrize("objective", ["agreement", "cross_entropy"])
+@pytest.mark.parametrize(("vocabulary", "spread"), [(50, 3.0), (5000, 3.0), (2048, 60.0)])
+def test_a_drafters_loss_by_the_kernel_is_that_of_torch(objective, vocabulary, spread):
+    """Value, gradient and measures; distributions that hardly overlap and rows of no weight included."""
+    own, wanted = spread * torch.randn(3, 5, 16) / 4, spread * torch.randn(5, 16) / 4
+    own[0, :2] = wanted[:2]
+    head = torch.randn(vocabulary, 16).to(HALF)
+    weight = torch.rand(3, 5)
+    weight[1, 3] = 0.0
+    results = []
+    for fused in (True, False):
+        leaf = own.clone().requires_grad_()
+        found = target_loss(leaf, wanted, weight, Heads(head, head, 0.7), objective, most=2 * 3 * vocabulary, fused=fused)
+        found.loss.sum().backward()
+        results.append((*found, leaf.grad))
+    for mine, plain in zip(*results, strict=True):
+        assert torch.isfinite(mine).all()
+        torch.testing.assert_close(mine, plain, rtol=1e-2, atol=2e-3)
+    assert not results[0][-1][1, 3].any()

@@ -83,12 +83,16 @@ class Follower:
             self._take([rollout for group in groups for rollout in group.rollouts], step)
             held_out, self._held_out = self._held_out, []
             self._prompts.clear()
-            self._generation_s = clock.seconds.get("generate", 0.0)
+            self._generation_s = self._usual(clock.seconds.get("generate", 0.0))
             self.pace.at_step(step)
             metrics = self._train(held_out[:_HELD_OUT])
             for record in held_out:
                 self._add(record, step)
             return metrics
+
+    def _usual(self, seconds: float) -> float:
+        """Of a step's generation: one long answer makes a step many times as long as another."""
+        return self._generation_s + (seconds - self._generation_s) * (0.25 if self._generation_s else 1.0)
 
     def woken(self) -> None:
         """Acceptance has fallen: train, whether or not it paid last."""

@@ -217,8 +217,7 @@ class Engine:
         self._asleep = False
 
     def _select(self) -> Strategy:
-        if self._choosing.wants_profile and self.config.profile and self.drafting.available:
-            self.profile()
+        self._profile_once()
         return self._choosing.strategy(self.scheduler, self.drafting.available)
 
     @property
@@ -246,6 +245,11 @@ class Engine:
         self._choosing.use(load_or_profile(self, seconds, folder))
         return self.costs
 
+    def _profile_once(self) -> None:
+        """If the selector wants to know, and nobody has told it yet."""
+        if self._choosing.wants_profile and self.config.profile and self.drafting.available:
+            self.profile()
+
     @torch.inference_mode()
     def rehearse(self, batch: int, strategy: Strategy, exact: bool = False) -> None:
         """A step of so many requests that are nobody's, verification only. exact: unpadded."""
@@ -264,7 +268,9 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> GraphReport:
-        """Captures whatever a selector may ask for, so that no step waits for it later. Some seconds on a GPU, none elsewhere."""
+        """Profiles, where the selector wants it, and captures whatever it may ask for, so that no step waits for it later. Some
+        seconds on a GPU."""
+        self._profile_once()
         if self.runner.graphs is not None:
             for rows in self.drafting.row_sizes:
                 if rows <= self.scheduler.max_batch:

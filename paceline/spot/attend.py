@@ -89,7 +89,7 @@ class _Path(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, path: tuple[Tensor, ...], scale: float) -> _Path:
         half, group = len(path) // 2, q.shape[1] // path[0].shape[1]
-        keys, values = (torch.stack(part, dim=2).repeat_interleave(group, dim=1) for part in (path[:half], path[half:]))
         wide = torch.promote_types(torch.float32, q.dtype)
-        keys, values = keys.to(wide), values.to(wide)
+        stacked = (torch.stack(part, dim=2).to(wide) for part in (path[:half], path[half:]))  # [R, Hkv, n, D]
+        keys, values = (each.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for each in stacked)
         return cls(keys, values, (keys @ q.to(wide)[..., None]).squeeze(-1) * scale)

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from paceline.kernels.upload import upload
 
 
 class Causal(Protocol):
@@ -103,7 +106,7 @@ class CudaCausal:
     """FlashAttention over all sequences at once; half precision only."""
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self._ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        self._ends = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
         self._longest = max(lengths)
         self._random: tuple[Tensor, Tensor] | None = None
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.kernels import Ops
+from paceline.kernels.upload import upload
 from paceline.models.decoder import Decoder, Rope
 from paceline.spot.attend import PathAttend
 from paceline.spot.config import SpotConfig
@@ -56,7 +58,7 @@ class Objective:
         aligned = align(self._paths(module, packed, generator), packed)
         own = aligned.own.to(torch.promote_types(torch.float32, aligned.own.dtype))  # [J, T, H]
         wanted = packed.wanted[aligned.rows]  # [T, H]
-        weight = aligned.valid * torch.tensor(shares, dtype=own.dtype, device=own.device)[:, None]
+        weight = aligned.valid * upload(np.array(shares), own.device).to(own.dtype)[:, None]
         hidden = self._hidden(own, wanted, weight)
         target = self._target(module, own, wanted, weight)
         total = self.recipe.hidden_weight * hidden.sum() + self.recipe.target_weight * target.loss.sum()

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
+from paceline.kernels.upload import upload
 from paceline.models.attend import Attend
 from paceline.types import FeatureRecord
 
@@ -26,6 +28,7 @@ class Packed(NamedTuple):
     drawn: Tensor  # [R] int64 the token at i + 2: what the policy drew
     positions: Tensor  # [R] int64 i
     first: Tensor  # [R] int64 the row i of its record that predicts the answer's first token
+    answers: Tensor  # [T] int64 the rows that predict tokens of answers
     lengths: tuple[int, ...]  # rows of each record
     members: tuple[int, ...]  # which records, by their place in the list that was packed
 
@@ -79,22 +82,22 @@ def cut(record: FeatureRecord, most: int) -> FeatureRecord:
 def pack(records: Sequence[FeatureRecord], layers: tuple[int, ...], hidden: int, device: torch.device | str = "cpu",
          members: Sequence[int] | None = None) -> Packed:
     """One micro-batch of these records, in this order; each has at least three tokens. `layers`: what the drafter reads."""
-    features, wanted, follow, drawn = [], [], [], []
+    features, wanted = [], []
     for record in records:
         (final,) = columns_of(record, (-1,), hidden)
         read = columns_of(record, layers, hidden)
         stored = record.features.to(device, non_blocking=True)  # one transfer a record
         features.append(stored[:-1, read[0]] if len(read) == 1 else torch.cat([stored[:-1, part] for part in read], dim=-1))
         wanted.append(stored[1:, final])
-        tokens = torch.tensor(record.token_ids)
-        follow.append(tokens[1:-1])
-        drawn.append(tokens[2:])
-    lengths = [num_rows(len(record.token_ids)) for record in records]
-    first = torch.tensor([max(0, record.prompt_length - 2) for record in records])
-    return Packed(
-        torch.cat(features), torch.cat(wanted), torch.cat(follow).to(device), torch.cat(drawn).to(device),
-        torch.cat([torch.arange(n) for n in lengths]).to(device), first.repeat_interleave(torch.tensor(lengths)).to(device),
-        tuple(lengths), tuple(range(len(records)) if members is None else members))
+    tokens = [np.array(record.token_ids, np.int64) for record in records]
+    lengths = [num_rows(len(each)) for each in tokens]
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    first = np.repeat([max(0, record.prompt_length - 2) for record in records], lengths)
+    numbers = (np.concatenate([each[1:-1] for each in tokens]), np.concatenate([each[2:] for each in tokens]), positions, first,
+               np.flatnonzero(positions >= first))
+    follow, drawn, place, start, answers = upload(np.concatenate(numbers), torch.device(device)).split([len(n) for n in numbers])
+    return Packed(torch.cat(features), torch.cat(wanted), follow, drawn, place, start, answers, tuple(lengths),
+                  tuple(range(len(records)) if members is None else members))
 
 
 def unroll(module: Eagle, embedded: Tensor, state: Tensor, attend: Attend, steps: int) -> list[Tensor]:
@@ -119,7 +122,7 @@ class Aligned(NamedTuple):
 
 def align(outputs: Sequence[Tensor], packed: Packed) -> Aligned:
     """At step k it is the path that started k rows before."""
-    rows = (packed.positions >= packed.first).nonzero()[:, 0]
+    rows = packed.answers
     depth = packed.positions[rows] - packed.first[rows]
     steps = torch.arange(len(outputs), device=rows.device)[:, None]
     own = torch.stack([out[(rows - k).clamp_min(0)] for k, out in enumerate(outputs)])

@@ -46,10 +46,12 @@ def test_two_sizes_per_doubling():
     assert all(b <= 2 * a for a, b in zip(coarse(GRAPH_SIZES), coarse(GRAPH_SIZES)[1:], strict=False))
 
 
-def test_after_warming_up_auto_finds_everything_captured():
+@pytest.mark.parametrize("profile", [False, True])
+def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     drafter = eagle("qwen3", dtype=torch.float32)
     engine = Engine(model("qwen3", dtype=torch.float32), None, drafter, "auto",
-                    EngineConfig(max_batch=16, kv_tokens=4096, kernels="torch", profile=False))
+                    EngineConfig(max_batch=16, kv_tokens=4096, kernels="torch", profile=profile))
     graphs = captured(engine, tuple(n for n in GRAPH_SIZES if n <= 128))
     engine._pipelined = False  # what a look reads is not copied on a CPU
     engine.warm_up()

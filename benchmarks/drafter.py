@@ -18,6 +18,7 @@ Training beside generation is measured by `drafter_modes.py`, frozen against ada
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import sys
@@ -82,9 +83,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--answers", type=int, help="[1024 on a CPU, 3000 on a GPU]")
     parser.add_argument("--new-tokens", type=int, default=512, help="longest answer")
     parser.add_argument("--measured", type=int, default=64, help="answers that the engine is measured on")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="that it is measured with")
     parser.add_argument("--draft-vocab", type=int, default=32768)
     parser.add_argument("--records", type=Path, help="captured answers, written there once and read by later runs")
-    parser.add_argument("--save", type=Path, help="folder for the last form's drafter")
+    parser.add_argument("--save", type=Path, help="folder for the drafters: FORM-SECONDSs of each mark")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing new after so many")
     parser.add_argument("--tiny", action="store_true", help="a random tiny model on the CPU: seconds, figures mean nothing")
@@ -150,14 +152,14 @@ class Bench:
             seconds, tokens = seconds + report.seconds, tokens + report.tokens
             drafter = trainer.drafter()
             if self.args.save is not None:
-                save_eagle(drafter, self.args.save)
+                save_eagle(drafter, self.args.save / f"{name}-{mark:g}s")
             covered = judged(drafter, self.policy, held_out, tau, 1.0)
             record = {k: v for k, v in coverage_record(covered).items() if k in ("by_depth", "by_quarter", "by_position")}
             marks[f"{mark:g}"] = record | {
                 "steps": trainer.progress.step, "tokens": tokens, "tokens_per_s": tokens / seconds,
                 "longest_micro_batch_ms": 1e3 * report.max_micro_batch_s,
                 "expected_d6": {str(k): values[-1] for k, values in covered.expected.items()},
-                "measured": {strategy: self.measure(drafter, strategy) for strategy in STRATEGIES}}
+                "measured": {strategy: self.measure(drafter, strategy) for strategy in self.args.strategies}}
             show(name, mark, marks[f"{mark:g}"])
             self.report.save()
 
@@ -168,7 +170,12 @@ class Bench:
         params = SamplingParams(max_new_tokens=self.args.new_tokens, seed=77)
         keys = [f"measured {i}" for i in range(len(asked))]
         engine.generate([encoded(engine, each) for each in asked], params, keys=keys)
-        return engine.stats().tokens_per_verification
+        found = engine.stats().tokens_per_verification
+        del engine
+        gc.collect()  # it refers to itself
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+        return found
 
     def trainer(self, config: SpotConfig) -> SpotTrainer:
         draft_vocab = self.args.draft_vocab if self.args.draft_vocab < self.policy.config.vocab_size else 0
@@ -227,8 +234,9 @@ class Bench:
         began, missing = time.perf_counter(), len(self.captured.missing)
         if missing:
             layers = capture_layers(EagleConfig.for_policy(self.policy.config, "eagle3"))
-            more = {"max_batch": 256} if self.on_gpu else {}
+            more = {"max_batch": 256, "kv_memory_gb": 16.0} if self.on_gpu else {}
             self.captured.run(self._engine(None, "off", capture=layers, **more))
+            gc.collect()
         self.captured.require_enough()
         self.report.content["answers"] = {
             "trained_on": len(self.captured.buffer), "tokens": self.captured.buffer.num_tokens,
@@ -238,7 +246,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _engine(self, drafter: Eagle | None, strategy: str, **options: Any) -> Engine:
-        sizes: dict[str, Any] = {"max_batch": 64, "max_rows": 8192, "kv_memory_gb": 12.0 if self.on_gpu else None}
+        sizes: dict[str, Any] = {"max_batch": 64, "max_rows": 8192, "kv_memory_gb": 4.0 if self.on_gpu else None}
         if self.args.tiny:
             sizes |= {"max_batch": 8, "kv_tokens": 2048, "kernels": "torch"}
         return Engine(self.policy, self.tokenizer, drafter, strategy, EngineConfig(**sizes | options))

@@ -59,6 +59,9 @@ def main() -> None:
     budget = Budget(args.minutes)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.engine.deterministic:  # the learner, too
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         start = args.drafter

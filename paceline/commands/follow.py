@@ -68,6 +68,7 @@ class Follower:
         self.engine, self.config, self.pace = engine, config, pace
         self._start, self._generation_s = engine.drafting.eagle.module, 0.0
         self._held_out: list[FeatureRecord] = []
+        self._unsaved: SpotTrainer | None = None
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, in the order in which their answers came
         self._open(folder)
 
@@ -99,10 +100,18 @@ class Follower:
         self.pace.wake()
 
     def close(self) -> None:
+        if self._unsaved is not None:
+            self.checkpoints.save(snapshot(self._unsaved))
         self.checkpoints.close()
 
+    def _save(self, trainer: SpotTrainer) -> float:
+        """Milliseconds waited: none for the disk. What is not saved now is a step later, or when the run ends."""
+        self._unsaved = trainer if self.checkpoints.busy else None
+        return 0.0 if self._unsaved is not None else self.checkpoints.save(snapshot(trainer))
+
     def _open(self, folder: Path) -> None:
-        self.buffer, self.checkpoints = FeatureBuffer(_BUFFER_BYTES), SpotCheckpoints(folder)
+        self.buffer = FeatureBuffer(_BUFFER_BYTES, device=self.engine.model.norm.device)
+        self.checkpoints = SpotCheckpoints(folder)
         self._trainer: SpotTrainer | None = None
         found = load_snapshot(folder)
         if found is not None:
@@ -133,10 +142,10 @@ class Follower:
         seconds = self.pace.next_seconds(self._generation_s)
         if not seconds or not len(self.buffer):
             return {}
-        trainer = self._made()
+        trainer, self._unsaved = self._made(), None  # interrupted in the middle it is in no state to be saved
         trainer.policy_changed()
         report = trainer.run(seconds)
-        stall_ms = self.checkpoints.save(snapshot(trainer))
+        stall_ms = self._save(trainer)
         metrics = self._swap(trainer.drafter(), held_out, report.seconds)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
                 "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s,
@@ -203,7 +212,7 @@ class StreamFollower(Follower):
         if self._beside is None or not self._beside.running:
             return {}
         found, trainer = self._beside.stop(), self._beside.trainer
-        stall_ms = self.checkpoints.save(snapshot(trainer))
+        stall_ms = self._save(trainer)
         metrics = self._swap(trainer.drafter(), held_out, found.stop_ms / 1e3)
         return {**metrics, **beside_metrics(found), "drafter/steps": trainer.progress.step,
                 "drafter/checkpoint_stall_ms": stall_ms}

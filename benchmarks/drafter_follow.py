@@ -1,20 +1,17 @@
-"""Frozen against adaptive: the same RL run twice from the same trained drafter, which stays as it is in one and follows the
-policy in the other. Tokens do not depend on the drafter, so both see the same prompts, answers and weights; what differs is how
-many tokens a verification gives.
+"""Frozen against adaptive over an RL run: every batch is generated twice, with the drafter that follows the policy and with the
+one that the run began with. Both guess for the same policy, and tokens depend on neither, so what differs is how many of them a
+verification gives.
 
     python benchmarks/drafter_follow.py --steps 16                                    # the default run, one thread
-    python benchmarks/drafter_follow.py --device cuda --config configs/qwen2.5-1.5b-gsm8k.toml --set model=... \\
-        --set engine.deterministic=true [--drafter FOLDER]
+    python benchmarks/drafter_follow.py --device cuda --config configs/qwen2.5-1.5b-gsm8k.toml --set model=... [--drafter FOLDER]
 
-In bfloat16 tokens are the same with both only if the engine is `deterministic`. Stopped (Ctrl-C, SIGTERM) it sums up what it has.
+Stopped (Ctrl-C, SIGTERM) it sums up what it has.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import tempfile
-import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,8 +22,9 @@ from gpu_common import Budget, Report, parser_of
 from paceline import Engine, SamplingParams
 from paceline.commands.policy import policy_source
 from paceline.commands.rollouts import Problems, as_prompt
+from paceline.commands.run_folder import RunFolder
 from paceline.commands.settings import read_settings
-from paceline.commands.train import train
+from paceline.commands.train import Run, make_engine
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle
@@ -59,28 +57,35 @@ def main() -> None:
     budget = Budget(args.minutes)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.engine.deterministic:  # the learner, too
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
-        start = args.drafter
-        if start is None:
-            start, (seconds, prompts) = Path(scratch) / "start", (0.5, 2) if args.tiny else (args.warm_seconds, args.warm_prompts)
+        start, out = args.drafter or Path(scratch) / "start", Path(scratch) / "run"
+        if args.drafter is None:
+            seconds, prompts = (0.5, 2) if args.tiny else (args.warm_seconds, args.warm_prompts)
             report.content["warm_up"] = warm_up(config, start, seconds, prompts)
-        for name, follow in (("frozen", False), ("adaptive", True)):
-            out = Path(scratch) / name
-            began = time.perf_counter()
-            code = train(config.model_copy(update={"out": str(out), "drafter": str(start), "drafter_follow": follow}))
-            report.content[name] = figures(out, time.perf_counter() - began)
-            report.save()
-            if code:
-                break
-        if "adaptive" in report.content:
-            report.content |= compared(report.content, Path(scratch))
-    report.content["minutes"] = budget.used / 60
+        with RunFolder(out) as folder:
+            run = Paired(config.model_copy(update={"out": str(out), "drafter": str(start), "drafter_follow": True}), folder)
+            run.execute()
+        report.content |= figures(read_metrics(out))
+        found = run.collect.comparison
+        report.content |= {"rollouts": found.num_rollouts, "differing_rollouts": found.num_differing, "minutes": budget.used / 60}
     report.save()
     show(report.content)
+
+
+class Paired(Run):
+    """Every batch once more with the drafter as it was."""
+
+    def _to_compare(self) -> Engine:
+        return make_engine(self.config.model_copy(update={"drafter_follow": False}), self.learner, self.tokenizer, speculate=True)
+
+    def _engine_metrics(self, timed: dict[str, float]) -> dict[str, Any]:
+        assert self.off is not None
+        frozen = self.off.stats().tokens_per_verification
+        return {**super()._engine_metrics(timed), "frozen/accept_length": frozen}
+
+    def _compared(self) -> dict[str, Any]:
+        return {}
 
 
 def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> dict[str, Any]:
@@ -108,40 +113,28 @@ def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> 
     return {"seconds": found.seconds, "tokens": buffer.num_tokens, "expected_tokens_per_verification": expected}
 
 
-def figures(out: Path, seconds: float) -> dict[str, Any]:
-    records = read_metrics(out)
-    trained = [r.get("drafter/seconds", r.get("drafter/beside_seconds", 0.0)) for r in records]
-    return {"accept_length": [r["accept_length"] for r in records], "reward": [r["reward/mean"] for r in records],
-            "generate_s": [r["time/generate"] for r in records], "drafter_s": [r.get("time/drafter", 0.0) for r in records],
-            "trained_s": trained, "alarms": {r["step"]: r["alarms"] for r in records if "alarms" in r}, "seconds": seconds}
-
-
-def compared(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Over the steps that both have; at the end: the last quarter of them."""
-    lengths = {side: content[side]["accept_length"] for side in ("frozen", "adaptive")}
-    steps = min(map(len, lengths.values()))
-    last = max(1, steps // 4)
-    ends = {f"{side}_at_end": fmean(each[steps - last : steps]) for side, each in lengths.items()}
-    same = [rollouts(folder / "frozen", step) == rollouts(folder / "adaptive", step) for step in range(1, steps + 1)]
-    return {"steps_compared": steps, **ends, "identical_rollouts": all(same), "steps_identical": sum(same)}
-
-
-def rollouts(out: Path, step: int) -> list[list[int]]:
-    return [json.loads(line)["token_ids"] for line in (out / f"rollouts-{step:06d}.jsonl").read_text().splitlines()]
+def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """By step, and at the end: means of the last quarter of the steps."""
+    names = {"frozen": "frozen/accept_length", "adaptive": "accept_length", "reward": "reward/mean",
+             "length_p50": "length/p50", "generate_s_frozen": "time/generate_off", "generate_s_adaptive": "time/generate",
+             "drafter_s": "time/drafter"}
+    found: dict[str, Any] = {name: [record.get(key, 0.0) for record in records] for name, key in names.items()}
+    found["trained_s"] = [r.get("drafter/seconds", r.get("drafter/beside_seconds", 0.0)) for r in records]
+    found["alarms"] = {r["step"]: r["alarms"] for r in records if "alarms" in r}
+    last = max(1, len(records) // 4)
+    return found | {f"{side}_at_end": fmean(found[side][-last:]) for side in ("frozen", "adaptive") if records}
 
 
 def show(content: dict[str, Any]) -> None:
-    if "adaptive" not in content:
-        return
-    frozen, adaptive = content["frozen"], content["adaptive"]
     print(f"{'step':>5}{'frozen':>9}{'adaptive':>9}{'trained s':>11}")
-    lines = zip(frozen["accept_length"], adaptive["accept_length"], adaptive["trained_s"], strict=False)
+    lines = zip(content["frozen"], content["adaptive"], content["trained_s"], strict=True)
     for step, (a, b, s) in enumerate(lines, 1):
         print(f"{step:5d}{a:9.3f}{b:9.3f}{s:11.1f}")
-    print(f"last quarter of {content['steps_compared']} steps: frozen {content['frozen_at_end']:.3f}, adaptive "
-          f"{content['adaptive_at_end']:.3f}; rollouts identical in {content['steps_identical']}; generation "
-          f"{sum(frozen['generate_s']):.1f} s and {sum(adaptive['generate_s']):.1f} s, training the drafter "
-          f"{sum(adaptive['trained_s']):.1f} s")
+    if content["frozen"]:
+        print(f"last quarter of {len(content['frozen'])} steps: frozen {content['frozen_at_end']:.3f}, adaptive "
+              f"{content['adaptive_at_end']:.3f}; {content['differing_rollouts']} of {content['rollouts']} rollouts differ; "
+              f"generation {sum(content['generate_s_frozen']):.1f} s and {sum(content['generate_s_adaptive']):.1f} s, "
+              f"training the drafter {sum(content['trained_s']):.1f} s, {sum(content['drafter_s']):.1f} s in all")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Run:
         task = make_task(config.task, **config.task_options)
         self.learner, self.tokenizer = make_learner(config, latest)
         self.engine = make_engine(config, self.learner, self.tokenizer, speculate=True)
-        self.off = make_engine(config, self.learner, self.tokenizer, speculate=False) if config.compare_off else None
+        self.off = self._to_compare()
         for engine in self._engines():
             engine.version = self.state.step
         self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s)
@@ -92,6 +92,11 @@ class Run:
         self.totals = Totals()
         self._drafter_metrics: dict[str, float] = {}
         self._used: Counter[str] = Counter()
+
+    def _to_compare(self) -> Engine | None:
+        """Generates every batch once more."""
+        config = self.config
+        return make_engine(config, self.learner, self.tokenizer, speculate=False) if config.compare_off else None
 
     def _drafter_parts(self) -> tuple[Follower | None, Watch | None]:
         """What trains the learned drafter, and what watches it."""

@@ -116,4 +116,5 @@ class Eagle(nn.Module):
         if self._gathered is None or self._gathered.device != rows.device or self._gathered.dtype != rows.dtype:
             self._gathered = rows.contiguous()
         else:
-            self._gathered.copy_(rows)
+            with torch.inference_mode(self._gathered.is_inference()):
+                self._gathered.copy_(rows)

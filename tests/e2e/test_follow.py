@@ -19,7 +19,7 @@ from paceline.spot import fresh_eagle
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.checkpoint import load_snapshot
 from paceline.spot.process import BesideProcess
-from paceline.types import StepResult, Strategy
+from paceline.types import FeatureRecord, StepResult, Strategy
 
 EAGLE = {"strategy": "eagle:d3w1v3", "rollout.max_new_tokens": 24, "optimizer.lr": 1e-3}
 
@@ -47,6 +47,19 @@ def test_training_it_beside_generation_changes_nothing(folder, start, mode, monk
     assert load_snapshot(folder / "follow" / "drafter") is not None
     assert run(["train", "--resume", str(folder / "follow"), "--set", "steps=5"]) == 0
     assert read_metrics(folder / "follow")[-1]["step"] == 5
+
+
+def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):
+    """The policy's head changes under the rows that it has gathered."""
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    size = policy.config.vocab_size
+    record = FeatureRecord(list(range(size)), torch.zeros(size - 1, policy.config.hidden_size), (-1,), [], 1)
+    drafter = fresh_eagle(policy, "eagle", [record], size - 3)
+    drafter.origin = origin_of(policy)
+    save_eagle(drafter, folder / "start")
+    assert run(settings(folder, "follow", **EAGLE, drafter=str(folder / "start"), steps=3)) == 0
+    records = read_metrics(folder / "follow")
+    assert records[0]["drafter/tokens"] > 0 and "drafter/expected_after" in records[0] and len(records) == 3
 
 
 def test_a_frozen_drafter_stays_and_grows_old_aloud(folder, start, capsys):

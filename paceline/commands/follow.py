@@ -68,7 +68,6 @@ class Follower:
         self.engine, self.config, self.pace = engine, config, pace
         self._start, self._generation_s = engine.drafting.eagle.module, 0.0
         self._held_out: list[FeatureRecord] = []
-        self._unsaved: SpotTrainer | None = None
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, in the order in which their answers came
         self._open(folder)
 
@@ -99,15 +98,13 @@ class Follower:
         """Acceptance has fallen: train, whether or not it paid last."""
         self.pace.wake()
 
-    def close(self) -> None:
-        if self._unsaved is not None:
-            self.checkpoints.save(snapshot(self._unsaved))
-        self.checkpoints.close()
+    def save(self) -> None:
+        """With a checkpoint of the policy, which is where a run that goes on begins; in the background."""
+        if self._trainer is not None:
+            self.checkpoints.save(snapshot(self._trainer))
 
-    def _save(self, trainer: SpotTrainer) -> float:
-        """Milliseconds waited: none for the disk. What is not saved now is a step later, or when the run ends."""
-        self._unsaved = trainer if self.checkpoints.busy else None
-        return 0.0 if self._unsaved is not None else self.checkpoints.save(snapshot(trainer))
+    def close(self) -> None:
+        self.checkpoints.close()
 
     def _open(self, folder: Path) -> None:
         self.buffer = FeatureBuffer(_BUFFER_BYTES, device=self.engine.model.norm.device)
@@ -142,14 +139,12 @@ class Follower:
         seconds = self.pace.next_seconds(self._generation_s)
         if not seconds or not len(self.buffer):
             return {}
-        trainer, self._unsaved = self._made(), None  # interrupted in the middle it is in no state to be saved
+        trainer = self._made()
         trainer.policy_changed()
         report = trainer.run(seconds)
-        stall_ms = self._save(trainer)
         metrics = self._swap(trainer.drafter(), held_out, report.seconds)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
-                "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s,
-                "drafter/checkpoint_stall_ms": stall_ms}
+                "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
 
     def _swap(self, drafter: Eagle, held_out: list[FeatureRecord], waited_s: float) -> dict[str, float]:
         """Publishes it and books what it gained, on answers that it has not seen, against what was waited."""
@@ -212,10 +207,8 @@ class StreamFollower(Follower):
         if self._beside is None or not self._beside.running:
             return {}
         found, trainer = self._beside.stop(), self._beside.trainer
-        stall_ms = self._save(trainer)
         metrics = self._swap(trainer.drafter(), held_out, found.stop_ms / 1e3)
-        return {**metrics, **beside_metrics(found), "drafter/steps": trainer.progress.step,
-                "drafter/checkpoint_stall_ms": stall_ms}
+        return {**metrics, **beside_metrics(found), "drafter/steps": trainer.progress.step}
 
 
 class BesideFollower(Follower):
@@ -243,6 +236,9 @@ class BesideFollower(Follower):
 
     def saw(self, result: StepResult, done: int, total: int) -> None:
         self._take(result.finished, self._step)
+
+    def save(self) -> None:
+        """The process does, as it trains."""
 
     def close(self) -> None:
         self._process.close()

@@ -189,6 +189,8 @@ class Run:
         latest = self.checkpoints.latest()
         if latest is None or read_state(latest).step < self.state.step:
             self.checkpoints.save(self.learner, self.state, self.tokenizer)
+            if self.follower is not None:
+                self.follower.save()
 
     def _engine_metrics(self, timed: dict[str, float]) -> dict[str, Any]:
         stats = self.engine.stats()

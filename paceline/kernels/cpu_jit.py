@@ -744,13 +744,10 @@ def _attention(block, store, acc):  # type: ignore[no-untyped-def]
         length = length_of[i]
         if length <= 0 or (causal_of[i] and length >= long_segment):
             continue
-        # No segment is that long: sums are wanted in the order of a plain context. A row of a tree then goes alone, because its
-        # keys are those of its path, side by side.
-        rows_each = 1 if long_segment > _NO_SEGMENT and not causal_of[i] else tile_rows
-        for tile in range(0, length, rows_each):
+        for tile in range(0, length, tile_rows):
             for head in range(num_kv_heads):
                 if item == claimed:
-                    _attend(a, store, acc, scale, row_of[i] + tile, min(rows_each, length - tile), tile, context_of[i],
+                    _attend(a, store, acc, scale, row_of[i] + tile, min(tile_rows, length - tile), tile, context_of[i],
                             slot_of[i], causal_of[i] != 0, head, group, q, o, s, k, v, zeros, state, factors, where)
                     claimed = _next_item(block)
                 item += 1
@@ -764,7 +761,7 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
     (query vector r * group + g is head g of the group in row r), s [n, block], k, v [block, D], state [n, 2], factors [n],
     where [2, block] addresses of a block's keys and values."""
     num_heads, d, n = a[8], a[10], num_rows * group
-    lanes, lines, wide = _lanes(acc), q.shape[1] // _lanes(store), q.strides[0]
+    lanes, lines = _lanes(acc), q.shape[1] // _lanes(store)
     offset = (row * num_heads + head * group) * d * _size(store)
     stride = num_heads * d * _size(store)
     mask = carray(_pointer(a[19] + row * 16), (num_rows, 2), np.uint64)
@@ -779,53 +776,32 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
         state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
         for c in range(o.shape[1]):
             o[i, c] = acc(0)
+    # No segment is that long: sums are wanted in the order of a plain context. The keys of a row of a tree are then those of its
+    # path, side by side, and only the context's whole blocks are the same for all rows.
     path = a[12] > _NO_SEGMENT and not causal
-    end = context + (first + num_rows if causal else _count(mask) if path else _span(mask))
+    end = context // _BLOCK * _BLOCK if path else context + (first + num_rows if causal else _span(mask))
     for start in range(0, end, _BLOCK):
         size = min(_BLOCK, end - start)
-        used = (size + lanes - 1) // lanes  # vectors of scores
-        if path:
-            _find_path(a, store, slot, head, start, size, context, mask[0, 0], mask[0, 1], k, v, where)
-        else:
-            _find_block(a, store, slot, head, start, size, k, v, where)
-        for j in range(size, used * lanes):
-            where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
-        for j in range(0, used * lanes, lanes):
-            keys, scores = where.ctypes.data + j * 8, s.ctypes.data + j * _size(acc)
-            for i in range(0, n - 2, 3):
-                _dots3(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
-            i = n // 3 * 3
-            if i + 2 == n:
-                _dots2(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
-            elif i + 1 == n:
-                _dots1(q[i].ctypes.data, wide, keys, lines, scores + i * s.strides[0], s.strides[0], store, acc)
+        _find_block(a, store, slot, head, start, size, k, v, where)
+        _dots(q, s, zeros, where, 0, n, size, lanes, lines, store, acc)
         for r in range(num_rows):
             if path:
-                seen = _prefix(end - start)
+                seen = _prefix(_BLOCK)
             elif causal:
                 seen = _prefix(context + first + r + 1 - start)
             else:
                 seen = _visible(mask[r, 0], mask[r, 1], context - start)
-            for i in range(r * group, (r + 1) * group):
-                top = max(state[i, 0], _block_largest(s[i], used, seen))
-                if top == -np.inf:  # nothing of this block is visible, nor of those before
-                    factors[i] = acc(0)
-                    for j in range(_BLOCK):
-                        s[i, j] = acc(0)
-                    continue
-                factors[i] = _exp(state[i, 0] - top)
-                state[i, 0], state[i, 1] = top, state[i, 1] * factors[i] + _block_exp(s[i], used, top)
-        values = where[1].ctypes.data
-        for i in range(0, n - 2, 3):
-            _mix3(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0],
-                  size, lines, store, acc)
-        i = n // 3 * 3
-        if i + 2 == n:
-            _mix2(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0],
-                  size, lines, store, acc)
-        elif i + 1 == n:
-            _mix1(o[i].ctypes.data, wide, factors.ctypes.data + i * _size(acc), values, s[i].ctypes.data, s.strides[0],
-                  size, lines, store, acc)
+            _weigh(s, state, factors, r * group, group, size, lanes, seen, acc)
+        _mix(o, s, factors, where, 0, n, size, lines, store, acc)
+    if path:
+        for r in range(num_rows):
+            i, last = r * group, context + _count(mask[r, 0], mask[r, 1])
+            for start in range(end, last, _BLOCK):
+                size = min(_BLOCK, last - start)
+                _find_path(a, store, slot, head, start, size, context, mask[r, 0], mask[r, 1], k, v, where)
+                _dots(q, s, zeros, where, i, i + group, size, lanes, lines, store, acc)
+                _weigh(s, state, factors, i, group, size, lanes, _prefix(last - start), acc)
+                _mix(o, s, factors, where, i, i + group, size, lines, store, acc)
     for r in range(num_rows):
         for g in range(group):
             target, i = a[2] + offset + r * stride + g * d * _size(store), r * group + g
@@ -837,6 +813,54 @@ def _attend(a, store, acc, scale, row, num_rows, first, context, slot, causal, h
             out = carray(_pointer(target), d, store)
             for c in range(d):
                 out[c] = k[0, c]
+
+
+@_inlined
+def _dots(q, s, zeros, where, i, n, size, lanes, lines, store, acc):  # type: ignore[no-untyped-def]
+    """Scores of query vectors i..n with a block's keys, zeros behind them up to a whole vector."""
+    wide, stride, used = q.strides[0], s.strides[0], (size + lanes - 1) // lanes * lanes
+    for j in range(size, used):
+        where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
+    whole = i + (n - i) // 3 * 3
+    for j in range(0, used, lanes):
+        keys, scores = where.ctypes.data + j * 8, s.ctypes.data + j * _size(acc)
+        for m in range(i, whole, 3):
+            _dots3(q[m].ctypes.data, wide, keys, lines, scores + m * stride, stride, store, acc)
+        if whole + 2 == n:
+            _dots2(q[whole].ctypes.data, wide, keys, lines, scores + whole * stride, stride, store, acc)
+        elif whole + 1 == n:
+            _dots1(q[whole].ctypes.data, wide, keys, lines, scores + whole * stride, stride, store, acc)
+
+
+@_inlined
+def _weigh(s, state, factors, first, group, size, lanes, seen, acc):  # type: ignore[no-untyped-def]
+    """Online softmax: a block's scores of one row's query vectors become weights, and what came before is to be multiplied by
+    `factors`."""
+    used = (size + lanes - 1) // lanes  # vectors of scores
+    for i in range(first, first + group):
+        top = max(state[i, 0], _block_largest(s[i], used, seen))
+        if top == -np.inf:  # nothing of this block is visible, nor of those before
+            factors[i] = acc(0)
+            for j in range(_BLOCK):
+                s[i, j] = acc(0)
+            continue
+        factors[i] = _exp(state[i, 0] - top)
+        state[i, 0], state[i, 1] = top, state[i, 1] * factors[i] + _block_exp(s[i], used, top)
+
+
+@_inlined
+def _mix(o, s, factors, where, i, n, size, lines, store, acc):  # type: ignore[no-untyped-def]
+    """o = o * factor + weights @ values, of query vectors i..n."""
+    wide, stride, values, each = o.strides[0], s.strides[0], where[1].ctypes.data, _size(acc)
+    whole = i + (n - i) // 3 * 3
+    for m in range(i, whole, 3):
+        _mix3(o[m].ctypes.data, wide, factors.ctypes.data + m * each, values, s[m].ctypes.data, stride, size, lines, store, acc)
+    if whole + 2 == n:
+        _mix2(o[whole].ctypes.data, wide, factors.ctypes.data + whole * each, values, s[whole].ctypes.data, stride, size, lines,
+              store, acc)
+    elif whole + 1 == n:
+        _mix1(o[whole].ctypes.data, wide, factors.ctypes.data + whole * each, values, s[whole].ctypes.data, stride, size, lines,
+              store, acc)
 
 
 @_inlined
@@ -854,10 +878,10 @@ def _span(mask):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _count(mask):  # type: ignore[no-untyped-def]
-    """How many positions behind the context the first row sees."""
+def _count(low, high):  # type: ignore[no-untyped-def]
+    """How many positions behind the context a row sees."""
     count = 0
-    for word in (mask[0, 0], mask[0, 1]):
+    for word in (low, high):
         while word:
             word &= word - np.uint64(1)
             count += 1
@@ -933,8 +957,10 @@ def _find_path(a, store, slot, head, start, size, context, low, high, k, v, wher
         _find_block(a, store, slot, head, start, before, k, v, where)
     skip, j = max(0, start - context), before  # of the set bits, those of earlier blocks
     for bit in range(128):
+        if j == size:
+            break
         word = low if bit < 64 else high
-        if j == size or not (word >> np.uint64(bit % 64)) & np.uint64(1):
+        if not (word >> np.uint64(bit % 64)) & np.uint64(1):
             continue
         if skip:
             skip -= 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.kernels import Ops, apply_rope
 from paceline.models.attend import AttentionShape
 from paceline.models.decoder import Rope
-from paceline.spot.causal import Causal, causal_for, fold
+from paceline.spot.causal import Causal, causal_for
 
 
 class PathAttend:
@@ -51,10 +51,9 @@ class _Joint(torch.autograd.Function):
         out, lse = causal.forward(q, k, v)
         if path:
             own = _Path.of(q, path, scale)
-            total = torch.logaddexp(lse, own.scores.logsumexp(-1))  # [R, H]
-            weights = (own.scores - total[..., None]).exp()  # [R, H, n]
-            share = (lse - total).exp()[..., None]
-            out = (out * share + (weights.unsqueeze(-2) @ own.values).squeeze(-2)).to(q.dtype)
+            total = torch.logaddexp(lse, own.scores.logsumexp(-1).flatten(1))  # [R, H]
+            weights = (own.scores - own.grouped(total)[..., None]).exp()
+            out = (out * (lse - total).exp()[..., None] + (weights @ own.values).flatten(1, 2)).to(q.dtype)
             lse = total
         ctx.causal, ctx.scale = causal, scale
         ctx.save_for_backward(q, k, v, out, lse, *path)
@@ -68,28 +67,30 @@ class _Joint(torch.autograd.Function):
         if not path:
             return None, None, dq, dk, dv
         own = _Path.of(q, tuple(path), ctx.scale)
-        weights = (own.scores - lse[..., None]).exp()
-        wide = grad.to(own.scores.dtype)
-        through = (own.values @ wide[..., None]).squeeze(-1)  # [R, H, n]: grad · value
-        pull = weights * (through - (wide * out).sum(-1, keepdim=True)) * ctx.scale
-        dq = dq + (pull.unsqueeze(-2) @ own.keys).squeeze(-2).to(dq.dtype)
-        kv_heads = k.shape[1]
-        dkeys = [fold(pull[..., m, None] * q, kv_heads).to(k.dtype) for m in range(pull.shape[-1])]
-        dvalues = [fold(weights[..., m, None] * wide, kv_heads).to(v.dtype) for m in range(pull.shape[-1])]
-        return None, None, dq, dk, dv, *dkeys, *dvalues
+        weights = (own.scores - own.grouped(lse)[..., None]).exp()
+        wide = grad.to(weights.dtype)
+        through = own.grouped(wide) @ own.values.mT - own.grouped((wide * out).sum(-1))[..., None]  # grad · (value - out)
+        pull = weights * through * ctx.scale
+        dq = dq + (pull @ own.keys).flatten(1, 2).to(dq.dtype)
+        dkeys, dvalues = pull.mT @ own.queries, weights.mT @ own.grouped(wide)  # [R, Hkv, n, D]: heads of a group share a key
+        return None, None, dq, dk, dv, *dkeys.to(k.dtype).unbind(2), *dvalues.to(v.dtype).unbind(2)
 
 
 class _Path(NamedTuple):
-    """The keys beside the causal ones, one copy per query head, in float32 at least."""
+    """The keys beside the causal ones, in float32 at least; G query heads share one of Hkv."""
 
-    keys: Tensor  # [R, H, n, D]
+    queries: Tensor  # [R, Hkv, G, D]
+    keys: Tensor  # [R, Hkv, n, D]
     values: Tensor
-    scores: Tensor  # [R, H, n]
+    scores: Tensor  # [R, Hkv, G, n]
 
     @classmethod
     def of(cls, q: Tensor, path: tuple[Tensor, ...], scale: float) -> _Path:
-        half, group = len(path) // 2, q.shape[1] // path[0].shape[1]
-        wide = torch.promote_types(torch.float32, q.dtype)
-        stacked = (torch.stack(part, dim=2).to(wide) for part in (path[:half], path[half:]))  # [R, Hkv, n, D]
-        keys, values = (each.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for each in stacked)
-        return cls(keys, values, (keys @ q.to(wide)[..., None]).squeeze(-1) * scale)
+        wide, half = torch.promote_types(torch.float32, q.dtype), len(path) // 2
+        keys, values = (torch.stack(part, dim=2).to(wide) for part in (path[:half], path[half:]))
+        queries = q.to(wide).unflatten(1, (keys.shape[1], -1))
+        return cls(queries, keys, values, queries @ keys.mT * scale)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """[R, H, ...] -> [R, Hkv, G, ...]"""
+        return x.unflatten(1, self.queries.shape[1:3])

@@ -11,7 +11,9 @@ from paceline.strategy.gains import MAX_NODES, Gain, Shapes
 from paceline.strategy.loops import best_nodes
 from paceline.types import NUM_QUALITIES, DrafterName, StepView, Strategy
 
-SUFFIX_NODES = 16
+LEARNED_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2), (6, 4), (8, 4))
+"""(depth, width) of the learned drafter's trees; how many of their nodes are verified is another question."""
+SUFFIX_SHAPE, SUFFIX_NODES = (8, 2), 16
 MAX_ROWS = 512
 """Of a step with trees."""
 

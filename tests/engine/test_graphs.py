@@ -11,7 +11,7 @@ from tiny import captured, eagle, model
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.graphs import GRAPH_SIZES, GraphPool, Moment, coarse
-from paceline.strategy.model import drafts_at
+from paceline.strategy import drafts_at
 
 PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3], [11] * 20, [50, 51] * 5]
 

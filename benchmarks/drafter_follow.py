@@ -10,6 +10,7 @@ Stopped (Ctrl-C, SIGTERM) it sums up what it has.
 
 from __future__ import annotations
 
+import gc
 import signal
 import tempfile
 from pathlib import Path
@@ -43,21 +44,20 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="change it, like optimizer.lr=1e-5")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--mode", default="between", help="when the adaptive one trains: between, beside, stream")
     parser.add_argument("--strategy", default="eagle:d6w1v6", help="one for both, so that only the drafter differs")
     parser.add_argument("--drafter", type=Path, help="begin with this one; default: one trained here, for so long:")
     parser.add_argument("--warm-seconds", type=float, default=30.0, help="training of the drafter before the run")
     parser.add_argument("--warm-prompts", type=int, default=48)
     args = parser.parse_args()
-    changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}", f"drafter_mode={args.mode}",
+    changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}", "drafter_mode=between",
                "compare_off=false", *(["threads=1"] if args.device == "cpu" else []), *(_TINY if args.tiny else []), *args.set]
     config = read_settings(args.config, changes)
-    report = Report(args.out, torch.device(config.device), steps=config.steps, strategy=config.strategy, mode=args.mode,
+    report = Report(args.out, torch.device(config.device), steps=config.steps, strategy=config.strategy,
                     model=config.model, task=config.task)
     budget = Budget(args.minutes)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         start, out = args.drafter or Path(scratch) / "start", Path(scratch) / "run"
         if args.drafter is None:
@@ -69,6 +69,7 @@ def main() -> None:
         report.content |= figures(read_metrics(out))
         found = run.collect.comparison
         report.content |= {"rollouts": found.num_rollouts, "differing_rollouts": found.num_differing, "minutes": budget.used / 60}
+    signal.signal(signal.SIGTERM, usual)
     report.save()
     show(report.content)
 
@@ -98,6 +99,8 @@ def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> 
     params = SamplingParams(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens,
                             seed=config.seed + 1)
     groups = engine.generate([as_prompt(engine, p) for p in problems], params, config.rollout.group_size)
+    del engine
+    gc.collect()  # it refers to itself
     records = [r.features for group in groups for r in group.rollouts if r.features is not None]
     held_out = records[:: max(2, len(records) // 16)][:16]
     buffer = FeatureBuffer(4 << 30)

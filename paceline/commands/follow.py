@@ -7,9 +7,13 @@ in a thread while the last answers of a step decode, on a GPU on a stream of low
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
+
+import torch
 
 from paceline.config import TrainConfig
 from paceline.drafters.eagle import Eagle
@@ -39,6 +43,8 @@ are alike."""
 _DEPTH = 6
 _HEAD_START = 500
 """Optimizer steps that a drafter from a folder is taken to have behind it."""
+_USUAL = 8
+"""Steps whose generation says how long it usually takes: one long answer makes a step many times as long as another."""
 _TAIL = 0.25
 """Share of a step's answers that are still under way when `stream` begins to train."""
 
@@ -67,9 +73,14 @@ class Follower:
         assert engine.drafting.eagle is not None
         self.engine, self.config, self.pace = engine, config, pace
         self._start, self._generation_s = engine.drafting.eagle.module, 0.0
+        self._generated: dict[int, float] = {}
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, in the order in which their answers came
         self._open(folder)
+
+    @property
+    def _record_device(self) -> torch.device:
+        return self.engine.model.norm.device
 
     def begin(self, step: int) -> None:
         """Generation of this step begins."""
@@ -83,16 +94,13 @@ class Follower:
             self._take([rollout for group in groups for rollout in group.rollouts], step)
             held_out, self._held_out = self._held_out, []
             self._prompts.clear()
-            self._generation_s = self._usual(clock.seconds.get("generate", 0.0))
+            self._generated[step] = clock.seconds.get("generate", 0.0)  # of a step that is refilled: all of it so far
+            self._generation_s = median_low(list(self._generated.values())[-_USUAL:])
             self.pace.at_step(step)
             metrics = self._train(held_out[:_HELD_OUT])
             for record in held_out:
                 self._add(record, step)
             return metrics
-
-    def _usual(self, seconds: float) -> float:
-        """Of a step's generation: one long answer makes a step many times as long as another."""
-        return self._generation_s + (seconds - self._generation_s) * (0.25 if self._generation_s else 1.0)
 
     def woken(self) -> None:
         """Acceptance has fallen: train, whether or not it paid last."""
@@ -107,7 +115,7 @@ class Follower:
         self.checkpoints.close()
 
     def _open(self, folder: Path) -> None:
-        self.buffer = FeatureBuffer(_BUFFER_BYTES, device=self.engine.model.norm.device)
+        self.buffer = FeatureBuffer(_BUFFER_BYTES, device=self._record_device)
         self.checkpoints = SpotCheckpoints(folder)
         self._trainer: SpotTrainer | None = None
         found = load_snapshot(folder)
@@ -139,19 +147,20 @@ class Follower:
         seconds = self.pace.next_seconds(self._generation_s)
         if not seconds or not len(self.buffer):
             return {}
-        trainer = self._made()
+        began, trainer = time.perf_counter(), self._made()
         trainer.policy_changed()
         report = trainer.run(seconds)
-        metrics = self._swap(trainer.drafter(), held_out, report.seconds)
+        metrics = self._swap(trainer.drafter(), held_out, began)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
                 "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
 
-    def _swap(self, drafter: Eagle, held_out: list[FeatureRecord], waited_s: float) -> dict[str, float]:
-        """Publishes it and books what it gained, on answers that it has not seen, against what was waited."""
+    def _swap(self, drafter: Eagle, held_out: list[FeatureRecord], began: float) -> dict[str, float]:
+        """Publishes it and books what it gained, on answers that it has not seen, against what was waited since `began`, this
+        measurement included."""
         metrics = {}
         if self.pace.measuring and held_out:
             before, after = self._expected(self._start, held_out), self._expected(drafter, held_out)  # the engine's, the new one
-            paid = self.pace.learned(Slice(waited_s, before, after), self._generation_s)
+            paid = self.pace.learned(Slice(time.perf_counter() - began, before, after), self._generation_s)
             metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid)}
         self._publish(drafter)
         return metrics
@@ -169,6 +178,11 @@ class Follower:
 
 class StreamFollower(Follower):
     """In a thread while the tail decodes, on what earlier steps and this one's finished answers gave."""
+
+    @property
+    def _record_device(self) -> torch.device:
+        """Two streams meet there, neither of which waits for the other."""
+        return torch.device("cpu")
 
     def _open(self, folder: Path) -> None:
         self._beside: Beside | None = None
@@ -206,8 +220,8 @@ class StreamFollower(Follower):
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
         if self._beside is None or not self._beside.running:
             return {}
-        found, trainer = self._beside.stop(), self._beside.trainer
-        metrics = self._swap(trainer.drafter(), held_out, found.stop_ms / 1e3)
+        began, found, trainer = time.perf_counter(), self._beside.stop(), self._beside.trainer
+        metrics = self._swap(trainer.drafter(), held_out, began)
         return {**metrics, **beside_metrics(found), "drafter/steps": trainer.progress.step}
 
 
@@ -249,11 +263,11 @@ class BesideFollower(Follower):
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
         if not self._process.running:
             return {}
-        found = self._process.stop()
+        began, found = time.perf_counter(), self._process.stop()
         drafter = self._process.drafter() if found.trained.micro_batches else None
         if drafter is None:
             return beside_metrics(found)
-        metrics = self._swap(drafter, held_out, found.stop_ms / 1e3)
+        metrics = self._swap(drafter, held_out, began)
         return {**metrics, **beside_metrics(found), "drafter/steps": self._process.steps}
 
 

@@ -13,14 +13,16 @@ from paceline.types import StepResult
 
 _MIN_VERIFICATIONS = 64
 """Fewer in a step say nothing about a drafter."""
-_MIN_NODES = 256
-"""Looked at closely: fewer say nothing about its estimates, and wait for the next step's."""
+_MIN_LOOKED_AT = 256
+"""Verifications: fewer say nothing about its estimates, and wait for the next step's. (Nodes of a tree fall together.)"""
 
 
 @dataclass(slots=True)
 class _Sums:
     tokens: int = 0
     verifications: int = 0
+    looked_at: int = 0
+    """Of the verifications, those whose nodes were watched, and their nodes: all, expected to be accepted, accepted."""
     watched: int = 0
     expected: float = 0.0
     hits: int = 0
@@ -50,8 +52,9 @@ class Watch:
         sums.tokens += sum(map(len, result.tokens.values()))
         sums.verifications += result.num_requests
         if result.expected > 0:  # the steps that were looked at closely
-            sums.watched, sums.expected, sums.hits = (sums.watched + result.drafted, sums.expected + self._expected(result),
-                                                      sums.hits + result.accepted)
+            sums.looked_at, sums.watched, sums.expected, sums.hits = (
+                sums.looked_at + result.num_requests, sums.watched + result.drafted, sums.expected + self._expected(result),
+                sums.hits + result.accepted)
 
     def _expected(self, result: StepResult) -> float:
         """Nodes that should be accepted: as the selector has calibrated it from earlier steps, or by the drafter's own word."""
@@ -60,31 +63,34 @@ class Watch:
         return float(self.engine.select.survival_of(result.strategy.drafter).survival(result.watched).sum())
 
     def _shares(self, sums: _Sums) -> tuple[float, float]:
-        """Of the nodes looked at: expected to be accepted, and accepted; both 0 if they were too few. The drafter's own word is
-        taken as it has proved in the last steps."""
-        if sums.watched < _MIN_NODES:
-            return 0.0, 0.0
+        """Of the nodes looked at: expected to be accepted, and accepted. The drafter's own word is taken as it has proved in the
+        last steps."""
         expected, hits = sums.expected / sums.watched, sums.hits / sums.watched
-        if not isinstance(self.engine.select, ModelSelector):
+        if isinstance(self.engine.select, ModelSelector):
+            return expected, hits
+        usual = statistics.median(self._usual or [hits / expected])
+        if hits:
             self._usual.append(hits / expected)
-            expected *= statistics.median(list(self._usual)[:-1] or self._usual)
-        return expected, hits
+        return expected * usual, hits
 
     def step_done(self) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of the RL step that has ended, and its alarms."""
-        engine, sums, enough = self.engine, self._sums, self._sums.verifications >= _MIN_VERIFICATIONS
-        expected, hits = self._shares(sums)
-        self._sums = _Sums() if expected else _Sums(watched=sums.watched, expected=sums.expected, hits=sums.hits)
-        if enough:
+        engine, sums, metrics = self.engine, self._sums, self._metrics(self._sums)
+        self._sums = _Sums(looked_at=sums.looked_at, watched=sums.watched, expected=sums.expected, hits=sums.hits)
+        found = self._age_only()
+        if sums.verifications >= _MIN_VERIFICATIONS:
+            expected, hits = 0.0, 0.0
+            if sums.looked_at >= _MIN_LOOKED_AT:
+                self._sums, (expected, hits) = _Sums(), self._shares(sums)
+                metrics |= {"drafter/hits": hits, "drafter/expected_hits": expected}
             self._history.append(DrafterFigures(sums.tokens / sums.verifications, engine.version, engine.drafter_version,
                                                 expected, hits, _cost(sums)))
-        found = alarms(list(self._history), self.config) if enough else self._age_only()
+            found = alarms(list(self._history), self.config)
         if any(alarm.distrust and (self.follows or alarm.name != "age") for alarm in found):
             engine.distrust("eagle")
             self._history.clear()  # what a new drafter is compared with is not this one
         raised = {alarm.name for alarm in found}
-        metrics = {**{f"alarm/{name}": float(name in raised) for name in NAMES}, **self._metrics(sums)}
-        return (metrics | {"drafter/hits": hits, "drafter/expected_hits": expected} if expected else metrics), found
+        return {**{f"alarm/{name}": float(name in raised) for name in NAMES}, **metrics}, found
 
     def _age_only(self) -> list[Alarm]:
         """It was hardly used: its age can still be told."""

@@ -268,8 +268,8 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> GraphReport:
-        """Profiles, where the selector wants it, and captures whatever it may ask for, so that no step waits for it later. Some
-        seconds on a GPU."""
+        """Profiles, where the selector wants it, and captures whatever it may ask for, so that no step waits for it later. Two
+        seconds, on a GPU some more."""
         self._profile_once()
         if self.runner.graphs is not None:
             for rows in self.drafting.row_sizes:

@@ -22,7 +22,7 @@ class AlarmConfig(Config):
     max_age: int = Field(12, ge=1)
     """Policy versions that a drafter may be behind: more than training pauses when it does not pay."""
     calibration: float = Field(0.15, gt=0)
-    """How far the share of drafted nodes accepted may be from what the drafter expected."""
+    """How far the share of drafted nodes accepted may be from what was expected."""
 
 
 AlarmName = Literal["acceptance", "age", "calibration"]
@@ -38,7 +38,7 @@ class DrafterFigures:
     drafter_version: int
     """Policy version that the drafter was last trained on."""
     expected_hits: float
-    """Mean survival of the drafted nodes, as the drafter estimated it with its tau …"""
+    """Mean survival of the drafted nodes, as calibrated by earlier steps …"""
     hits: float
     """… and the share of them that were accepted. Both 0: not looked at."""
     cost: float | None = None

@@ -50,10 +50,11 @@ class _Joint(torch.autograd.Function):
     def forward(ctx: Any, causal: Causal, scale: float, q: Tensor, k: Tensor, v: Tensor, *path: Tensor) -> Tensor:
         out, lse = causal.forward(q, k, v)
         if path:
-            own = _Path.of(q, path, scale)
-            total = torch.logaddexp(lse, own.scores.logsumexp(-1).flatten(1))  # [R, H]
-            weights = (own.scores - own.grouped(total)[..., None]).exp()
-            out = (out * (lse - total).exp()[..., None] + (weights @ own.values).flatten(1, 2)).to(q.dtype)
+            with torch.autocast(q.device.type, enabled=False):  # as in the backward pass
+                own = _Path.of(q, path, scale)
+                total = torch.logaddexp(lse, own.scores.logsumexp(-1).flatten(1))  # [R, H]
+                weights = (own.scores - own.grouped(total)[..., None]).exp()
+                out = (out * (lse - total).exp()[..., None] + (weights @ own.values).flatten(1, 2)).to(q.dtype)
             lse = total
         ctx.causal, ctx.scale = causal, scale
         ctx.save_for_backward(q, k, v, out, lse, *path)

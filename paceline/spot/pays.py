@@ -49,13 +49,13 @@ class Pace:
         """What this step's training gains is to be measured, and told to `learned`."""
 
     def next_seconds(self, generation_s: float = 0.0) -> float:
-        """How long to train in this step; 0: not at all. generation_s: what a step's generation takes."""
-        self.measuring = not self._paused
-        least = self.config.upkeep * generation_s
+        """How long to train in this step; 0: not at all. generation_s: what a step's generation takes (0: not known yet)."""
+        self.measuring = not self._paused and self._steps_left > 0
+        least, most = self.config.upkeep * generation_s, self._steps_left * (generation_s or self.config.longest_s)
         if self._paused:
             self._paused -= 1
-            return least
-        return max(least, self._seconds)
+            return min(least, most)
+        return min(max(least, self._seconds), most)  # no more than all that is left could save
 
     def wake(self) -> None:
         """Acceptance has fallen: no more waiting."""

@@ -123,10 +123,10 @@ def test_estimates_that_are_off_are_said():
     """A drafter that says 14 of 16 and gets 8, as before, is known; one that gets 4 is another matter."""
     watch = Watch(FakeEngine(), AlarmConfig(), follows=True)
     for _ in range(3):
-        feed(watch, 3, expected=14.0)
+        feed(watch, 3, expected=14.0, steps=64)
         metrics, found = watch.step_done()
         assert not found and metrics["drafter/hits"] == metrics["drafter/expected_hits"] == 0.5
-    feed(watch, 2, expected=14.0)
+    feed(watch, 2, expected=14.0, steps=64)
     metrics, found = watch.step_done()
     assert [alarm.name for alarm in found] == ["acceptance", "calibration"] and not found[1].distrust
     assert metrics["drafter/hits"] == 0.25 and metrics["drafter/expected_hits"] == pytest.approx(0.5)
@@ -134,13 +134,24 @@ def test_estimates_that_are_off_are_said():
 
 def test_few_nodes_looked_at_wait_for_more():
     watch = Watch(FakeEngine(), AlarmConfig(), follows=True)
-    feed(watch, 3, expected=14.0)
+    feed(watch, 3, expected=14.0, steps=64)
     watch.step_done()
-    for steps, seen in ((8, False), (8, True)):  # 128 nodes, 256
-        feed(watch, 2, expected=14.0, steps=steps)
-        feed(watch, 2, steps=32 - steps)  # not looked at
+    for seen in (False, True):  # 128 verifications, 256
+        feed(watch, 2, expected=14.0, steps=32)
+        feed(watch, 2, steps=32)  # not looked at
         metrics, found = watch.step_done()
         assert ("drafter/hits" in metrics) is seen is ("calibration" in [alarm.name for alarm in found])
+
+
+def test_a_drafter_that_never_hit_is_no_measure_of_itself():
+    """It begins with nothing, and learns: what it says of itself is compared with what it said when it first hit."""
+    watch = Watch(FakeEngine(), AlarmConfig(), follows=True)
+    said = []
+    for per_request, expected in ((1, 1.0), (2, 4.0), (3, 8.0), (3, 8.0)):
+        feed(watch, per_request, expected=expected, steps=64)
+        metrics, found = watch.step_done()
+        said.append((metrics["drafter/hits"], metrics["drafter/expected_hits"], [alarm.name for alarm in found]))
+    assert said == [(0.0, 0.0, []), (0.25, 0.25, []), (0.5, 0.5, []), (0.5, 0.5, [])]
 
 
 def test_age_ends_trust_in_a_drafter_that_should_have_followed():

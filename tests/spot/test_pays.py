@@ -51,6 +51,11 @@ def test_what_is_learned_at_the_end_of_a_run_serves_few_steps():
         pace = Pace(PaceConfig(horizon=32), 100)
         pace.at_step(step)
         assert pace.learned(Slice(3.0, 1.8, 2.0), 10.0) is paid
+    for step, seconds in ((98, 20.0), (99, 10.0), (100, 0.0)):
+        pace = Pace(PaceConfig(shortest_s=25.0), 100)
+        pace.at_step(step)
+        assert pace.next_seconds(10.0) == seconds, "no more than the steps left could save"
+        assert pace.measuring is (seconds > 0)
 
 
 GOOD = DrafterFigures(3.0, policy_version=10, drafter_version=9, expected_hits=0.5, hits=0.48)

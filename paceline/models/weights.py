@@ -6,6 +6,7 @@ at a time into parameters that already exist, so the peak is the weights plus on
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
 }
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_CACHED_BYTES = 32 << 20
+"""Half precision saves reading weights from memory; where none are read it only costs conversions: two to three times as long."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -55,15 +58,20 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
                max_context: int | None = None) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
     """A policy from a Hugging Face folder, a `.gguf` file or a hub id, without gradients; None: no tokenizer there.
 
-    `dtype` "auto" is the checkpoint's own; GGUF becomes float32 on a CPU and bfloat16 elsewhere. `max_context` lowers
-    the longest sequence the model says it can take.
+    `dtype` "auto" is the checkpoint's own, but float32 on a CPU for a model that fits into its cache either way; GGUF becomes
+    float32 on a CPU and bfloat16 elsewhere. `max_context` lowers the longest sequence the model says it can take.
     """
     device = torch.device(device)
     wanted = parse_dtype(dtype)
     checkpoint = open_checkpoint(source)
     config = _limit_context(checkpoint.config, max_context)
-    model = empty_model(config, wanted or checkpoint.own_dtype(device), device)
-    check_shapes(model, checkpoint.shapes(), source=str(checkpoint.path))
+    shapes = checkpoint.shapes()
+    if wanted is None:
+        wanted = checkpoint.own_dtype(device)
+        if device.type == "cpu" and wanted.itemsize < 4 and 4 * sum(map(math.prod, shapes.values())) < _CACHED_BYTES:
+            wanted = torch.float32
+    model = empty_model(config, wanted, device)
+    check_shapes(model, shapes, source=str(checkpoint.path))
     load_state(model, checkpoint.tensors(), source=str(checkpoint.path))
     return model, checkpoint.tokenizer()
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from paceline.kernels import PagedCache, Segments
 from paceline.kernels.torch_ops import TorchOps
+from paceline.models import weights
 from paceline.models.attend import PackedAttend, PagedAttend
 from paceline.models.decoder import Decoder, Hidden, Rope
 from paceline.models.weights import load_model
@@ -184,8 +185,12 @@ def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_folder_stays_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16_folder_stays_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is so small that nothing is won by it on a CPU."""
     make_theirs(FAMILIES["qwen3"], torch.bfloat16).save_pretrained(tmp_path)
+    small, _ = load_model(tmp_path)
+    assert {parameter.dtype for parameter in small.parameters()} == {torch.float32}
+    monkeypatch.setattr(weights, "_CACHED_BYTES", 0)
     ours, _ = load_model(tmp_path)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     wide, _ = load_model(tmp_path, "cpu", "fp64")

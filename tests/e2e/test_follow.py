@@ -60,6 +60,17 @@ def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):
     assert run(settings(folder, "follow", **EAGLE, drafter=str(folder / "start"), steps=3)) == 0
     records = read_metrics(folder / "follow")
     assert records[0]["drafter/tokens"] > 0 and "drafter/expected_after" in records[0] and len(records) == 3
+    assert "drafter/tokens" not in records[-1], "nobody would have used it"
+    saved = load_snapshot(folder / "follow" / "drafter")
+    assert saved is not None and saved.known["progress"]["step"] == records[1]["drafter/steps"]
+
+
+def test_how_long_it_is_trained_can_be_said(folder, start, capsys):
+    common = {**EAGLE, "drafter": str(start), "steps": 2}
+    assert run(settings(folder, "short", **common, **{"drafter_pace.shortest_s": 0.05, "drafter_pace.upkeep": 0.0})) == 0
+    assert read_metrics(folder / "short")[0]["drafter/seconds"] < 0.5  # the shortest there is otherwise
+    assert run(settings(folder, "wrong", **common, **{"drafter_pace.shortest": 1})) == 2
+    assert "shortest" in capsys.readouterr().err
 
 
 def test_a_frozen_drafter_stays_and_grows_old_aloud(folder, start, capsys):

@@ -113,6 +113,25 @@ def test_a_chain_gives_the_same_bits_in_one_segment_or_many_steps(dtype):
     assert torch.equal(chunk, tree) and torch.equal(chunk, torch.cat(steps))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("context", [0, 63, 64, 150])
+def test_a_row_of_a_tree_has_the_bits_of_its_path_decoded_alone(dtype, context):
+    """Deterministic: the tree's rows share the context's blocks, but a path's keys count as if they lay side by side."""
+    g = torch.Generator().manual_seed(context)
+    cache = make_cache(g, dtype, 1, 40, 6, 2, 32)
+    segments = make_segments(g, [(30, context, False)])  # more rows than one tile has
+    q, ops = torch.randn(30, 4, 32, generator=g, dtype=dtype), CpuOps(deterministic=True)
+    tree = ops.attention(q, cache, segments, 0.2)
+    place = cache.page_table[0].long().repeat_interleave(6) * 6 + torch.arange(6).repeat(40)  # of each position
+    for row in range(30):
+        path = [j for j in range(30) if int(segments.mask[row, 0]) >> j & 1]
+        source, target = place[[context + j for j in path]], place[context : context + len(path)]
+        alone = cache._replace(k=cache.k.clone(), v=cache.v.clone())
+        alone.k[target], alone.v[target] = cache.k[source], cache.v[source]
+        one = make_segments(g, [(1, context + len(path) - 1, False)])
+        assert torch.equal(tree[row], ops.attention(q[row : row + 1], alone, one, 0.2)[0]), (row, path)
+
+
 def test_long_prefill_equals_the_kernel(monkeypatch):
     g = torch.Generator().manual_seed(9)
     cache = make_cache(g, torch.float32, 2, 40, 8, 3, 64)

@@ -77,6 +77,16 @@ def test_none_is_drawn_twice_before_all_once():
     assert FeatureBuffer(100).draw(random.Random(0), 100) == []
 
 
+def test_what_is_added_or_dropped_between_two_draws_is_noticed():
+    buffer = FeatureBuffer(10**9, max_age=0)
+    buffer.add(made(50), 1)
+    assert {e.key for e in buffer.draw(random.Random(0), 500)} == {0}
+    buffer.add(made(50), 1)
+    assert {e.key for e in buffer.draw(random.Random(0), 500)} == {0, 1}
+    buffer.advance(5)
+    assert buffer.draw(random.Random(0), 500) == []
+
+
 def test_memory_is_bounded_and_the_last_steps_long_answers_stay():
     buffer = FeatureBuffer(size(400) + 6 * size(20))
     for length in (20, 400, 20, 20):

@@ -20,7 +20,7 @@ _LEAST_PROBED = 3
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Nodes from which on → shape."""
 _FIRST_REST, _LONGEST_REST = 48, 192
-_SUFFIX_REST, _MATTERS = 12, 0.1
+_SUFFIX_REST, MATTERS = 12, 0.1
 """What the suffix drafter offers changes with the text, and a look aside costs next to nothing. So many tokens more or less for
 each request are worth a decision."""
 
@@ -67,7 +67,7 @@ class Looks:
 
     def suffix_matters(self, brings: float) -> bool:
         """Another decision, now that it brings so many tokens for each request."""
-        return abs(brings - self._suffix_brought) > _MATTERS * (1 + self._suffix_brought)
+        return abs(brings - self._suffix_brought) > MATTERS * (1 + self._suffix_brought)
 
     def decided(self, available: Iterable[DrafterName], used: DrafterName, suffix_brings: float) -> None:
         """Who was probed and is not used rests longer; who is used is looked at again soon, with a larger tree."""
@@ -96,11 +96,6 @@ class Looks:
         for drafter in drafters:
             self._rests.pop(drafter, None)
         self._next_probe = 0
-
-
-def suffix_is_worth_steps(brings: float) -> bool:
-    """Of its own, if it is near the best strategy: they tell what it costs."""
-    return brings > _MATTERS
 
 
 def suffix_probe(costs: CostCurve, survival: Survival, requests: int) -> Strategy:

@@ -14,7 +14,7 @@ import numpy as np
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.earned import Earned
 from paceline.strategy.hopes import Hopes
-from paceline.strategy.looks import Looks, probe, suffix_is_worth_steps, suffix_probe
+from paceline.strategy.looks import MATTERS, Looks, probe, suffix_probe
 from paceline.strategy.options import LEARNED_SHAPES, SUFFIX_SHAPE, Option, spread, suffix_nodes
 from paceline.strategy.survival import Survival
 from paceline.strategy.tau import TauTuner
@@ -69,7 +69,7 @@ class ModelSelector:
     _num_drafters: int = 0
     _step: int = 0
     _suffix_is_near: bool = False
-    """It came near the best strategy at the last decision."""
+    """It came near the best strategy at the last decision: steps of its own tell what it costs."""
     _crowd: int = 0
     """Requests that ran at the last decision."""
     _decided: int = -_MOST_PATIENCE
@@ -219,7 +219,7 @@ class ModelSelector:
             return off
         worth = [option.tokens_per_ms * self._factor(option.drafter, option.shape, batch) for option in options]
         best = worth.index(max(worth))
-        self._suffix_is_near = suffix_is_worth_steps(self._suffix_brings) and any(
+        self._suffix_is_near = self._suffix_brings > MATTERS and any(
             option.drafter == "suffix" and w > _NEAR * worth[best] for option, w in zip(options, worth, strict=True))
         now = None if self.promise is None else self.promise.strategy
         if now is not None:

@@ -133,10 +133,11 @@ def _step(shape: Shape, requests: int, rows: int, context: int, copies: int = 1,
 
 
 def section_check(bench: Bench, _: str) -> None:
-    from paceline.kernels import triton_attention, triton_plan
-    from paceline.kernels.draft_rank import draft_topk
-    from paceline.kernels.triton_move import movables
-    from paceline.kernels.triton_ops import TritonOps
+    from paceline.kernels.reference.draft_rank import draft_topk
+    from paceline.kernels.triton import attention as triton_attention
+    from paceline.kernels.triton import plan as triton_plan
+    from paceline.kernels.triton.move import movables
+    from paceline.kernels.triton.ops import TritonOps
 
     ops, fixed, twin = TritonOps(), TritonOps(deterministic=True, max_context=4096), TorchOps()
     torch.manual_seed(0)
@@ -258,8 +259,10 @@ def section_check(bench: Bench, _: str) -> None:
 
 
 def section_attention(bench: Bench, name: str) -> None:
-    from paceline.kernels import triton_attention, triton_attention_fixed, triton_plan
-    from paceline.kernels.triton_plan import Launch
+    from paceline.kernels.triton import attention as triton_attention
+    from paceline.kernels.triton import attention_fixed as triton_attention_fixed
+    from paceline.kernels.triton import plan as triton_plan
+    from paceline.kernels.triton.plan import Launch
 
     shape = SHAPES[name]
     first = Launch(max_registers=168 if shape.dim > 64 else None)
@@ -299,8 +302,8 @@ def section_attention(bench: Bench, name: str) -> None:
 
 
 def section_small(bench: Bench, name: str) -> None:
-    from paceline.kernels.triton_move import movables
-    from paceline.kernels.triton_ops import TritonOps
+    from paceline.kernels.triton.move import movables
+    from paceline.kernels.triton.ops import TritonOps
 
     shape, ops, twin = SHAPES[name], TritonOps(), TorchOps()
     for rows in ROWS:
@@ -336,8 +339,8 @@ def _sampling(rows: int) -> dict[str, SamplingTensors]:
 
 
 def section_sample(bench: Bench, _: str) -> None:
-    from paceline.kernels import triton_sample
-    from paceline.kernels.triton_ops import TritonOps
+    from paceline.kernels.triton import sample as triton_sample
+    from paceline.kernels.triton.ops import TritonOps
 
     ops, ids = TritonOps(), torch.randperm(VOCAB, device="cuda")[:32000].sort().values
     for rows in ROWS:

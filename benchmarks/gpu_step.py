@@ -179,7 +179,7 @@ def make_engine(model: Decoder, kv_gb: float) -> Engine:
 
 def use(engine: Engine, variant: str) -> None:
     """The engine goes on with other kernels; everything is captured anew."""
-    from paceline.kernels.triton_ops import TritonOps
+    from paceline.kernels.triton.ops import TritonOps
 
     engine.ops = engine.runner.ops = TritonOps("cuda", max_context=4096, **VARIANTS[variant])
     assert engine.runner.graphs is not None
@@ -267,7 +267,7 @@ def agreement(config: ModelConfig, tiny: bool) -> dict[str, float]:
     expected = run(TorchOps())
     if tiny:
         return {"cpu": float((run(ops_for("cpu", dtype)) - expected).norm() / expected.norm())}
-    from paceline.kernels.triton_ops import TritonOps
+    from paceline.kernels.triton.ops import TritonOps
 
     found = {name: run(TritonOps("cuda", **options)) for name, options in VARIANTS.items()}
     return {name: float((value - expected).norm() / expected.norm()) for name, value in found.items()}
@@ -293,7 +293,7 @@ TUNED_ROWS = (8, 32, 64, 128, 256)
 
 def candidates(kind: str, rows: int, shape: Shape, half: int) -> list[Any]:
     """At most ten tile shapes: (weight rows, columns, warps, stages, swap, tma), each with enough programs."""
-    from paceline.kernels.triton_linear import PROCESSORS, Config, first_guess
+    from paceline.kernels.triton.linear import PROCESSORS, Config, first_guess
 
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
     pair = kind in ("qkv", "gated")
@@ -326,8 +326,8 @@ class Product:
     """One product of a shape, with several copies of its weight, so that none is left in the cache."""
 
     def __init__(self, name: str, part: str, rows: int, copies: int = 0) -> None:
-        from paceline.kernels.triton_linear import MAX_TILES
-        from paceline.kernels.triton_ops import TritonOps
+        from paceline.kernels.triton.linear import MAX_TILES
+        from paceline.kernels.triton.ops import TritonOps
 
         self.config, self.rows = SHAPES[name], rows
         self.kind, shape_of = PRODUCTS[part]
@@ -346,7 +346,8 @@ class Product:
         self.ops, self.counters = TritonOps("cuda"), torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def ours(self, config: Any, weight: torch.Tensor) -> Any:
-        from paceline.kernels import triton_fused, triton_linear
+        from paceline.kernels.triton import fused as triton_fused
+        from paceline.kernels.triton import linear as triton_linear
 
         options = {"config": config, "counters": self.counters, "pdl": True, "ahead": 16 << 20}
         if self.kind == "linear":

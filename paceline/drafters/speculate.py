@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
 from paceline.kernels import Candidates, DraftLayer, DraftRows, Lines, Ops, PagedCache, SlotTensors
-from paceline.kernels.draft_rank import Ranked
+from paceline.kernels.reference.draft_rank import Ranked
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope

@@ -13,7 +13,7 @@ import torch
 from paceline.engine.scheduler import Prefill
 from paceline.engine.state import SlotState
 from paceline.kernels import DecodeRows, Segments
-from paceline.kernels.tree_rows import cache_index
+from paceline.kernels.reference.tree_rows import cache_index
 from paceline.kernels.upload import upload
 
 

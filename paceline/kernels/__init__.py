@@ -21,7 +21,7 @@ from paceline.kernels.base import (
     Segments,
     SlotTensors,
 )
-from paceline.kernels.torch_ops import TorchOps, apply_rope
+from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
     "Candidates", "DecodeRows", "DraftLayer", "DraftRows", "DraftTree", "Drawn", "Lines", "Normed", "Ops", "PagedCache",
@@ -34,11 +34,11 @@ def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool 
     that depends neither on the batch nor on the strategy (float32 on a CPU, any dtype on a GPU)."""
     kind = torch.device(device).type
     if kind == "cpu" and dtype in (torch.float32, torch.float64, torch.bfloat16):
-        from paceline.kernels.cpu_ops import CpuOps  # numba takes a second to import: only where it is used
+        from paceline.kernels.cpu.ops import CpuOps  # numba takes a second to import: only where it is used
 
         return CpuOps(deterministic)
     if kind == "cuda" and find_spec("triton") is not None:
-        from paceline.kernels.triton_ops import TritonOps
+        from paceline.kernels.triton.ops import TritonOps
 
         return TritonOps(device, deterministic, max_context)
     return TorchOps()

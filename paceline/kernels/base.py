@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from paceline.kernels.draft_rank import Ranked
+    from paceline.kernels.reference.draft_rank import Ranked
 
 
 class Segments(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from paceline.kernels import Normed, Ops, PagedCache, Segments
-from paceline.kernels.packed_attention import PackedPlan, join_rotated, packed_attention
+from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention
 
 
 class AttentionShape(Protocol):

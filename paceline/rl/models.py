@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from paceline.kernels.train_ops import TrainOps
+from paceline.kernels.reference.train_ops import TrainOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Layer, Rope
 from paceline.models.names import load_state

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.kernels import TorchOps
-from paceline.kernels.draft_rank import rank
+from paceline.kernels.reference.draft_rank import rank
 from paceline.models.decoder import Decoder, Rope
 from paceline.spot.attend import PathAttend
 from paceline.spot.packing import Packed, first_fit, num_rows, pack, unroll

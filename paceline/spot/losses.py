@@ -141,6 +141,6 @@ def _plain(q: Tensor, p: Tensor, weight: Tensor, temperature: float, objective: 
 
 def _fused(q: Tensor, p: Tensor, weight: Tensor, temperature: float, objective: str) -> tuple[Tensor, ...]:
     """The same in one kernel, into q."""
-    from paceline.kernels.triton_loss import pull_  # only where Triton is
+    from paceline.kernels.triton.loss import pull_  # only where Triton is
 
     return q, *pull_(q, p, weight, temperature, objective == "agreement")

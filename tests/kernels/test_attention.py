@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels import cpu_ops
 from paceline.kernels.base import PagedCache, Segments
-from paceline.kernels.cpu_ops import CpuOps
-from paceline.kernels.torch_ops import TorchOps, apply_rope
+from paceline.kernels.cpu import ops as cpu_ops
+from paceline.kernels.cpu.ops import CpuOps
+from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)

@@ -12,7 +12,7 @@ from trees import assert_same_growth, assert_same_rows, assert_same_walk, random
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.kernels import Candidates, TorchOps
-from paceline.kernels.cpu_ops import CpuOps
+from paceline.kernels.cpu.ops import CpuOps
 
 TORCH, CPU = TorchOps(), CpuOps()
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from paceline.kernels.cpu_ops import CpuOps
+from paceline.kernels.cpu.ops import CpuOps
 from paceline.kernels.noise import gumbel, gumbel_from_bits, philox4x32
-from paceline.kernels.torch_ops import TorchOps
+from paceline.kernels.reference.ops import TorchOps
 
 ONES = 0xFFFFFFFF
 

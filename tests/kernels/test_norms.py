@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels import Normed, ops_for
-from paceline.kernels.cpu_ops import CpuOps
-from paceline.kernels.torch_ops import TorchOps
+from paceline.kernels.cpu.ops import CpuOps
+from paceline.kernels.reference.ops import TorchOps
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 REFERENCE = TorchOps()
@@ -121,7 +121,7 @@ def test_ops_for():
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "width"), [(16, 128), (128, 128), (640, 128), (128, 320), (576, 1536), (61, 32)])
 def test_a_row_of_a_deterministic_product_does_not_depend_on_its_neighbours(threads, rows, width):
-    from paceline.kernels.cpu_ops import CpuOps
+    from paceline.kernels.cpu.ops import CpuOps
 
     if not torch.backends.mkl.is_available():
         pytest.skip("this torch was built without MKL")

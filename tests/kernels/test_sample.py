@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.kernels.base import SamplingTensors
-from paceline.kernels.cpu_ops import CpuOps
-from paceline.kernels.torch_ops import TorchOps, thresholds
+from paceline.kernels.cpu.ops import CpuOps
+from paceline.kernels.reference.ops import TorchOps, thresholds
 
 FAMILIES = [TorchOps(), CpuOps()]
 SETTINGS = {

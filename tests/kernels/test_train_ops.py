@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels import TorchOps, apply_rope
-from paceline.kernels.packed_attention import PackedPlan, join_rotated, packed_attention, similar
-from paceline.kernels.train_ops import TrainOps
+from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention, similar
+from paceline.kernels.reference.train_ops import TrainOps
 
 LENGTHS = (5, 1, 30, 5, 29, 2, 31, 140, 7)
 HEADS, KV_HEADS, DIM = 4, 2, 8

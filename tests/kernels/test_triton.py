@@ -12,7 +12,7 @@ import torch
 from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_lines
 
 from paceline.kernels import Candidates, Normed, PagedCache, SamplingTensors, Segments, TorchOps
-from paceline.kernels.draft_rank import draft_topk
+from paceline.kernels.reference.draft_rank import draft_topk
 
 CUDA = torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
@@ -32,8 +32,11 @@ if not CUDA:
 
     interpreter._patch_lang_tensor = _patch_index
 
-from paceline.kernels import triton_attention, triton_fused, triton_linear, triton_plan  # noqa: E402
-from paceline.kernels.triton_ops import TritonOps  # noqa: E402
+from paceline.kernels.triton import attention as triton_attention  # noqa: E402
+from paceline.kernels.triton import fused as triton_fused  # noqa: E402
+from paceline.kernels.triton import linear as triton_linear  # noqa: E402
+from paceline.kernels.triton import plan as triton_plan  # noqa: E402
+from paceline.kernels.triton.ops import TritonOps  # noqa: E402
 from paceline.models.attend import PagedAttend  # noqa: E402
 from paceline.models.config import ModelConfig  # noqa: E402
 from paceline.models.decoder import Decoder  # noqa: E402

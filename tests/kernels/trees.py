@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.engine.inputs import InputBuffers
 from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, Segments, SlotTensors, TorchOps
-from paceline.kernels.draft_rank import Ranked
+from paceline.kernels.reference.draft_rank import Ranked
 
 _SLOTS = 9
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from paceline.kernels import PagedCache, Segments
-from paceline.kernels.torch_ops import TorchOps
+from paceline.kernels.reference.ops import TorchOps
 from paceline.models import weights
 from paceline.models.attend import PackedAttend, PagedAttend
 from paceline.models.decoder import Decoder, Hidden, Rope

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from paceline.kernels.torch_ops import TorchOps
+from paceline.kernels.reference.ops import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder, Rope

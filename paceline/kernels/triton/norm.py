@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache
-from paceline.kernels.triton_pdl import launch_options, let_next_begin, wait_for_previous
+from paceline.kernels.triton.pdl import launch_options, let_next_begin, wait_for_previous
 
 SILU_BLOCK = 1024
 ROPE_HEADS = 4

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
-from paceline.kernels.triton_pdl import fetch_ahead, launch_options, let_next_begin, wait_for_previous
-from paceline.kernels.triton_plan import Launch, Plan, Prefill
+from paceline.kernels.triton.pdl import fetch_ahead, launch_options, let_next_begin, wait_for_previous
+from paceline.kernels.triton.plan import Launch, Plan, Prefill
 
 LOG2_E = 1.4426950408889634
 
@@ -29,7 +29,7 @@ AHEAD_ROWS = 32
 
 def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scale: float, fused: bool = True,
               launch: Launch | None = None, pdl: bool = False) -> Tensor:
-    """Rows of `plan`. fused: the last split merges; otherwise a second launch does. pdl: see `triton_pdl`; what is read before
+    """Rows of `plan`. fused: the last split merges; otherwise a second launch does. pdl: see `pdl`; what is read before
     the wait is the plan, the page table and the addresses of older keys."""
     q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
     num_kv_heads, splits, launch = cache.k.shape[1], plan.num_splits, launch or plan.launch

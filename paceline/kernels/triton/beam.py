@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels import draft_rows
 from paceline.kernels.base import Beam, Candidates, DraftRows, Lines, PagedCache, Segments
-from paceline.kernels.draft_rank import Ranked
+from paceline.kernels.reference import draft_rows
+from paceline.kernels.reference.draft_rank import Ranked
 
 BLOCK = 128
 MAX_CANDIDATES = 1024

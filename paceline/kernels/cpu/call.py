@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.kernels.cpu_jit import compiled
+from paceline.kernels.cpu.jit import compiled
 
 
 def run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:

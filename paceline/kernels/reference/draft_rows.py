@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.base import Beam, Candidates, DraftRows, Lines, PagedCache, Segments
-from paceline.kernels.draft_rank import Ranked
-from paceline.kernels.tree_rows import bit
+from paceline.kernels.reference.draft_rank import Ranked
+from paceline.kernels.reference.tree_rows import bit
 
 SHRINK = 1e-3
 """What a child's score loses: so it is never as likely as its parent."""

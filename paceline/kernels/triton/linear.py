@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.kernels.triton_attention import precision_of
-from paceline.kernels.triton_pdl import columns_ahead, fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
+from paceline.kernels.triton.attention import precision_of
+from paceline.kernels.triton.pdl import columns_ahead, fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
 
 PROCESSORS = 132
 MAX_TILES = 1 << 14
@@ -128,7 +128,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, count
            pdl: bool = False, ahead: int = 0) -> Tensor:
     """x [R, K] @ weight [N, K]ᵀ + bias -> [R, N]. counters: MAX_TILES int32 zeros, left as zeros; one set per stream.
     in_order: one program goes through all shares of K itself: same sums bit for bit, no scratch; for many rows.
-    pdl: start before the kernel in front has ended, see `triton_pdl`; ahead: bytes of weight to fetch meanwhile."""
+    pdl: start before the kernel in front has ended, see `pdl`; ahead: bytes of weight to fetch meanwhile."""
     x, (rows, in_features), out_features = x.contiguous(), x.shape, weight.shape[0]
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if rows == 0:

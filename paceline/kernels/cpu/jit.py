@@ -1,4 +1,4 @@
-"""The CPU kernels as numba compiles them; `cpu_ops` says what each computes and calls them.
+"""The CPU kernels as numba compiles them; `cpu/ops.py` says what each computes and calls them.
 
 All jitted code lives in this one file, and compiled kernels are kept on disk under a hash of it.
 """
@@ -1254,7 +1254,7 @@ def _count_near(words, e, size, reach):  # type: ignore[no-untyped-def]
 
 @_inlined
 def _threshold(s, top, top_k, top_p, min_p, acc):  # type: ignore[no-untyped-def]
-    """What `torch_ops.thresholds` gives for one row, without sorting it all."""
+    """What `reference.ops.thresholds` gives for one row, without sorting it all."""
     vocab = len(s)
     bound = acc(-np.inf)
     if 0 < top_k < vocab:

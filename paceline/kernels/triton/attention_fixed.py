@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
-from paceline.kernels.triton_attention import LOG2_E, _merge_kernel, attend_block, precision_of
-from paceline.kernels.triton_plan import BLOCK_N, MASK_BITS, Plan
+from paceline.kernels.triton.attention import LOG2_E, _merge_kernel, attend_block, precision_of
+from paceline.kernels.triton.plan import BLOCK_N, MASK_BITS, Plan
 
 BLOCK_M = 32
 PATH_CHUNKS = 2

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels import draft_rows
 from paceline.kernels.base import (
     Beam,
     Candidates,
@@ -23,9 +22,10 @@ from paceline.kernels.base import (
     Segments,
     SlotTensors,
 )
-from paceline.kernels.cpu_call import addresses, double, run
-from paceline.kernels.draft_rank import Ranked
-from paceline.kernels.torch_ops import TorchOps
+from paceline.kernels.cpu.call import addresses, double, run
+from paceline.kernels.reference import draft_rows
+from paceline.kernels.reference.draft_rank import Ranked
+from paceline.kernels.reference.ops import TorchOps
 
 PARALLEL_NOISE = 1 << 12
 """Fewer numbers of noise than this are made on one thread."""

@@ -4,12 +4,11 @@ A kernel is a C function of one pointer: a block of int64 words holding addresse
 every thread draws its next work item. Called plainly it runs on this thread alone; handed to torch's own OpenMP runtime it
 runs on torch's own threads, whichever runtime numba would pick. (Measured on 2 cores after a matrix product: numba's prange
 on its omp layer is as fast, and a Python thread pool costs some 45 us a call.) No numpy array crosses the border. The kernels
-themselves are in `cpu_jit`.
+themselves are in `jit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, SamplingTensors, Segments
-from paceline.kernels.cpu_call import double, run
-from paceline.kernels.cpu_jit import panels
-from paceline.kernels.cpu_layer import DraftOps
-from paceline.kernels.torch_ops import cache_index, visibility
+from paceline.kernels.cpu.call import double, run
+from paceline.kernels.cpu.draft_layer import DraftOps
+from paceline.kernels.cpu.jit import panels
+from paceline.kernels.reference.ops import cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
 """Elementwise kernels touch fewer elements than this on one thread: waking the others costs more."""
@@ -62,9 +61,9 @@ class CpuOps(DraftOps):
         weight_ = weight.detach()
         if weight.device.type != "cpu" or weight.dim() != 2 or not weight.is_contiguous():
             return False
-        if weight.dtype == torch.float32 and torch.backends.mkl.is_available():
+        if weight.dtype == torch.float32 and _mkl_linear is not None:
             packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_, PACKED_ROWS)
-        elif weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        elif weight.dtype == torch.bfloat16 and _onednn_linear is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight_, PACKED_ROWS)
         else:
             return False
@@ -266,8 +265,8 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
 
 
-_mkl_linear: Callable[..., Tensor] = torch.ops.mkl._mkl_linear
-_onednn_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+_mkl_linear: Any = getattr(torch.ops.mkl, "_mkl_linear", None)
+_onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -21,9 +21,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.base import Normed, PagedCache
-from paceline.kernels.triton_attention import precision_of
-from paceline.kernels.triton_linear import Config, add_parts, is_last, leave_part, share_of_sum, weight_ahead
-from paceline.kernels.triton_pdl import fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
+from paceline.kernels.triton.attention import precision_of
+from paceline.kernels.triton.linear import Config, add_parts, is_last, leave_part, share_of_sum, weight_ahead
+from paceline.kernels.triton.pdl import fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
 
 
 def linear_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float, config: Config,

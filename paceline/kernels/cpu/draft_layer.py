@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels import draft_rows
 from paceline.kernels.base import DraftLayer, DraftRows, Lines, PagedCache
-from paceline.kernels.cpu_call import address_of, addresses, double, run
-from paceline.kernels.cpu_tree import TreeOps
+from paceline.kernels.cpu.call import address_of, addresses, double, run
+from paceline.kernels.cpu.tree import TreeOps
+from paceline.kernels.reference import draft_rows
 
 FUSED_ROWS = 64
 """More rows than this are run operation by operation, if there are threads to share the work …"""

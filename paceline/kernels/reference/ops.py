@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels import draft_rows, tree_rows
 from paceline.kernels.base import (
     Beam,
     Candidates,
@@ -24,8 +23,9 @@ from paceline.kernels.base import (
     Segments,
     SlotTensors,
 )
-from paceline.kernels.draft_rank import Ranked, rank
 from paceline.kernels.noise import gumbel, gumbel_all
+from paceline.kernels.reference import draft_rows, tree_rows
+from paceline.kernels.reference.draft_rank import Ranked, rank
 
 
 class TorchOps:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.torch_ops import TorchOps, at_least_float32
+from paceline.kernels.reference.ops import TorchOps, at_least_float32
 
 
 class TrainOps(TorchOps):

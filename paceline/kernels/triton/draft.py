@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.draft_rank import Ranked
-from paceline.kernels.triton_noise import gumbel_at, gumbel_range
+from paceline.kernels.reference.draft_rank import Ranked
+from paceline.kernels.triton.noise import gumbel_at, gumbel_range
 
 BLOCK = 2048
 MAX_K = 16

@@ -11,21 +11,6 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from paceline.kernels import (
-    triton_attention,
-    triton_attention_fixed,
-    triton_beam,
-    triton_draft,
-    triton_fused,
-    triton_linear,
-    triton_move,
-    triton_noise,
-    triton_norm,
-    triton_pdl,
-    triton_plan,
-    triton_sample,
-    triton_tree,
-)
 from paceline.kernels.base import (
     Beam,
     Candidates,
@@ -40,10 +25,49 @@ from paceline.kernels.base import (
     Segments,
     SlotTensors,
 )
-from paceline.kernels.draft_rank import Ranked, draft_topk
-from paceline.kernels.torch_ops import TorchOps
-from paceline.kernels.triton_move import Movables
-from paceline.kernels.triton_plan import Plan, Prefill
+from paceline.kernels.reference.draft_rank import Ranked, draft_topk
+from paceline.kernels.reference.ops import TorchOps
+from paceline.kernels.triton import (
+    attention as triton_attention,
+)
+from paceline.kernels.triton import (
+    attention_fixed as triton_attention_fixed,
+)
+from paceline.kernels.triton import (
+    beam as triton_beam,
+)
+from paceline.kernels.triton import (
+    draft as triton_draft,
+)
+from paceline.kernels.triton import (
+    fused as triton_fused,
+)
+from paceline.kernels.triton import (
+    linear as triton_linear,
+)
+from paceline.kernels.triton import (
+    move as triton_move,
+)
+from paceline.kernels.triton import (
+    noise as triton_noise,
+)
+from paceline.kernels.triton import (
+    norm as triton_norm,
+)
+from paceline.kernels.triton import (
+    pdl as triton_pdl,
+)
+from paceline.kernels.triton import (
+    plan as triton_plan,
+)
+from paceline.kernels.triton import (
+    sample as triton_sample,
+)
+from paceline.kernels.triton import (
+    tree as triton_tree,
+)
+from paceline.kernels.triton.move import Movables
+from paceline.kernels.triton.plan import Plan, Prefill
 
 _OURS = (torch.bfloat16, torch.float16, torch.float32)
 _NARROW = 2048

@@ -1,0 +1,1 @@
+"""CPU kernels: compiled with numba for any instruction set, run on the threads of torch's OpenMP runtime."""

@@ -37,15 +37,16 @@ class EngineConfig(Config):
     profile: bool = True
     """Measure what steps cost before the first one whose strategy is predicted (`auto`, `model`): about two seconds, kept for the
     next start in the user's cache folder."""
-    kernels: Literal["auto", "torch"] = "auto"
-    """The fastest kernels for the device, or the plain torch reference."""
+    kernels: Literal["auto", "portable", "torch"] = "auto"
+    """Which kernels compute: the fastest for the device, those that run on every CPU, or the plain torch reference. The
+    environment variable PACELINE_KERNELS overrides "auto"."""
     deterministic: bool = False
-    """Sums in an order that depends neither on the batch nor on the strategy, so tokens do not either, in any dtype on a GPU and
-    in float32 on a CPU (there with `pack_weights`). Without it a rare near-tie may fall the other way."""
+    """Take sums in an order that depends neither on the batch nor on the strategy, so that tokens do not either, in any dtype on
+    any device. Without it a rare near-tie may fall the other way."""
     cuda_graphs: bool = True
     """On a GPU, capture decoding steps and replay them."""
     pack_weights: bool = True
-    """On a CPU, keep a second copy of the matrices in the layout its matrix library likes: faster, twice the memory."""
+    """On a CPU, keep a second copy of the matrices in the layout that its kernels read: much faster, twice the memory."""
     tau: float = Field(0.35, ge=0, le=1)
     """How much the learned drafter's own spread is believed when it guesses with the shared noise; 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)

@@ -20,7 +20,7 @@ from paceline.engine.limits import Limits
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
-from paceline.kernels import Ops, TorchOps, ops_for
+from paceline.kernels import Ops, ops_for
 from paceline.models.decoder import Decoder, Rope
 
 
@@ -47,7 +47,7 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     context = min(config.max_context or shape.max_context, shape.max_context)
     limits = Limits.of(config, device)
     num_pages = limits.num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
-    ops = TorchOps() if config.kernels == "torch" else ops_for(device, dtype, config.deterministic, context)
+    ops = ops_for(device, dtype, config.deterministic, context, config.kernels)
     scheduler = Scheduler(PageAllocator(num_pages, config.page_size), limits.max_batch, limits.max_rows, context)
     length = scheduler.max_length
     store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)

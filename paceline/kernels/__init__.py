@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from paceline.kernels.base import (
     Candidates,
     DecodeRows,
+    DecoderWeights,
     DraftLayer,
     DraftRows,
     DraftTree,
     Drawn,
+    LayerWeights,
     Lines,
     Normed,
     Ops,
@@ -24,21 +29,69 @@ from paceline.kernels.base import (
 from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
-    "Candidates", "DecodeRows", "DraftLayer", "DraftRows", "DraftTree", "Drawn", "Lines", "Normed", "Ops", "PagedCache",
-    "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope", "ops_for",
+    "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRows", "DraftTree", "Drawn", "LayerWeights",
+    "Lines", "Normed", "Ops", "PagedCache", "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope",
+    "choose_backend", "ops_for",
 ]
 
+KERNELS_VARIABLE = "PACELINE_KERNELS"
+"""Environment variable that overrides the choice of "auto"."""
+KERNELS = ("auto", "portable", "torch")
+_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
-def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768) -> Ops:
-    """The fastest family for this device and dtype. Ask once and hand it to the model. `deterministic`: sums in an order
-    that depends neither on the batch nor on the strategy (float32 on a CPU, any dtype on a GPU)."""
+
+class Backend(NamedTuple):
+    """Which kernels serve a device and dtype, and why."""
+
+    name: str
+    """"triton", "cpu" (compiled, with the packed products of torch's matrix library), "portable" (compiled, nothing but our own
+    code and public torch) or "torch" (the reference)."""
+    reason: str
+
+
+def choose_backend(device: torch.device | str, dtype: torch.dtype, kernels: str = "auto") -> Backend:
+    """The kernels for this device and dtype. `kernels`: "auto" means the fastest, unless the environment variable
+    PACELINE_KERNELS names others; "portable" means those that run on every CPU; "torch" the reference."""
+    if kernels == "auto":
+        asked, kernels = KERNELS_VARIABLE, os.environ.get(KERNELS_VARIABLE, "auto") or "auto"
+    else:
+        asked = "kernels"
+    if kernels not in KERNELS:
+        raise ValueError(f"{asked}: {kernels} is not one of {', '.join(KERNELS)}")
     kind = torch.device(device).type
-    if kind == "cpu" and dtype in (torch.float32, torch.float64, torch.bfloat16):
-        from paceline.kernels.cpu.ops import CpuOps  # numba takes a second to import: only where it is used
+    if kernels == "torch":
+        return Backend("torch", f"{asked}=torch")
+    if kind == "cuda":
+        if find_spec("triton") is not None:
+            return Backend("triton", "a CUDA device, and Triton is installed")
+        return Backend("torch", "a CUDA device, but Triton is not installed: slow")
+    if kind != "cpu" or dtype not in _CPU_DTYPES:
+        return Backend("torch", f"no kernels for {dtype} on {kind}")
+    if kernels == "portable":
+        return Backend("portable", f"{asked}=portable")
+    from paceline.kernels.cpu.products import find_library  # numba takes a second to import: only where it is used
 
-        return CpuOps(deterministic)
-    if kind == "cuda" and find_spec("triton") is not None:
+    library = find_library(dtype)
+    if library is None:
+        return Backend("portable", f"this build of torch has no packed matrix product for {dtype} on {platform.machine()}")
+    return Backend("cpu", f"{library.name}'s packed products for {dtype}")
+
+
+def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768,
+            kernels: str = "auto") -> Ops:
+    """The kernels that `choose_backend` names. Ask once and hand them to the model. `deterministic`: sums are taken in an order
+    that depends neither on the batch nor on the strategy; only the reference cannot do that, and refuses."""
+    backend = choose_backend(device, dtype, kernels)
+    if backend.name in ("cpu", "portable"):
+        from paceline.kernels.cpu.ops import CpuOps
+        from paceline.kernels.cpu.products import find_library
+
+        return CpuOps(deterministic, find_library(dtype) if backend.name == "cpu" else None)
+    if backend.name == "triton":
         from paceline.kernels.triton.ops import TritonOps
 
         return TritonOps(device, deterministic, max_context)
+    if deterministic:
+        raise ValueError(f"deterministic: the torch kernels cannot promise it ({backend.reason}); use float32, float64 or "
+                         "bfloat16 with kernels=auto")
     return TorchOps()

@@ -124,6 +124,33 @@ class Normed(NamedTuple):
         return (self.rows * factor[:, None]).to(self.rows.dtype)
 
 
+class LayerWeights(NamedTuple):
+    """One decoder layer. Matrices [N, K]; norms and biases [N]."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [D] per head
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class DecoderWeights(NamedTuple):
+    """A decoder without its head, for `decode`."""
+
+    embed: Tensor  # [V, H]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [H]
+    num_heads: int
+    eps: float
+
+
 class DraftRows(NamedTuple):
     """Rows of one pass of the drafter."""
 
@@ -219,6 +246,12 @@ class Ops(Protocol):
     def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
                  cache: PagedCache) -> Tensor:
         """rope_write(linear(x, weight, bias), num_heads, None, None, …)."""
+        ...
+
+    def decode(self, weights: DecoderWeights, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor, segments: Segments,
+               caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """All layers over a step's rows in one call: final hidden states [R, H] and captured features. None: the caller runs them
+        operation by operation. cos, sin: [R, D/2]."""
         ...
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,

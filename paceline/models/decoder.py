@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.kernels import Normed, Ops
+from paceline.kernels import DecoderWeights, LayerWeights, Normed, Ops
 from paceline.models.attend import Attend, PagedAttend
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_table
@@ -80,10 +80,15 @@ class Layer(nn.Module):
         return ops.gated_linear(x, self.mlp.gate_up.weight, self.mlp.gate_up.bias), residual
 
     @property
-    def plain(self) -> bool:
-        """Nothing wraps its products (a LoRA adapter would), and heads have no norms."""
+    def has_plain_products(self) -> bool:
+        """Nothing wraps its products, as a LoRA adapter would."""
         products = (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
-        return self.attention.q_norm is None and all(type(product) is Linear for product in products)
+        return all(type(product) is Linear for product in products)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing wraps its products, and heads have no norms."""
+        return self.attention.q_norm is None and self.has_plain_products
 
 
 class Decoder(nn.Module):
@@ -96,6 +101,7 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
+        self._weights: DecoderWeights | None = None  # for `Ops.decode`; parameters stay the same objects
 
     @classmethod
     def random(cls, config: ModelConfig, seed: int = 0, std: float = 0.02, dtype: torch.dtype = torch.float32,
@@ -114,6 +120,10 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, attend: Attend, capture: tuple[int, ...] = ()) -> Hidden:
         """tokens [R] -> final hidden states [R, H]; `capture` lists layers whose input is wanted too (-1: final)."""
+        if isinstance(attend, PagedAttend):
+            whole = self._in_one_call(tokens, attend, capture)
+            if whole is not None:
+                return whole
         x: Tensor = self.embed(tokens)
         sizes = len(tokens), self.config.hidden_size, self.config.head_dim
         if isinstance(attend, PagedAttend) and attend.ops.fuses(*sizes) and self._plain():
@@ -128,6 +138,26 @@ class Decoder(nn.Module):
         final, _ = attend.ops.add_rms_norm(x, residual, self.norm, self.config.rms_eps)
         kept[-1] = final
         return Hidden(final, torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
+
+    def _in_one_call(self, tokens: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden | None:
+        """All layers at once, where the kernels can."""
+        if self._weights is None:
+            if not all(layer.has_plain_products for layer in self.layers):
+                return None
+            self._weights = self._decoder_weights()
+        found = attend.ops.decode(self._weights, tokens, attend.cos, attend.sin, attend.write, attend.segments, attend.layers,
+                                  capture)
+        return None if found is None else Hidden(*found)
+
+    def _decoder_weights(self) -> DecoderWeights:
+        layers = []
+        for layer in cast("list[Layer]", list(self.layers)):
+            attention, mlp = layer.attention, layer.mlp
+            layers.append(LayerWeights(
+                layer.attention_norm, attention.qkv.weight, attention.qkv.bias, attention.q_norm, attention.k_norm,
+                attention.o.weight, attention.o.bias, layer.mlp_norm, mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight,
+                mlp.down.bias))
+        return DecoderWeights(self.embed.weight, tuple(layers), self.norm, self.config.num_heads, self.config.rms_eps)
 
     def _fused(self, residual: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden:
         """Few rows: every product takes along what stands beside it, the last norm excepted. residual: the embedded tokens."""

@@ -135,14 +135,3 @@ def test_a_whole_tree_in_one_call_is_what_its_parts_make(form: str, kind: str, d
                                             depth, width, budget) is not None
         for i, (parts, whole) in enumerate(zip(*made, strict=True)):
             torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-5, equal_nan=True, msg=str(i))
-
-
-def test_small_products_do_not_see_the_batch() -> None:
-    for dtype, width, depth in ((torch.float32, 333, 70), (torch.float64, 72, 33), (torch.float32, 14, 128)):
-        ops, weight, x = CpuOps(deterministic=True), torch.randn(width, depth, dtype=dtype), torch.randn(37, depth, dtype=dtype)
-        ops.prepare([weight])
-        every = ops.linear(x, weight)
-        torch.testing.assert_close(every, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
-        assert all(torch.equal(ops.linear(x[a:b], weight), every[a:b]) for a, b in ((0, 1), (3, 5), (7, 14), (20, 37)))
-        weight += 1  # a stale copy is noticed
-        torch.testing.assert_close(ops.linear(x, weight), torch.nn.functional.linear(x, weight))

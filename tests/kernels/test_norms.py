@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels import Normed, ops_for
+from paceline.kernels import Normed
 from paceline.kernels.cpu.ops import CpuOps
 from paceline.kernels.reference.ops import TorchOps
 
@@ -82,57 +82,6 @@ def test_gradients_flow():
     assert torch.autograd.gradcheck(through, (x, weight, matrix))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_packed_linear(dtype, with_bias):
-    ops = CpuOps()
-    weight, bias = normal(200, 96, dtype=dtype), normal(200, dtype=dtype, seed=1) if with_bias else None
-    assert ops.pack(weight) == (dtype in (torch.float32, torch.bfloat16))
-    for num_rows in (0, 1, 2, 7, 8, 17, 64, 65, 300):
-        x = normal(num_rows, 96, dtype=dtype, seed=num_rows)
-        got = ops.linear(x, weight, bias)
-        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        tolerance = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.15}[dtype]  # values up to about 40
-        assert got.shape == expected.shape and got.dtype == dtype
-        assert num_rows == 0 or (got.double() - expected).abs().max() < tolerance
-        strided = torch.cat((x, x), dim=1)[:, :96]
-        assert torch.allclose(ops.linear(strided, weight, bias), got)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_copies_do_not_outlive_a_change(dtype):
-    ops = CpuOps()
-    weight, x = normal(32, 16, dtype=dtype), normal(4, 16, dtype=dtype, seed=1)
-    ops.pack(weight)
-    weight.mul_(2)  # noticed by its version
-    assert close(ops.linear(x, weight), F.linear(x, weight))
-    ops.pack(weight)
-    weight.data.mul_(2)
-    ops.prepare([])
-    assert close(ops.linear(x, weight), F.linear(x, weight))
-
-
-def test_ops_for():
-    assert ops_for("cpu", torch.float32).name == "cpu" and ops_for("cpu", torch.float16).name == "torch"
+def test_other_dtypes_fall_through_to_torch():
     x, weight = normal(2, 8, dtype=torch.float16), torch.ones(8, dtype=torch.float16)
     assert torch.equal(CpuOps().rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("rows", "width"), [(16, 128), (128, 128), (640, 128), (128, 320), (576, 1536), (61, 32)])
-def test_a_row_of_a_deterministic_product_does_not_depend_on_its_neighbours(threads, rows, width):
-    from paceline.kernels.cpu.ops import CpuOps
-
-    if not torch.backends.mkl.is_available():
-        pytest.skip("this torch was built without MKL")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    draw = torch.Generator().manual_seed(rows)
-    weight, bias = torch.randn(rows, width, generator=draw), torch.randn(rows, generator=draw)
-    x, ops = torch.randn(131, width, generator=draw), CpuOps(deterministic=True)
-    ops.prepare([weight])
-    whole = ops.linear(x, weight, bias)
-    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
-    for start, count in ((0, 1), (5, 1), (3, 2), (130, 1), (64, 3), (17, 64), (2, 65), (1, 129), (60, 16), (0, 130)):
-        assert torch.equal(ops.linear(x[start : start + count], weight, bias), whole[start : start + count]), (start, count)
-    torch.set_num_threads(before)

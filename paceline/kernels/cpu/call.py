@@ -1,4 +1,8 @@
-"""How a compiled CPU kernel is called: a C function of one pointer to a block of int64 words, on this thread or on torch's."""
+"""How a compiled kernel is called: on this thread, or on the threads of torch's own OpenMP runtime.
+
+Using torch's threads costs least after a matrix product of torch, which leaves them spinning. (Measured on 2 cores: numba's
+prange on its omp layer is as fast, a Python thread pool costs some 45 us a call.) No numpy array crosses the border.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,27 @@ import struct
 from collections.abc import Callable
 from functools import cache as memoise
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels.cpu.jit import compiled
+from paceline.kernels.cpu.arguments import LAYOUTS
+from paceline.kernels.cpu.compiler import compiled
 
 
-def run(name: str, dtype: torch.dtype, threads: int, *words: int) -> None:
-    """Run a kernel on this thread, or on torch's OpenMP threads. words: what the kernel reads after the counter."""
-    address, call, pack = _kernel(name, dtype, len(words))
+def run(name: str, dtype: torch.dtype, threads: int, **arguments: float) -> None:
+    """Run one kernel on so many threads. The arguments are those of its layout, in the same order."""
+    kernel = _kernel(name, dtype)
+    if tuple(arguments) != kernel.fields:
+        raise TypeError(f"{name}: arguments {tuple(arguments)}, wanted {kernel.fields}")
     # Fresh bytes, which nobody else holds, are the cheapest block that ctypes takes as it is; the kernel counts in them.
-    block = pack(0, *words)
-    if threads > 1 and _fork is not None:
-        _fork(address, block, threads, 0)
-    else:
-        call(block)
+    _call(kernel, kernel.pack(0, *arguments.values()), threads)
 
 
 def addresses(dtype: torch.dtype, *tensors: Tensor) -> list[int]:
-    """Of contiguous tensors: the kernels see nothing else of them."""
+    """The addresses of contiguous tensors of this dtype: kernels see nothing else of them."""
     found = []
     for tensor in tensors:
         assert tensor.dtype is dtype and tensor.is_contiguous(), f"{tensor.dtype}, strides {tensor.stride()}, wanted {dtype}"
@@ -34,36 +39,127 @@ def addresses(dtype: torch.dtype, *tensors: Tensor) -> list[int]:
     return found
 
 
-@memoise
-def address_of(name: str, dtype: torch.dtype) -> int:
-    """A kernel's own address, for kernels that call it."""
-    return compiled(name, dtype).address
+def address(dtype: torch.dtype, tensor: Tensor | None) -> int:
+    """The address of one such tensor, or 0 where there is none."""
+    return 0 if tensor is None else addresses(dtype, tensor)[0]
+
+
+class Program:
+    """Kernel calls that run one after another in a single call from Python.
+
+    Blocks of arguments are laid out once. An argument given as a string is a variable: its value is passed to each `run`.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: list[int] = []
+        self._words: list[list[int]] = []
+        self._names: list[str] = []  # of the variables, in the order in which they were first used
+        self._places: list[tuple[int, int, int]] = []  # (call, word, variable)
+        self._ready: _Ready | None = None
+
+    def add(self, name: str, dtype: torch.dtype, **arguments: float | str) -> None:
+        """Append a call. The arguments are those of the kernel's layout, by name."""
+        kernel = _kernel(name, dtype)
+        if arguments.keys() != set(kernel.fields):
+            raise TypeError(f"{name}: arguments {tuple(arguments)}, wanted {kernel.fields}")
+        values: list[float] = [0]
+        for word, field in enumerate(kernel.fields, 1):
+            value = arguments[field]
+            if isinstance(value, str):
+                if value not in self._names:
+                    self._names.append(value)
+                self._places.append((len(self._words), word, self._names.index(value)))
+                value = 0
+            values.append(value)
+        self._kernels.append(kernel.address)
+        self._words.append(list(struct.unpack(f"{len(values)}q", kernel.pack(*values))))
+        self._ready = None
+
+    def run(self, threads: int, **variables: int) -> None:
+        """Run all calls on so many threads."""
+        ready = self._ready or self._prepare()
+        ready.values[1:] = [variables[name] for name in self._names]
+        ready.words[ready.places] = ready.values[ready.sources]
+        _call(_kernel("program", torch.int64), ready.pack_block(), threads)
+
+    def _prepare(self) -> _Ready:
+        starts = np.cumsum([0, *(len(words) for words in self._words)])
+        words = np.array([word for block in self._words for word in block], np.int64)
+        blocks = words.ctypes.data + 8 * starts[:-1]
+        # Variable 0 is the zero that every block's counter starts from.
+        places = [int(start) for start in starts[:-1]] + [int(starts[call]) + word for call, word, _ in self._places]
+        sources = [0] * len(self._words) + [1 + variable for _, _, variable in self._places]
+        self._ready = _Ready(words, np.array(places), np.array(sources), np.zeros(1 + len(self._names), np.int64),
+                             np.array(self._kernels, np.int64), blocks)
+        return self._ready
+
+
+class _Ready(NamedTuple):
+    """A program's blocks in one array, and where its variables go."""
+
+    words: np.ndarray
+    places: np.ndarray  # indices of `words` that are filled in at every run …
+    sources: np.ndarray  # … with these of the values
+    values: np.ndarray
+    kernels: np.ndarray
+    blocks: np.ndarray
+
+    def pack_block(self) -> bytes:
+        return _kernel("program", torch.int64).pack(0, self.kernels.ctypes.data, self.blocks.ctypes.data, len(self.kernels),
+                                                    _TEAM_SIZE, _YIELD)
+
+
+class _Callable(NamedTuple):
+    address: int
+    call: Callable[[bytes], None]
+    pack: Callable[..., bytes]
+    fields: tuple[str, ...]
 
 
 @memoise
-def double(x: float) -> int:
-    """The bits of a float64, to travel in an int64 word."""
-    return int(struct.unpack("q", struct.pack("d", x))[0])
+def _kernel(name: str, dtype: torch.dtype) -> _Callable:
+    kernel, layout = compiled(name, dtype), LAYOUTS[name]
+    kinds = "".join("d" if layout[field].kind == "f" else "q" for field in layout.names or ())
+    return _Callable(kernel.address, kernel.call, struct.Struct(kinds).pack, tuple(layout.names or ())[1:])
 
 
-@memoise
-def _kernel(name: str, dtype: torch.dtype, num_words: int) -> tuple[int, Callable[[bytes], None], Callable[..., bytes]]:
-    kernel = compiled(name, dtype)
-    return kernel.address, kernel.call, struct.Struct(f"{num_words + 1}q").pack
+def _call(kernel: _Callable, block: bytes, threads: int) -> None:
+    if threads > 1 and _FORK is not None:
+        _FORK(kernel.address, block, threads, 0)
+    else:
+        kernel.call(block)
 
 
-def _openmp_fork() -> Callable[[int, bytes, int, int], None] | None:
-    """GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime torch itself is linked with; GNU's, Intel's
-    and LLVM's all have it on Linux. None elsewhere: kernels then run on one thread."""
+def _torch_library() -> ctypes.CDLL | None:
+    """The library through which the OpenMP runtime that torch is linked with can be reached. Only on Linux: elsewhere kernels run
+    on one thread, and large products are left to torch."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not library.exists():
-        return None
-    try:
-        fork = ctypes.CDLL(str(library)).GOMP_parallel
-    except AttributeError:
-        return None
-    fork.argtypes, fork.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return ctypes.CDLL(str(library)) if library.exists() else None
+
+
+def _openmp_fork(library: ctypes.CDLL | None) -> Callable[[int, bytes, int, int], None] | None:
+    """GOMP_parallel(function, argument, threads, flags): GNU's, Intel's and LLVM's runtimes all have it on Linux."""
+    fork = _symbol(library, "GOMP_parallel")
+    if fork is not None:
+        fork.argtypes, fork.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
     return fork
 
 
-_fork = _openmp_fork()
+def _symbol(library: ctypes.CDLL | None, name: str) -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
+    try:
+        return None if library is None else getattr(library, name)
+    except AttributeError:
+        return None
+
+
+def _address_of(library: ctypes.CDLL | None, name: str) -> int:
+    function = _symbol(library, name)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_LIBRARY = _torch_library()
+_FORK = _openmp_fork(_LIBRARY)
+_TEAM_SIZE = _address_of(_LIBRARY, "omp_get_num_threads")
+_YIELD = _address_of(_LIBRARY, "sched_yield")
+if not _TEAM_SIZE:
+    _FORK = None  # a program's threads must know how many they are

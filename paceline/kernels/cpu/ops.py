@@ -1,24 +1,23 @@
-"""The CPU family: numba kernels for float32, float64 and bfloat16; everything else falls through to torch.
+"""The CPU family of kernels: compiled by numba for float32, float64 and bfloat16; everything else falls through to torch.
 
-A kernel is a C function of one pointer: a block of int64 words holding addresses, sizes and, first, a counter from which
-every thread draws its next work item. Called plainly it runs on this thread alone; handed to torch's own OpenMP runtime it
-runs on torch's own threads, whichever runtime numba would pick. (Measured on 2 cores after a matrix product: numba's prange
-on its omp layer is as fast, and a Python thread pool costs some 45 us a call.) No numpy array crosses the border. The kernels
-themselves are in `jit`.
+`call` says how kernels are called, `jit/` holds them, `products` chooses matrix products, `decoder` and `drafting` run whole
+models in one call.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import PagedCache, SamplingTensors, Segments
-from paceline.kernels.cpu.call import double, run
-from paceline.kernels.cpu.draft_layer import DraftOps
-from paceline.kernels.cpu.jit import panels
+from paceline.kernels.base import DecoderWeights, PagedCache, SamplingTensors, Segments
+from paceline.kernels.cpu.call import address, run
+from paceline.kernels.cpu.decoder import DecoderProgram, program_key
+from paceline.kernels.cpu.drafting import DraftOps
+from paceline.kernels.cpu.products import Library, Weights, linear
+from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
 from paceline.kernels.reference.ops import cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
@@ -27,152 +26,132 @@ PARALLEL_PRODUCTS = 1 << 17
 """The same for attention, in products of a query's and a key's element."""
 LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
-PACKED_ROWS = 64
-"""MKL's packed float32 weights win up to about this many rows."""
-SMALL_ELEMENTS = 1 << 17
-"""Products with weights up to this size are our own kernel: calling MKL costs more than it wins."""
-FEW_ROWS = 2
-"""Up to so many rows MKL is as quick."""
-PARALLEL_LINEAR = 1 << 20
-"""Such a product takes one thread if it has fewer multiplications."""
-_ACC = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
+LIBRARY_ROWS = 64
+"""Where a matrix library is used, steps with more rows than this run operation by operation."""
+PARALLEL_STEP = 1 << 20
+"""A decoder's layers run on one thread if a step has fewer multiplications."""
 
 
 class CpuOps(DraftOps):
-    """See `base.Ops`. Falls back to torch where a gradient is asked for or a dtype is not ours."""
+    """See `base.Ops`. Falls back to torch where a gradient is asked for or a dtype is not supported."""
 
     name = "cpu"
 
-    def __init__(self, deterministic: bool = False) -> None:
-        """`deterministic`: a row's result does not depend on the rows beside it (float32)."""
+    def __init__(self, deterministic: bool = False, library: Library | None = None) -> None:
+        """`deterministic`: a row's result does not depend on the rows beside it. `library`: whose packed products are used where
+        they are faster (None: our own everywhere)."""
+        super().__init__()
         self.deterministic = deterministic
         self._long_segment = 1 << 62 if deterministic else LONG_SEGMENT
-        self._packed: dict[int, _Packed] = {}
-        self._panels: dict[int, _Packed] = {}
+        self._weights = Weights(None if deterministic else library)
+        self._decoders: dict[tuple[object, ...], DecoderProgram] = {}
         # Every layer of a step passes the same Segments: its addresses are read once. Held, so they stay valid.
-        self._last_segments: tuple[Segments, tuple[int, ...], int] | None = None
+        self._last_segments: tuple[Segments, dict[str, int], int] | None = None
 
-    # -- linear
+    @property
+    def weights(self) -> Weights:
+        return self._weights
 
-    def pack(self, weight: Tensor) -> bool:
-        """Keep a copy of this weight [N, K] in the layout the matrix library likes; `linear` then uses it. Costs as much
-        memory again. Returns whether there is one for this dtype. Stale copies are noticed by the tensor's version counter
-        (not for inference tensors or writes through `.data`: call `prepare` then)."""
-        weight_ = weight.detach()
-        if weight.device.type != "cpu" or weight.dim() != 2 or not weight.is_contiguous():
-            return False
-        if weight.dtype == torch.float32 and _mkl_linear is not None:
-            packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_, PACKED_ROWS)
-        elif weight.dtype == torch.bfloat16 and _onednn_linear is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight_, PACKED_ROWS)
-        else:
-            return False
-        self._packed[id(weight)] = _Packed(weight, packed, None if weight.is_inference() else weight._version, weight.dtype)
-        return True
+    # -- products
 
     def prepare(self, weights: list[Tensor]) -> None:
-        self._packed.clear()
-        self._panels.clear()
-        for weight in weights:
-            if not self.cut(weight):
-                self.pack(weight)
-
-    def cut(self, weight: Tensor) -> bool:
-        """Keep a copy of this weight [N, K] in panels for our own kernel, if it is small; the same rules as for `pack`. The
-        kernel sums every row in the same order, whatever rows are beside it."""
-        small = weight.dim() == 2 and weight.is_contiguous() and 0 < weight.numel() <= SMALL_ELEMENTS
-        if not small or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64):
-            return False
-        version = None if weight.is_inference() else weight._version
-        self._panels[id(weight)] = _Packed(weight, panels(weight.detach()), version, weight.dtype)
-        return True
-
-    def panels_of(self, weight: Tensor) -> Tensor | None:
-        entry = self._panels.get(id(weight))
-        return None if entry is None or (entry.version is not None and entry.version != weight._version) else entry.packed
+        self._weights.prepare(weights)
+        self._decoders.clear()
+        self.forget_programs()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        small = self.panels_of(weight)
-        if small is not None and x.dim() == 2 and x.dtype == weight.dtype and not _needs_grad(x, weight):
-            num_rows = x.shape[0]
-            if self.deterministic or FEW_ROWS < num_rows <= PACKED_ROWS:
-                return _small_linear(x, weight, small, bias, num_rows)
+        if _needs_grad(x, weight):
             return F.linear(x, weight, bias)
-        entry = self._packed.get(id(weight))
-        if entry is None:
-            return F.linear(x, weight, bias)
-        _, packed, version, dtype = entry
-        # An inference tensor has no version (asking raises, which is slow); it was packed as such.
-        if x.dim() != 2 or x.dtype != dtype or (version is not None and version != weight._version) or _needs_grad(x, weight):
-            return F.linear(x, weight, bias)
-        if dtype is torch.bfloat16:
-            return _onednn_linear(x, packed, bias, "none", [], "")
-        num_rows = x.shape[0]
-        if self.deterministic and num_rows:
-            return _row_by_row(x, packed, weight, bias)
-        if num_rows > PACKED_ROWS or num_rows == 0:
-            return F.linear(x, weight, bias)
-        # Naming the actual row count makes it use the packed weight, whose layout does not depend on the rows.
-        return _mkl_linear(x, packed, weight, bias, num_rows)
+        return linear(x, weight, bias, self._weights, self.deterministic)
+
+    def decode(self, weights: DecoderWeights, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor, segments: Segments,
+               caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
+        num_rows, dtype = len(tokens), weights.embed.dtype
+        if not self._decodes(weights, num_rows, segments, caches[0]):
+            return None
+        key = program_key(weights, caches, capture)
+        program = self._decoders.get(key)
+        if program is None or program.max_rows < num_rows or program.is_stale():
+            self._decoders.clear()  # an engine has one decoder, and room for its largest step
+            program = self._decoders[key] = DecoderProgram(weights, caches, capture, self._weights, num_rows, self._long_segment)
+        layer = weights.layers[0]
+        products = num_rows * len(weights.layers) * sum(w.numel() for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        threads = 1 if products < PARALLEL_STEP else torch.get_num_threads()
+        acc = WIDE[dtype]
+        return program.run(threads, tokens, cos.to(acc), sin.to(acc), write, segments)
+
+    def _decodes(self, weights: DecoderWeights, num_rows: int, segments: Segments, cache: PagedCache) -> bool:
+        """Whether a step runs in one compiled call: all weights have panels, no prompt chunk is long enough for torch's attention
+        to win, nor is the step large enough for a matrix library to."""
+        if cache.k.dtype != weights.embed.dtype or weights.embed.dtype not in WIDE or num_rows == 0:
+            return False
+        if not self.deterministic:
+            if self._weights.library is not None and num_rows > LIBRARY_ROWS:
+                return False
+            if num_rows >= self._long_segment and _longest_causal(segments) >= self._long_segment:
+                return False
+        return all(self._weights.find(weight) is not None for layer in weights.layers
+                   for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
     # -- elementwise
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype not in _ACC or weight.dtype != x.dtype or _needs_grad(x, weight):
+        if x.dtype not in WIDE or weight.dtype != x.dtype or _needs_grad(x, weight):
             return super().rms_norm(x, weight, eps)
         width, num_elements = x.shape[-1], x.numel()
         _same("width of the norm", width, weight.shape[0])
         x = x.contiguous()
         out = torch.empty_like(x)
-        run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
-             num_elements // width, width, double(eps))
+        run("rms_norm", x.dtype, _threads_for(num_elements), x=x.data_ptr(), residual=0, weight=weight.data_ptr(),
+            out=out.data_ptr(), total=0, num_rows=num_elements // width, width=width, eps=eps)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if x.dtype not in _ACC or not x.dtype == residual.dtype == weight.dtype or _needs_grad(x, residual, weight):
+        if x.dtype not in WIDE or not x.dtype == residual.dtype == weight.dtype or _needs_grad(x, residual, weight):
             return super().add_rms_norm(x, residual, weight, eps)
         width, num_elements = x.shape[-1], x.numel()
         _same("width of the norm", width, weight.shape[0])
         _same("elements of the residual", num_elements, residual.numel())
         x, residual = x.contiguous(), residual.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(x)
-        run("rms_norm", x.dtype, _threads_for(num_elements), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
-             out.data_ptr(), total.data_ptr(), num_elements // width, width, double(eps))
+        run("rms_norm", x.dtype, _threads_for(num_elements), x=x.data_ptr(), residual=residual.data_ptr(),
+            weight=weight.data_ptr(), out=out.data_ptr(), total=total.data_ptr(), num_rows=num_elements // width, width=width,
+            eps=eps)
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype not in _ACC or _needs_grad(gate_up):
+        if gate_up.dtype not in WIDE or _needs_grad(gate_up):
             return super().silu_mul(gate_up)
         gate_up = gate_up.contiguous()
         *shape, both = gate_up.shape
         num_elements, width = gate_up.numel(), both // 2
         out = gate_up.new_empty(*shape, width)
-        run("silu_mul", gate_up.dtype, _threads_for(num_elements // 2), gate_up.data_ptr(), out.data_ptr(),
-             num_elements // both, width)
+        run("silu_mul", gate_up.dtype, _threads_for(num_elements // 2), x=gate_up.data_ptr(), out=out.data_ptr(),
+            num_rows=num_elements // both, width=width)
         return out
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
-        acc, (k, v, _, _) = _ACC.get(qkv.dtype), cache
+        acc, (k, v, _, _) = WIDE.get(qkv.dtype), cache
         if acc is None or cos.dtype != acc or k.dtype != qkv.dtype:
             return super().rope_write(qkv, num_heads, q_norm, k_norm, eps, cos, sin, write, cache)
-        assert write.dtype == torch.int64 and sin.dtype == acc and k.is_contiguous() and v.is_contiguous()
+        assert write.dtype == INT and sin.dtype == acc and k.is_contiguous() and v.is_contiguous()
         qkv, cos, sin, write = qkv.contiguous(), cos.contiguous(), sin.contiguous(), write.contiguous()
         (num_rows, columns), (_, num_kv_heads, head_dim) = qkv.shape, k.shape
         _same("rows of qkv, cos, sin, write", num_rows, cos.shape[0], sin.shape[0], write.shape[0])
         _same("columns of qkv", columns, (num_heads + 2 * num_kv_heads) * head_dim)
         q = qkv.new_empty(num_rows, num_heads, head_dim)
-        run("rope_write", qkv.dtype, _threads_for(num_rows * columns), qkv.data_ptr(), q.data_ptr(), k.data_ptr(),
-             v.data_ptr(), write.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
-             num_rows, num_heads, num_kv_heads, head_dim, double(eps))
+        run("rope_write", qkv.dtype, _threads_for(num_rows * columns), qkv=qkv.data_ptr(), q=q.data_ptr(), k=k.data_ptr(),
+            v=v.data_ptr(), write=write.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(), positions=0,
+            q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
+            num_rows=num_rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, eps=eps)
         return q
 
     # -- attention
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
         k, v, page_table, page_size = cache
-        if q.dtype not in _ACC or k.dtype != q.dtype:
+        if q.dtype not in WIDE or k.dtype != q.dtype:
             return super().attention(q, cache, segments, scale)
         q = q.contiguous()
         num_rows, num_heads, head_dim = q.shape
@@ -186,87 +165,51 @@ class CpuOps(DraftOps):
                 if causal and length >= self._long_segment:
                     row = int(segments.row[i])
                     out[row : row + length] = _attend_long(q[row : row + length], cache, segments, i, scale)
-        assert k.is_contiguous() and v.is_contiguous() and page_table.dtype == torch.int32
-        addresses, pairs = self._addresses(segments)
+        assert k.is_contiguous() and v.is_contiguous()
+        of_segments, pairs = self._segments(segments)
         threads = 1 if pairs * num_heads * head_dim < PARALLEL_PRODUCTS else torch.get_num_threads()
-        run("attention", q.dtype, threads, q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(),
-             page_table.data_ptr(), page_table.stride(0), page_size, num_heads, num_kv_heads, head_dim, double(scale),
-             self._long_segment, *addresses)
+        run("attention", q.dtype, threads, q=q.data_ptr(), out=out.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
+            page_table=address(HALF, page_table), table_columns=page_table.stride(0), page_size=page_size, num_rows=num_rows,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale, long_segment=self._long_segment,
+            num_segments=len(segments.row), **of_segments, mask=segments.mask.data_ptr())
         return out
 
-    def _addresses(self, segments: Segments) -> tuple[tuple[int, ...], int]:
-        """What the kernel reads of them, and about how many pairs of a row and a key there are."""
+    def _segments(self, segments: Segments) -> tuple[dict[str, int], int]:
+        """Their addresses, and about how many pairs of a row and a key there are."""
         last = self._last_segments
         if last is not None and last[0] is segments:
             return last[1], last[2]
-        wanted = (torch.int32, torch.int32, torch.int32, torch.int32, torch.bool, torch.int64)
-        for name, tensor, dtype in zip(Segments._fields, segments, wanted, strict=True):
-            assert tensor.dtype == dtype and tensor.is_contiguous(), f"segments.{name}: {tensor.dtype}"
-        addresses = (segments.row.shape[0], *(t.data_ptr() for t in segments))
+        found = segment_addresses(segments)
         pairs = sum((context + length) * length for context, length in
                     zip(segments.context.tolist(), segments.length.tolist(), strict=True))
-        self._last_segments = (segments, addresses, pairs)
-        return addresses, pairs
+        self._last_segments = (segments, found, pairs)
+        return found, pairs
 
     # -- sampling
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-        acc = _ACC.get(logits.dtype)
+        acc = WIDE.get(logits.dtype)
         if acc is None:
             return super().sample(logits, params)
-        wanted = (torch.int64, torch.int64, torch.float32, torch.int32, torch.float32, torch.float32)
+        wanted = (INT, INT, REAL, HALF, REAL, REAL)
         params = SamplingTensors(*(t.to(dtype).contiguous() for t, dtype in zip(params, wanted, strict=True)))
         logits = logits.contiguous()
         num_rows, vocab = logits.shape
         _same("rows of sampling parameters", num_rows, *(t.shape[0] for t in params))
-        token, logprob = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=acc)
+        token, logprob = torch.empty(num_rows, dtype=INT), torch.empty(num_rows, dtype=acc)
         threads = min(num_rows, torch.get_num_threads())
-        run("sample", logits.dtype, threads, logits.data_ptr(), num_rows, vocab, token.data_ptr(), logprob.data_ptr(),
-             *(t.data_ptr() for t in params))
+        run("sample", logits.dtype, threads, logits=logits.data_ptr(), num_rows=num_rows, vocab=vocab, token=token.data_ptr(),
+            logprob=logprob.data_ptr(), **{name: tensor.data_ptr() for name, tensor in params._asdict().items()})
         return token, logprob
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         seed, position, token_ids = seed.long().contiguous(), position.long().contiguous(), token_ids.long().contiguous()
         num_rows, vocab = seed.shape[0], token_ids.shape[0]
         _same("rows of seed and position", num_rows, position.shape[0])
-        out = torch.empty((num_rows, vocab), dtype=torch.float32)
-        run("gumbel", torch.float32, _threads_for(num_rows * vocab), seed.data_ptr(), position.data_ptr(), token_ids.data_ptr(),
-             num_rows, vocab, out.data_ptr())
+        out = torch.empty((num_rows, vocab), dtype=REAL)
+        run("gumbel", REAL, _threads_for(num_rows * vocab), seed=seed.data_ptr(), position=position.data_ptr(),
+            token_ids=token_ids.data_ptr(), num_rows=num_rows, vocab=vocab, out=out.data_ptr())
         return out
-
-
-def _small_linear(x: Tensor, weight: Tensor, small: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
-    width, depth = weight.shape
-    _same("columns of x", x.shape[1], depth)
-    x, out = x.contiguous(), x.new_empty(num_rows, width)
-    threads = 1 if num_rows * depth * width < PARALLEL_LINEAR else torch.get_num_threads()
-    run("linear", x.dtype, threads, x.data_ptr(), small.data_ptr(), out.data_ptr(), num_rows, depth, width)
-    return out if bias is None else out.add_(bias)
-
-
-def _row_by_row(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The packed product sums every row in the same order for 2 to PACKED_ROWS rows (tests hold MKL to it); one row alone takes
-    another path, so it gets company."""
-    num_rows = x.shape[0]
-    if num_rows == 1:
-        return _mkl_linear(x.expand(2, -1).contiguous(), packed, weight, bias, 2)[:1]
-    if num_rows <= PACKED_ROWS:
-        return _mkl_linear(x, packed, weight, bias, num_rows)
-    blocks = list(x.split(PACKED_ROWS))
-    if blocks[-1].shape[0] == 1:
-        blocks[-2:] = [x[-PACKED_ROWS - 1 : -2], x[-2:]]
-    return torch.cat([_mkl_linear(block, packed, weight, bias, block.shape[0]) for block in blocks])
-
-
-class _Packed(NamedTuple):
-    weight: Tensor  # held, so that its id stays its own
-    packed: Tensor
-    version: int | None
-    dtype: torch.dtype
-
-
-_mkl_linear: Any = getattr(torch.ops.mkl, "_mkl_linear", None)
-_onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -291,3 +234,8 @@ def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, None if square else visibility(segments, i),
                                          is_causal=square, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _longest_causal(segments: Segments) -> int:
+    return max((length for length, causal in zip(segments.length.tolist(), segments.causal.tolist(), strict=True) if causal),
+               default=0)

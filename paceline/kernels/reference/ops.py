@@ -12,6 +12,7 @@ from paceline.kernels.base import (
     Beam,
     Candidates,
     DecodeRows,
+    DecoderWeights,
     DraftLayer,
     DraftRows,
     DraftTree,
@@ -78,6 +79,10 @@ class TorchOps:
     def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
                  cache: PagedCache) -> Tensor:
         return self.rope_write(self.linear(x.complete(), weight, bias), num_heads, None, None, 0.0, cos, sin, write, cache)
+
+    def decode(self, weights: DecoderWeights, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor, segments: Segments,
+               caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
+        return None
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
                   chunks: list[tuple[int, int, int]], trees: bool = False) -> Any:

@@ -1,0 +1,126 @@
+"""Compiling the CPU kernels with numba, once per source and machine: the result is kept on disk by numba."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import cache as memoise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cfunc
+
+from paceline import jit_cache
+from paceline.kernels import noise
+from paceline.kernels.cpu import arguments
+from paceline.kernels.cpu.jit.attention import attention
+from paceline.kernels.cpu.jit.drafting import choose, collect, draft_topk, follow_rows, grow
+from paceline.kernels.cpu.jit.elementwise import add, draft_input, gather_rows, rms_norm, rope_write, silu_mul
+from paceline.kernels.cpu.jit.matmul import gated_linear, linear
+from paceline.kernels.cpu.jit.noise import gumbel
+from paceline.kernels.cpu.jit.program import program
+from paceline.kernels.cpu.jit.rows import advance, build_rows, flatten, move_tokens
+from paceline.kernels.cpu.jit.sampling import sample
+
+logger = logging.getLogger(__name__)
+
+F32, F64, BF16, INT = torch.float32, torch.float64, torch.bfloat16, torch.int64
+
+# One entry per kernel and element type; kernels of integers alone are filed under int64. They are lambdas without closures,
+# because numba finds a cached function again by its name and globals only.
+_ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
+    ("linear", F32): lambda block: linear(block, np.float32, np.float32),
+    ("linear", F64): lambda block: linear(block, np.float64, np.float64),
+    ("linear", BF16): lambda block: linear(block, np.uint16, np.float32),
+    ("gated_linear", F32): lambda block: gated_linear(block, np.float32, np.float32),
+    ("gated_linear", F64): lambda block: gated_linear(block, np.float64, np.float64),
+    ("gated_linear", BF16): lambda block: gated_linear(block, np.uint16, np.float32),
+    ("rms_norm", F32): lambda block: rms_norm(block, np.float32, np.float32),
+    ("rms_norm", F64): lambda block: rms_norm(block, np.float64, np.float64),
+    ("rms_norm", BF16): lambda block: rms_norm(block, np.uint16, np.float32),
+    ("silu_mul", F32): lambda block: silu_mul(block, np.float32, np.float32),
+    ("silu_mul", F64): lambda block: silu_mul(block, np.float64, np.float64),
+    ("silu_mul", BF16): lambda block: silu_mul(block, np.uint16, np.float32),
+    ("add", F32): lambda block: add(block, np.float32, np.float32),
+    ("add", F64): lambda block: add(block, np.float64, np.float64),
+    ("add", BF16): lambda block: add(block, np.uint16, np.float32),
+    ("gather_rows", F32): lambda block: gather_rows(block, np.float32, np.float32),
+    ("gather_rows", F64): lambda block: gather_rows(block, np.float64, np.float64),
+    ("gather_rows", BF16): lambda block: gather_rows(block, np.uint16, np.float32),
+    ("rope_write", F32): lambda block: rope_write(block, np.float32, np.float32),
+    ("rope_write", F64): lambda block: rope_write(block, np.float64, np.float64),
+    ("rope_write", BF16): lambda block: rope_write(block, np.uint16, np.float32),
+    ("attention", F32): lambda block: attention(block, np.float32, np.float32),
+    ("attention", F64): lambda block: attention(block, np.float64, np.float64),
+    ("attention", BF16): lambda block: attention(block, np.uint16, np.float32),
+    ("sample", F32): lambda block: sample(block, np.float32, np.float32),
+    ("sample", F64): lambda block: sample(block, np.float64, np.float64),
+    ("sample", BF16): lambda block: sample(block, np.uint16, np.float32),
+    ("gumbel", F32): lambda block: gumbel(block, np.float32, np.float32),
+    ("draft_input", F32): lambda block: draft_input(block, np.float32, np.float32),
+    ("draft_input", F64): lambda block: draft_input(block, np.float64, np.float64),
+    ("draft_input", BF16): lambda block: draft_input(block, np.uint16, np.float32),
+    ("draft_topk", F32): lambda block: draft_topk(block, np.float32, np.float32),
+    ("draft_topk", F64): lambda block: draft_topk(block, np.float64, np.float64),
+    ("draft_topk", BF16): lambda block: draft_topk(block, np.uint16, np.float32),
+    ("flatten", INT): lambda block: flatten(block),
+    ("build_rows", INT): lambda block: build_rows(block),
+    ("advance", INT): lambda block: advance(block),
+    ("move_tokens", INT): lambda block: move_tokens(block),
+    ("follow_rows", INT): lambda block: follow_rows(block),
+    ("collect", INT): lambda block: collect(block),
+    ("grow", INT): lambda block: grow(block),
+    ("choose", INT): lambda block: choose(block),
+    ("program", INT): lambda block: program(block),
+}
+
+_FOLDER = Path(__file__).parent
+_SOURCES = sorted([*(_FOLDER / "jit").glob("*.py"), Path(arguments.__file__), Path(noise.__file__), Path(__file__)])
+_SOURCE_HASH = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:12]
+_SLOW_LOAD_S = 0.25
+"""A kernel that takes longer than this is being compiled, not read from disk."""
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel."""
+
+    address: int
+    call: Callable[[Any], None]
+    owner: Any  # keeps the compiled code alive
+
+
+@memoise
+def compiled(name: str, dtype: torch.dtype) -> Kernel:
+    """The kernel of this name, compiled on first use or read from numba's cache on disk."""
+    entry = _ENTRIES[name, dtype]
+    # numba's cache knows a function by this name and its line. With the hash of the sources in it, neither another kernel's code
+    # nor that of a file edited under a running process is ever loaded.
+    entry.__qualname__ = f"{name}_{dtype}_{_SOURCE_HASH}".replace("torch.", "")
+    function = jit_cache.compile_cached(cfunc, "void(voidptr)", entry)
+    return Kernel(function.address, function.ctypes, function)
+
+
+def compile_all(dtype: torch.dtype, progress: Callable[[int, int], None] | None = None) -> None:
+    """Compile every kernel that a model of this dtype may use, or read it from disk. `progress(done, total)` is called after each
+    kernel as soon as one of them has to be compiled; without it that is logged."""
+    names = [key for key in _ENTRIES if key[1] in (dtype, INT) or key[0] == "gumbel"]
+    started, told = time.perf_counter(), False
+    for number, (name, kind) in enumerate(names, 1):
+        began = time.perf_counter()
+        compiled(name, kind)
+        if not told and time.perf_counter() - began > _SLOW_LOAD_S:
+            told = True
+            logger.info("compiling the CPU kernels for %s: once per version and machine, about a minute", dtype)
+        if told and progress is not None:
+            progress(number, len(names))
+    if told:
+        logger.info("compiled %d CPU kernels in %.0f s", len(names), time.perf_counter() - started)
+
+
+def kernel_names() -> Iterable[tuple[str, torch.dtype]]:
+    """All kernels and the element types they exist for."""
+    return _ENTRIES.keys()

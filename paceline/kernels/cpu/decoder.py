@@ -1,0 +1,152 @@
+"""All layers of a decoder in one compiled call.
+
+A decode or verify step of a small model has a few rows in some twenty layers of eight operations each: called one by one from
+Python, they cost more time than they compute. So the calls of all layers are laid out once as a `Program`, and a step fills in
+what changes: the number of rows, and the addresses of tokens, cache slots and segments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.base import DecoderWeights, PagedCache, Segments
+from paceline.kernels.cpu.call import Program, address
+from paceline.kernels.cpu.jit.matmul import can_gate
+from paceline.kernels.cpu.products import Weights
+from paceline.kernels.cpu.rows import HALF, INT, WIDE, segment_addresses
+
+_GRANULE = 32
+"""Rows that room is made for are multiples of this, so that a program serves many steps."""
+
+
+class DecoderProgram:
+    """The layers of one decoder over one paged cache, for up to `num_rows` rows."""
+
+    def __init__(self, weights: DecoderWeights, caches: list[PagedCache], capture: tuple[int, ...], copies: Weights,
+                 num_rows: int, long_segment: int) -> None:
+        self.key = program_key(weights, caches, capture)
+        self.max_rows = -(-num_rows // _GRANULE) * _GRANULE
+        self.copies = copies
+        self._held = (weights, caches)  # the program holds their addresses
+        self._versions = _versions(weights)
+        self._capture = capture
+        hidden, dtype = weights.embed.shape[1], weights.embed.dtype
+        self._buffers = _Buffers.make(weights, caches[0], capture, self.max_rows)
+        self._program = Program()
+        self._long_segment = long_segment
+        self._lay_out(weights, caches, hidden, dtype)
+
+    def is_stale(self) -> bool:
+        """A weight has been written in place since its panels were made."""
+        return self._versions != _versions(self._held[0])
+
+    def run(self, threads: int, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor,
+            segments: Segments) -> tuple[Tensor, Tensor | None]:
+        """tokens [R] -> final hidden states [R, H] and captured features [R, H * captured layers]."""
+        num_rows, weights = len(tokens), self._held[0]
+        hidden, acc = weights.embed.shape[1], WIDE[weights.embed.dtype]
+        final = weights.embed.new_empty(num_rows, hidden)
+        self._program.run(
+            threads, num_rows=num_rows, tokens=address(INT, tokens), write=address(INT, write), final=final.data_ptr(),
+            cos=address(acc, cos), sin=address(acc, sin), num_segments=len(segments.row), mask=address(INT, segments.mask),
+            **segment_addresses(segments))
+        if not self._capture:
+            return final, None
+        kept = [final if layer == -1 else self._buffers.kept[layer][:num_rows] for layer in self._capture]
+        return final, torch.cat(kept, dim=-1)
+
+    def _lay_out(self, weights: DecoderWeights, caches: list[PagedCache], hidden: int, dtype: torch.dtype) -> None:
+        program, room = self._program, self._buffers
+        # The stream is x + residual. It is added up inside the norms, into either of two buffers or where it is captured.
+        stream = room.stream(0, 0)
+        program.add("gather_rows", dtype, table=weights.embed.data_ptr(), index="tokens", out=stream, num_rows="num_rows",
+                    width=hidden)
+        for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=False)):
+            before, stream = stream, room.stream(index, stream) if index else stream
+            program.add("rms_norm", dtype, x=room.at("x") if index else stream, residual=before if index else 0,
+                        weight=layer.attention_norm.data_ptr(), out=room.at("normed"), total=stream if index else 0,
+                        num_rows="num_rows", width=hidden, eps=weights.eps)
+            self._add_attention(weights, index, cache, dtype)
+            before, stream = stream, room.other_stream(stream)
+            program.add("rms_norm", dtype, x=room.at("x"), residual=before, weight=layer.mlp_norm.data_ptr(),
+                        out=room.at("normed"), total=stream, num_rows="num_rows", width=hidden, eps=weights.eps)
+            self._add_mlp(weights, index, dtype)
+        program.add("rms_norm", dtype, x=room.at("x"), residual=stream, weight=weights.norm.data_ptr(), out="final",
+                    total=room.other_stream(stream), num_rows="num_rows", width=hidden, eps=weights.eps)
+
+    def _add_attention(self, weights: DecoderWeights, index: int, cache: PagedCache, dtype: torch.dtype) -> None:
+        layer, room, program, num_heads = weights.layers[index], self._buffers, self._program, weights.num_heads
+        _, num_kv_heads, head_dim = cache.k.shape
+        self._add_product(layer.qkv, layer.qkv_bias, room.at("normed"), room.at("qkv"), dtype)
+        program.add("rope_write", dtype, qkv=room.at("qkv"), q=room.at("q"), k=cache.k.data_ptr(), v=cache.v.data_ptr(),
+                    write="write", cos="cos", sin="sin", positions=0, q_norm=address(dtype, layer.q_norm),
+                    k_norm=address(dtype, layer.k_norm), num_rows="num_rows", num_heads=num_heads, num_kv_heads=num_kv_heads,
+                    head_dim=head_dim, eps=weights.eps)
+        program.add("attention", dtype, q=room.at("q"), out=room.at("heads"), k=cache.k.data_ptr(), v=cache.v.data_ptr(),
+                    page_table=address(HALF, cache.page_table), table_columns=cache.page_table.shape[1],
+                    page_size=cache.page_size, num_rows="num_rows", num_heads=num_heads, num_kv_heads=num_kv_heads,
+                    head_dim=head_dim, scale=head_dim**-0.5, long_segment=self._long_segment, num_segments="num_segments",
+                    segment_row="segment_row", segment_length="segment_length", segment_slot="segment_slot",
+                    segment_context="segment_context", segment_causal="segment_causal", mask="mask")
+        self._add_product(layer.o, layer.o_bias, room.at("heads"), room.at("x"), dtype)
+
+    def _add_mlp(self, weights: DecoderWeights, index: int, dtype: torch.dtype) -> None:
+        layer, room, width = weights.layers[index], self._buffers, weights.layers[index].down.shape[1]
+        if can_gate(width, dtype):
+            self._program.add("gated_linear", dtype, x=room.at("normed"), weight=self._panels(layer.gate_up),
+                              bias=address(dtype, layer.gate_up_bias), out=room.at("gated"), num_rows="num_rows",
+                              depth=layer.gate_up.shape[1], width=width)
+        else:
+            self._add_product(layer.gate_up, layer.gate_up_bias, room.at("normed"), room.at("gate_up"), dtype)
+            self._program.add("silu_mul", dtype, x=room.at("gate_up"), out=room.at("gated"), num_rows="num_rows", width=width)
+        self._add_product(layer.down, layer.down_bias, room.at("gated"), room.at("x"), dtype)
+
+    def _add_product(self, weight: Tensor, bias: Tensor | None, x: int, out: int, dtype: torch.dtype) -> None:
+        width, depth = weight.shape
+        self._program.add("linear", dtype, x=x, weight=self._panels(weight), bias=address(dtype, bias), out=out,
+                          num_rows="num_rows", depth=depth, width=width)
+
+    def _panels(self, weight: Tensor) -> int:
+        found = self.copies.panels(weight)
+        assert found is not None, "a program is made only where all weights have panels"
+        return found.data_ptr()
+
+
+class _Buffers(NamedTuple):
+    """Intermediate results of a step, and where each begins."""
+
+    tensors: dict[str, Tensor]
+    kept: dict[int, Tensor]  # layer -> the stream at its input
+
+    @classmethod
+    def make(cls, weights: DecoderWeights, cache: PagedCache, capture: tuple[int, ...], num_rows: int) -> _Buffers:
+        hidden, layer = weights.embed.shape[1], weights.layers[0]
+        heads = weights.num_heads * cache.k.shape[2]
+        widths = {"x": hidden, "normed": hidden, "stream": hidden, "other": hidden, "qkv": layer.qkv.shape[0],
+                  "q": heads, "heads": heads, "gated": layer.down.shape[1], "gate_up": layer.gate_up.shape[0]}
+        # Zeros, so that rows outside every segment are finite.
+        return cls({name: weights.embed.new_zeros(num_rows, width) for name, width in widths.items()},
+                   {index: weights.embed.new_zeros(num_rows, hidden) for index in capture if index >= 0})
+
+    def at(self, name: str) -> int:
+        return self.tensors[name].data_ptr()
+
+    def other_stream(self, current: int) -> int:
+        return self.at("other") if current == self.at("stream") else self.at("stream")
+
+    def stream(self, layer: int, current: int) -> int:
+        """Where the stream at the input of this layer goes."""
+        return self.kept[layer].data_ptr() if layer in self.kept else self.other_stream(current)
+
+
+def program_key(weights: DecoderWeights, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[object, ...]:
+    """Two steps with equal keys can share a program."""
+    return id(weights), caches[0].k.data_ptr(), caches[0].page_table.data_ptr(), len(caches), capture
+
+
+def _versions(weights: DecoderWeights) -> list[int | None]:
+    return [None if weight.is_inference() else weight._version for layer in weights.layers
+            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]

@@ -1,0 +1,236 @@
+"""The learned drafter in one compiled call, its layer or all of a tree: it has a few rows at a time, and a dozen calls from
+Python cost more than the work. The reference is `Eagle.forward` and `EagleDrafter.draft`, operation by operation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.base import DraftLayer, DraftRows, Lines, PagedCache
+from paceline.kernels.cpu.call import Program, address
+from paceline.kernels.cpu.jit.matmul import can_gate
+from paceline.kernels.cpu.products import Weights
+from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, RowOps, segment_addresses
+from paceline.kernels.reference import draft_rows
+
+PARALLEL_ROWS = 8
+"""Up to so many rows of a level, one thread drafts."""
+MAX_ROWS = 1024
+"""More rows than this are run operation by operation."""
+_PROGRAMS = 256
+"""Programs kept: one per shape of a tree and number of requests."""
+_ANY_LENGTH = 1 << 59  # no segment is too long for the kernel
+_SEGMENTS = ("segment_row", "segment_length", "segment_slot", "segment_context", "segment_causal")
+
+
+class DraftOps(RowOps, ABC):
+    """`draft_layer` and `draft_tree` of `base.Ops`."""
+
+    def __init__(self) -> None:
+        self._programs: OrderedDict[tuple[Any, ...], _LayerProgram | _TreeProgram] = OrderedDict()
+
+    @property
+    @abstractmethod
+    def weights(self) -> Weights:
+        """The panels of all prepared weights."""
+
+    def forget_programs(self) -> None:
+        """Weights have moved."""
+        self._programs.clear()
+
+    def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
+                    cache: PagedCache) -> Tensor | None:
+        num_rows = len(rows.tokens)
+        if not self._serves(layer, state, cache, num_rows):
+            return None
+        size = 1 << (num_rows - 1).bit_length()  # a program serves all smaller numbers of rows
+        program = self._program(("layer", size, *_identity(layer, cache)),
+                                lambda: _LayerProgram(layer, cache, self.weights, size))
+        return program.run(_threads(num_rows), rows, state, above)
+
+    def draft_tree(self, layer: DraftLayer, lines: Lines, state: Tensor, cache: PagedCache, tau: Tensor, depth: int, width: int,
+                   budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        batch = len(lines.slots)
+        if layer.head is None or not self._serves(layer, state, cache, batch * width) or self.weights.panels(layer.head) is None:
+            return None
+        program = self._program(("tree", batch, depth, width, budget, tau.data_ptr(), *_identity(layer, cache)),
+                                lambda: _TreeProgram(layer, cache, self.weights, tau, batch, depth, width, budget))
+        return program.run(_threads(batch * width), lines, state)
+
+    def _serves(self, layer: DraftLayer, state: Tensor, cache: PagedCache, num_rows: int) -> bool:
+        matrices = [weight for weight in (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
+        same = state.dtype == layer.embed.dtype == cache.k.dtype and layer.cos.dtype == WIDE.get(state.dtype)
+        return same and 0 < num_rows <= MAX_ROWS and all(self.weights.panels(weight) is not None for weight in matrices)
+
+    def _program(self, key: tuple[Any, ...], make: Any) -> Any:
+        """The program of this key, made where there is none; the one not used for longest gives way."""
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = make()
+            if len(self._programs) > _PROGRAMS:
+                self._programs.popitem(last=False)
+        else:
+            self._programs.move_to_end(key)
+        return found
+
+
+class _LayerProgram:
+    """The drafter's layer over up to `max_rows` rows."""
+
+    def __init__(self, layer: DraftLayer, cache: PagedCache, weights: Weights, max_rows: int) -> None:
+        self._held, self._room = (layer, cache, weights), _layer_room(layer, cache, max_rows)
+        self._program = Program()
+        add_layer(self._program, layer, cache, weights, self._room, num_rows="num_rows", tokens="tokens", positions="positions",
+                  write="write", state="state", above="above", out="out", mask="mask", num_segments="num_segments",
+                  segments=dict(zip(_SEGMENTS, _SEGMENTS, strict=True)))
+
+    def run(self, threads: int, rows: DraftRows, state: Tensor, above: Tensor | None) -> Tensor:
+        num_rows, dtype, segments = len(rows.tokens), state.dtype, rows.segments
+        out = state.new_empty(num_rows, state.shape[1])
+        self._program.run(threads, num_rows=num_rows, tokens=address(INT, rows.tokens), positions=address(INT, rows.positions),
+                          write=address(INT, rows.write), state=address(dtype, state), above=address(INT, above),
+                          out=out.data_ptr(), mask=address(INT, segments.mask), num_segments=len(segments.row),
+                          **segment_addresses(segments))
+        return out
+
+
+class _TreeProgram:
+    """A whole tree for `batch` requests, from the drafter's output at their roots to the chosen nodes."""
+
+    def __init__(self, layer: DraftLayer, cache: PagedCache, weights: Weights, tau: Tensor, batch: int, depth: int, width: int,
+                 budget: int) -> None:
+        assert layer.head is not None
+        self._held = (layer, cache, weights, tau)
+        rows, total, (vocab, hidden) = batch * width, width + (depth - 1) * width * width, layer.head.shape
+        dtype, acc = layer.embed.dtype, WIDE[layer.embed.dtype]
+        self._batch, self._count = batch, min(budget, total)
+        room = {**_layer_room(layer, cache, rows),
+                "states": torch.zeros(2, rows, hidden, dtype=dtype), "head_input": torch.zeros(rows, hidden, dtype=dtype),
+                "logits": torch.zeros(rows, vocab, dtype=dtype), "values": torch.zeros(rows, width, dtype=acc),
+                "columns": torch.zeros(rows, width, dtype=INT), "logsumexp": torch.zeros(rows, dtype=acc),
+                "rows": torch.zeros(7, rows, dtype=INT), "bits": torch.zeros(2, rows, 2, dtype=INT),
+                "root_bits": torch.zeros(batch, 1, 2, dtype=INT), "root_origin": torch.full((batch,), -1, dtype=INT),
+                "root_scores": torch.zeros(batch), "floats": torch.zeros(2, rows),
+                "tokens": torch.zeros(batch, total, dtype=INT), "parents": torch.zeros(batch, total, dtype=INT),
+                "scores": torch.zeros(batch, total), "segments": torch.zeros(5, batch, dtype=HALF)}
+        self._room = room
+        row_tokens, positions, write, above, origin, row_seed, next_position = (part.data_ptr() for part in room["rows"])
+        temperature, beam_scores = (part.data_ptr() for part in room["floats"])
+        segments = {name: part.data_ptr() for name, part in zip(_SEGMENTS, room["segments"], strict=True)}
+        program = self._program = Program()
+        found = {name: room[name].data_ptr() for name in ("tokens", "parents", "scores")}
+
+        def rank(state: int | str, num_rows: int, seed: int | str, position: int | str, heat: int | str) -> None:
+            """The children of these nodes, through the head and with the noise."""
+            assert layer.head is not None
+            if layer.norm is not None:
+                program.add("rms_norm", dtype, x=state, residual=0, weight=layer.norm.data_ptr(),
+                            out=room["head_input"].data_ptr(), total=0, num_rows=num_rows, width=hidden, eps=layer.eps)
+                state = room["head_input"].data_ptr()
+            _add_product(program, layer.head, weights, state, room["logits"].data_ptr(), num_rows)
+            program.add("draft_topk", dtype, logits=room["logits"].data_ptr(), seed=seed, position=position, temperature=heat,
+                        draft_ids=address(INT, layer.draft_ids), values=room["values"].data_ptr(),
+                        columns=room["columns"].data_ptr(), logsumexp=room["logsumexp"].data_ptr(), num_rows=num_rows,
+                        vocab=vocab, k=width, tau=address(REAL, tau), tau_value=0.0)
+
+        def collect(scores: int, origins: int, nodes: int, first: int) -> None:
+            program.add("collect", INT, values=room["values"].data_ptr(), columns=room["columns"].data_ptr(),
+                        logsumexp=room["logsumexp"].data_ptr(), scores=scores, origin=origins,
+                        draft_ids=address(INT, layer.draft_ids), tokens=found["tokens"], parents=found["parents"],
+                        candidate_scores=found["scores"], num_lines=batch, num_nodes=nodes, width=width, first=first,
+                        num_candidates=total, wide_values=acc == torch.float64, shrink=draft_rows.SHRINK)
+
+        rank("state", batch, "seed", "next_position", "temperature")
+        collect(room["root_scores"].data_ptr(), room["root_origin"].data_ptr(), 1, 0)
+        state: int | str = "state"
+        seen, nodes, first = room["root_bits"].data_ptr(), 1, 0
+        for level in range(1, depth):
+            bits, out = room["bits"][level % 2].data_ptr(), room["states"][level % 2].data_ptr()
+            program.add("grow", INT, tokens=found["tokens"], scores=found["scores"], bits=seen, slots="slots", context="context",
+                        seed="seed", temperature="temperature", page_table=address(HALF, cache.page_table), row_tokens=row_tokens,
+                        positions=positions, write=write, above=above, origin=origin, row_seed=row_seed,
+                        next_position=next_position, mask=bits, row_temperature=temperature, row_scores=beam_scores, **segments,
+                        num_lines=batch, num_candidates=total, first=first, num_nodes=nodes, width=width, depth=level,
+                        page_size=cache.page_size, table_columns=cache.page_table.shape[1])
+            add_layer(program, layer, cache, weights, room, num_rows=rows, tokens=row_tokens, positions=positions, write=write,
+                      state=state, above=above, out=out, mask=bits, num_segments=batch, segments=segments)
+            rank(out, rows, row_seed, next_position, temperature)
+            first += nodes * width
+            collect(beam_scores, origin, width, first)
+            state, seen, nodes = out, bits, width
+        program.add("choose", INT, tokens=found["tokens"], parents=found["parents"], scores=found["scores"],
+                    out_tokens="out_tokens", out_parents="out_parents", out_depths="out_depths", survival="survival",
+                    num_lines=batch, num_candidates=total, num_kept=self._count, width=width)
+
+    def run(self, threads: int, lines: Lines, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, parents, depths = torch.empty(3, self._batch, self._count, dtype=INT).unbind()
+        survival, following = torch.empty(self._batch, self._count), lines.context + 1
+        self._program.run(threads, state=address(state.dtype, state), slots=address(INT, lines.slots),
+                          context=address(INT, lines.context), seed=address(INT, lines.seed),
+                          next_position=address(INT, following), temperature=address(REAL, lines.temperature),
+                          out_tokens=tokens.data_ptr(), out_parents=parents.data_ptr(), out_depths=depths.data_ptr(),
+                          survival=survival.data_ptr())
+        return tokens, parents, depths, survival
+
+
+def add_layer(program: Program, layer: DraftLayer, cache: PagedCache, weights: Weights, room: dict[str, Tensor], *,
+              num_rows: int | str, tokens: int | str, positions: int | str, write: int | str, state: int | str,
+              above: int | str, out: int | str, mask: int | str, num_segments: int | str, segments: dict[str, Any]) -> None:
+    """The calls of the drafter's one layer."""
+    dtype, hidden, eps = layer.embed.dtype, layer.embed.shape[1], layer.eps
+    _, num_kv_heads, head_dim = cache.k.shape
+    at = {name: tensor.data_ptr() for name, tensor in room.items()}
+    program.add("draft_input", dtype, tokens=tokens, embed=layer.embed.data_ptr(), state=state, above=above,
+                input_norm=address(dtype, layer.input_norm), hidden_norm=address(dtype, layer.hidden_norm), both=at["both"],
+                residual=at["residual"], num_rows=num_rows, width=hidden, eps=eps)
+    if layer.fc is not None:
+        _add_product(program, layer.fc, weights, at["both"], at["residual"], num_rows)
+    _add_product(program, layer.qkv, weights, at["both"] if layer.fc is None else at["residual"], at["qkv"], num_rows)
+    program.add("rope_write", dtype, qkv=at["qkv"], q=at["q"], k=cache.k.data_ptr(), v=cache.v.data_ptr(), write=write,
+                cos=layer.cos.data_ptr(), sin=layer.sin.data_ptr(), positions=positions, q_norm=0, k_norm=0, num_rows=num_rows,
+                num_heads=layer.num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, eps=0.0)
+    program.add("attention", dtype, q=at["q"], out=at["heads"], k=cache.k.data_ptr(), v=cache.v.data_ptr(),
+                page_table=address(HALF, cache.page_table), table_columns=cache.page_table.shape[1], page_size=cache.page_size,
+                num_rows=num_rows, num_heads=layer.num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                scale=head_dim**-0.5, long_segment=_ANY_LENGTH, num_segments=num_segments, **segments, mask=mask)
+    _add_product(program, layer.o, weights, at["heads"], at["x"], num_rows)
+    program.add("rms_norm", dtype, x=at["x"], residual=at["residual"], weight=layer.mlp_norm.data_ptr(), out=at["normed"],
+                total=at["stream"], num_rows=num_rows, width=hidden, eps=eps)
+    width = layer.down.shape[1]
+    if can_gate(width, dtype):
+        panels = weights.panels(layer.gate_up)
+        assert panels is not None
+        program.add("gated_linear", dtype, x=at["normed"], weight=panels.data_ptr(), bias=0, out=at["gated"], num_rows=num_rows,
+                    depth=hidden, width=width)
+    else:
+        _add_product(program, layer.gate_up, weights, at["normed"], at["gate_up"], num_rows)
+        program.add("silu_mul", dtype, x=at["gate_up"], out=at["gated"], num_rows=num_rows, width=width)
+    _add_product(program, layer.down, weights, at["gated"], at["x"], num_rows)
+    program.add("add", dtype, x=at["x"], y=at["stream"], out=out, num_rows=num_rows, width=hidden)
+
+
+def _add_product(program: Program, weight: Tensor, weights: Weights, x: int | str, out: int | str, num_rows: int | str) -> None:
+    panels, (width, depth) = weights.panels(weight), weight.shape
+    assert panels is not None
+    program.add("linear", weight.dtype, x=x, weight=panels.data_ptr(), bias=0, out=out, num_rows=num_rows, depth=depth,
+                width=width)
+
+
+def _layer_room(layer: DraftLayer, cache: PagedCache, num_rows: int) -> dict[str, Tensor]:
+    """Intermediate results of the layer. Zeros, so that rows outside every segment are finite."""
+    hidden, heads = layer.embed.shape[1], layer.num_heads * cache.k.shape[2]
+    widths = {"both": 2 * hidden, "residual": hidden, "qkv": layer.qkv.shape[0], "q": heads, "heads": heads, "x": hidden,
+              "normed": hidden, "stream": hidden, "gate_up": layer.gate_up.shape[0], "gated": layer.down.shape[1]}
+    return {name: layer.embed.new_zeros(num_rows, width) for name, width in widths.items()}
+
+
+def _identity(layer: DraftLayer, cache: PagedCache) -> tuple[int, ...]:
+    return id(layer), cache.k.data_ptr(), cache.page_table.data_ptr()
+
+
+def _threads(num_rows: int) -> int:
+    return 1 if num_rows <= PARALLEL_ROWS else torch.get_num_threads()

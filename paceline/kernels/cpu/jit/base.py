@@ -1,0 +1,333 @@
+"""What numba lacks: pointers, atomics, bit casts, bfloat16, an exponential that vectorises, and 64-byte vectors.
+
+Conventions of all compiled code: `store` is the element type in memory (uint16 stands for bfloat16), `acc` the type that is
+computed with. Addresses are int64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+# Regrouping and fusing may change the last bit, but infinities and NaN keep their meaning.
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+# Every helper is inlined by LLVM. Otherwise a fresh process may call a separately optimised copy where one that reads the
+# cache on disk does not, and sums differ in the last bit. (numba's own inline="always" would impose the caller's flags.)
+# The numpy error model has no test for division by zero, which would stop vectorising.
+INLINE: dict[str, Any] = {"forceinline": True, "error_model": "numpy"}
+inlined: Any = partial(njit, **INLINE)
+fast: Any = partial(njit, fastmath=FAST, **INLINE)
+
+# NOTE: numba lets indices count from the end; LLVM vectorises a loop only where it can see that none is negative. So inner
+# loops index by plain loop variables into arrays of the right shape, never by sums or products.
+
+
+@intrinsic
+def pointer(typingctx, address):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def next_item(typingctx, block):  # type: ignore[no-untyped-def]
+    """Fetch and increment the counter at the start of the block."""
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        counter = builder.bitcast(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.voidptr), codegen
+
+
+def bitcast(source: Any, target: Any) -> Any:
+    @intrinsic
+    def cast(typingctx, x):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), codegen
+
+    return cast
+
+
+bits32 = bitcast(types.float32, types.int32)
+float32_of = bitcast(types.int32, types.float32)
+bits64 = bitcast(types.float64, types.int64)
+float64_of = bitcast(types.int64, types.float64)
+
+
+def to_acc(x: Any) -> Any:
+    """Stored element -> number to compute with."""
+
+
+def to_store(x: Any, store: Any) -> Any:
+    """Number -> stored element of that type; bfloat16 (uint16) rounds to nearest even."""
+
+
+def fast_exp(x: Any) -> Any:
+    """exp for x <= 88; own polynomial in float32, so that loops over it become vector code."""
+
+
+def ordered(x: Any) -> Any:
+    """Integer that sorts as the float does; NaN of either sign lies beyond the infinities."""
+
+
+def from_ordered(x: Any) -> Any:
+    """The float whose `ordered` this is: the map is its own inverse on the bits."""
+
+
+@overload(to_acc, jit_options=INLINE)
+def to_acc_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.uint16:
+        return lambda x: float32_of(np.int32(np.uint32(x) << np.uint32(16)))
+    return lambda x: x
+
+
+@overload(to_store, jit_options=INLINE)
+def to_store_impl(x, store):  # type: ignore[no-untyped-def]
+    if store.dtype != types.uint16:
+        return lambda x, store: x
+
+    def rounded(x, store):  # type: ignore[no-untyped-def]
+        bits = np.uint32(bits32(x))
+        nearest = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+        return nearest if x == x else np.uint16(0x7FC0)
+
+    return rounded
+
+
+LOG2E, ROUND = np.float32(1.44269504), np.float32(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in low bits
+ROUND_BITS = np.int32(0x4B400000)
+EXP_LN2_HIGH, EXP_LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+EXP_POLYNOMIAL = tuple(np.float32(c) for c in (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
+_E0, _E1, _E2, _E3, _E4, _E5 = EXP_POLYNOMIAL
+EXP_MIN, ONE = np.float32(-87.0), np.float32(1.0)
+
+
+@inlined(fastmath={"contract"})
+def exp32(x):  # type: ignore[no-untyped-def]
+    """Cephes expf. 2^n is built in the exponent bits; below e^-87 it is 0."""
+    c = x if x > EXP_MIN else EXP_MIN
+    t = c * LOG2E + ROUND
+    n = t - ROUND
+    r = (c - n * EXP_LN2_HIGH) - n * EXP_LN2_LOW
+    p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
+    y = p * (r * r) + r + ONE
+    y = y * float32_of(np.int32((bits32(t) - ROUND_BITS + np.int32(127)) << np.int32(23)))
+    return y if x > EXP_MIN else np.float32(0.0)
+
+
+@overload(fast_exp, jit_options=INLINE)
+def fast_exp_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        return lambda x: exp32(x)
+    return lambda x: math.exp(x)
+
+
+@inlined
+def flip32(bits):  # type: ignore[no-untyped-def]
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@inlined
+def flip64(bits):  # type: ignore[no-untyped-def]
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@overload(ordered, jit_options=INLINE)
+def ordered_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        return lambda x: flip32(bits32(x))
+    return lambda x: flip64(bits64(x))
+
+
+@overload(from_ordered, jit_options=INLINE)
+def from_ordered_impl(x):  # type: ignore[no-untyped-def]
+    if x == types.int32:
+        return lambda x: float32_of(flip32(x))
+    return lambda x: float64_of(flip64(x))
+
+
+@inlined
+def max_of(x, n):  # type: ignore[no-untyped-def]
+    """Through integers, which vectorise without promising LLVM that there is no NaN."""
+    best = ordered(x[0])
+    for i in range(1, n):
+        best = max(best, ordered(x[i]))
+    return from_ordered(best)
+
+
+
+
+def vector_type(scalar: Any) -> Any:
+    return ir.VectorType(ir.FloatType(), 16) if scalar == types.float32 else ir.VectorType(ir.DoubleType(), 8)
+
+
+def vector_at(builder: Any, address: Any, index: Any, vector: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, vector.as_pointer()), [index])
+
+
+def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+
+def lanes_of(acc: Any) -> int:
+    """Elements of a vector of this type."""
+    return 0
+
+
+@overload(lanes_of, jit_options=INLINE)
+def lanes_of_impl(acc):  # type: ignore[no-untyped-def]
+    lanes = 512 // acc.dtype.bitwidth
+    return lambda acc: lanes
+
+
+def permute(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), indices))
+
+
+def splat(builder: Any, x: Any, vector: Any) -> Any:
+    single = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+    return permute(builder, single, single, [0] * vector.count)
+
+
+def vector_constant(vector: Any, x: float) -> Any:
+    return ir.Constant(vector, [float(x)] * vector.count)
+
+
+def larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def fold_lanes(builder: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes combined, halves first."""
+    count = x.type.count
+    while count > 1:
+        count //= 2
+        x = combine(x, permute(builder, x, x, [(i + count) % x.type.count for i in range(x.type.count)]))
+    return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+
+
+def lane_sums(builder: Any, rows: list[Any], held: int = 1) -> Any:
+    """Fold vectors in pairs to a single one, each holding partial sums of `held` rows. Once as many rows went in as there are
+    lanes, lane i is the sum over all lanes of row i. Every row's sum is taken in the same order."""
+    lanes = rows[0].type.count
+    quarter = lanes // 4  # lanes of 128 bits, within which shuffling is cheapest
+    while len(rows) > 1:
+        if held < quarter:
+            half = quarter // 2 // held  # partial sums of a row to keep
+            first, second = [], []
+            for start in range(0, lanes, quarter):
+                for position in range(half):
+                    for origin in (0, lanes):
+                        first += [origin + start + position * held + i for i in range(held)]
+                        second += [origin + start + (position + half) * held + i for i in range(held)]
+        else:
+            first, second = ([origin + (2 * i + odd) * quarter + j for origin in (0, lanes) for i in range(2)
+                              for j in range(quarter)] for odd in (0, 1))
+        rows = [builder.fadd(permute(builder, x, y, first), permute(builder, x, y, second))
+                for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        held *= 2
+    return rows[0]
+
+
+# A line is 64 bytes of stored elements: one vector, or two of bfloat16, that of its even elements and that of its odd ones.
+# Queries and outputs are kept in this order, which costs less than restoring the other for each key and value.
+
+
+def line_vectors(store: Any) -> int:
+    return 2 if store.dtype == types.uint16 else 1
+
+
+def load_line(builder: Any, address: Any, index: Any, store: Any, vector: Any) -> list[Any]:
+    if line_vectors(store) == 1:
+        return [builder.load(vector_at(builder, address, index, vector), align=4)]
+    words = ir.VectorType(ir.IntType(32), 16)
+    pairs = builder.load(vector_at(builder, address, index, words), align=2)
+    even = builder.shl(pairs, ir.Constant(words, [16] * 16))
+    odd = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * 16))
+    return [builder.bitcast(even, vector), builder.bitcast(odd, vector)]
+
+
+@intrinsic
+def widen_lines(typingctx, source, target, lines, factor, store):  # type: ignore[no-untyped-def]
+    """Vectors at one address = lines at another, times the factor."""
+    vector, per_line = vector_type(factor), line_vectors(store)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        factor = splat(builder, args[3], vector)
+        with cgutils.for_range(builder, args[2]) as loop:
+            index = builder.mul(loop.index, ir.Constant(ir.IntType(64), per_line))
+            for i, x in enumerate(load_line(builder, args[0], loop.index, store, vector)):
+                place = builder.add(index, ir.Constant(ir.IntType(64), i))
+                builder.store(builder.fmul(x, factor), vector_at(builder, args[1], place, vector), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, factor, store), codegen
+
+
+@intrinsic
+def narrow_lines(typingctx, source, target, lines, factor, store):  # type: ignore[no-untyped-def]
+    """The reverse, rounding as `to_store`."""
+    vector, per_line = vector_type(factor), line_vectors(store)
+    words = ir.VectorType(ir.IntType(32), 16)
+
+    def rounded(builder, x):  # type: ignore[no-untyped-def]
+        bits = builder.bitcast(x, words)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(words, [16] * 16)), ir.Constant(words, [1] * 16))
+        nearest = builder.add(builder.add(bits, ir.Constant(words, [0x7FFF] * 16)), odd)
+        nearest = builder.and_(nearest, ir.Constant(words, [0xFFFF0000] * 16))
+        return builder.select(builder.fcmp_ordered("==", x, x), nearest, ir.Constant(words, [0x7FC00000] * 16))
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        factor = splat(builder, args[3], vector)
+        with cgutils.for_range(builder, args[2]) as loop:
+            index = builder.mul(loop.index, ir.Constant(ir.IntType(64), per_line))
+            x = [builder.load(vector_at(builder, args[0], builder.add(index, ir.Constant(ir.IntType(64), i)), vector), align=4)
+                 for i in range(per_line)]
+            x = [builder.fmul(y, factor) for y in x]
+            if per_line == 1:
+                builder.store(x[0], vector_at(builder, args[1], loop.index, vector), align=4)
+            else:
+                even = builder.lshr(rounded(builder, x[0]), ir.Constant(words, [16] * 16))
+                builder.store(builder.or_(even, rounded(builder, x[1])), vector_at(builder, args[1], loop.index, words), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, factor, store), codegen
+
+
+def size_of(store: Any) -> int:
+    """Bytes of one stored element."""
+    return 0
+
+
+@overload(size_of, jit_options=INLINE)
+def size_of_impl(store):  # type: ignore[no-untyped-def]
+    size = store.dtype.bitwidth // 8
+    return lambda store: size
+
+
+@inlined
+def int64s(address, count):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), count, np.int64)
+
+
+@inlined
+def int32s(address, count):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), count, np.int32)
+
+
+@inlined
+def float32s(address, count):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), count, np.float32)

@@ -1,0 +1,135 @@
+"""Matrix products on a CPU: our own kernel on panels, or the packed product of a library that torch was built with.
+
+Which library is there is asked once (`find_library`); nothing private of torch is assumed to exist. Without one, and wherever
+`deterministic` is asked for, every product is our own: its sums do not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache as memoise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.kernels.cpu.call import address, run
+from paceline.kernels.cpu.jit.matmul import panels
+
+LIBRARY_ROWS = 64
+"""Up to so many rows the library's packed float32 product wins over its plain one."""
+PARALLEL_PRODUCTS = 1 << 20
+"""A product takes one thread if it has fewer multiplications."""
+
+
+class Library(NamedTuple):
+    """A packed matrix product of torch's, for one dtype."""
+
+    name: str
+    pack: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # x, packed, weight, bias
+
+
+@memoise
+def find_library(dtype: torch.dtype) -> Library | None:
+    """The library whose packed product serves this dtype on this machine; None: there is none."""
+    if dtype == torch.float32:
+        pack, product = _operator("mkl", "_mkl_reorder_linear_weight"), _operator("mkl", "_mkl_linear")
+        if pack is not None and product is not None and torch.backends.mkl.is_available():
+            # Naming the actual row count makes it use the packed weight, whose layout does not depend on the rows.
+            return Library("MKL", lambda weight: pack(weight, LIBRARY_ROWS),
+                           lambda x, packed, weight, bias: product(x, packed, weight, bias, x.shape[0]))
+    if dtype == torch.bfloat16:
+        pack, product = _operator("mkldnn", "_reorder_linear_weight"), _operator("mkldnn", "_linear_pointwise")
+        supported = _operator("mkldnn", "_is_mkldnn_bf16_supported")
+        if pack is not None and product is not None and supported is not None and supported():
+            return Library("oneDNN", lambda weight: pack(weight, LIBRARY_ROWS),
+                           lambda x, packed, weight, bias: product(x, packed, bias, "none", [], ""))
+    return None
+
+
+def _operator(namespace: str, name: str) -> Any:
+    """An operator of torch's, or None where this build does not have it."""
+    return getattr(getattr(torch.ops, namespace), name, None)
+
+
+class Weights:
+    """Second copies of weights in the layouts that products read, by weight.
+
+    A copy is stale once the weight has been written in place; that is noticed by the tensor's version counter (not for inference
+    tensors or writes through `.data`: `prepare` must be called then).
+    """
+
+    def __init__(self, library: Library | None) -> None:
+        self.library = library
+        self._copies: dict[int, _Copy] = {}
+
+    def prepare(self, weights: list[Tensor]) -> None:
+        """Copy these weights [N, K]; copies of others are dropped."""
+        self._copies = {id(weight): _Copy(weight, self.library) for weight in weights if _usable(weight)}
+
+    def find(self, weight: Tensor) -> _Copy | None:
+        """The copy of this weight; None: there is none, or it is stale."""
+        copy = self._copies.get(id(weight))
+        return None if copy is None or copy.is_stale() else copy
+
+    def find_or_make(self, weight: Tensor) -> _Copy:
+        """The copy of this weight, made where there is none."""
+        copy = self.find(weight)
+        if copy is None:
+            copy = self._copies[id(weight)] = _Copy(weight, self.library)
+        return copy
+
+    def panels(self, weight: Tensor) -> Tensor | None:
+        copy = self.find(weight)
+        return None if copy is None else copy.panels
+
+
+class _Copy:
+    def __init__(self, weight: Tensor, library: Library | None) -> None:
+        self.weight = weight  # held, so that its id stays its own
+        self._version = None if weight.is_inference() else weight._version
+        self.panels = panels(weight.detach())
+        self.packed = None if library is None else library.pack(weight.detach())
+
+    def is_stale(self) -> bool:
+        # An inference tensor has no version, and asking for it raises.
+        return self._version is not None and self._version != self.weight._version
+
+
+def _usable(weight: Tensor) -> bool:
+    return (weight.device.type == "cpu" and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+            and weight.dtype in (torch.float32, torch.float64, torch.bfloat16))
+
+
+def panel_linear(x: Tensor, weight: Tensor, weight_panels: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, K] times the weight [N, K] by our own kernel."""
+    (num_rows, depth), width, dtype = x.shape, weight.shape[0], x.dtype
+    if depth != weight.shape[1]:
+        raise ValueError(f"columns of x: {depth} and {weight.shape[1]} should be equal")
+    x, out = x.contiguous(), x.new_empty(num_rows, width)
+    run("linear", dtype, threads_for(num_rows * depth * width), x=x.data_ptr(), weight=weight_panels.data_ptr(),
+        bias=address(dtype, bias), out=out.data_ptr(), num_rows=num_rows, depth=depth, width=width)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weights: Weights, deterministic: bool) -> Tensor:
+    """x [R, K] times the weight, by whichever product serves it."""
+    if x.dim() != 2 or x.dtype != weight.dtype or not _usable(weight):
+        if deterministic:
+            raise ValueError(f"deterministic: no product for {tuple(x.shape)} {x.dtype} and a weight {tuple(weight.shape)} "
+                             f"{weight.dtype}")
+        return F.linear(x, weight, bias)
+    copy = weights.find_or_make(weight) if deterministic else weights.find(weight)
+    if copy is None:
+        return F.linear(x, weight, bias)
+    if deterministic or copy.packed is None or weights.library is None:
+        return panel_linear(x, weight, copy.panels, bias)
+    if x.dtype == torch.float32 and not 0 < x.shape[0] <= LIBRARY_ROWS:
+        return F.linear(x, weight, bias)
+    return weights.library.product(x, copy.packed, weight, bias)
+
+
+def threads_for(num_products: int) -> int:
+    return 1 if num_products < PARALLEL_PRODUCTS else torch.get_num_threads()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline.files import atomic_write
 from paceline.strategy import CostCurve, Points
 from paceline.types import Strategy
 
@@ -44,9 +45,7 @@ def load_or_profile(engine: Engine, seconds: float, folder: Path | None = None) 
         costs = profile(engine, seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(costs.dumps(), encoding="utf-8")
-        fresh.replace(file)
+        atomic_write(file, costs.dumps(), concurrent=True)
     except OSError:  # a folder that cannot be written costs a second at every start, no more
         pass
     return costs

@@ -13,11 +13,11 @@ from typing import Any
 
 import jinja2
 
+from paceline.files import atomic_write
 from paceline.report.charts import main_figures, other_figures, rollout_speedup
 from paceline.report.events import read_metrics
 from paceline.report.examples import pick_examples
 from paceline.report.figures import duration, human, number, phase_seconds
-from paceline.report.lines import write_file
 from paceline.report.template import TEMPLATE
 
 _MAX_CARDS = 12
@@ -47,7 +47,7 @@ def write_report(folder: Path | str, summary: Mapping[str, Any]) -> Path:
         without_room=without_room, examples=pick_examples(folder), config_name=config_name, config=config,
         num_steps=len(records), human=human)
     path = folder / "report.html"
-    write_file(path, _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", page).encode())
+    atomic_write(path, _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", page).encode())
     return path
 
 

@@ -50,17 +50,6 @@ class GrowingFile:
         self._file.close()
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """A whole new file in place of the old one, or an OSError and the old one."""
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        scratch.write_bytes(data)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise _named(path, error) from None
-
-
 def _open_locked(path: Path) -> FileIO:
     try:
         file = FileIO(path, "a+")

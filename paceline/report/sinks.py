@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.report.lines import GrowingFile, write_file
+from paceline.files import atomic_write
+from paceline.report.lines import GrowingFile
 
 
 class TensorBoardSink:
@@ -57,7 +58,7 @@ class WandbSink:
             raise ValueError(f"wandb {project!r}: not installed; pip install wandb, or leave it out") from None
         id_file = folder / "wandb-id.txt"
         if not id_file.exists():
-            write_file(id_file, uuid.uuid4().hex[:12].encode())
+            atomic_write(id_file, uuid.uuid4().hex[:12])
         self._run = wandb.init(project=project, name=folder.resolve().name, dir=str(folder),
                                id=id_file.read_text().strip(), resume="allow")
 

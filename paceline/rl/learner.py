@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
+from paceline.optim import learning_rate_factor, make_adamw
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.models import Policy, Scorer, add_lora, checkpoint_layers, merged_parameters
@@ -130,22 +131,12 @@ class Learner:
         return pack(samples, self.config.micro_batch_tokens, weights, self.device)
 
     def _set_rates(self, step: int) -> float:
-        factor = lr_factor(step, self.total_steps, self.optimizer_config)
+        config = self.optimizer_config
+        factor = learning_rate_factor(step, self.total_steps, config.schedule, config.warmup_steps, config.min_lr_ratio)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
         return float(self.optimizers[0].param_groups[0]["lr"])
-
-
-def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """What the rate is multiplied by at `step` (from 0)."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    done = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
-    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
 
 
 class _Difference:
@@ -179,10 +170,4 @@ def _frozen(model: Decoder) -> Decoder:
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Decay for matrices only."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
-              {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
-    groups = [{**group, "base_lr": lr} for group in groups if group["params"]]
-    fused = all(p.dtype == torch.float32 for p in trained)
-    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)
+    return make_adamw(module.parameters(), lr, config.betas, config.eps, config.weight_decay)

@@ -14,7 +14,6 @@ from paceline.models.save import save_model
 from paceline.models.weights import load_model
 from paceline.rl import Learner, NotFinite, make_algorithm, pack
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore
-from paceline.rl.learner import lr_factor
 from paceline.rl.models import Policy, Scorer, load_reward_model
 
 
@@ -132,13 +131,6 @@ def test_not_a_number_changes_no_weight():
     samples = random_samples(2, 3)
     learner.algorithm.credit(samples)
     learner.update(samples, 0)  # and it can go on
-
-
-def test_rates():
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", min_lr_ratio=0.1)
-    assert [lr_factor(i, 14, config) for i in (0, 3, 4, 9, 14)] == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1])
-    cosine = OptimizerConfig(schedule="cosine")
-    assert [lr_factor(i, 10, cosine) for i in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
 
 
 @pytest.mark.parametrize(("name", "config"), [("grpo", {}), ("ppo", {"minibatches": 2, "epochs": 2}), ("rloo", {"lora_rank": 2})])

@@ -11,12 +11,13 @@ def atomic_write(path: Path | str, content: str | bytes | Callable[[Path], objec
                  concurrent: bool = False) -> None:
     """Replaces the file at `path` by a complete new one, or raises and leaves the old file as it was.
 
-    The content goes to a temporary file in the same folder, which is flushed to disk and then renamed over `path`. Text is encoded
-    as UTF-8. A callable receives the temporary path and writes the file itself (`safetensors.torch.save_file`, for example).
+    The content goes to a temporary file in the same folder, which is flushed to disk and then renamed over `path`. Text is
+    encoded as UTF-8. A callable receives the temporary path and writes the file itself (`safetensors.torch.save_file`, for
+    example).
 
-    `fsync=False` skips the flush to disk: the file is still complete after the process is killed, but not necessarily after a power
-    failure. `concurrent=True` is for files that several processes may replace at the same time: the temporary name then contains
-    the process id. Without it the name is fixed, so that a killed process leaves at most one temporary file behind.
+    `fsync=False` skips the flush to disk: the file is still complete after the process is killed, but not necessarily after a
+    power failure. `concurrent=True` is for files that several processes may replace at the same time: the temporary name then
+    contains the process id. Without it the name is fixed, so that a killed process leaves at most one temporary file behind.
     """
     path = Path(path)
     owner = f".{os.getpid()}" if concurrent else ""

@@ -25,7 +25,7 @@ def write_record(folder: Path, key: int, step: int, record: FeatureRecord) -> No
                "versions": torch.tensor(record.versions, dtype=torch.int64)}
     known = {"step": step, "prompt_length": record.prompt_length, "layers": list(record.layers),
              "version": max(record.versions, default=0)}
-    # Thousands of small files: a flush of each would cost more than the few that a power failure can tear, which `read_entry` skips.
+    # Thousands of small files: flushing each would cost more than losing those that power failures tear; `read_entry` skips them.
     atomic_write(record_path(folder, key), lambda path: save_file(tensors, path, {"record": json.dumps(known)}), fsync=False)
 
 

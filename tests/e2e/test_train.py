@@ -155,7 +155,7 @@ def test_resume_refuses_what_is_no_run(folder, capsys):
 
 
 def test_a_learned_drafter_is_trained_published_and_taken_up(folder, monkeypatch):
-    monkeypatch.setattr("paceline.commands.follow.PaceConfig", partial(PaceConfig, horizon=10**6, longest_s=2.0))  # gains last
+    monkeypatch.setattr("paceline.trainer.drafter.PaceConfig", partial(PaceConfig, horizon=10**6, longest_s=2.0))  # gains last
     changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "rollout.temperature": 0.3, "optimizer.lr": 1e-5,
                "rollout.prompts": 6, "rollout.max_new_tokens": 40}
     assert run(settings(folder, "run", steps=6, **changes)) == 0

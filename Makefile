@@ -9,13 +9,13 @@ train: $(READY)
 	$(BIN)/paceline train
 
 test: $(READY)
-	$(BIN)/ruff check paceline tests benchmarks scripts
+	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 	-$(BIN)/python scripts/get_smollm2.py
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 lint: $(READY)
-	$(BIN)/ruff check paceline tests benchmarks scripts
+	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 
 $(READY): pyproject.toml

@@ -8,11 +8,11 @@ from pathlib import Path
 import paceline
 
 ROOT = Path(paceline.__file__).parent
-LEAVES = {"types", "config", "files", "optim", "bundled"}
+LEAVES = {"types", "config", "files", "optim", "bundled", "jit_cache"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
-    "types": set(), "config": set(), "files": set(), "optim": {"config"}, "bundled": set(),
+    "types": set(), "config": set(), "files": set(), "optim": {"config"}, "bundled": set(), "jit_cache": set(),
     "kernels": LEAVES, "cache": LEAVES, "strategy": LEAVES, "tasks": LEAVES, "report": LEAVES,
     "models": LEAVES | {"kernels"},
     "drafters": LEAVES | {"models", "kernels"},
@@ -40,6 +40,8 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             names.add(node.module)
+            if node.module == "paceline":  # from paceline import engine
+                names |= {f"paceline.{alias.name}" for alias in node.names if not alias.name.startswith("_")}
     return names
 
 

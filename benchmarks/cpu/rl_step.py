@@ -9,10 +9,10 @@
 - `check`: on the same responses, loss and gradient norm equal those of TRL to 1e-4 (with ratios away from 1, so that clipping
   is active).
 - `step`: whole steps of `paceline.rl.loop` and of TRL's own loop, alternating in one process, with the same weights, prompts
-  (each side tokenizes them), group size, rewards, AdamW and one update per batch, in float32. Sampled lengths would differ, so they
-  are given: `fixed`, all of --new-tokens; `long-tailed`, quantiles of a lognormal (sigma 1) or of `--lengths`, the longest being
-  --new-tokens. Both sides end each response at its length: Paceline by `abort`, TRL by a logits processor that forces the end
-  token; TRL's generation goes on until the last response has ended, and its trainer pads every response to the longest of the
+  (each side tokenizes them), group size, rewards, AdamW and one update per batch, in float32. Sampled lengths would differ, so
+  they are given: `fixed`, all of --new-tokens; `long-tailed`, quantiles of a lognormal (sigma 1) or of `--lengths`, the longest
+  being --new-tokens. Both sides end each response at its length: Paceline by `abort`, TRL by a logits processor that forces the
+  end token; TRL's generation goes on until the last response has ended, and its trainer pads every response to the longest of the
   batch. `--trl-batch` is TRL's micro-batch; try a few values. With `fixed` lengths both trainers multiply the same matrices, and
   those take two thirds of our step.
 - `trainer`: our learner alone, in tokens per second without padding: packed, and in batches of `--trainer-batch` sequences padded

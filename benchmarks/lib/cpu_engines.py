@@ -88,7 +88,7 @@ class CpuBench:
             worker.close()
 
     def warm_up(self, worker: Worker, batch: int, strategies: Sequence[str] = ("off",)) -> None:
-        """Generates text that repeats, so that drafting takes all its code paths; with the worker's own strategy if it has one."""
+        """Generates text that repeats, so that all paths of drafting run, with the worker's own strategy if it has one."""
         prompts = [[10 + i, 20, 30, 40] * 8 for i in range(batch)]
         for strategy in strategies:
             worker.ask({"prompts": prompts, "new_tokens": 8, "temperature": 1.0, "seed": 0, "default_strategy": strategy})

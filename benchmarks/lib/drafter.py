@@ -29,7 +29,7 @@ _BUFFER_BYTES = 64 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the policy: a folder or GGUF file")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a question each: the prompts that are measured")
-    parser.add_argument("--train-prompts", type=Path, help="JSON lines: prompts for drafter training (default: half of --prompts)")
+    parser.add_argument("--train-prompts", type=Path, help="JSON lines: prompts to train on (default: half of --prompts)")
     parser.add_argument("--drafter", type=Path, help="folder of a trained drafter; if empty, one is trained and written there")
     parser.add_argument("--form", choices=["eagle", "hass", "eagle3"], default="hass")
     parser.add_argument("--objective", choices=["agreement", "cross_entropy"], default="agreement")

@@ -123,7 +123,7 @@ def package_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
 
 def peer_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
     """`package_versions` of another interpreter."""
-    code = "import json, sys; from benchmarks.lib.results import package_versions; print(json.dumps(package_versions(sys.argv[1:])))"
+    code = "import json, sys\nfrom benchmarks.lib import results\nprint(json.dumps(results.package_versions(sys.argv[1:])))"
     done = subprocess.run([python, "-c", code, *packages], check=True, capture_output=True, text=True, cwd=ROOT)
     return json.loads(done.stdout)
 

@@ -39,7 +39,7 @@ class Vllm:
     @classmethod
     def start(cls, site: Path, shape: str, folder: Path, max_context: int = 4096, max_batch: int = 256,
               kv_gb: float | None = None) -> Vllm:
-        """Starts vLLM from `site`, a folder in which it is installed. `folder` is for the socket, the log and the model's config."""
+        """Starts vLLM from `site`, a folder in which it is installed. `folder` is for socket, log and the model's config."""
         model = folder.resolve() / f"{shape}-model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(hf_config(QWEN_SHAPES[shape], torch.bfloat16)))

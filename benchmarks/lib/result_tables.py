@@ -101,8 +101,8 @@ def long_tail(content: Content, _: str) -> Table:
     if theirs:
         rows.append(("vLLM", f"{median(theirs):.2f}", "", "", ""))
     sentence = (f"{content['requests']} responses with long-tailed lengths up to {content['max_length']:,} tokens at the cost "
-                f"of a 7B model: `auto` takes {rollout['auto']['seconds']:.1f} s, {_times(content['ratio_to_off']['auto'])} as fast "
-                "as off")
+                f"of a 7B model: `auto` takes {rollout['auto']['seconds']:.1f} s, {_times(content['ratio_to_off']['auto'])} as "
+                "fast as off")
     if theirs:
         sentence += f" and {_times(content['ratio_to_vllm']['auto'])} as fast as vLLM"
     return Table("A whole rollout with a long tail on a GPU", sentence + ".",

@@ -267,7 +267,8 @@ def _set_up_axes(figure: Figure, axes: Axes, size: _Size, x_label: str, y_label:
     left, right = label_width + 8 + (1.5 * font_size if y_label else 0), 14
     if y_label:
         axes.set_ylabel(y_label, color=soft)
-        axes.yaxis.set_label_coords((0.75 * font_size - left) / (size.width - left - right), 0.5)  # in units of the axes' size
+        # In units of the axes' width: the right edge of the rotated text, which is 1.1 font sizes wide.
+        axes.yaxis.set_label_coords((1.25 * font_size - left) / (size.width - left - right), 0.5)
     top = 8 + (1.2 * font_size if axes.yaxis.get_major_formatter().get_offset() else 0)
     figure.subplots_adjust(left=left / size.width, right=1 - right / size.width, top=1 - top / size.height,
                            bottom=(2.9 * font_size + 6) / size.height)

@@ -139,6 +139,14 @@ def test_tick_labels_differ_and_fit(low, high, small):
     assert all(x - 6 * len(text) >= 0 for x, text in labels)  # a digit is about six pixels wide
 
 
+@pytest.mark.parametrize("high", [1.0, 5000.0, 999_999.0])
+def test_the_label_of_the_y_axis_touches_neither_the_edge_nor_the_ticks(high):
+    found = list(parse(line_chart("a", [line([0.0, high])], "step", "tokens")).iter(f"{SVG}text"))
+    [label] = [float(t.get("x")) for t in found if t.text == "tokens"]
+    ticks = [float(t.get("x")) - 6 * len(t.text) for t in found if "text-anchor: end" in t.get("style")]
+    assert label - 11 >= 0 and label + 2 <= min(ticks)  # rotated: its baseline is its right edge
+
+
 def test_a_standalone_file_brings_its_colours():
     source = standalone_svg(line_chart("a", [line([1, 2])], "x", "y", wide=True))
     root = ElementTree.fromstring(source)

@@ -144,8 +144,7 @@ def bar_chart(title: str, bars: Sequence[Bar], x_range: tuple[float, float], x_l
     def draw(size: _Size) -> Markup:
         with _default_style(size):
             drawing = _Drawing(size, x_range, y_range, x_label, y_label, whole_x=True)
-            for number, bar in enumerate(bars):
-                drawing.bar(bar, f"bar-{number}")
+            drawing.bars(bars)
             return drawing.to_svg(title, description)
 
     return Chart(title, draw(_WIDE), draw(_NORMAL), legend, note)
@@ -218,21 +217,25 @@ class _Drawing:
                         linestyle="none", transform=self._axes.get_xaxis_transform(), clip_on=False, zorder=5, gid="nonfinite")
         self._tooltips["nonfinite"] = [f"{self._axes.get_xlabel()} {at:g}: not a finite number" for at in chosen]
 
-    def bar(self, bar: Bar, name: str) -> None:
-        """Draws a stacked bar, and over the whole height of the chart an invisible one that carries the tooltip."""
-        from matplotlib.patches import Rectangle
+    def bars(self, bars: Sequence[Bar]) -> None:
+        """Draws stacked bars, and over the whole height of the chart invisible ones that carry the tooltips."""
+        (low, high), (bottom, top) = self._axes.get_xlim(), self._axes.get_ylim()
+        by_colour: dict[str, list[np.ndarray]] = {}
+        for bar in bars:
+            gap = min(1.2 * (high - low) / self._size.width, 0.15 * (bar.x1 - bar.x0))
+            base = 0.0
+            for colour, height in bar.parts:
+                by_colour.setdefault(colour, []).append(_rectangle(bar.x0 + gap / 2, bar.x1 - gap / 2, base, base + height))
+                base += height
+        for colour, rectangles in by_colour.items():
+            self._polygons(rectangles, facecolor=_PLACEHOLDERS[colour], zorder=3)
+        self._polygons([_rectangle(bar.x0, bar.x1, bottom, top) for bar in bars], facecolor="none", zorder=6, gid="bars")
+        self._tooltips["bars"] = [bar.tooltip for bar in bars]
 
-        low, high = self._axes.get_xlim()
-        bottom, top = self._axes.get_ylim()
-        gap = min(1.2 * (high - low) / self._size.width, 0.15 * (bar.x1 - bar.x0))
-        base = 0.0
-        for colour, height in bar.parts:
-            self._axes.add_patch(Rectangle((bar.x0 + gap / 2, base), bar.x1 - bar.x0 - gap, height,
-                                           facecolor=_PLACEHOLDERS[colour], linewidth=0, clip_on=False, zorder=3))
-            base += height
-        self._axes.add_patch(Rectangle((bar.x0, bottom), bar.x1 - bar.x0, top - bottom, fill=False, linewidth=0,
-                                       clip_on=False, zorder=6, gid=name))
-        self._tooltips[name] = [bar.tooltip]
+    def _polygons(self, corners: Sequence[np.ndarray], **style: Any) -> None:
+        from matplotlib.collections import PolyCollection
+
+        self._axes.add_collection(PolyCollection(corners, linewidth=0, clip_on=False, **style), autolim=False)
 
     def to_svg(self, title: str, description: str) -> Markup:
         """The drawing as an inline SVG element with an accessible title and description."""
@@ -279,6 +282,10 @@ def _tick_labels(axis: Axis, low: float, high: float) -> list[str]:
     places = axis.get_majorticklocs().tolist()
     labels = axis.get_major_formatter().format_ticks(places)
     return [label for label, place in zip(labels, places, strict=True) if low <= place <= high]
+
+
+def _rectangle(left: float, right: float, bottom: float, top: float) -> np.ndarray:
+    return np.array([(left, bottom), (right, bottom), (right, top), (left, top)])
 
 
 def _nonempty_range(low: float, high: float, margin: float) -> tuple[float, float]:

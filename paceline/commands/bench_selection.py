@@ -27,7 +27,7 @@ from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
-from paceline.report.lines import write_file
+from paceline.report.files import write_file
 from paceline.types import SamplingParams, Strategy
 
 _GPU_KV_GB = 4.0

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from paceline.commands.drafter_prompts import Asked, encoded
 from paceline.engine import Engine
-from paceline.report.lines import GrowingFile
+from paceline.report.files import AppendOnlyFile
 from paceline.spot import FeatureBuffer
 from paceline.spot.record_files import SUFFIX, read_entry, read_record
 from paceline.types import FeatureRecord, Rollout, SamplingParams
@@ -88,7 +88,7 @@ class Capture:
     def run(self, engine: Engine, on_step: Callable[[Engine, int], None] = lambda engine, finished: None,
             stopped: Callable[[], bool] = lambda: False) -> None:
         """Asks for all that is missing; an engine that captures what the drafter needs. on_step: told how many were finished."""
-        index = GrowingFile(self.folder / INDEX)
+        index = AppendOnlyFile(self.folder / INDEX)
         index.append(b"\n")  # ends a line that a kill may have torn
         try:
             waiting = iter(self.missing)
@@ -148,7 +148,7 @@ class Capture:
             return
         owners[request] = answer
 
-    def _keep(self, answer: Answer, rollout: Rollout, index: GrowingFile) -> None:
+    def _keep(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
         record = rollout.features
         key = None
         if record is not None and rollout.error is None:

@@ -24,7 +24,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
-from paceline.report.lines import write_file
+from paceline.report.files import write_file
 from paceline.spot import capture_layers
 from paceline.spot.coverage import Coverage, coverage
 from paceline.types import FeatureRecord, SamplingParams, StepResult, Strategy

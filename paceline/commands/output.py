@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from paceline.report.lines import write_file
+from paceline.report.files import write_file
 from paceline.types import Rollout
 
 _DONE = ("stop", "length")

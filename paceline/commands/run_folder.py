@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.report.lines import write_file
+from paceline.report.files import write_file
 from paceline.types import RolloutGroup
 
 SUMMARY_FILE = "summary.json"

@@ -26,7 +26,7 @@ from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.names import export_state, load_state
 from paceline.models.weights import empty_model, load_model, parse_dtype
-from paceline.report import EventLog, TrainView, length_figures, read_metrics, write_report
+from paceline.report import EventLog, TrainView, length_metrics, read_metrics, write_report
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import Checkpoints, RunState, plain_policy, policy_folder, read_state, restore
 from paceline.rl.learner import Learner, NotFinite
@@ -247,7 +247,7 @@ class Run:
         records = read_metrics(self.folder.path)
         rewards = [record["reward/mean"] for record in records]
         window = max(1, min(5, len(rewards) // 5))
-        lengths = length_figures(self.totals.lengths)
+        lengths = length_metrics(self.totals.lengths)
         summary = {
             "steps": self.state.step, "reward_first": _mean(rewards[:window]), "reward_last": _mean(rewards[-window:]),
             "accept_length": round(self.totals.tokens / max(1, self.totals.verifications), 3),
@@ -284,7 +284,7 @@ def rollout_metrics(done: StepDone) -> dict[str, float]:
     mixed = sum(len({r.reward for r in group.rollouts}) > 1 for group in done.groups)
     return {"reward/mean": fmean(rewards), "reward/max": max(rewards), "reward/mixed_groups": mixed / len(done.groups),
             "truncated": fmean(r.finish_reason == "length" for r in rollouts),
-            **length_figures([len(r.token_ids) for r in rollouts])}
+            **length_metrics([len(r.token_ids) for r in rollouts])}
 
 
 def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:

@@ -1,4 +1,4 @@
-"""Files that only grow: whole pieces or none, one writer at a time, replaced at once. Knows nothing of what is in them."""
+"""File writing that survives crashes and full disks: append-only files with one writer, and atomic replacement of whole files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from io import FileIO
 from pathlib import Path
 
 
-class GrowingFile:
-    """Open for appending. Unbuffered: what `append` has returned from survives a kill -9 of the process."""
+class AppendOnlyFile:
+    """A file opened for appending and locked against a second writer.
+
+    Writes are not buffered: data for which `append` has returned survives a `kill -9` of the process.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Opens or creates the file; raises a ValueError if another process is writing to it."""
         self.path = path
         self._file = _open_locked(path)
 
     def append(self, data: bytes) -> None:
-        """All of it, or an OSError and nothing."""
+        """Appends all of the data, or raises an OSError and leaves the file as it was."""
         end = self._file.seek(0, os.SEEK_END)
         try:
             _write_all(self._file, data)
@@ -25,14 +29,14 @@ class GrowingFile:
             with contextlib.suppress(OSError):
                 self._file.truncate(end)
             if isinstance(error, OSError):
-                raise _named(self.path, error, "; what was written before is kept") from None
+                raise _with_path(self.path, error, "; what was written before is kept") from None
             raise
 
     def replace(self, data: bytes) -> None:
-        """This content instead of the old one, which stays if anything fails."""
+        """Replaces the whole content atomically. If anything fails, the old content stays."""
         scratch = self.path.with_name(f".{self.path.name}.new")
         scratch.unlink(missing_ok=True)
-        fresh = _open_locked(scratch)  # locked before anyone can see it under its name
+        fresh = _open_locked(scratch)  # locked before it becomes visible under its final name
         try:
             _write_all(fresh, data)
             os.fsync(fresh.fileno())
@@ -41,38 +45,39 @@ class GrowingFile:
             fresh.close()
             scratch.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                raise _named(self.path, error, "; it is as it was before") from None
+                raise _with_path(self.path, error, "; it is as it was before") from None
             raise
         self._file.close()
         self._file = fresh
 
     def close(self) -> None:
+        """Closes the file and releases its lock."""
         self._file.close()
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A whole new file in place of the old one, or an OSError and the old one."""
+    """Writes a whole file atomically: readers see the old content or the new one. On an OSError the old file stays."""
     scratch = path.with_name(f".{path.name}.new")
     try:
         scratch.write_bytes(data)
         os.replace(scratch, path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise _named(path, error) from None
+        raise _with_path(path, error) from None
 
 
 def _open_locked(path: Path) -> FileIO:
     try:
         file = FileIO(path, "a+")
     except OSError as error:
-        raise _named(path, error) from None
+        raise _with_path(path, error) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise ValueError(f"{path}: another run is writing to it") from None
     except OSError:
-        pass  # a file system without locks
+        pass  # some file systems do not support locks
     return file
 
 
@@ -82,5 +87,6 @@ def _write_all(file: FileIO, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def _named(path: Path, error: OSError, consequence: str = "") -> OSError:
+def _with_path(path: Path, error: OSError, consequence: str = "") -> OSError:
+    """An OSError whose message names the file."""
     return OSError(f"{path}: {error.strerror or error}{consequence}")

@@ -13,8 +13,7 @@ from report.synthetic import metrics_of
 from rich.console import Console
 
 from paceline.report import TrainView
-from paceline.report.figures import shares
-from paceline.report.panel import sparkline
+from paceline.report.terminal import apportion, sparkline
 from paceline.types import Strategy
 
 
@@ -135,10 +134,10 @@ def test_a_terminal_that_went_away_does_not_end_the_run():
         assert "1/10" in file.getvalue()
 
 
-def test_sparkline_and_shares():
+def test_sparkline_and_apportion():
     assert sparkline([0, None, 7, 3.5]) == "▁ █▅" and sparkline([2, 2]) == "▄▄" and sparkline([None]) == ""
-    cells = shares({"a": 1.0, "b": 1.0, "c": 1.0}, 100)
-    assert sum(cells.values()) == 100 and max(cells.values()) - min(cells.values()) <= 1 and shares({"a": 0.0}, 10) == {}
+    cells = apportion({"a": 1.0, "b": 1.0, "c": 1.0}, 100)
+    assert sum(cells.values()) == 100 and max(cells.values()) - min(cells.values()) <= 1 and apportion({"a": 0.0}, 10) == {}
 
 
 def test_alarms_stand_until_they_are_over():

@@ -21,6 +21,7 @@ from report.synthetic import metrics_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline.report import EventLog, read_metrics
+from paceline.report.metrics import TensorBoardSink
 
 
 def strict_lines(folder: Path) -> list[dict]:
@@ -182,6 +183,27 @@ def test_tensorboard_reads_every_number(tmp_path):
     assert [v for _, v in scalars(tmp_path, "accept_length")] == pytest.approx([m["accept_length"] for m in written])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread says it too
+def test_tensorboard_on_a_full_disk_names_its_folder_and_what_was_written_can_be_read(tmp_path):
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    written: list[tuple[int, float]] = []
+
+    def write_until_full() -> None:
+        for step in range(1000):
+            sink.write(step, float(step), {"kl": step / 8})
+            written.append((step, step / 8))
+
+    try:
+        with pytest.raises(OSError, match=r"tensorboard: .*metrics\.jsonl is not affected"):
+            write_until_full()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.close()
+    assert 1 < len(written) < 1000 and scalars(tmp_path, "kl") == written
+
+
 def test_wandb_that_is_missing_is_a_clear_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb 'mine': not installed"):
@@ -212,7 +234,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
 
 
 def test_reports_need_no_torch():
-    code = "import sys, paceline.report; assert not {'torch', 'tensorboard', 'transformers'} & set(sys.modules)"
+    code = "import sys, paceline.report; assert not {'torch', 'tensorboard', 'transformers', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test train lint clean
+.PHONY: test test-slow train lint results clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -13,6 +13,12 @@ test: $(READY)
 	$(BIN)/mypy
 	-$(BIN)/python scripts/get_smollm2.py
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+results: $(READY)
+	$(BIN)/python benchmarks/lib/make_results.py
 
 lint: $(READY)
 	$(BIN)/ruff check paceline tests benchmarks scripts examples

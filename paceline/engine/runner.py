@@ -74,14 +74,14 @@ class Runner:
 
     def _forward(self, rows: DecodeRows, chunks: list[tuple[int, int, int]], trees: bool) -> Tensor:
         """Final hidden states [R, H]; keys, values, tokens and captured features of every row are stored on the way."""
-        cos, sin = self.rope(rows.positions)
         plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.config.num_heads, self._layers[0], chunks, trees)
-        attend = PagedAttend(self.ops, self._layers, cos, sin, rows.write, rows.segments, plan)
+        attend = PagedAttend(self.ops, self._layers, self.rope.cos, self.rope.sin, rows.write, rows.segments, plan,
+                             rows.positions)
         hidden = self.model(rows.tokens, attend, self.capture)
-        self.store.tokens[rows.write] = rows.tokens
+        self.store.tokens.index_copy_(0, rows.write, rows.tokens)
         if hidden.features is not None:
             assert self.store.features is not None
-            self.store.features[rows.write] = hidden.features
+            self.store.features.index_copy_(0, rows.write, hidden.features)
         return hidden.final
 
     def _draw(self, inputs: StepInputs, rows: DecodeRows, hidden: Tensor, depth: int, want_raw: bool) -> Drawn:

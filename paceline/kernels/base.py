@@ -248,10 +248,10 @@ class Ops(Protocol):
         """rope_write(linear(x, weight, bias), num_heads, None, None, …)."""
         ...
 
-    def decode(self, weights: DecoderWeights, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor, segments: Segments,
-               caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
+    def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
+               segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         """All layers over a step's rows in one call: final hidden states [R, H] and captured features. None: the caller runs them
-        operation by operation. cos, sin: [R, D/2]."""
+        operation by operation. cos, sin: [positions, D/2], or [R, D/2] where there are no positions [R]."""
         ...
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,

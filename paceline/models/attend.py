@@ -36,29 +36,37 @@ class Attend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagedAttend:
     """One step's rows over the paged cache."""
 
     ops: Ops
     layers: list[PagedCache]
-    cos: Tensor  # [R, D/2]
+    cos: Tensor  # [R, D/2], or [positions, D/2] if there are positions
     sin: Tensor
     write: Tensor  # [R] int64 cache index of each row's key and value
     segments: Segments
     plan: Any = None  # what the kernels worked out once for all layers
+    positions: Tensor | None = None  # [R] int64
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
         cache = self.layers[layer.index]
-        q = self.ops.rope_write(qkv, layer.num_heads, layer.q_norm, layer.k_norm, layer.eps, self.cos, self.sin,
-                                self.write, cache)
+        cos, sin = self._angles()
+        q = self.ops.rope_write(qkv, layer.num_heads, layer.q_norm, layer.k_norm, layer.eps, cos, sin, self.write, cache)
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
     def from_normed(self, layer: AttentionShape, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same with the projection to qkv in front: [R, hidden] -> [R, H D]. For heads without norms."""
         cache = self.layers[layer.index]
-        q = self.ops.qkv_rope(x, weight, bias, layer.num_heads, self.cos, self.sin, self.write, cache)
+        cos, sin = self._angles()
+        q = self.ops.qkv_rope(x, weight, bias, layer.num_heads, cos, sin, self.write, cache)
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
+
+    def _angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of every row, looked up by position once for all layers."""
+        if self.positions is not None:
+            self.cos, self.sin, self.positions = self.cos[self.positions], self.sin[self.positions], None
+        return self.cos, self.sin
 
 
 class PackedAttend:

@@ -145,8 +145,8 @@ class Decoder(nn.Module):
             if not all(layer.has_plain_products for layer in self.layers):
                 return None
             self._weights = self._decoder_weights()
-        found = attend.ops.decode(self._weights, tokens, attend.cos, attend.sin, attend.write, attend.segments, attend.layers,
-                                  capture)
+        found = attend.ops.decode(self._weights, tokens, attend.positions, attend.cos, attend.sin, attend.write, attend.segments,
+                                  attend.layers, capture)
         return None if found is None else Hidden(*found)
 
     def _decoder_weights(self) -> DecoderWeights:

@@ -1,8 +1,10 @@
-"""What a run says about itself: metrics to JSONL, TensorBoard and W&B; a view in the terminal; an HTML report. No torch."""
+"""Metrics of a training run: the log (JSONL, TensorBoard, W&B), the progress view in the terminal and the HTML report.
 
-from paceline.report.events import EventLog, read_metrics
-from paceline.report.figures import length_figures
+Nothing in this package imports torch; matplotlib and tensorboard are imported only when they are used.
+"""
+
 from paceline.report.html import write_report
-from paceline.report.view import TrainView
+from paceline.report.metrics import EventLog, length_metrics, read_metrics
+from paceline.report.terminal import TrainView
 
-__all__ = ["EventLog", "TrainView", "length_figures", "read_metrics", "write_report"]
+__all__ = ["EventLog", "TrainView", "length_metrics", "read_metrics", "write_report"]

@@ -1,5 +1,5 @@
 """The spot trainer in a process of its own, beside generation on idle cores: it shares no Python with the engine, so generation
-hardly notices it (`benchmarks/drafter_modes.py`). CPU only.
+hardly notices it (`benchmarks/cpu/background_training.py`). CPU only.
 
 Everything it needs is sent to it: the policy's embedding, head and norm whenever they change, answers as they are finished. The
 parent never waits for it but in `stop` (the rest of a micro-batch) and `drafter` (one copy). It ends with its parent.

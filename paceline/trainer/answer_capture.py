@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from paceline.engine import Engine
 from paceline.generation import NamedPrompt, encode_prompt
-from paceline.report.lines import GrowingFile
+from paceline.report.files import AppendOnlyFile
 from paceline.spot import FeatureBuffer
 from paceline.spot.record_files import SUFFIX, read_entry, read_record
 from paceline.types import FeatureRecord, Rollout, SamplingParams
@@ -100,7 +100,7 @@ class AnswerCapture:
             stopped: Callable[[], bool] = lambda: False) -> None:
         """Generates all missing answers with an engine that captures the layers the drafter needs. `on_step` receives the
         number of answers that an engine step has finished."""
-        index = GrowingFile(self.folder / INDEX)
+        index = AppendOnlyFile(self.folder / INDEX)
         index.append(b"\n")  # ends a line that a killed process may have left incomplete
         try:
             waiting = iter(self.missing)
@@ -164,7 +164,7 @@ class AnswerCapture:
             return
         owners[request] = answer
 
-    def _keep(self, answer: Answer, rollout: Rollout, index: GrowingFile) -> None:
+    def _keep(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
         record = rollout.features
         key = None
         if record is not None and rollout.error is None:

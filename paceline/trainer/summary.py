@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from paceline.report import length_figures
+from paceline.report import length_metrics
 from paceline.trainer.rollouts import SpeculationComparison
 from paceline.types import RolloutGroup
 
@@ -36,7 +36,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     mixed = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
     return {"reward/mean": fmean(rewards), "reward/max": max(rewards), "reward/mixed_groups": mixed / len(groups),
             "truncated": fmean(r.finish_reason == "length" for r in rollouts),
-            **length_figures([len(r.token_ids) for r in rollouts])}
+            **length_metrics([len(r.token_ids) for r in rollouts])}
 
 
 def summarize(num_steps: int, records: Sequence[Mapping[str, Any]], totals: RunTotals,
@@ -46,7 +46,7 @@ def summarize(num_steps: int, records: Sequence[Mapping[str, Any]], totals: RunT
     steps matter most."""
     rewards = [record["reward/mean"] for record in records]
     window = max(1, min(5, len(rewards) // 5))
-    lengths = length_figures(totals.lengths)
+    lengths = length_metrics(totals.lengths)
     summary = {
         "steps": num_steps, "reward_first": _mean(rewards[:window]), "reward_last": _mean(rewards[-window:]),
         "accept_length": round(totals.num_tokens / max(1, totals.num_verifications), 3),

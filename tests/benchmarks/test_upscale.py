@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny import CONFIGS, VOCAB, eagle, model
-from upscale import twin_config, upscale, upscale_drafter
 
+from benchmarks.lib.upscale import twin_config, upscale, upscale_drafter
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.kernels import TorchOps

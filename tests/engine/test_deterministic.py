@@ -1,5 +1,6 @@
-"""`deterministic` on a CPU in float32: not only the tokens, every bit of the log-probabilities is the same whatever the batch,
-the chunks and the strategy. (Without it they differ in the last digits, and a near-tie may fall the other way.)"""
+"""`deterministic` on a CPU, in any dtype and with any kernels: not only the tokens, every bit of the log-probabilities is
+the same
+whatever the batch, the chunks and the strategy. Without it they differ in the last digits, and a near-tie may fall otherwise."""
 
 from __future__ import annotations
 
@@ -13,17 +14,18 @@ from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch was built without MKL")
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_bits_do_not_depend_on_the_batch_or_the_strategy(kind):
+@pytest.mark.parametrize(("kind", "dtype", "kernels"), [
+    ("llama", torch.float32, "auto"), ("qwen2", torch.float32, "portable"), ("qwen3", torch.bfloat16, "portable"),
+    ("llama", torch.bfloat16, "auto"), ("qwen3", torch.float64, "portable")])
+def test_bits_do_not_depend_on_the_batch_or_the_strategy(kind, dtype, kernels):
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 30, 110]))] for _ in range(6)]
     params = SamplingParams(max_new_tokens=60, seed=5)
 
     def run(strategy: str, max_batch: int, max_rows: int) -> list[tuple[list[int], list[float]]]:
-        config = EngineConfig(deterministic=True, max_batch=max_batch, max_rows=max_rows, kv_tokens=6000)
-        policy = model(kind, dtype=torch.float32)
-        engine = Engine(policy, drafter=eagle(kind, dtype=torch.float32), strategy=strategy, config=config)
+        config = EngineConfig(deterministic=True, kernels=kernels, max_batch=max_batch, max_rows=max_rows, kv_tokens=6000)
+        policy = model(kind, dtype=dtype)
+        engine = Engine(policy, drafter=eagle(kind, dtype=dtype), strategy=strategy, config=config)
         groups = engine.generate(prompts, params, n=3)
         return [(r.token_ids, r.logprobs) for group in groups for r in group.rollouts]
 

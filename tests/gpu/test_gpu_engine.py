@@ -10,8 +10,6 @@ from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.models.decoder import Decoder
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
 PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40]
 PARAMS = SamplingParams(max_new_tokens=48, seed=3)
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 from tiny import eagle, model
 
+from benchmarks.lib.graph_memory import compare_graph_memory
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
-from paceline.engine.graph_memory import compare_graph_memory
 from paceline.models.decoder import Decoder
 from paceline.types import StepView
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40, [50, 51] * 9]
 PARAMS = SamplingParams(max_new_tokens=64, seed=3, temperature=0.5)

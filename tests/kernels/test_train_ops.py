@@ -5,31 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from packed import HEADS, KV_HEADS, assert_same, normal, rows_of, tables
 
 from paceline.kernels import TorchOps, apply_rope
 from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention, similar
 from paceline.kernels.reference.train_ops import TrainOps
 
 LENGTHS = (5, 1, 30, 5, 29, 2, 31, 140, 7)
-HEADS, KV_HEADS, DIM = 4, 2, 8
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, device: str = "cpu") -> torch.Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(device, dtype).requires_grad_()
-
-
-def assert_same(make, other, inputs: list[torch.Tensor], tolerance: float) -> None:
-    """Equal outputs, and equal gradients of a random projection of them."""
-    out, expected = make(*inputs), other(*inputs)
-    assert out.dtype == expected.dtype
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    direction = normal(*out.shape, dtype=out.dtype, seed=9, device=str(out.device)).detach()
-    found, wanted = (torch.autograd.grad(x, inputs, direction) for x in (out, expected))
-    for a, b in zip(found, wanted, strict=True):
-        scale = float(b.abs().max()) + 1e-6
-        torch.testing.assert_close(a / scale, b / scale, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -52,19 +35,6 @@ def test_a_frozen_norm_gets_no_gradient():
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_silu_mul(dtype):
     assert_same(TrainOps().silu_mul, TorchOps().silu_mul, [normal(9, 40, dtype=dtype)], TOLERANCE[dtype])
-
-
-def rows_of(lengths: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", dim: int = DIM) -> list[torch.Tensor]:
-    total = sum(lengths)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    return [normal(total, count, dim, dtype=dtype, seed=i, device=device) for i, count in enumerate(heads)]
-
-
-def tables(lengths: tuple[int, ...], dtype: torch.dtype, device: str = "cpu",
-           dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.cat([torch.arange(n) for n in lengths])[:, None] * torch.linspace(1.0, 0.1, dim // 2)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return angles.cos().to(device, wide), angles.sin().to(device, wide)
 
 
 def one_by_one(q, k, v, cos, sin, lengths):
@@ -103,18 +73,3 @@ def test_groups_hold_all_and_waste_little():
     assert sum(group.size for group in groups) == len(lengths)
     assert sum(group.size * group.longest for group in groups) < 1.5 * sum(lengths)
     assert len(groups) < 20
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_variable_length_kernel_equals_groups():
-    lengths, dim = (200, 3, 77, 1, 512, 40), 64
-    cos, sin = tables(lengths, torch.bfloat16, "cuda", dim)
-    plan = PackedPlan(lengths, torch.device("cuda"))
-
-    def packed(q, k, v):
-        return packed_attention(join_rotated(q, k, v, cos, sin), HEADS, KV_HEADS, plan)
-
-    def wide(q, k, v):
-        return packed(q.float(), k.float(), v.float()).to(v.dtype)
-
-    assert_same(packed, wide, rows_of(lengths, torch.bfloat16, "cuda", dim), 4e-2)

@@ -58,19 +58,15 @@ class Page(HTMLParser):
 
 
 def corners(tag: str, a: dict) -> list[tuple[float, float]]:
-    if tag == "polyline":
-        return [tuple(map(float, pair.split(","))) for pair in a["points"].split()]
-    if tag == "circle":
-        return [(float(a["cx"]), float(a["cy"]))]
-    if tag == "line":
-        return [(float(a["x1"]), float(a["y1"])), (float(a["x2"]), float(a["y2"]))]
-    if tag == "rect":
-        x, y = float(a["x"]), float(a["y"])
-        assert float(a["width"]) > 0 and float(a["height"]) >= 0
-        return [(x, y), (x + float(a["width"]), y + float(a["height"]))]
-    if tag == "path":
-        return [tuple(map(float, re.match(r"M(\S+?),(\S+)", a["d"]).groups()))]
-    return [(float(a["x"]), float(a["y"]))] if tag == "text" else []
+    if tag == "path" and "id" not in a:  # a path with an id is a marker around (0, 0), which `use` places
+        return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", a["d"])]
+    return [(float(a["x"]), float(a["y"]))] if tag in ("text", "use") else []
+
+
+def lines_in(page: Page) -> list[dict]:
+    """Attributes of the lines that show data."""
+    return [a for tag, a in page.elements if tag == "path" and {"fill: none", "stroke-linecap: round"} <= {
+        *(a.get("style") or "").split("; ")}]
 
 
 def make(folder: Path, num_steps: int, summary: dict | None = None, change=lambda step, metrics: metrics) -> Page:
@@ -82,7 +78,11 @@ def make(folder: Path, num_steps: int, summary: dict | None = None, change=lambd
     assert path == folder / "report.html"
     source = path.read_text(encoding="utf-8")
     page = Page(source)
-    assert not re.search(r"https?://|src=|href=|url\(|@import|<script", source)
+    offline = source.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?://|src=|href=(?!\"#chart-)|url\(|@import|<script", offline)
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids)) and {a["href"][1:] for _, a in page.elements if "href" in a} <= set(ids)
+    assert all(set(a["aria-labelledby"].split()) <= set(ids) for tag, a in page.elements if tag == "svg")
     assert "nan" not in {word.lower() for _, a in page.elements for value in a.values() for word in re.split(r"\W+", value or "")}
     for _, chart, x, y in page.points:
         width, height = page.view_boxes[chart]
@@ -97,13 +97,14 @@ def test_without_steps(tmp_path):
 @pytest.mark.parametrize("num_steps", [1, 2, 25, 700])
 def test_every_chart_is_there(tmp_path, num_steps):
     page = make(tmp_path, num_steps)
-    for title in ("Reward per step", "Answer length", "Accept length", "Rollout speed", "Where the time goes", "kl", "lr"):
+    for title in ("Reward per step", "Answer length", "Accept length", "Rollout speed", "Time per phase", "kl", "lr"):
         assert title in page.texts
     for unit in ("mean reward", "tokens", "tokens per verification", "seconds per step", "step"):
         assert unit in page.texts
-    assert page.count("svg") == 5 + 3 and "Rollout time with" not in page.text
-    assert page.count("circle" if num_steps == 1 else "polyline") >= 7
-    assert page.count("rect", "c-blue") == min(num_steps, -(-num_steps // math.ceil(num_steps / 96)))
+    assert page.count("svg") == 5 + 1 + 3 and "Rollout time with" not in page.text  # one for wide and for narrow screens
+    assert page.count("use") >= 7 if num_steps == 1 else len(lines_in(page)) >= 7
+    bars = [a for tag, a in page.elements if tag == "path" and a.get("style") == "fill: var(--blue)"]
+    assert len(bars) == 2 * min(num_steps, -(-num_steps // math.ceil(num_steps / 96)))
 
 
 def test_many_steps_stay_small_and_keep_the_extremes(tmp_path):
@@ -112,11 +113,14 @@ def test_many_steps_stay_small_and_keep_the_extremes(tmp_path):
 
     page = make(tmp_path, 5000, change=spike)
     assert (tmp_path / "report.html").stat().st_size < 500_000
-    lines = [a["points"] for tag, a in page.elements if tag == "polyline"]
-    assert max(len(line.split()) for line in lines) <= 720
-    # the one long answer is drawn: the top of its chart, near 3333 / 5000 of its width
-    [x] = {x for tag, chart, x, y in page.points if (tag, chart) == ("polyline", 1) and y < 25}
-    assert x == pytest.approx(58 + 3332 / 4999 * (560 - 58 - 20), abs=0.1)
+    lines = [corners("path", a) for a in lines_in(page)]
+    assert max(len(line) for line in lines) <= 720
+    # The one long answer is drawn: far above everything else in its chart, at 3332 / 4999 of the width.
+    [longest] = [line for line, a in zip(lines, lines_in(page), strict=True)
+                 if "stroke: var(--grey)" in a["style"] and "stroke-opacity" in a["style"]]
+    assert sorted(y for _, y in longest)[0] < 25 < 150 < sorted(y for _, y in longest)[1]
+    top = min(longest, key=lambda point: point[1])
+    assert top[0] == pytest.approx(longest[0][0] + 3332 / 4999 * (longest[-1][0] - longest[0][0]), abs=0.1)
 
 
 def test_nonfinite_and_missing_values(tmp_path):
@@ -128,7 +132,8 @@ def test_nonfinite_and_missing_values(tmp_path):
         return metrics | {"lr": math.nan}
 
     page = make(tmp_path, 10, change=damage)
-    assert page.count("path", "mark") >= 4 and "never a finite number" not in page.text and "eval/reward" in page.texts
+    assert sum(tag == "use" and "var(--red)" in a["style"] for tag, a in page.elements) >= 4
+    assert "never a finite number" not in page.text and "eval/reward" in page.texts
     assert "step 4: not a finite number" in page.texts
 
 
@@ -149,7 +154,7 @@ def test_speculation_side_by_side(tmp_path):
 
     page = make(tmp_path, 40, change=measured_both)
     assert "Rollout time with and without speculation" in page.texts and "1.50 ×" in page.texts
-    assert "8 steps were generated both ways: 1.50 times as fast with." in page.text
+    assert "8 steps were generated both ways: 1.50 times as fast with speculation." in page.text
 
 
 def test_hostile_text_stays_text(tmp_path):

@@ -9,15 +9,11 @@ import time
 
 import pytest
 import torch
-from spot.answers import answers
 from spot.test_trainer import filled, made, micro_batches, same
-from tiny import eagle, model
+from tiny import model
 
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.checkpoint import Snapshot, SpotCheckpoints, load_snapshot, restore, snapshot
-from paceline.spot.config import SpotConfig
-from paceline.spot.stalls import measure_stalls
-from paceline.spot.trainer import SpotTrainer
 
 LENGTHS = [20, 30, 9, 14, 26]
 
@@ -111,14 +107,3 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     (tmp_path / "spot.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="damaged"):
         load_snapshot(tmp_path)
-
-
-def test_stalls_are_measured(tmp_path):
-    """Of a policy whose head is its embedding, too."""
-    buffer = FeatureBuffer(10**9)
-    for record in answers(model("llama"), LENGTHS):
-        buffer.add(record, 0)
-    trainer = SpotTrainer(eagle("llama"), model("llama"), buffer, SpotConfig(max_length=256))
-    trainer.run(micro_batches(6))
-    stalls = measure_stalls(trainer, tmp_path, repeats=3)
-    assert 0 < stalls.selective < stalls.blocking and stalls.selective_bytes > 0

@@ -27,11 +27,13 @@ class DecoderProgram:
 
     def __init__(self, weights: DecoderWeights, caches: list[PagedCache], capture: tuple[int, ...], copies: Weights,
                  num_rows: int, long_segment: int) -> None:
-        self.key = program_key(weights, caches, capture)
         self.max_rows = -(-num_rows // _GRANULE) * _GRANULE
         self.copies = copies
         self._held = (weights, caches)  # the program holds their addresses
-        self._versions = _versions(weights)
+        matrices = [weight for layer in weights.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.num_weights = sum(weight.numel() for weight in matrices)
+        self._counted = [weight for weight in matrices if not weight.is_inference()]  # those that have a version
+        self._versions = [weight._version for weight in self._counted]
         self._capture = capture
         hidden, dtype = weights.embed.shape[1], weights.embed.dtype
         self._buffers = _Buffers.make(weights, caches[0], capture, self.max_rows)
@@ -39,19 +41,29 @@ class DecoderProgram:
         self._long_segment = long_segment
         self._lay_out(weights, caches, hidden, dtype)
 
-    def is_stale(self) -> bool:
-        """A weight has been written in place since its panels were made."""
-        return self._versions != _versions(self._held[0])
+    @staticmethod
+    def serves(weights: DecoderWeights, cache: PagedCache, cos: Tensor, copies: Weights) -> bool:
+        """Whether a program can be made: of a dtype that the kernels know, and all weights have panels."""
+        dtype = weights.embed.dtype
+        if cache.k.dtype != dtype or cos.dtype != WIDE.get(dtype):
+            return False
+        return all(copies.find(weight) is not None for layer in weights.layers
+                   for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
-    def run(self, threads: int, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor,
+    def is_stale(self) -> bool:
+        """Whether a weight has been written in place since its panels were made."""
+        return self._versions != [weight._version for weight in self._counted]
+
+    def run(self, threads: int, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
             segments: Segments) -> tuple[Tensor, Tensor | None]:
         """tokens [R] -> final hidden states [R, H] and captured features [R, H * captured layers]."""
-        num_rows, weights = len(tokens), self._held[0]
+        num_rows, weights = tokens.shape[0], self._held[0]
         hidden, acc = weights.embed.shape[1], WIDE[weights.embed.dtype]
         final = weights.embed.new_empty(num_rows, hidden)
         self._program.run(
             threads, num_rows=num_rows, tokens=address(INT, tokens), write=address(INT, write), final=final.data_ptr(),
-            cos=address(acc, cos), sin=address(acc, sin), num_segments=len(segments.row), mask=address(INT, segments.mask),
+            positions=address(INT, positions), cos=address(acc, cos), sin=address(acc, sin),
+            num_segments=segments.row.shape[0], mask=address(INT, segments.mask),
             **segment_addresses(segments))
         if not self._capture:
             return final, None
@@ -82,7 +94,7 @@ class DecoderProgram:
         _, num_kv_heads, head_dim = cache.k.shape
         self._add_product(layer.qkv, layer.qkv_bias, room.at("normed"), room.at("qkv"), dtype)
         program.add("rope_write", dtype, qkv=room.at("qkv"), q=room.at("q"), k=cache.k.data_ptr(), v=cache.v.data_ptr(),
-                    write="write", cos="cos", sin="sin", positions=0, q_norm=address(dtype, layer.q_norm),
+                    write="write", cos="cos", sin="sin", positions="positions", q_norm=address(dtype, layer.q_norm),
                     k_norm=address(dtype, layer.k_norm), num_rows="num_rows", num_heads=num_heads, num_kv_heads=num_kv_heads,
                     head_dim=head_dim, eps=weights.eps)
         program.add("attention", dtype, q=room.at("q"), out=room.at("heads"), k=cache.k.data_ptr(), v=cache.v.data_ptr(),
@@ -145,8 +157,3 @@ class _Buffers(NamedTuple):
 def program_key(weights: DecoderWeights, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[object, ...]:
     """Two steps with equal keys can share a program."""
     return id(weights), caches[0].k.data_ptr(), caches[0].page_table.data_ptr(), len(caches), capture
-
-
-def _versions(weights: DecoderWeights) -> list[int | None]:
-    return [None if weight.is_inference() else weight._version for layer in weights.layers
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]

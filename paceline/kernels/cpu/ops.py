@@ -64,34 +64,28 @@ class CpuOps(DraftOps):
             return F.linear(x, weight, bias)
         return linear(x, weight, bias, self._weights, self.deterministic)
 
-    def decode(self, weights: DecoderWeights, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor, segments: Segments,
-               caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
-        num_rows, dtype = len(tokens), weights.embed.dtype
-        if not self._decodes(weights, num_rows, segments, caches[0]):
+    def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
+               segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
+        num_rows = tokens.shape[0]
+        if num_rows == 0 or self._is_large(num_rows, segments):
             return None
         key = program_key(weights, caches, capture)
         program = self._decoders.get(key)
         if program is None or program.max_rows < num_rows or program.is_stale():
+            if not DecoderProgram.serves(weights, caches[0], cos, self._weights):
+                return None
             self._decoders.clear()  # an engine has one decoder, and room for its largest step
             program = self._decoders[key] = DecoderProgram(weights, caches, capture, self._weights, num_rows, self._long_segment)
-        layer = weights.layers[0]
-        products = num_rows * len(weights.layers) * sum(w.numel() for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
-        threads = 1 if products < PARALLEL_STEP else torch.get_num_threads()
-        acc = WIDE[dtype]
-        return program.run(threads, tokens, cos.to(acc), sin.to(acc), write, segments)
+        threads = 1 if num_rows * program.num_weights < PARALLEL_STEP else torch.get_num_threads()
+        return program.run(threads, tokens, positions, cos, sin, write, segments)
 
-    def _decodes(self, weights: DecoderWeights, num_rows: int, segments: Segments, cache: PagedCache) -> bool:
-        """Whether a step runs in one compiled call: all weights have panels, no prompt chunk is long enough for torch's attention
-        to win, nor is the step large enough for a matrix library to."""
-        if cache.k.dtype != weights.embed.dtype or weights.embed.dtype not in WIDE or num_rows == 0:
+    def _is_large(self, num_rows: int, segments: Segments) -> bool:
+        """Whether a prompt chunk is long enough for torch's attention to win, or the step for a matrix library."""
+        if self.deterministic:
             return False
-        if not self.deterministic:
-            if self._weights.library is not None and num_rows > LIBRARY_ROWS:
-                return False
-            if num_rows >= self._long_segment and _longest_causal(segments) >= self._long_segment:
-                return False
-        return all(self._weights.find(weight) is not None for layer in weights.layers
-                   for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        if self._weights.library is not None and num_rows > LIBRARY_ROWS:
+            return True
+        return num_rows >= self._long_segment and _longest_causal(segments) >= self._long_segment
 
     # -- elementwise
 

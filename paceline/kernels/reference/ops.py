@@ -80,8 +80,8 @@ class TorchOps:
                  cache: PagedCache) -> Tensor:
         return self.rope_write(self.linear(x.complete(), weight, bias), num_heads, None, None, 0.0, cos, sin, write, cache)
 
-    def decode(self, weights: DecoderWeights, tokens: Tensor, cos: Tensor, sin: Tensor, write: Tensor, segments: Segments,
-               caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
+    def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
+               segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         return None
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,

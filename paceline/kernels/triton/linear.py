@@ -87,7 +87,7 @@ TUNED: dict[Key, Config] = {
     ("gated", 64, 9728, 896): Config(64, 64, 128, 1, 4, 4, swap=True),
     ("linear_norm", 64, 896, 4864): Config(64, 32, 256, 4, 4, 4),
 }
-"""What is fastest on an H200 (benchmarks/gpu_step.py --tune). "linear": elsewhere the library's product is; the fused kinds
+"""What is fastest on an H200 (benchmarks/gpu/step.py --tune). "linear": elsewhere the library's product is; the fused kinds
 ("linear_norm", "gated", "qkv") have `first_guess` elsewhere."""
 
 

@@ -31,7 +31,7 @@ CONTEXT_PROGRAMS = 32
 
 
 class Launch(NamedTuple):
-    """How the attention kernel is compiled; benchmarks/gpu_kernels.py compares."""
+    """How the attention kernel is compiled; benchmarks/gpu/kernels.py compares."""
 
     num_warps: int = 4
     num_stages: int = 5  # the page table is read one stage ahead of the keys: 3, 5, 7 keep 1, 2, 3 blocks in flight

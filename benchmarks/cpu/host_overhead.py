@@ -1,0 +1,105 @@
+"""Host overhead of a step: the CPU time that Python takes per request, which on a GPU must stay below the device's time.
+
+    python benchmarks/cpu/host_overhead.py          # 256 and 32 requests, without a drafter and with the suffix drafter
+
+A stand-in replaces the model and returns prepared tokens at once; one step is always in flight, as on a GPU. The benchmark
+reports microseconds of CPU time per request and step: the 10th percentile of the steps (other load on the machine makes steps
+longer, never shorter) and their mean, the best of `--rounds` engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository's root takes the place of this folder in the path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+import torch
+
+from benchmarks.lib.results import Report, add_result_arguments
+from paceline import Engine, SamplingParams
+from paceline.config import EngineConfig
+from paceline.engine.drafting import Drafted
+from paceline.engine.graphs import GRAPH_SIZES
+from paceline.engine.scheduler import StepPlan
+from paceline.kernels import Drawn
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+
+SHAPE = ModelConfig("llama", 50_000, 16, 16, 1, 2, 1, 8, max_context=4096, tie_embeddings=True)
+CASES = (("none", "off"), ("suffix", "off"), ("suffix", "auto"))
+"""Pairs of drafter and strategy."""
+_GROUP, _PROMPT, _WARM = 8, 100, 120
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[256, 32], help="numbers of requests, multiples of 8")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    add_result_arguments(parser, "cpu/host_overhead")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report(args, steps=args.steps, us_per_request={})
+    for drafter, strategy in CASES:
+        for batch in args.batch:
+            found = [measure(drafter, strategy, batch, args.steps) for _ in range(args.rounds)]
+            low, mean = (1e6 * min(values) / batch for values in zip(*found, strict=True))
+            report.content["us_per_request"].setdefault(f"{drafter}, {strategy}", {})[str(batch)] = {"p10": low, "mean": mean}
+            report.save()
+            print(f"drafter {drafter:7} strategy {strategy:15} {batch:4} requests: {low:5.2f} us, mean {mean:5.2f}", flush=True)
+
+
+def measure(drafter: str, strategy: str, batch: int, steps: int) -> tuple[float, float]:
+    """CPU seconds of a step outside the stand-in: 10th percentile and mean."""
+    engine = Engine(Decoder.random(SHAPE, 0, 0.1), None, drafter, strategy, EngineConfig(
+        max_batch=batch, max_rows=8192, profile=False, row_sizes=GRAPH_SIZES, pack_weights=False, kv_tokens=batch * 2048))
+    device = StandIn(batch)
+    engine.runner.run = device.run  # type: ignore[method-assign]
+    engine._pipelined = True
+    for prompt in range(batch // _GROUP):
+        words = np.random.default_rng(prompt).integers(0, SHAPE.vocab_size, _PROMPT).tolist()
+        engine.add(words, SamplingParams(max_new_tokens=3000, seed=prompt), _GROUP)
+    for _ in range(_WARM):
+        engine.step()
+    assert len(engine.scheduler.running) == batch
+    seconds = []
+    for _ in range(steps):
+        device.seconds, began = 0.0, time.thread_time()
+        engine.step()
+        seconds.append(time.thread_time() - began - device.seconds)
+    assert len(engine.scheduler.running) == batch, "requests finished while they were measured"
+    return sorted(seconds)[steps // 10], sum(seconds) / steps
+
+
+class StandIn:
+    """Replaces policy and device: returns prepared tokens, half of them from a small set, and accepts up to two draft tokens of
+    each request."""
+
+    def __init__(self, batch: int) -> None:
+        self.seconds, self._steps, self._draw = 0.0, 0, np.random.default_rng(0)
+        words = self._draw.integers(0, SHAPE.vocab_size, (64, max(GRAPH_SIZES), 16))
+        self._words = torch.from_numpy(np.where(self._draw.random(words.shape) < 0.5, words % 200, words))
+        assert batch <= max(GRAPH_SIZES)
+
+    def run(self, plan: StepPlan, drafted: Drafted, want_raw: bool) -> Drawn | None:
+        began = time.thread_time()
+        if not plan.decode:
+            return None
+        self._steps += 1
+        lines, depth = len(drafted.inputs.slots), drafted.max_depth
+        most = np.zeros(lines, np.int64)
+        most[: len(drafted.most_accepted)] = drafted.most_accepted
+        tokens = self._words[self._steps % len(self._words), torch.arange(lines) % max(GRAPH_SIZES), : depth + 1]
+        counts = torch.from_numpy(1 + np.minimum(most, self._draw.integers(0, 3, lines)))
+        drawn = Drawn(tokens, torch.zeros(tokens.shape), None, counts, tokens, tokens)
+        self.seconds += time.thread_time() - began
+        return drawn
+
+
+if __name__ == "__main__":
+    main()

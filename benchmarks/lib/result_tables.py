@@ -1,0 +1,276 @@
+"""One table and one sentence with the main figures for each kind of result file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+Content = dict[str, Any]
+
+
+class Table(NamedTuple):
+    """What docs/results.md shows of one result file."""
+
+    title: str
+    sentence: str
+    """The main figures, understandable without the table."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+def make_table(content: Content) -> Table:
+    """The table of a result file. A KeyError means that a benchmark has no table yet: add it to `TABLES`."""
+    folder, name = content["benchmark"].split("/")
+    render = TABLES.get(content["benchmark"]) or TABLES[name]
+    return render(content, folder.upper())
+
+
+# --- engines against other engines
+
+
+def cpu_decode(content: Content, _: str) -> Table:
+    cells = [cell for cell in content["throughput"] if cell["engine"].startswith("paceline")]
+    plain = [cell for cell in cells if len(cell["engine"].split()) == 2]  # "paceline KERNELS"; a third word names a strategy
+    rows = [(cell["model"], cell["dtype"], cell["batch"], cell["engine"].removeprefix("paceline "),
+             _number(cell["tokens_per_second"]["median"]), _number(cell["tokens_per_cpu_second"]["median"]),
+             *(_times(cell["speedup"].get(peer, {}).get("median")) for peer in ("transformers", "vllm compiled", "vllm eager")))
+            for cell in plain]
+    models = " and ".join(dict.fromkeys(cell["model"] for cell in cells))
+    sentence = (f"{models}: Paceline decodes at {_range(_speedups(plain, 'transformers'))} the tokens per second of transformers "
+                "`generate`")
+    if found := _speedups(plain, "vllm compiled"):
+        sentence += f" and {_range(found)} those of vLLM's compiled CPU build"
+    return Table("Decoding without speculation on a CPU", sentence + ".",
+                 ("model", "dtype", "batch", "Paceline", "tokens/s", "tokens/CPU s", "× transformers", "× vLLM compiled",
+                  "× vLLM eager"), rows)
+
+
+def _speedups(cells: Sequence[Content], peer: str) -> list[float]:
+    return [cell["speedup"][peer]["median"] for cell in cells if peer in cell["speedup"]]
+
+
+def gpu_decode(content: Content, _: str) -> Table:
+    batches = _batches(cell["batches"] for cell in content["shapes"].values())
+    rows, ratios = [], []
+    for shape, cell in content["shapes"].items():
+        found = [cell["batches"].get(batch) for batch in batches]
+        ratios += [each["ratio_to_vllm"] for each in found if each and "ratio_to_vllm" in each]
+        rows.append((f"{shape}: × vLLM", *(_times(each and each.get("ratio_to_vllm")) for each in found)))
+        rows.append((f"{shape}: ms per step", *(f"{each['paceline']['ms_per_step']:.2f}" if each else "–" for each in found)))
+    return Table("Decoding without speculation on a GPU",
+                 f"Random weights in bfloat16, {content['prompt_tokens']}-token prompts, {content['new_tokens']} new tokens: "
+                 + (f"Paceline's tokens per second are {_range(ratios)} those of vLLM." if ratios else "Paceline alone."),
+                 ("shape", *(f"batch {batch}" for batch in batches)), rows)
+
+
+def prefill(content: Content, _: str) -> Table:
+    cell = content["prefill"]
+    rows = [(name, f"{each['seconds']:.2f}", _number(each["tokens_per_s"]), _times(each.get("ratio_to_vllm")))
+            for name, each in cell.items() if isinstance(each, dict)]
+    without, with_one = (_times(cell[name].get("ratio_to_vllm")) for name in ("no drafter", "with drafter"))
+    sentence = (f"{cell['prompts']} prompts of {cell['prompt_tokens']:,} tokens at the 7B shape are prefilled at {without} the "
+                f"rate of vLLM without a drafter, at {with_one} with one.")
+    return Table("Prefill on a GPU", sentence, ("engine", "seconds", "tokens/s", "× vLLM"), rows)
+
+
+def rl_step(content: Content, _: str) -> Table:
+    pairs = [cell for cell in content.get("step", []) if "speedup" in cell]
+    sides = {(cell["scenario"], cell["side"]): cell for cell in content.get("step", []) if "side" in cell}
+    rows = [(cell["model"], cell["scenario"], *(_seconds(sides[cell["scenario"], side]) for side in ("paceline", "TRL")),
+             _times(cell["speedup"]["median"]), f"{cell['speedup']['low']:.2f}–{cell['speedup']['high']:.2f}") for cell in pairs]
+    trainer = {cell["side"]: cell["seconds"] for cell in content.get("trainer", [])}
+    steps = " and ".join(f"{_times(cell['speedup']['median'])} with {cell['scenario']} lengths" for cell in pairs)
+    sentence = f"Paceline's speedup over TRL on the same prompts, lengths and updates is {steps}"
+    if trainer:
+        packed = median(a / b for a, b in zip(trainer["padded"], trainer["packed"], strict=True))
+        sentence += f"; its learner alone trains {_times(packed)} the tokens per second packed as padded"
+    return Table("One GRPO step against TRL's GRPOTrainer", sentence + ".",
+                 ("model", "lengths", "Paceline s", "TRL s", "speedup", "spread"), rows)
+
+
+def _seconds(side: Content) -> str:
+    return f"{median(turn['seconds'] for turn in side['turns']):.1f}"
+
+
+def long_tail(content: Content, _: str) -> Table:
+    rollout, theirs = content["rollout"], content.get("vllm", {}).get("seconds")
+    rows = [(name, f"{cell['seconds']:.2f}", _times(content.get("ratio_to_off", {}).get(name)),
+             _times(content.get("ratio_to_vllm", {}).get(name)), f"{cell['tokens_per_verification']:.2f}")
+            for name, cell in rollout.items()]
+    if theirs:
+        rows.append(("vLLM", f"{median(theirs):.2f}", "", "", ""))
+    sentence = (f"{content['requests']} responses with long-tailed lengths up to {content['max_length']:,} tokens at the cost "
+                f"of a 7B model: `auto` takes {rollout['auto']['seconds']:.1f} s, {_times(content['ratio_to_off']['auto'])} as "
+                "fast as off")
+    if theirs:
+        sentence += f" and {_times(content['ratio_to_vllm']['auto'])} as fast as vLLM"
+    return Table("A whole rollout with a long tail on a GPU", sentence + ".",
+                 ("strategy", "seconds", "× off", "× vLLM", "tokens/verification"), rows)
+
+
+# --- speculation
+
+
+def speculate(content: Content, _: str) -> Table:
+    batches = _batches(model["batches"] for model in content["models"].values())
+    rows, autos = [], []
+    for name, model in content["models"].items():
+        cells = [model["batches"].get(batch) for batch in batches]
+        found = [cell and cell["strategies"]["auto"] for cell in cells]
+        autos += [(cell["ratio_to_off"], f"{name}, batch {batch}") for cell, batch in zip(found, batches, strict=True) if cell]
+        rows.append((f"{name}: auto", *(_times(cell and cell["ratio_to_off"]) for cell in found)))
+        rows.append((f"{name}: best fixed strategy", *(_times(cell and cell["best_fixed_ratio"]) for cell in cells)))
+        rows.append((f"{name}: tokens/verification of auto",
+                     *(f"{cell['tokens_per_verification']:.2f}" if cell else "–" for cell in found)))
+    (worst, worst_at), (best, best_at) = min(autos), max(autos)
+    return Table("Speculative decoding by batch size on a GPU",
+                 f"Speedup of `auto` over off between {_times(worst)} ({worst_at}) and {_times(best)} ({best_at}); `policy` is "
+                 "Qwen2.5-Coder-1.5B on GSM8K at temperature 1, `twin` the same function at the cost of a 7B model.",
+                 ("speedup over off", *(f"batch {batch}" for batch in batches)), rows)
+
+
+def selection(content: Content, device: str) -> Table:
+    cells = [(model, name, cell) for model, found in content["models"].items() for name, cell in found["workloads"].items()]
+    rows = [(model, name, cell["best_fixed"], _times(cell["auto_vs_off"]), _times(cell["auto_vs_best_fixed"]),
+             f"{cell['overhead_share']:.1%}") for model, name, cell in cells]
+    return Table(f"Choosing strategies on a {device}, setting {content['setting']}",
+                 f"`auto` is {_range([cell['auto_vs_off'] for *_, cell in cells])} as fast as off and "
+                 f"{_range([cell['auto_vs_best_fixed'] for *_, cell in cells])} as fast as each workload's best fixed strategy.",
+                 ("model", "workload", "best fixed strategy", "auto × off", "auto × best fixed", "time spent choosing"), rows)
+
+
+def suffix_drafting(content: Content, _: str) -> Table:
+    rows = [(f"random text, {cell['dtype']}", cell["batch"], cell["strategy"], _times(1 / cell["time_over_off"]["median"]),
+             _times(1 / cell["cpu_over_off"]["median"])) for cell in content.get("overhead", [])]
+    rows += [(f"repetitive, {cell['dtype']}, temperature {cell['temperature']:g}", cell["batch"], cell["strategy"],
+              _times(cell["speedup"]["median"]), "") for cell in content.get("repetitive", [])]
+    worst = [1 / cell["time_over_off"]["median"] for cell in content.get("overhead", [])]
+    best = [cell["speedup"]["median"] for cell in content.get("repetitive", [])]
+    parts = [f"{_range(worst)} the speed of off on random text"] if worst else []
+    parts += [f"{_range(best)} on responses that repeat their prompt"] if best else []
+    return Table("Suffix drafting on a CPU", f"With suffix drafting and `auto` the engine has {', '.join(parts)}.",
+                 ("text", "batch", "strategy", "× off", "× off by CPU time"), rows)
+
+
+# --- drafters
+
+
+def drafter_training(content: Content, device: str) -> Table:
+    marks = sorted({mark for form in content["forms"].values() for mark in form["marks"]}, key=float)
+    rows, best = [], (0.0, "", "")
+    for name, form in content["forms"].items():
+        found = {mark: next(iter(cell["measured"].values())) for mark, cell in form["marks"].items()}
+        rows.append((name, *(f"{found[mark]:.2f}" if mark in found else "–" for mark in marks),
+                     _number(next(reversed(form["marks"].values()))["tokens_per_s"])))
+        best = max(best, *((value, name, mark) for mark, value in found.items()))
+    strategy = next(iter(next(iter(next(iter(content["forms"].values()))["marks"].values()))["measured"]))
+    more = ""
+    if "packing" in content:
+        more = f" Packing trains {_times(content['packing']['ratio'])} as many responses per second as padding."
+    if "checkpoints" in content:
+        more += f" A checkpoint stops training for {content['checkpoints']['selective_async_ms']:.1f} ms."
+    sentence = (f"The best drafter, {best[1]} after {best[2]} s, gives {best[0]:.2f} tokens per verification with {strategy} at "
+                f"temperature 1.{more}")
+    return Table(f"Drafter training on a {device}", sentence, ("form", *(f"{mark} s" for mark in marks), "tokens/s"), rows)
+
+
+def frozen_vs_adaptive(content: Content, device: str) -> Table:
+    quarter = max(1, len(content["frozen"]) // 4)
+    rows = [(name, f"{fmean(content[name][:quarter]):.2f}", f"{fmean(content[name][-quarter:]):.2f}",
+             f"{sum(content[f'generate_s_{name}']):.1f}", f"{sum(content['trained_s']):.1f}" if name == "adaptive" else "0")
+            for name in ("frozen", "adaptive")]
+    return Table(f"Frozen against adaptive drafter over an RL run on a {device}",
+                 f"In the last quarter of {len(content['frozen'])} steps the adaptive drafter gives "
+                 f"{content['adaptive_at_end']:.2f} tokens per verification and the frozen one {content['frozen_at_end']:.2f}, "
+                 f"on the same {content['rollouts']:,} rollouts.",
+                 ("drafter", "tokens/verification, first quarter", "last quarter", "generation s", "drafter training s"), rows)
+
+
+def background_training(content: Content, device: str) -> Table:
+    rows = [(name, _number(cell["generate"]), _number(cell["generate_beside"]), f"{cell['generation_kept']:.0%}",
+             _number(cell["train"]), _number(cell["train_beside"]), f"{cell['stop_ms']:.0f}")
+            for name, cell in content["modes"].items()]
+    kept = ", ".join(f"{cell['generation_kept']:.0%} with the trainer in a {name}" for name, cell in content["modes"].items())
+    return Table(f"Drafter training in the background of generation on a {device}",
+                 f"Generation keeps this share of its throughput while the drafter trains: {kept}.",
+                 ("trainer", "generation tokens/s alone", "together", "kept", "training tokens/s alone", "together", "stop ms"),
+                 rows)
+
+
+# --- overheads
+
+
+def host_overhead(content: Content, _: str) -> Table:
+    batches = sorted({batch for case in content["us_per_request"].values() for batch in case}, key=int)
+    rows = [(name, *(f"{case[batch]['p10']:.2f} ({case[batch]['mean']:.2f})" for batch in batches))
+            for name, case in content["us_per_request"].items()]
+    every = [cell["p10"] for case in content["us_per_request"].values() for cell in case.values()]
+    sentence = (f"Python takes {min(every):.1f} to {max(every):.1f} µs of CPU time per request and step (10th percentile; mean "
+                "in brackets).")
+    return Table("Host overhead of a step", sentence, ("drafter, strategy", *(f"{batch} requests" for batch in batches)), rows)
+
+
+def memory(content: Content, _: str) -> Table:
+    rows = [(cell["dtype"], cell["strategy"], cell["kv_pool"], f"{cell['kib_per_live_token']:.1f}",
+             f"{cell['kv_bytes_per_token'] / 1024:.1f}", f"{cell['growth_mb']:.0f}") for cell in content["memory"]]
+    most = max(cell["growth_mb"] for cell in content["memory"] if cell["kv_pool"] != "1 GiB")
+    return Table("Resident memory on a CPU", f"The process grows by {most:.0f} MiB when ten times as many tokens are finished.",
+                 ("dtype", "strategy", "KV cache", "KiB per live token", "KV cache alone", "growth MiB"), rows)
+
+
+def graphs(content: Content, _: str) -> Table:
+    found = content.get("memory", {})
+    kinds = {"one strategy": "one_strategy", "all strategies, a set of graphs each": "all_naive",
+             "all strategies, shared pool": "all_pooled"}
+    rows: list[Sequence[object]] = [(name, found[key]["num_graphs"], f"{found[key]['num_bytes'] / 1e6:,.0f} MB")
+                                    for name, key in kinds.items() if key in found]
+    rows += [(f"switch on at batch {batch}, warm", "", f"{cell['warm']['delay_ms']:.1f} ms")
+             for batch, cell in content.get("switch", {}).items()]
+    first = (f"The graphs of all strategies take {found['all_pooled']['num_bytes'] / 1e6:,.0f} MB in a shared pool and "
+             f"{found['all_naive']['num_bytes'] / 1e6:,.0f} MB as one set per strategy." if found else "")
+    delays = [cell["warm"]["delay_ms"] for cell in content.get("switch", {}).values()]
+    second = f" Switching speculation on takes {min(delays):.1f} to {max(delays):.1f} ms." if delays else ""
+    return Table("CUDA graphs", (first + second).strip(), ("what", "graphs", "memory or delay"), rows)
+
+
+def step(content: Content, _: str) -> Table:
+    batches = _batches(cell["batches"] for cell in content["shapes"].values())
+    rows = [(shape, f"{cell['floor_ms']:.2f}", *(f"{min(found.values()):.2f}" if (found := cell["batches"].get(batch)) else "–"
+                                                 for batch in batches)) for shape, cell in content["shapes"].items()]
+    shape, cell = next(iter(content["shapes"].items()))
+    best = min(cell["batches"]["1"].values())
+    return Table("Decode step without speculation on a GPU", f"A step of the {shape} shape at batch 1 takes {best:.2f} ms, "
+                 f"{cell['floor_ms'] / best:.0%} of the memory bandwidth bound.",
+                 ("shape", "weights read once, ms", *(f"batch {batch}, ms" for batch in batches)), rows)
+
+
+def kernels(content: Content, _: str) -> Table:
+    rows = [(name, len(found["results"]), len(found["errors"])) for name, found in content["sections"].items()]
+    return Table("Triton kernels", f"{sum(row[1] for row in rows):,} checks and timings in {len(rows)} sections, "
+                 f"{sum(row[2] for row in rows)} failed.", ("section", "results", "failures"), rows)
+
+
+TABLES: dict[str, Callable[[Content, str], Table]] = {
+    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "rl_step": rl_step, "gpu/long_tail": long_tail,
+    "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
+    "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive, "background_training": background_training,
+    "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
+}
+
+
+def _batches(cells: Any) -> list[str]:
+    return sorted({batch for cell in cells for batch in cell}, key=int)
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2f}×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}×"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"

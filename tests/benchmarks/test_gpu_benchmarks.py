@@ -1,0 +1,69 @@
+"""The GPU benchmarks run from end to end on a tiny model, and count right."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.gpu import decode, graphs, long_tail, prefill, speculate, step
+from benchmarks.lib.prompts import long_tailed_lengths
+from paceline import Strategy
+from paceline.types import Rollout, StepResult
+
+
+@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step])
+def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(file)])
+    script.main()
+    found = json.loads(file.read_text())
+    assert {"benchmark", "command", "revision", "dirty", "date", "machine"} <= found.keys()
+    assert str(tmp_path) not in file.read_text()
+    if script is speculate:
+        twin, policy = (found["models"][name]["batches"]["2"]["strategies"] for name in ("twin", "policy"))
+        for name in twin.keys() - {"auto"}:  # the twin's acceptance is the policy's
+            assert twin[name]["tokens_per_verification"] == policy[name]["tokens_per_verification"]
+        assert found["models"]["twin"]["flips_per_million"]["tokens_compared"] > 0
+    elif script is long_tail:
+        assert set(found["ratio_to_off"]) == {"auto", "off", "eagle:d3w2v4"}
+    elif script is graphs:
+        assert found["switch"]["2"]["warm"]["on_step_ms"] > 0
+    elif script is prefill:
+        assert found["prefill"]["no drafter"]["tokens_per_s"] > 0
+    else:
+        assert found["shapes"]["tiny"]["batches"].keys() == {"1", "2"}
+
+
+def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) -> StepResult:
+    done = [Rollout(0, 0, [], [], [], "", "length", [])] * finished
+    return StepResult(0, Strategy.OFF, len(tokens), len(tokens), prefill, 0, 0, tokens, done, 1.0)
+
+
+def test_a_window_counts_only_steps_in_which_all_decode():
+    window = speculate.Window(2)
+    for result in (one_step({1: [5]}, prefill=9), one_step({1: [5], 2: [5]}), one_step({1: [5], 2: [5]}),  # settling
+                   one_step({1: [5, 6], 2: [5]}), one_step({}), one_step({1: [5], 2: [5, 6, 7]}),
+                   one_step({1: [5], 2: [5]}, finished=1), one_step({1: [5]})):
+        window(result)
+    assert (window.tokens, window.verifications) == (7, 4)
+
+
+def test_flips_are_counted_until_the_first_of_each_answer():
+    flips = speculate.Flips()
+    flips.compare("auto", [[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 2, 3, 4], [1, 9, 9, 9]])
+    assert flips.summary() == {"all": 1e6 / 6, "flips": 1, "tokens_compared": 6, "by_strategy": {"auto": 1e6 / 6}}
+
+
+def test_lengths_follow_the_file(tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("output_tokens,probability\n10,0.5\n20,0.3\n160,0.2\n")
+    lengths = long_tailed_lengths(file, 10, 320)
+    assert sorted(lengths) == [20] * 5 + [40] * 3 + [320] * 2
+
+
+def test_the_delay_of_switching_is_what_it_took_beyond_the_usual():
+    on = [False] * 5 + [True] * 6
+    seen = graphs.Intervals(0.0, [2.0] * 5 + [30.0, 5.0, 5.0, 5.0, 5.0, 5.0], on)
+    assert graphs.switch_delay(seen)["delay_ms"] == pytest.approx(25.0)

@@ -1,0 +1,52 @@
+"""docs/results.md is what the generator makes of the result files, and every benchmark has a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib.make_results import PAGE, load, page
+from benchmarks.lib.result_tables import TABLES, make_table
+from benchmarks.lib.results import RESULTS, ROOT
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python benchmarks/lib/make_results.py"
+
+
+def test_every_result_names_its_revision_and_claim():
+    files = sorted(RESULTS.rglob("*.json"))
+    assert files
+    for file in files:
+        content = load(file)
+        folder, name = content["benchmark"].split("/")
+        assert {"command", "date", "machine", "dirty"} <= content.keys() and (ROOT / f"benchmarks/{folder}/{name}.py").is_file()
+        assert folder == file.parent.name and file.stem.startswith(name)
+        assert "older" in file.parts or content["dirty"] is not True, f"{file.name}: figures of a dirty tree belong to older/"
+
+
+def test_every_benchmark_has_a_table():
+    for script in (ROOT / "benchmarks").glob("?pu/*.py"):
+        assert script.stem == "__init__" or {f"{script.parent.name}/{script.stem}", script.stem} & TABLES.keys(), script
+
+
+def test_a_result_without_a_revision_is_not_published(tmp_path: Path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/decode.json").write_text(json.dumps({"benchmark": "cpu/decode", "revision": "unknown"}))
+    with pytest.raises(ValueError, match="revision"):
+        page(tmp_path)
+
+
+def test_the_table_of_decoding_has_a_row_for_each_backend():
+    def cell(engine: str, rate: float, **over: float) -> dict:
+        return {"model": "m", "dtype": "float32", "batch": 8, "engine": engine, "tokens_per_second": {"median": rate},
+                "tokens_per_cpu_second": {"median": rate / 2}, "speedup": {name: {"median": x} for name, x in over.items()}}
+
+    cells = [cell("paceline auto", 400, transformers=4.0), cell("paceline portable", 200, transformers=2.0),
+             cell("paceline auto suffix", 100, transformers=1.0), cell("transformers", 100)]
+    table = make_table({"benchmark": "cpu/decode", "throughput": cells})
+    assert table.rows == [("m", "float32", 8, "auto", "400", "200", "4.00×", "–", "–"),
+                          ("m", "float32", 8, "portable", "200", "100", "2.00×", "–", "–")]
+    assert "2.00 to 4.00×" in table.sentence and "vLLM" not in table.sentence

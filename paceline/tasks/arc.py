@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
+from paceline.tasks.answers import after_thinking, extract, last_line
 from paceline.tasks.base import Problem
-from paceline.tasks.data import Row, load_rows
-from paceline.tasks.extract import after_thinking, extract, last_line
+from paceline.tasks.data import ProblemList, Row, load_rows
 from paceline.tasks.options import DataOptions, make_prompt
-from paceline.tasks.rows import Listed
 
 INSTRUCTION = 'End with a line "Answer: " and the label of the right choice.'
 _SAID = re.compile(r"answer\s*(?:is|:)\s*", re.IGNORECASE)
@@ -19,7 +18,7 @@ class ArcConfig(DataOptions):
     """Or ARC-Easy."""
 
 
-class Arc(Listed):
+class Arc(ProblemList):
     """The choice is read from the last \\boxed{}, else after the last "answer is" or "answer:", else from the last line. There
     must stand one label (B, (B), **B.**), or a label and its choice's text, or the text alone: `A or B` chooses nothing."""
 

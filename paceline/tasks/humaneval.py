@@ -6,11 +6,10 @@ import re
 
 from pydantic import Field
 
+from paceline.tasks.answers import after_thinking
 from paceline.tasks.base import Problem
-from paceline.tasks.data import Row, load_rows, take
-from paceline.tasks.extract import after_thinking
+from paceline.tasks.data import ProblemList, Row, load_rows, take
 from paceline.tasks.options import DataOptions, make_prompt
-from paceline.tasks.rows import Listed
 from paceline.tasks.sandbox.run import Limits, Verdict, run_tests
 
 INSTRUCTION = "Complete this Python function. Answer with one fenced code block that holds the whole function."
@@ -26,7 +25,7 @@ class HumanEvalConfig(DataOptions):
     memory_mb: int = Field(512, ge=128)
 
 
-class HumanEval(Listed):
+class HumanEval(ProblemList):
     """The candidate is the last fenced block that defines the function; without a fence, an answer that defines it, or else the
     continuation of the prompt, up to the first line that leaves the function."""
 

@@ -5,9 +5,16 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.tasks.check import math_equal, same_math, same_number
-from paceline.tasks.extract import after_hashes, last_boxed, last_tagged
-from paceline.tasks.number import last_number, read_number
+from paceline.tasks.answers import (
+    after_hashes,
+    last_boxed,
+    last_number,
+    last_tagged,
+    math_equal,
+    read_number,
+    same_math,
+    same_number,
+)
 
 
 @pytest.mark.parametrize("text", ["42", " 42 ", "+42", "42.", "42.00", "042", "$42", "\\$42", "42%", "42\\%", "42 apples",

@@ -1,4 +1,5 @@
-"""A model's answer is data: whatever it says, no grader may run it, and no trick earns a reward that the problem does not give."""
+"""A model's answer is data: whatever it says, no grader may run it, and no trick earns a reward that the problem does not
+give."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def payloads(path):
     codes = ",".join(str(ord(char)) for char in f"__import__('os').system('touch {path}')")
     return [
         f"S({run})", f"sympify({run})", f"parse_expr({run})", f"Ｓ({run})", f"ｓｙｍｐｉｆｙ({run})", f"1+S({run})*0",
-        f"(lambda: S({run}))()", f"[S({run}) for i in [1]][0]", f"(S)({run})", f"S\\\n({run})", f"S('''{run[1:]}''')", f"Integer(S({run}))",
+        f"(lambda: S({run}))()", f"[S({run}) for i in [1]][0]", f"(S)({run})", f"S\\\n({run})",
+        f"S('''{run[1:]}''')", f"Integer(S({run}))",
         f"S(str().join(map(chr,({codes}))))", f"Symbol('x', S({run}))", f"lambdify((), 'x', modules=[S({run})])",
         f"factorial(S({run}))", f"len(S({run}))", f"S({run})!", f"S({run}).args", f"sqrt(S({run}))", f"sin(S({run}))+x",
         f"eval({run})", f"ｅｖａｌ({run})", f"exec({run})", f"__import__('os').system('touch {path}')", f"open({quoted}, 'w')",

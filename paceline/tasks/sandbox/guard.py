@@ -21,15 +21,16 @@ def _refuse(*_: Any) -> None:
     raise PermissionError("sandbox: processes are refused")
 
 
-def install(folder: str) -> None:
-    """From here on: no network, no processes, nothing written outside `folder`, nothing read but it and Python's own library."""
+def install(folder: str, readable: tuple[str, ...] = ()) -> None:
+    """From here on Python refuses network and processes, writing outside `folder`, and reading anything but `folder`, Python's
+    own library and the folders in `readable`."""
     import _posixsubprocess
 
     vars(_posixsubprocess)["fork_exec"] = _refuse  # raises no audit event of its own
     for name in ("ctypes", "_ctypes", "cage"):
         sys.modules.pop(name, None)
     home = os.path.realpath(folder)
-    library = tuple(os.path.realpath(path) for path in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)})
+    library = tuple(os.path.realpath(path) for path in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *readable})
     devices = ("/dev/null", "/dev/urandom", "/dev/random")
 
     def within(path: Any, roots: tuple[str, ...]) -> bool:

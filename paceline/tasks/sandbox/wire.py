@@ -18,22 +18,32 @@ class Refused(Exception):
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
+    """Sends one message as JSON."""
+    send_bytes(sock, json.dumps(message).encode())
+
+
+def receive(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message sent by `send`; None if the other side is gone."""
+    body = receive_bytes(sock)
+    return None if body is None else json.loads(body)
+
+
+def send_bytes(sock: socket.socket, body: bytes) -> None:
+    """Sends one message with its length in front."""
     if len(body) > MAX_BYTES:
         raise Refused(f"{len(body)} bytes are too many")
     sock.sendall(_HEAD.pack(len(body)) + body)
 
 
-def receive(sock: socket.socket) -> dict[str, Any] | None:
-    """None: the other side is gone."""
+def receive_bytes(sock: socket.socket) -> bytes | None:
+    """The next message sent by `send_bytes`; None if the other side is gone."""
     head = _exactly(sock, _HEAD.size)
     if head is None:
         return None
     (length,) = _HEAD.unpack(head)
     if length > MAX_BYTES:
         raise Refused(f"{length} bytes are too many")
-    body = _exactly(sock, length)
-    return None if body is None else json.loads(body)
+    return _exactly(sock, length)
 
 
 def encode(value: Any) -> Any:

@@ -4,7 +4,8 @@ Numbers are read strictly; whoever hedges, writes two, or dresses the number up 
 as a number: `42`, `-42`, `−42`, `+42`, `1,234.50`, `1{,}234`, `$42`, `42%`, `42 apples`, `\\text{42}`, `x = 42`, `7/2`,
 `\\frac{7}{2}`, `**42**`, `42.`. Not read as one: `42 or 43`, `1,23`, `1 234`, `4e1`, `42k`, `42 million`, `6*7`, `41=42`, `not
 42`, digits outside ASCII. Mathematics is compared by math-verify, in the sandbox. Everything else here takes time linear in the
-length of the text. """
+length of the text.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from fractions import Fraction
 
 MAX_CHARS = 1000
 """Longer expressions are refused unread."""
+MAX_DEPTH = 200
+"""Expressions whose syntax tree is deeper are refused; a sum of n terms is n deep."""
 MAX_NUMBER_CHARS = 30
 """Longer number literals are refused."""
 MAX_EXPONENT = 1000
@@ -56,7 +58,8 @@ def parse(text: str, *, names: Collection[str] = (), functions: Collection[str] 
             return None
     try:
         tree = ast.parse(text, mode="eval").body
-        return tree if _is_arithmetic(tree, names, functions, operators) and _bits(tree) <= MAX_BITS else None
+        allowed = _is_shallow(tree) and _is_arithmetic(tree, names, functions, operators) and _bits(tree) <= MAX_BITS
+        return tree if allowed else None
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return None
 
@@ -84,6 +87,15 @@ def is_literal(text: str) -> bool:
     if _PLAIN_WORDS.fullmatch(text):
         return True
     return text.count("[") <= 1000 and _LIST_OF_LITERALS.fullmatch(text) is not None
+
+
+def _is_shallow(tree: ast.expr) -> bool:
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return True
+    return False
 
 
 def _is_arithmetic(node: ast.expr, names: Collection[str], functions: Collection[str], operators: Collection[str]) -> bool:

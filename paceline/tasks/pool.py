@@ -51,7 +51,8 @@ class RewardPool:
     earlier with `start`.
 
     With workers=0, `submit` grades in this process at once: exceptions are caught, but there is no time limit, and a crash is a
-    crash. """
+    crash.
+    """
 
     def __init__(self, task: Task, workers: int, timeout_s: float, *, memory_gb: float = 4.0) -> None:
         _require(workers >= 0, "workers", workers, ">= 0")

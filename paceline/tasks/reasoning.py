@@ -2,7 +2,8 @@
 
 The scorers of nine generators hand the answer to `eval` or to sympy's parser. Two things keep an answer from running as code:
 unless its scorer is known to compare plain text (`PLAIN_SCORERS`), it is called in the sandbox only; and before that,
-`SCORE_LIMITS` refuses whatever is not an expression of the kind the problem asks for. """
+`SCORE_LIMITS` refuses whatever is not an expression of the kind the problem asks for.
+"""
 
 from __future__ import annotations
 
@@ -226,14 +227,15 @@ def _limit_complex(config: Any, entry: Entry, answer: str) -> float:
 
 
 def _limit_coin_flip(config: Any, entry: Entry, answer: str) -> float:
-    """The scorer gives partial credit for a common prefix, relative to the shorter number: `0` would match every probability."""
+    """The scorer gives partial credit for a common prefix, relative to the shorter number, so that `0` would match every
+    probability. Right here means within 0.0001 and within a hundredth of the probability."""
     if re.fullmatch(r"[0-9., ]{1,40}(?:/[0-9 ]{1,40}|e-?[0-9]{1,2})?", answer.strip()) is None:
         return 0.0
     try:
         value, truth = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
     except (ValueError, ZeroDivisionError):
         return 0.0
-    return float(abs(value - truth) <= 1e-4)
+    return float(abs(value - truth) <= min(Fraction(1, 10_000), truth / 100))
 
 
 def _limit_halting(config: Any, entry: Entry, answer: str) -> float:

@@ -37,7 +37,8 @@ class SandboxedScorer:
     """Scores items in the sandbox with one of the scorers of `scorer.py`. The server starts with the first item, or with `start`.
 
     Only the items go into the sandbox as pickles; what comes out is JSON, of which one number is taken. Thread-safe. A copy that
-    was forked into another process starts a server of its own. """
+    was forked into another process starts a server of its own.
+    """
 
     def __init__(self, kind: str, options: dict[str, Any], *, answers_per_child: int = 1, seconds: float = 5.0,
                  memory_mb: int = 2048) -> None:

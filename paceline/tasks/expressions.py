@@ -35,7 +35,7 @@ OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult
 _CHARACTERS = re.compile(r"[A-Za-z0-9+\-*/(). ]*")
 _NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _TOKEN = re.compile(rf"{_NUMBER.pattern}(?![A-Za-z0-9.])|[A-Za-z][A-Za-z0-9]*|\*\*|[-+*/()]| ")
-_LIST_OF_LITERALS = re.compile(r"""(?:[\[\],\s]|-?[0-9]{1,30}|'[A-Za-z0-9_.]{0,8}'|"[A-Za-z0-9_.]{0,8}")*""")
+_LIST_OF_LITERALS = re.compile(r"""(?:[\[\],\s]|-?[0-9]{1,30}(?![0-9])|'[A-Za-z0-9_.]{0,8}'|"[A-Za-z0-9_.]{0,8}")*""")
 _PLAIN_WORDS = re.compile(r"[A-Z0-9_\s-]*")
 
 

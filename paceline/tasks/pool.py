@@ -161,7 +161,7 @@ def _context() -> Any:
     """Workers are forked from a small server process, never from this one, whose threads (torch, OpenMP) would not survive a
     fork."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.tasks", "math_verify"])  # read once, so a worker starts in milliseconds
+    context.set_forkserver_preload(["paceline.tasks"])  # read once, so a worker starts in milliseconds
     return context
 
 

@@ -238,6 +238,12 @@ def _limit_coin_flip(config: Any, entry: Entry, answer: str) -> float:
     return float(abs(value - truth) <= min(Fraction(1, 10_000), truth / 100))
 
 
+def _limit_to(pattern: str) -> Callable[[Any, Entry, str], float]:
+    """Refuses answers that the pattern does not match as a whole."""
+    allowed = re.compile(pattern)
+    return lambda config, entry, answer: float(allowed.fullmatch(answer) is not None)
+
+
 def _limit_halting(config: Any, entry: Entry, answer: str) -> float:
     """The scorer compares the truth values of two non-empty strings, which are always equal."""
     return float(answer.strip().lower() == entry["answer"].lower())
@@ -252,7 +258,10 @@ SCORE_LIMITS: dict[str, Callable[[Any, Entry, str], float]] = {
     "intermediate_integration": _limit_integral,
     "n_queens": _limit_literal,
     "polynomial_multiplication": _limit_polynomial,
+    "pool_matrix": _limit_to(r"[-+0-9.eE\s]*"),
+    "propositional_logic": _limit_to(r"[A-Z¬∧∨→↔()\s]{0,500}"),
     "puzzle24": _limit_puzzle24,
+    "rubiks_cube": _limit_to(r"(?s:(?!.*[0-9]{3})[A-Za-z0-9'\s]{0,2000})"),
     "simple_integration": _limit_integral,
     "spiral_matrix": _limit_literal,
     "string_insertion": _limit_literal,

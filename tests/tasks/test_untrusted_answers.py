@@ -199,6 +199,26 @@ def test_literals(text, literal):
     assert expressions.is_literal(text) is literal
 
 
+@pytest.mark.parametrize("generator", sorted(SCORE_LIMITS))
+def test_limits_are_decided_quickly(generator):
+    task = make_task(f"reasoning-gym:{generator}", size=2, seed=4)
+    entry = task._entry(0)
+    began = time.perf_counter()
+    for junk in ("1", "a", "A ", "[", "'", "1,", "[1,", "-", "(", " ", "R2 ", "'a'", "1.", "x*", "2**", "."):
+        for end in ("", "!", "\n", "é"):
+            task._score_limit(entry, (junk * 20_000)[:20_000] + end)
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(("generator", "answer", "most"), [
+    ("pool_matrix", "1.0 2.5\n-3 4e0", 1.0), ("pool_matrix", "file.txt", 0.0),
+    ("rubiks_cube", "R U' F2 R", 1.0), ("rubiks_cube", "R999", 0.0),
+    ("propositional_logic", "(P ∨ ¬Q)", 1.0), ("propositional_logic", "P and Q", 0.0),
+])
+def test_other_sandboxed_generators(generator, answer, most):
+    assert SCORE_LIMITS[generator](None, {}, answer) == most
+
+
 # The sandbox alone: what if something got past the allow-list?
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""What Python itself refuses in the player, by an audit hook. A second line: it stops code that is careless or curious, and is
-no wall against code written to get round it (CPython promises none); `cage.py` is the wall."""
+"""The part of the sandbox that Python enforces, by an audit hook. It stops code that is careless or curious, but not code
+written to get around it, against which CPython promises nothing; that is what `cage.py` is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plain data over a socket: JSON with tags for what JSON lacks. Decoding makes values only, never objects."""
+"""Plain data over a socket: JSON, with tags for the types that JSON lacks. Decoding makes values only, never objects with
+methods."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _HEAD = struct.Struct("!I")
 
 
 class Refused(Exception):
-    """A message too long, or of something that is not plain data."""
+    """A message is too long or contains something that is not plain data."""
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
@@ -47,7 +48,8 @@ def receive_bytes(sock: socket.socket) -> bytes | None:
 
 
 def encode(value: Any) -> Any:
-    """Subclasses become their base (a Counter a dict, a namedtuple a tuple), so no method of theirs reaches the tests."""
+    """A value as JSON with tags. Subclasses become their base (a Counter a dict, a namedtuple a tuple), so that no method of
+    theirs reaches the tests."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | dict | tuple | set | frozenset) and len(value) > MAX_ITEMS:
@@ -67,6 +69,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
+    """The value that `encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -194,4 +194,6 @@ def _math() -> Callable[[Any], float]:
 
 SCORERS: dict[str, Callable[..., Callable[[Any], float]]] = {"probe": _probe, "reasoning-gym": _reasoning_gym, "math": _math}
 
-main()
+
+if __name__ == "__main__":
+    main()

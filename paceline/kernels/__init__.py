@@ -43,8 +43,8 @@ class Backend(NamedTuple):
     """Which kernels serve a device and dtype, and why."""
 
     name: str
-    """"triton"; "cpu": compiled, with a library's products where one is faster; "portable": compiled, nothing but our own code and
-    public torch; or "torch", the reference."""
+    """"triton"; "cpu": compiled, with a library's products where one is faster; "portable": compiled, nothing but our own code
+    and public torch; or "torch", the reference."""
     reason: str
 
 

@@ -36,8 +36,8 @@ class CpuOps(DraftOps):
     name = "cpu"
 
     def __init__(self, deterministic: bool = False, library: Library | None = None) -> None:
-        """`deterministic`: a row's result does not depend on the rows beside it, in attention either. `library`: whose products are
-        used where they are faster (None: our own everywhere)."""
+        """`deterministic`: a row's result does not depend on the rows beside it, in attention either. `library`: whose products
+        are used where they are faster (None: our own everywhere)."""
         super().__init__()
         self.deterministic = deterministic
         self._long_segment = 1 << 62 if deterministic else LONG_SEGMENT

@@ -1,8 +1,8 @@
 """Matrix products on a CPU: our own kernel on panels, or in bfloat16 oneDNN's where the processor multiplies bfloat16 itself.
 
-In float32 our kernel is as fast as MKL's packed product and faster than OpenBLAS's, so there it is the only one: the sums of a row
-do not depend on the rows beside it, and nothing private of torch is needed. In bfloat16 it widens to float32, which a processor
-with matrix instructions for bfloat16 outruns; `find_library` asks once whether torch can use them.
+In float32 our kernel is as fast as MKL's packed product and faster than OpenBLAS's, so there it is the only one: the sums of a
+row do not depend on the rows beside it, and nothing private of torch is needed. In bfloat16 it widens to float32, which a
+processor with matrix instructions for bfloat16 outruns; `find_library` asks once whether torch can use them.
 """
 
 from __future__ import annotations

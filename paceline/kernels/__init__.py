@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -44,8 +43,8 @@ class Backend(NamedTuple):
     """Which kernels serve a device and dtype, and why."""
 
     name: str
-    """"triton", "cpu" (compiled, with the packed products of torch's matrix library), "portable" (compiled, nothing but our own
-    code and public torch) or "torch" (the reference)."""
+    """"triton"; "cpu": compiled, with a library's products where one is faster; "portable": compiled, nothing but our own code
+    and public torch; or "torch", the reference."""
     reason: str
 
 
@@ -73,8 +72,8 @@ def choose_backend(device: torch.device | str, dtype: torch.dtype, kernels: str 
 
     library = find_library(dtype)
     if library is None:
-        return Backend("portable", f"this build of torch has no packed matrix product for {dtype} on {platform.machine()}")
-    return Backend("cpu", f"{library.name}'s packed products for {dtype}")
+        return Backend("portable", f"no library here has a faster product for {str(dtype).removeprefix('torch.')}")
+    return Backend("cpu", f"{library.name} multiplies {str(dtype).removeprefix('torch.')} on this processor")
 
 
 def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768,

@@ -1,4 +1,5 @@
-"""Verifiable tasks and their rewards. A task is a small class, a frozen config and one line in TASKS. Free of torch."""
+"""Verifiable tasks and their rewards. A task is a small class, a frozen config and one line in TASKS. Nothing here imports
+torch."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ TASKS: dict[str, tuple[type[Config], Callable[[Any], Task]]] = {
     "python": (PythonConfig, Python),
     "reasoning-gym": (ReasoningGymConfig, ReasoningGym),
 }
-"""Name → options and class. A new task is one line here."""
+"""The config class and the class of each task, by name."""
 
 
 def make_task(name: str, **options: Any) -> Task:
-    """A task by name; `reasoning-gym:chain_sum` (or `reasoning_gym/chain_sum`) names one of reasoning-gym's generators."""
+    """The task with this name and these options. `reasoning-gym:chain_sum` (or `reasoning_gym/chain_sum`) names one of
+    reasoning-gym's generators. ValueError says which option is wrong."""
     generator = re.fullmatch(r"reasoning[-_]gym(?:[:/](\w+))?", name)
     if generator is not None:
         name = "reasoning-gym"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
+from paceline.tasks.answers import after_thinking, extract, last_line
 from paceline.tasks.base import Problem
-from paceline.tasks.data import Row, load_rows
-from paceline.tasks.extract import after_thinking, extract, last_line
+from paceline.tasks.data import ProblemList, Row, load_rows
 from paceline.tasks.options import DataOptions, make_prompt
-from paceline.tasks.rows import Listed
 
 INSTRUCTION = 'End with a line "Answer: " and the label of the right choice.'
 _SAID = re.compile(r"answer\s*(?:is|:)\s*", re.IGNORECASE)
@@ -16,12 +15,13 @@ _SAID = re.compile(r"answer\s*(?:is|:)\s*", re.IGNORECASE)
 
 class ArcConfig(DataOptions):
     subset: str = "ARC-Challenge"
-    """Or ARC-Easy."""
+    """ARC-Challenge or ARC-Easy."""
 
 
-class Arc(Listed):
-    """The choice is read from the last \\boxed{}, else after the last "answer is" or "answer:", else from the last line. There
-    must stand one label (B, (B), **B.**), or a label and its choice's text, or the text alone: `A or B` chooses nothing."""
+class Arc(ProblemList):
+    """Multiple-choice questions. The choice is read from the last \\boxed{}, else after the last "answer is" or "answer:",
+    else from the last line. It has to be one label (B, (B), **B.**), a label with its choice's text, or the text alone: `A
+    or B` is wrong."""
 
     def __init__(self, config: ArcConfig) -> None:
         split = config.split.capitalize()
@@ -44,7 +44,7 @@ class Arc(Listed):
 
 
 def _question(number: int, row: Row) -> tuple[str, dict[str, str]]:
-    """Stem, and label → text. ARC's own lines nest them; the hub's have two lists."""
+    """The question, and the text of each choice by its label. ARC's own files nest them; those of the hub have two lists."""
     question = row.get("question")
     if isinstance(question, dict) and "stem" in question and "choices" in question:
         return question["stem"], {choice["label"]: choice["text"] for choice in question["choices"]}
@@ -55,6 +55,7 @@ def _question(number: int, row: Row) -> tuple[str, dict[str, str]]:
 
 
 def _chosen(answer: str, choices: dict[str, str]) -> str | None:
+    """The label of the choice that the answer makes; None if it makes none or several."""
     said, marked = extract(answer, "boxed")
     if not marked:
         text = after_thinking(answer)

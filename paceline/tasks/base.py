@@ -1,4 +1,4 @@
-"""What a task is: numbered problems and a grader. Both pure, so a reward can be recomputed anywhere, at any time."""
+"""What a task is: numbered problems and a grader. Both are pure, so a reward can be recomputed anywhere and at any time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ class Problem:
     """One question, and what its grader needs to know."""
 
     id: str
+    """Name of the problem, unique within its task."""
     prompt: str | list[dict[str, str]]
     """Plain text, or chat messages."""
     truth: Any
-    """What the grader needs; JSON-able."""
+    """What the grader needs to know; can be written as JSON."""
 
 
 class Task(Protocol):
-    """Goes to worker processes, so it pickles."""
+    """Numbered problems and their grader. A task is sent to worker processes, so it has to pickle."""
 
     name: str
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Problem:
-        """Pure: the same index gives the same problem. IndexError past the end."""
+        """The problem with this number; always the same one. IndexError past the end."""
         ...
 
     def grade(self, problem: Problem, answer: str) -> float:
-        """Pure; in [0, 1] usually. May raise, hang or crash: a RewardPool bounds that to the one sample."""
+        """The reward for an answer, usually between 0 and 1; always the same for the same answer. It may raise, hang or crash: a
+        RewardPool limits the damage to this one sample."""
         ...
+
+
+class UsesSandbox:
+    """A task whose grader keeps a sandboxed process. Pool workers start that process before their first sample."""
+
+    def start_sandbox(self) -> None:
+        """Starts the sandboxed process, if grading needs one, and waits until it is ready."""

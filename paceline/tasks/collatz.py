@@ -1,5 +1,5 @@
-"""Collatz paths: halve an even number, triple an odd one and add 1, down to 1. Easy to check, easy to get wrong once in a long
-answer; and how long the answer must be varies twentyfold between neighbouring numbers, as it does in reasoning."""
+"""Collatz paths: halve an even number, triple an odd one and add 1, until 1 is reached. Paths are easy to check and easy to
+get wrong in one place; and their lengths vary twentyfold between neighbouring numbers, as the lengths of reasoning do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.tasks.base import Problem
 
 class CollatzConfig(Config):
     lowest: int = Field(2, ge=2)
-    """First and …"""
+    """Lowest number that a path starts from."""
     highest: int = Field(99, le=10**6)
-    """… last number to start from. Longer paths than those of the default need another policy than the one that ships."""
+    """Highest number that a path starts from. The policy that ships with Paceline was made for the paths of the default."""
     seed: int = 0
-    """Of the problems' order."""
+    """Seed of the order of the problems."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> CollatzConfig:
@@ -27,7 +27,7 @@ class CollatzConfig(Config):
 
 
 def collatz_path(start: int) -> list[int]:
-    """What follows `start`, up to and including 1."""
+    """The numbers that follow `start`, up to and including 1."""
     path = []
     while start > 1:
         start = 3 * start + 1 if start % 2 else start // 2
@@ -36,7 +36,8 @@ def collatz_path(start: int) -> list[int]:
 
 
 class Collatz:
-    """`27:` asks for ` 82 41 124 … 2 1`. Every start from lowest to highest once, in an order drawn from the seed."""
+    """The prompt `27:` asks for ` 82 41 124 … 2 1`. Every number from lowest to highest is asked once, in an order drawn from
+    the seed."""
 
     name = "collatz"
 
@@ -52,5 +53,6 @@ class Collatz:
         return Problem(id=f"collatz-{start}", prompt=f"{start}:", truth=" ".join(map(str, collatz_path(start))))
 
     def grade(self, problem: Problem, answer: str) -> float:
-        """1 for the whole path, numbers one space apart; text is compared, so nothing an answer says is ever parsed."""
+        """1 for the whole path, with its numbers one space apart. The text is compared, so that nothing in an answer is ever
+        parsed."""
         return float(answer.strip(" ") == problem.truth)

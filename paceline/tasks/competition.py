@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.tasks.base import Problem
-from paceline.tasks.check import same_math
-from paceline.tasks.data import Row, load_rows
-from paceline.tasks.extract import Extract, last_boxed
+from paceline.tasks.answers import Extract, last_boxed, same_math, start_math_sandbox
+from paceline.tasks.base import Problem, UsesSandbox
+from paceline.tasks.data import ProblemList, Row, load_rows
 from paceline.tasks.options import DataOptions, make_prompt
-from paceline.tasks.rows import Listed
+from paceline.tasks.sandbox.service import require_sandbox
 
 INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
 
@@ -17,19 +16,21 @@ INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
 class MathConfig(DataOptions):
     split: str = "test"
     subset: str | None = None
-    """Of the hub's data set."""
+    """Subset of the data set, if it is read from a hub."""
     file: str = "math500.json"
-    """Which file, where `data` is a folder."""
+    """Name of the file to read if `data` is a folder."""
     extract: Extract = "boxed"
-    """Which part of an answer is the answer."""
+    """Which part of a model's output is the answer."""
 
 
-class Math(Listed):
-    """Rows as of MATH (problem, and answer or solution with a \\boxed) or as of Open-Reasoner-Zero (prompt, final_answer)."""
+class Math(ProblemList, UsesSandbox):
+    """Problems with an expression as the answer. Rows are like those of MATH (problem, and answer or solution with a \\boxed) or
+    like those of Open-Reasoner-Zero (prompt, final_answer)."""
 
     def __init__(self, config: MathConfig) -> None:
         rows = load_rows("math", config.data, (config.file,), split=config.split, subset=config.subset, limit=config.limit)
         self.config = config
+        require_sandbox("math")
         super().__init__("math", [self._problem(number, row) for number, row in enumerate(rows)])
 
     def _problem(self, number: int, row: Row) -> Problem:
@@ -39,6 +40,9 @@ class Math(Listed):
                              f"solution with \\boxed), has {', '.join(row)}")
         identity = row.get("unique_id", row.get("id", number))
         return Problem(f"math/{identity}", make_prompt(question, self.config, INSTRUCTION), truth)
+
+    def start_sandbox(self) -> None:
+        start_math_sandbox()
 
     def grade(self, problem: Problem, answer: str) -> float:
         return float(same_math(answer, problem.truth, self.config.extract))

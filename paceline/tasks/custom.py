@@ -1,4 +1,5 @@
-"""The user's own grader: any function(problem, answer) -> float, named as `module:function` or `path.py:function`."""
+"""A grader of the user's own: any function(problem, answer) -> float, named as `module:function` or `path.py:function`. It is
+trusted code and runs in the grading process, not in the sandbox."""
 
 from __future__ import annotations
 
@@ -11,23 +12,25 @@ from types import ModuleType
 from typing import Any
 
 from paceline.tasks.base import Problem
+from paceline.tasks.data import ProblemList
 from paceline.tasks.jsonl import RowsConfig, read_problems
-from paceline.tasks.rows import Listed
 
 Grader = Callable[[dict[str, Any], str], float]
 
 
 class PythonConfig(RowsConfig):
     function: str
-    """`module:function` or `path.py:function`; called with the problem's line, as a dict, and the answer."""
+    """The grader, as `module:function` or `path.py:function`. It is called with the problem's line, as a dict, and the model's
+    output."""
 
 
-class Python(Listed):
-    """Pickles as the function's name, so the worker imports the function itself."""
+class Python(ProblemList):
+    """Problems from the user's own file, graded by the user's own function. The task pickles as the function's name, and each
+    worker imports the function itself."""
 
     def __init__(self, config: PythonConfig) -> None:
         self.config = config.model_copy(update={"function": _absolute(config.function)})
-        load_function(self.config.function)  # say now what is wrong with it
+        load_function(self.config.function)  # reports now what is wrong with it
         super().__init__("python", read_problems("python", config, whole_row=True))
 
     def grade(self, problem: Problem, answer: str) -> float:
@@ -36,6 +39,7 @@ class Python(Listed):
 
 @lru_cache(maxsize=64)
 def load_function(name: str) -> Grader:
+    """Imports the grader with this name. ValueError says why that is impossible."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ValueError(f"python: function: {name!r} is not like module:function or path.py:function")
@@ -47,7 +51,7 @@ def load_function(name: str) -> Grader:
 
 
 def _absolute(name: str) -> str:
-    """Workers may have another working directory."""
+    """The name with an absolute path, because workers may have another working directory."""
     where, colon, attribute = name.rpartition(":")
     return f"{Path(where).expanduser().resolve()}{colon}{attribute}" if where.endswith(".py") else name
 

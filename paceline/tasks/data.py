@@ -1,4 +1,4 @@
-"""Finding and reading problems: JSON, JSON lines, either gzipped, in a file, a folder or on a hub."""
+"""Finding and reading data sets: JSON or JSON lines, either of them gzipped, in a file, in a folder or on a hub."""
 
 from __future__ import annotations
 
@@ -10,13 +10,35 @@ import re
 from pathlib import Path
 from typing import Any
 
+from paceline.tasks.base import Problem
+
 ENV = "PACELINE_DATA"
+"""Environment variable with the folder to look in when a task is given no `data`."""
 Row = dict[str, Any]
+"""One line of a data set."""
+
+
+class ProblemList:
+    """`__len__` and `__getitem__` of a task whose problems are read once, from a data set."""
+
+    def __init__(self, name: str, problems: list[Problem]) -> None:
+        self.name = name
+        self._problems = tuple(problems)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self._problems[index]
+
+    def __repr__(self) -> str:
+        return f"<task {self.name}, {len(self)} problems>"
 
 
 def load_rows(task: str, data: str | None, names: tuple[str, ...], *, split: str, subset: str | None = None,
               limit: int | None = None) -> list[Row]:
-    """Rows of `data`; in a folder, of the first of `names` that is there. ValueError says what to pass."""
+    """The first `limit` rows of the file `data`, or of the first of `names` that is in the folder `data`, or of the data set
+    with that hub id. ValueError says what to pass instead."""
     path = find_file(task, data, names)
     rows = read_rows(path) if path is not None else _from_hub(task, str(data), subset, split)
     if not rows:
@@ -25,7 +47,7 @@ def load_rows(task: str, data: str | None, names: tuple[str, ...], *, split: str
 
 
 def find_file(task: str, data: str | None, names: tuple[str, ...]) -> Path | None:
-    """None: `data` is no path but looks like a hub id."""
+    """The file to read; None if `data` is not a path but looks like a hub id."""
     given = data if data is not None else os.environ.get(ENV)
     wanted = " or ".join(names) if names else "a file"
     if not given:
@@ -45,7 +67,7 @@ def find_file(task: str, data: str | None, names: tuple[str, ...]) -> Path | Non
 
 
 def read_rows(path: Path) -> list[Row]:
-    """A JSON list, or one JSON object a line. What is wrong is said with its line."""
+    """The rows of a file with a JSON list or with one JSON object per line. ValueError names the line that is wrong."""
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
     if text.lstrip().startswith("["):
@@ -59,7 +81,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def take(row: Row, field: str, place: str) -> Any:
-    """A field that has to be there."""
+    """The value of a field that every row has to have."""
     if field not in row:
         raise ValueError(f"{place}: no field {field!r} (there are {', '.join(row)})")
     return row[field]

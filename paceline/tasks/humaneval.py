@@ -1,4 +1,4 @@
-"""HumanEval: write a function; its hidden tests decide. Candidates run in a sandbox (docs/tasks.md says what it holds)."""
+"""HumanEval: the model writes a function, and hidden tests decide. Candidates run in the sandbox (see docs/tasks.md)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 
 from pydantic import Field
 
+from paceline.tasks.answers import after_thinking
 from paceline.tasks.base import Problem
-from paceline.tasks.data import Row, load_rows, take
-from paceline.tasks.extract import after_thinking
+from paceline.tasks.data import ProblemList, Row, load_rows, take
 from paceline.tasks.options import DataOptions, make_prompt
-from paceline.tasks.rows import Listed
 from paceline.tasks.sandbox.run import Limits, Verdict, run_tests
 
 INSTRUCTION = "Complete this Python function. Answer with one fenced code block that holds the whole function."
@@ -22,13 +21,14 @@ _TOP_LEVEL = re.compile(r"\n(?=[^\s#)\]}])")
 class HumanEvalConfig(DataOptions):
     split: str = "test"
     timeout_s: float = Field(5.0, gt=0)
-    """For all tests of one candidate; a RewardPool's own limit should be longer."""
+    """Time limit for all tests of one candidate; the time limit of a RewardPool should be longer."""
     memory_mb: int = Field(512, ge=128)
+    """Memory limit of one candidate."""
 
 
-class HumanEval(Listed):
-    """The candidate is the last fenced block that defines the function; without a fence, an answer that defines it, or else the
-    continuation of the prompt, up to the first line that leaves the function."""
+class HumanEval(ProblemList):
+    """Programming problems. The candidate is the last fenced block that defines the function; without a fence it is an answer
+    that defines the function, or else the continuation of the prompt, up to the first line that leaves the function."""
 
     def __init__(self, config: HumanEvalConfig) -> None:
         names = ("HumanEval.jsonl.gz", "HumanEval.jsonl")
@@ -46,7 +46,7 @@ class HumanEval(Listed):
         return float(self.examine(problem, answer).passed)
 
     def examine(self, problem: Problem, answer: str) -> Verdict:
-        """The grade with its reason."""
+        """The verdict on an answer, with its reason."""
         truth = problem.truth
         sources = candidate_sources(answer, truth["prompt"], truth["entry_point"])
         if sum(map(len, sources)) > MAX_CODE_CHARS + len(truth["prompt"]):
@@ -56,7 +56,8 @@ class HumanEval(Listed):
 
 
 def candidate_sources(answer: str, prompt: str, entry_point: str) -> list[str]:
-    """What to run, in order. The prompt itself runs first (imports, helpers): a docstring alone is a body."""
+    """The sources to run, in order. The prompt runs first, for its imports and helpers; its docstring is a body of the
+    function."""
     text = after_thinking(answer)
     blocks = [block.group(1) for block in _FENCE.finditer(text)]
     if not blocks and "```" in text:  # cut off before its end

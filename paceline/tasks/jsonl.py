@@ -5,45 +5,53 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from paceline.tasks.base import Problem
-from paceline.tasks.check import same_math, same_number, same_text
-from paceline.tasks.data import Row, load_rows, take
-from paceline.tasks.extract import Extract
+from paceline.tasks.answers import Extract, same_math, same_number, same_text, start_math_sandbox
+from paceline.tasks.base import Problem, UsesSandbox
+from paceline.tasks.data import ProblemList, Row, load_rows, take
 from paceline.tasks.options import DataOptions, make_prompt
-from paceline.tasks.rows import Listed
+from paceline.tasks.sandbox.service import require_sandbox
 
 
 class RowsConfig(DataOptions):
-    """How a line becomes a problem."""
+    """Which fields of a line make up a problem."""
 
     chat: bool = False
-    """Put a plain prompt as a chat message; messages stay messages."""
+    """Make a chat message of a plain prompt. Lines with messages stay as they are."""
     prompt: str = "prompt"
-    """Field with the text …"""
+    """Field with the prompt as text."""
     messages: str = "messages"
-    """… or, where a line has it, the one with chat messages."""
+    """Field with the prompt as chat messages; used instead of `prompt` where a line has it."""
     answer: str = "answer"
-    """Field with the truth."""
+    """Field with the right answer."""
     id: str = "id"
-    """Field with a name; absent: the line's number."""
+    """Field with the problem's name; lines without it are named by their number."""
     subset: str | None = None
-    """Of the hub's data set."""
+    """Subset of the data set, if it is read from a hub."""
 
 
 class JsonlConfig(RowsConfig):
     check: Literal["exact", "number", "math", "regex-contains"] = "exact"
-    """The same text; the same number; the same mathematics (math-verify); the truth is a pattern found in the answer."""
+    """`exact`: the same text. `number`: the same number. `math`: equal by math-verify. `regex-contains`: the right answer is a
+    pattern that is found in the model's output."""
     extract: Extract = "auto"
-    """Which part of an answer is the answer (not for regex-contains)."""
+    """Which part of a model's output is the answer (not used by regex-contains)."""
 
 
-class Jsonl(Listed):
+class Jsonl(ProblemList, UsesSandbox):
+    """Problems from the user's own file, graded by one of four comparisons."""
+
     def __init__(self, config: JsonlConfig) -> None:
         self.config = config
         super().__init__("jsonl", read_problems("jsonl", config))
+        if config.check == "math":
+            require_sandbox("jsonl")
         if config.check == "regex-contains":
             for problem in self._problems:
                 _compile(problem)
+
+    def start_sandbox(self) -> None:
+        if self.config.check == "math":
+            start_math_sandbox()
 
     def grade(self, problem: Problem, answer: str) -> float:
         truth, how = str(problem.truth), self.config.extract
@@ -59,7 +67,8 @@ class Jsonl(Listed):
 
 
 def read_problems(task: str, config: RowsConfig, *, whole_row: bool = False) -> list[Problem]:
-    """`whole_row`: the truth is the line itself, and needs no answer."""
+    """The problems of a file. With `whole_row` the truth of a problem is its whole line, which then needs no field with an
+    answer."""
     rows = load_rows(task, config.data, (f"{config.split}.jsonl",), split=config.split, subset=config.subset, limit=config.limit)
     return [_problem(task, config, number, row, whole_row) for number, row in enumerate(rows)]
 

@@ -1,4 +1,4 @@
-"""Options that several tasks share, and how options become a frozen config whose errors name the field."""
+"""Options that several tasks share, and the conversion of options to a frozen config whose errors name the field."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ C = TypeVar("C", bound=Config)
 
 
 class PromptOptions(Config):
-    """How a question is put to the model."""
+    """Options for turning a question into a prompt."""
 
     chat: bool = True
-    """Chat messages; False: plain text."""
+    """Prompts are chat messages; if False, plain text."""
     system: str | None = None
-    """Text of a system message (in plain text: put in front)."""
+    """Text of the system message; in a plain-text prompt it comes first."""
     instruction: str | None = None
-    """Follows the question; None: the task's own, "": nothing."""
+    """Text that follows the question. None means the task's own instruction, "" means none."""
 
 
 class DataOptions(PromptOptions):
-    """Where problems come from."""
+    """Options of tasks that read a data set."""
 
     data: str | None = None
-    """A file, a folder, or a hub id such as `openai/gsm8k`; None: the folder named by PACELINE_DATA."""
+    """A file, a folder, or a hub id such as `openai/gsm8k`. None means the folder named by the environment variable
+    PACELINE_DATA."""
     split: str = "train"
+    """Which split of the data set to read."""
     limit: int | None = Field(None, ge=1)
-    """Only the first so many problems."""
+    """Number of problems to read, from the first on; None means all."""
 
 
 def make_config(task: str, cls: type[C], options: dict[str, Any]) -> C:
+    """A config of class `cls`. ValueError names the task and the option that is wrong."""
     try:
         return cls(**options)
     except ValidationError as error:
@@ -47,7 +50,7 @@ def _complaint(task: str, cls: type[Config], error: Any) -> str:
 
 
 def make_prompt(question: str, options: PromptOptions, instruction: str) -> str | list[dict[str, str]]:
-    """`instruction` is the task's own, for when the options name none."""
+    """The prompt for a question. `instruction` is the task's own; it is used if the options give none."""
     wanted = instruction if options.instruction is None else options.instruction
     asked = f"{question}\n\n{wanted}" if wanted else question
     if not options.chat:

@@ -1,4 +1,4 @@
-"""Grading in worker processes: a grader that raises, hangs or dies costs its own sample, and no one else's."""
+"""Grading in worker processes, so that a grader that raises, hangs or crashes costs its own sample only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.tasks.base import Problem, Task
 from paceline.tasks.worker import grade_here, grade_in_worker, ready, start_worker
 
 _STALLED_S = 30.0
-"""Without any answer for so long beyond the time limit, workers are taken for lost and replaced."""
+"""If no grade arrives for this long beyond the time limit, the workers are taken for lost and replaced."""
 _MAX_ATTEMPTS = 8
-"""A sample whose pool broke this often is taken for the cause."""
+"""A sample during which the pool broke this often is taken for the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +26,32 @@ class Graded:
     """The reward of one sample."""
 
     value: float
-    """0 where there is an error."""
+    """The reward; 0 if there was an error."""
     error: str | None
+    """What went wrong in the grader; None if nothing did."""
     seconds: float
-    """Spent grading; of a crash that is not known: 0."""
+    """Time spent on grading; 0 if the worker crashed, because it is not known then."""
 
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """What `submit` gives and `collect` takes."""
+    """A sample being graded: `submit` returns it and `collect` takes it."""
 
     problem: Problem
     answer: str
     future: Future[Any] | None = None
     graded: Graded | None = None
     generation: int = -1
-    """Of the workers it was sent to."""
+    """Number of the set of workers that the sample was sent to."""
     attempts: int = 0
 
 
 class RewardPool:
-    """`submit` never waits; `collect` does. Workers start with the first `submit`, or ahead of it with `start`.
+    """Grades samples in worker processes. `submit` never waits, `collect` does. Workers start with the first `submit`, or
+    earlier with `start`.
 
-    With workers=0 everything is graded in this process, at once: exceptions are held, time limits and crashes are not.
+    With workers=0, `submit` grades in this process at once: exceptions are caught, but there is no time limit, and a crash is a
+    crash.
     """
 
     def __init__(self, task: Task, workers: int, timeout_s: float, *, memory_gb: float = 4.0) -> None:
@@ -57,9 +60,11 @@ class RewardPool:
         _require(memory_gb > 0, "memory_gb", memory_gb, "> 0")
         self.task, self.workers, self.timeout_s, self.memory_gb = task, workers, timeout_s, memory_gb
         self.num_errors = 0
-        """Graders that raised, or gave no number."""
+        """Number of samples whose grader raised or returned no number."""
         self.num_timeouts = 0
+        """Number of samples that took longer than `timeout_s`."""
         self.num_crashes = 0
+        """Number of samples whose worker process ended."""
         self._pickled = pickle.dumps(task) if workers else b""
         self._pool: ProcessPool | None = None
         self._generation = 0
@@ -72,20 +77,21 @@ class RewardPool:
         self.close()
 
     def start(self) -> None:
-        """Workers start now, beside whatever else runs; does not wait for them."""
+        """Starts the workers without waiting for them."""
         if self.workers and self._pool is None:
             self._schedule(ready)
 
     def submit(self, problem: Problem, answer: str) -> Pending:
+        """Hands one sample to the workers."""
         handle = Pending(problem, answer)
         if self.workers:
             self._send(handle)
         else:
-            handle.graded = self._book(*grade_here(lambda: self.task, problem, answer))
+            handle.graded = self._count(*grade_here(lambda: self.task, problem, answer))
         return handle
 
     def collect(self, handles: Sequence[Pending]) -> list[Graded]:
-        """In the order of `handles`. A handle may be collected again."""
+        """Waits for these samples and returns their grades in the same order. A sample may be collected more than once."""
         while waiting := {handle for handle in handles if handle.graded is None}:
             for handle in waiting:
                 if handle.generation != self._generation:  # its workers are gone
@@ -99,7 +105,7 @@ class RewardPool:
         return [handle.graded for handle in handles if handle.graded is not None]
 
     def close(self) -> None:
-        """Samples not collected are dropped."""
+        """Ends the workers. Samples that were not collected are dropped."""
         self._closed = True
         self._drop()
 
@@ -117,7 +123,7 @@ class RewardPool:
     def _settle(self, handle: Pending) -> None:
         assert handle.future is not None
         try:
-            handle.graded = self._book(*handle.future.result())
+            handle.graded = self._count(*handle.future.result())
         except TimeoutError:
             self.num_timeouts += 1
             handle.graded = Graded(0.0, f"no grade within {self.timeout_s} s", self.timeout_s)
@@ -131,7 +137,7 @@ class RewardPool:
         self.num_crashes += 1
         handle.graded = Graded(0.0, error, 0.0)
 
-    def _book(self, value: float, error: str | None, seconds: float) -> Graded:
+    def _count(self, value: float, error: str | None, seconds: float) -> Graded:
         self.num_errors += error is not None
         return Graded(value, error, seconds)
 
@@ -143,7 +149,7 @@ class RewardPool:
         return self._pool.schedule(function, args=args, timeout=self.timeout_s)
 
     def _drop(self) -> None:
-        """These workers are gone; the next sample starts new ones."""
+        """Ends the workers; the next sample starts new ones."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -152,9 +158,10 @@ class RewardPool:
 
 
 def _context() -> Any:
-    """Workers fork from a small server process, never from this one: a fork would leave its threads (torch, OpenMP) in pieces."""
+    """Workers are forked from a small server process, never from this one, whose threads (torch, OpenMP) would not survive a
+    fork."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.tasks", "math_verify"])  # read once, so a worker starts in milliseconds
+    context.set_forkserver_preload(["paceline.tasks"])  # read once, so a worker starts in milliseconds
     return context
 
 

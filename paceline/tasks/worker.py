@@ -1,4 +1,5 @@
-"""What runs in a grading process. Only plain values leave it: a stranger's exception may not unpickle."""
+"""What runs in the worker processes of a RewardPool. They return plain values only, because an exception of somebody's grader
+may not unpickle."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.tasks.base import Problem, Task
+from paceline.tasks.base import Problem, Task, UsesSandbox
 
 _held: dict[str, Any] = {}
-"""The task of this worker process, pickled and loaded: sent once, when it starts, and not with each sample."""
+"""The task of this worker process, pickled and unpickled. It is sent once, when the worker starts, and not with each sample."""
 
 
 def start_worker(pickled: bytes, memory_gb: float) -> None:
-    """Limits first, then the task, whose libraries read the environment while they load."""
+    """Initialises a worker: sets its limits, then loads the task, whose libraries read the environment while they are
+    imported."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that being stopped needs no cooperation from a grader stuck in C
     _die_with_parent()
     if sys.platform == "linux":
@@ -32,15 +34,19 @@ def start_worker(pickled: bytes, memory_gb: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     _held["pickled"] = pickled
-    with suppress(Exception):  # what is wrong is said with every sample, instead of workers that die unexplained
-        _load()
+    with suppress(Exception):  # the same error is then reported with every sample, instead of workers that die unexplained
+        task = _load()
+        if isinstance(task, UsesSandbox):
+            task.start_sandbox()
 
 
 def ready() -> bool:
+    """Whether this worker has its task; scheduled to make a pool start its workers."""
     return "task" in _held
 
 
 def grade_in_worker(problem: Problem, answer: str) -> tuple[float, str | None, float]:
+    """`grade_here` with the task of this worker."""
     return grade_here(_load, problem, answer)
 
 
@@ -51,7 +57,8 @@ def _load() -> Task:
 
 
 def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> tuple[float, str | None, float]:
-    """Value, error, seconds. A task's grader may be anybody's code, so whatever it raises ends here."""
+    """The reward, the error if there was one, and the seconds it took. A grader may be anybody's code, so whatever it raises is
+    caught."""
     start = time.perf_counter()
     value: Any = 0.0
     error = None
@@ -71,8 +78,8 @@ def _no_reward(value: Any) -> str | None:
 
 
 def _die_with_parent() -> None:
-    """However the parent dies, the pipe it holds closes. On Linux the kernel then kills us, even within a long computation in C;
-    elsewhere a thread does, when it gets to run."""
+    """Makes this worker end when its parent does, however that happens: the pipe that the parent holds closes. On Linux the
+    kernel then kills the worker, even within a long computation in C; elsewhere a thread does so when it gets to run."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

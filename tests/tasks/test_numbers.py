@@ -5,9 +5,16 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.tasks.check import math_equal, same_math, same_number
-from paceline.tasks.extract import after_hashes, last_boxed, last_tagged
-from paceline.tasks.number import last_number, read_number
+from paceline.tasks.answers import (
+    after_hashes,
+    last_boxed,
+    last_number,
+    last_tagged,
+    math_equal,
+    read_number,
+    same_math,
+    same_number,
+)
 
 
 @pytest.mark.parametrize("text", ["42", " 42 ", "+42", "42.", "42.00", "042", "$42", "\\$42", "42%", "42\\%", "42 apples",
@@ -57,6 +64,12 @@ def test_marks():
     ("\\boxed{42} no, \\boxed{41}", False), ("\\boxed{42 or 43}", False), ("\\boxed{41, 42}", False), ("#### 42 or 43", False),
     ("41 or 42", False), ("#### 42 43", False), ("\\boxed{}", False), ("", False), ("\\boxed{42} #### 41", True),
     ("#### 41\n42", False), ("<think>42</think> I do not know", False), ("<think>\\boxed{41}</think>\\boxed{42}", True),
+    ("\\boxed{42.}", True), ("\\boxed{x = 42.}", True), ("\\boxed{41=42}", False), ("so 41=42", False), ("so 42=42", True),
+    ("\\boxed{not 42}", False), ("it is not 42", False), ("it isn't 42.", False), ("it can not be 42", False),
+    ("it is not **42**", False),
+    ("it is never equal to 42", False), ("x != 42", False), ("not 41 but 42", True), ("notably 42", True),
+    ("<think>so \\boxed{42}", False), ("<think>it is 42", False), ("42 <think>or 43?", True),
+    ("<think>41</think>42 <think>43", True),
     ("\\boxed{-42}", False), ("\\boxed{4 2}", False), ("\\boxed{４２}", False), ("\\boxed{42.0}", True), ("\\boxed{42\\%}", True),
 ])
 def test_same_number(answer, right):
@@ -75,6 +88,11 @@ def test_an_option_wants_its_own_mark():
     ("x = 5", "5", True), ("0.5", "\\frac{1}{2}", True), ("42 \\text{ or } 43", "42", False), ("42, 43", "42", False),
     ("-q + p", "p - q", True), ("43", "42", False), ("-42", "42", False), ("", "42", False),
     ("\\{1,2\\}", "\\{2,1\\}", True), ("2\\sqrt{3}", "\\sqrt{12}", True),
+    ("41=42", "42", False), ("41 = x = 42", "42", False), ("x = 41 = 42", "42", False), ("6 \\cdot 7 = 42", "42", True),
+    ("x = 42", "42", True), ("42.", "42", True), ("\\frac{84}{2}.", "42", True), ("x = 42.", "42", True), ("42..", "42", False),
+    ("\\text{not } 42", "42", False), ("not 42", "42", False), ("x \\neq 42", "42", False), ("x \\neq 42", "x \\neq 42", True),
+    ("4343_5", "4343_6", False), ("4343_{5}", "4343_6", False), ("4343_{6}", "4343_6", True), ("4343", "4343_6", True),
+    ("4342_6", "4343_6", False), ("999", "4343_6", False), ("y = 2x + 3", "2x + 3", True), ("1=1=1=1=1=42", "42", False),
     ("43 = 42", "43", False), ("42 \\pm 1", "43", False), ("x=42, x=43", "43", False), ("1{,}000", "1000", True),
 ])
 def test_math_equal(answer, truth, right):

@@ -29,7 +29,7 @@ def test_bad_graders_cost_their_own_sample_only():
         answers[place] = what
     with RewardPool(Misbehaving(), workers=3, timeout_s=1.0) as pool:
         graded = grade_all(pool, answers)
-        assert [one.value for one in graded] == [float(place not in places) for place in range(60)]
+        assert [one.value for one in graded] == [float(place not in places) for place in range(60)], [one.error for one in graded]
         errors = {places[place]: one.error for place, one in enumerate(graded) if one.error}
         assert set(errors) == set(bad)
         assert "Awkward" in errors["raise"] and "SystemExit" in errors["exit"] and "MemoryError" in errors["memory"]

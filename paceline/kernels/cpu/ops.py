@@ -16,7 +16,7 @@ from paceline.kernels.base import DecoderWeights, PagedCache, SamplingTensors, S
 from paceline.kernels.cpu.call import address, run
 from paceline.kernels.cpu.decoder import DecoderProgram, program_key
 from paceline.kernels.cpu.drafting import DraftOps
-from paceline.kernels.cpu.products import Library, Weights, linear
+from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
 from paceline.kernels.reference.ops import cache_index, visibility
 
@@ -26,8 +26,6 @@ PARALLEL_PRODUCTS = 1 << 17
 """The same for attention, in products of a query's and a key's element."""
 LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
-LIBRARY_ROWS = 64
-"""Where a matrix library is used, steps with more rows than this run operation by operation."""
 PARALLEL_STEP = 1 << 20
 """A decoder's layers run on one thread if a step has fewer multiplications."""
 
@@ -38,8 +36,8 @@ class CpuOps(DraftOps):
     name = "cpu"
 
     def __init__(self, deterministic: bool = False, library: Library | None = None) -> None:
-        """`deterministic`: a row's result does not depend on the rows beside it. `library`: whose packed products are used where
-        they are faster (None: our own everywhere)."""
+        """`deterministic`: a row's result does not depend on the rows beside it, in attention either. `library`: whose products
+        are used where they are faster (None: our own everywhere)."""
         super().__init__()
         self.deterministic = deterministic
         self._long_segment = 1 << 62 if deterministic else LONG_SEGMENT
@@ -83,7 +81,7 @@ class CpuOps(DraftOps):
         """Whether a prompt chunk is long enough for torch's attention to win, or the step for a matrix library."""
         if self.deterministic:
             return False
-        if self._weights.library is not None and num_rows > LIBRARY_ROWS:
+        if self._weights.library is not None and num_rows >= LIBRARY_ROWS:
             return True
         return num_rows >= self._long_segment and _longest_causal(segments) >= self._long_segment
 

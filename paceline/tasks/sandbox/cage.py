@@ -1,6 +1,7 @@
-"""What the kernel holds: another user where we are root, namespaces without network, a read-only file system, resource limits.
+"""The part of the sandbox that the kernel enforces: another user if started by root, namespaces without a network, a read-only
+file system, resource limits.
 
-Each is tried and goes without where the system refuses (containers often forbid namespaces); `enter` says which hold.
+Each is tried, and left out where the system refuses it (containers often forbid namespaces); `enter` returns which ones hold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS = 1, 4, 38
 
 
 def enter(folder: str) -> list[str]:
-    """Before the player is forked. `folder` stays writable."""
+    """Confines this process and those that it forks from now on. `folder` stays writable. Returns what holds: user, network,
+    processes, files."""
     held = []
     if _leave_root(folder):
         held.append("user")
@@ -44,18 +46,20 @@ def enter(folder: str) -> list[str]:
 
 
 def die_with_parent(libc: Any = None) -> None:
+    """Makes the kernel kill this process when its parent ends (on Linux)."""
     if sys.platform == "linux":
         (libc or ctypes.CDLL(None)).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def hide_memory() -> None:
-    """Of the judge, from processes of the same user."""
+    """Keeps other processes of the same user from reading the memory of this one (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)
 
 
 def limit(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None) -> None:
-    """Processes last and for the player alone: without a user namespace all of the user's count."""
+    """Sets the resource limits of this process. `processes` is for processes that fork nothing: without a user namespace all
+    processes of the user count."""
     wanted = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: file_bytes,
               resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0}
     if processes is not None:
@@ -71,7 +75,8 @@ def limit(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None)
 
 
 def _leave_root(folder: str) -> bool:
-    """Root becomes nobody, if nobody can still read Python's library (it may lie in root's home) and reach the folder."""
+    """Becomes the user nobody if started by root, and if nobody can read Python's library (it may be in root's home) and reach
+    `folder`."""
     if os.getuid() != 0:
         return False
     try:
@@ -99,7 +104,7 @@ def _map_user(user: int, group: int) -> None:
 
 
 def _read_only(libc: Any, folder: str) -> bool:
-    """Every mount read-only but the folder, which becomes a mount of its own."""
+    """Makes every mount read-only except `folder`, which becomes a mount of its own."""
     where = folder.encode()
 
     def set_read_only(path: bytes, flags: int, on: int, off: int) -> bool:
@@ -114,6 +119,6 @@ def _read_only(libc: Any, folder: str) -> bool:
 
 
 def _drop_capabilities(libc: Any) -> None:
-    """Those that a new user namespace gave; and none come back through an executable."""
+    """Gives up the capabilities that a new user namespace gave, for good: no executable brings them back."""
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0))

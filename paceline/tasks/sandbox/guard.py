@@ -1,5 +1,5 @@
-"""What Python itself refuses in the player, by an audit hook. A second line: it stops code that is careless or curious, and is
-no wall against code written to get round it (CPython promises none); `cage.py` is the wall."""
+"""The part of the sandbox that Python enforces, by an audit hook. It stops code that is careless or curious, but not code
+written to get around it, against which CPython promises nothing; that is what `cage.py` is for."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def _refuse(*_: Any) -> None:
     raise PermissionError("sandbox: processes are refused")
 
 
-def install(folder: str) -> None:
-    """From here on: no network, no processes, nothing written outside `folder`, nothing read but it and Python's own library."""
+def install(folder: str, readable: tuple[str, ...] = ()) -> None:
+    """From here on Python refuses network and processes, writing outside `folder`, and reading anything but `folder`, Python's
+    own library and the folders in `readable`."""
     import _posixsubprocess
 
     vars(_posixsubprocess)["fork_exec"] = _refuse  # raises no audit event of its own
     for name in ("ctypes", "_ctypes", "cage"):
         sys.modules.pop(name, None)
     home = os.path.realpath(folder)
-    library = tuple(os.path.realpath(path) for path in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)})
+    library = tuple(os.path.realpath(path) for path in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *readable})
     devices = ("/dev/null", "/dev/urandom", "/dev/random")
 
     def within(path: Any, roots: tuple[str, ...]) -> bool:

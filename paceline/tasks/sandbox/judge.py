@@ -1,4 +1,5 @@
-"""The process that holds the tests. Reads one job from standard input, plays it against the player, writes one verdict."""
+"""The process that has the tests. It reads one job from standard input, runs the tests against the player and writes one
+verdict."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def _judge(job: dict[str, Any], sock: socket.socket) -> str | None:
-    """None: every test passed. Whatever goes wrong on the way is a failure."""
+    """Why the candidate failed; None if every test passed. Whatever goes wrong on the way is a failure."""
     try:
         wire.send(sock, {"sources": job["sources"], "entry_point": job["entry_point"]})
         _result(sock)
@@ -72,7 +73,8 @@ def _result(sock: socket.socket) -> Any:
 
 
 def _raise(name: str, text: str) -> NoReturn:
-    """As the builtin exception of that name, which a test may expect; StopIteration would end a test's own loop early."""
+    """Raises the builtin exception of that name, which a test may expect; but not StopIteration, which would end a test's own
+    loop."""
     kind = vars(builtins).get(name)
     plain = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration)
     try:

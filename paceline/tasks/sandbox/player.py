@@ -1,4 +1,4 @@
-"""The process that holds the candidate's code: it runs the sources it is sent, then answers calls, until its socket closes."""
+"""The process that runs the candidate's code: first the sources that it is sent, then calls, until its socket closes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import wire
 
 
 def play(sock: socket.socket, folder: str, limits: dict[str, int]) -> None:
-    """Never returns: leaves by os._exit, so that nothing of the judge's runs twice."""
+    """Serves one candidate. Never returns: it leaves by os._exit, so that no code of the judge runs twice."""
     try:
         cage.die_with_parent()
         null = os.open(os.devnull, os.O_RDWR)
@@ -42,7 +42,7 @@ def _define(sources: list[str], names: dict[str, Any]) -> None:
 
 
 def _attempt(action: Any) -> dict[str, Any]:
-    """Whatever the candidate raises, SystemExit among it, is a result."""
+    """The result of one call. Whatever the candidate raises, including SystemExit, is a result too."""
     try:
         return {"value": wire.encode(action())}
     except BaseException as error:

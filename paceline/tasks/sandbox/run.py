@@ -1,4 +1,4 @@
-"""One candidate against its tests, in processes of its own, with an end in time whatever it does."""
+"""Running one candidate against its tests, in processes of its own and within a time limit."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ _JUDGE = Path(__file__).with_name("judge.py")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one run."""
+    """Limits of one run."""
 
     seconds: float = 5.0
-    """By the clock; of processor time one second more."""
+    """Wall-clock time; processor time may be one second more."""
     memory_mb: int = 512
-    """Address space of each process."""
+    """Limit of the address space of each process."""
     file_mb: int = 8
-    """Size of a file."""
+    """Limit of the size of each file."""
     processes: int = 16
+    """Limit of the number of processes and threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The result of one run."""
+
     passed: bool
+    """Whether every test passed."""
     detail: str | None
-    """Why not."""
+    """Why the candidate failed."""
     held: tuple[str, ...] = ()
-    """What the kernel held it by: user, network, processes, files."""
+    """What the kernel enforced: user, network, processes, files."""
 
 
 def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, limits: Limits) -> Verdict:
-    """`sources` are the candidate's, run in order in one namespace. `tests` define check(candidate); `prelude` is what they may
-    use beside it. The candidate's arguments and results are plain data."""
+    """Runs the tests against a candidate. `sources` are the candidate's, run in order in one namespace. `tests` define
+    check(candidate), and `prelude` what they may use beside it. Arguments and results of the candidate have to be plain data."""
     nonce = secrets.token_hex(16)
     job = {"nonce": nonce, "sources": sources, "prelude": prelude, "tests": tests, "entry_point": entry_point}
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
@@ -57,7 +61,8 @@ def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, li
 
 
 def _play(job: bytes, folder: str, limits: Limits) -> bytes | None:
-    """The judge's output; None: out of time. Its whole group is killed then: nothing it started stays."""
+    """The judge's output; None if it took too long, and then its whole process group is killed, so that nothing it started
+    stays."""
     numbers = (math.ceil(limits.seconds) + 1, limits.memory_mb << 20, limits.file_mb << 20, limits.processes)
     command = [sys.executable, "-I", "-B", str(_JUDGE), folder, *map(str, numbers)]
     environment = {"HOME": folder, "TMPDIR": folder, "PATH": "", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}

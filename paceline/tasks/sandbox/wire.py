@@ -1,4 +1,5 @@
-"""Plain data over a socket: JSON with tags for what JSON lacks. Decoding makes values only, never objects."""
+"""Plain data over a socket: JSON, with tags for the types that JSON lacks. Decoding makes values only, never objects with
+methods."""
 
 from __future__ import annotations
 
@@ -14,30 +15,41 @@ _HEAD = struct.Struct("!I")
 
 
 class Refused(Exception):
-    """A message too long, or of something that is not plain data."""
+    """A message is too long or contains something that is not plain data."""
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
+    """Sends one message as JSON."""
+    send_bytes(sock, json.dumps(message).encode())
+
+
+def receive(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message sent by `send`; None if the other side is gone."""
+    body = receive_bytes(sock)
+    return None if body is None else json.loads(body)
+
+
+def send_bytes(sock: socket.socket, body: bytes) -> None:
+    """Sends one message with its length in front."""
     if len(body) > MAX_BYTES:
         raise Refused(f"{len(body)} bytes are too many")
     sock.sendall(_HEAD.pack(len(body)) + body)
 
 
-def receive(sock: socket.socket) -> dict[str, Any] | None:
-    """None: the other side is gone."""
+def receive_bytes(sock: socket.socket) -> bytes | None:
+    """The next message sent by `send_bytes`; None if the other side is gone."""
     head = _exactly(sock, _HEAD.size)
     if head is None:
         return None
     (length,) = _HEAD.unpack(head)
     if length > MAX_BYTES:
         raise Refused(f"{length} bytes are too many")
-    body = _exactly(sock, length)
-    return None if body is None else json.loads(body)
+    return _exactly(sock, length)
 
 
 def encode(value: Any) -> Any:
-    """Subclasses become their base (a Counter a dict, a namedtuple a tuple), so no method of theirs reaches the tests."""
+    """A value as JSON with tags. Subclasses become their base (a Counter a dict, a namedtuple a tuple), so that no method of
+    theirs reaches the tests."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | dict | tuple | set | frozenset) and len(value) > MAX_ITEMS:
@@ -57,6 +69,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
+    """The value that `encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

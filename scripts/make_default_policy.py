@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Make the policy that ships inside the package: a deep, narrow decoder that writes Collatz paths and is right some of the time.
+"""Train the policy that is bundled with the package: a deep, narrow decoder that writes Collatz paths and is right some of the
+time.
 
-Trained from random weights on correct paths, with smoothed labels: it knows every step, and is taught to hesitate a little
-before each token. So it slips now and then, anywhere, the more surely the longer the answer; and what reinforcement learning
-teaches it on short paths, to trust itself, helps on long ones. (Stopped early instead, it would know some steps by heart and
-others not at all, and far fewer groups of answers would disagree.) The same policy from the same seed, up to rounding. About
-two minutes on two idle cores, then one for the samples behind the report.
+It is trained from random weights on correct paths with label smoothing: it learns every step, but keeps a small probability of
+another token everywhere. So mistakes are spread evenly, and long answers contain more of them; reinforcement learning sharpens
+the distribution on short paths, and that helps on long ones. (A policy whose training was stopped early would know some steps
+and not others, and far fewer groups would contain both right and wrong answers.) The same seed gives the same policy up to
+rounding. This takes about two minutes on two idle cores, and one more for the sampled accuracy that is printed at the end.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from paceline.models.save import save_model
 from paceline.tasks.collatz import Collatz, CollatzConfig, collatz_path
 
 FOLDER = Path(__file__).resolve().parent.parent / "paceline" / "assets" / "collatz"
-CHARACTERS = "0123456789 :?"  # "?" is whatever else was meant
+CHARACTERS = "0123456789 :?"  # "?" stands for all other characters
 END = "<end>"
 CONFIG = ModelConfig(
     "qwen3", vocab_size=len(CHARACTERS) + 1, hidden_size=128, intermediate_size=192, num_layers=20, num_heads=4, num_kv_heads=2,
     head_dim=32, qk_norm=True, tie_embeddings=True, max_context=1024, eos_token_ids=(len(CHARACTERS),),
 )
 PEAK_RATE, WARM_UP = 2e-3, 30
-HESITATION = 0.016  # probability spread evenly over all tokens; sets the accuracy: (1 - 0.016 * 13 / 14) ** tokens
+SMOOTHING = 0.016  # probability spread evenly over all tokens; sets the accuracy: (1 - 0.016 * 13 / 14) ** tokens
 BATCH_TOKENS, WINDOW, WHOLE_SHARE = 2048, 48, 0.1
 OPS, ROPE = TorchOps(), Rope(CONFIG, CONFIG.max_context, torch.float32, "cpu")
 
@@ -51,17 +52,17 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--steps", type=int, default=160)
     args = options.parse_args()
-    torch.set_num_threads(2)  # too small a model for more
+    torch.set_num_threads(2)  # the model is too small for more
     task, tokenizer = Collatz(CollatzConfig()), make_tokenizer()
     model = initial_model(args.seed)
     train(model, tokenizer, task.starts, args.seed, args.steps)
     save_model(model.bfloat16(), tokenizer, args.out, overwrite=True)
-    (args.out / "model.safetensors").chmod(0o644)  # written for its owner alone
+    (args.out / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     report(args.out, task)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; text comes back exactly as it went in."""
+    """A tokenizer with one token per character, which decodes to exactly the text that was encoded."""
     vocabulary = {character: number for number, character in enumerate([*CHARACTERS, END])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -71,7 +72,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def initial_model(seed: int) -> Decoder:
-    """Every matrix keeps the size of what it is given; what a layer adds to the stream shrinks with the number of layers."""
+    """Random weights: every matrix preserves the scale of its input, and each layer's output is scaled down with the number of
+    layers."""
     model = Decoder.random(CONFIG, seed, std=1.0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -90,7 +92,7 @@ def train(model: Decoder, tokenizer: PreTrainedTokenizerFast, starts: list[int],
     began = time.perf_counter()
     for step in range(1, steps + 1):
         optimiser.param_groups[0]["lr"] = PEAK_RATE * min(step / WARM_UP, 0.51 + 0.49 * math.cos(math.pi * step / steps))
-        loss = -torch.cat(answer_logprobs(model, next(texts), HESITATION)).mean()
+        loss = -torch.cat(answer_logprobs(model, next(texts), SMOOTHING)).mean()
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -105,8 +107,8 @@ Text = tuple[Tensor, int]  # token ids of prompt and answer, length of the promp
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, starts: list[int], rng: random.Random) -> Iterator[list[Text]]:
-    """Mostly beginnings of paths from any number that lies on one, so that rare steps are seen as often as common ones; and whole
-    paths, so that the model has been everywhere it will have to go."""
+    """Batches of training texts: mostly the beginnings of paths from any number that lies on one, so that rare steps occur as
+    often as common ones, and some whole paths, so that every position occurs."""
     numbers = sorted({number for start in starts for number in (start, *collatz_path(start)) if number > 1})
     texts = {number: encode(tokenizer, number) for number in numbers}
     while True:
@@ -127,7 +129,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, start: int) -> Text:
 
 
 def answer_logprobs(model: Decoder, batch: list[Text], smoothing: float = 0.0) -> list[Tensor]:
-    """Log-probabilities of each text's answer, token by token."""
+    """Log-probabilities of the answer tokens of each text."""
     lengths = tuple(len(ids) for ids, _ in batch)
     cos, sin = ROPE(torch.cat([torch.arange(length) for length in lengths]))
     tokens = torch.cat([ids for ids, _ in batch])
@@ -138,14 +140,16 @@ def answer_logprobs(model: Decoder, batch: list[Text], smoothing: float = 0.0) -
 
 @torch.no_grad()
 def right_chances(model: Decoder, tokenizer: PreTrainedTokenizerFast, starts: list[int]) -> list[float]:
-    """For each start, how likely an answer sampled at temperature 1 is right: the product of its tokens' probabilities."""
+    """For each start, the probability that an answer sampled at temperature 1 is right: the product of its tokens'
+    probabilities."""
     texts = [encode(tokenizer, start) for start in starts]
     rows = [row for i in range(0, len(texts), 32) for row in answer_logprobs(model, texts[i : i + 32])]
     return [math.exp(row.sum().item()) for row in rows]
 
 
 def mixed(chances: list[float]) -> float:
-    """Share of groups of 8 answers that hold a right and a wrong one: those from which a policy learns."""
+    """Expected share of groups of 8 answers that contain both right and wrong ones, which are the groups with a training
+    signal."""
     return statistics.fmean(1 - p**8 - (1 - p) ** 8 for p in chances)
 
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from paceline.bench.demo import PROMPTS, DemoOptions, Side, run_demo, summarize
 from paceline.cli.progress import ProgressView
+from paceline.generation import strategy_shares
 from paceline.models.weights import check_device, load_model
-from paceline.trainer.summary import strategy_shares
 from paceline.types import StepResult
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from paceline.trainer.summary import strategy_shares
+from paceline.generation.summary import strategy_shares
 from paceline.types import EngineStats
 
 _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 10.0

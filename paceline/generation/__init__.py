@@ -10,7 +10,8 @@ from paceline.generation.generator import (
 from paceline.generation.jobs import Job, JobReader, open_prompts
 from paceline.generation.output import RolloutFile
 from paceline.generation.prompts import NamedPrompt, encode_prompt, plain_prompt, read_prompts
+from paceline.generation.summary import strategy_shares
 
 __all__ = ["FileGenerator", "GenerationCallback", "GenerationOptions", "GenerationResult", "Job",
            "JobReader", "NamedPrompt", "RolloutFile", "encode_prompt",
-           "open_prompts", "plain_prompt", "read_prompts", "sampling_settings"]
+           "open_prompts", "plain_prompt", "read_prompts", "sampling_settings", "strategy_shares"]

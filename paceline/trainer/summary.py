@@ -60,16 +60,5 @@ def summarize(num_steps: int, records: Sequence[Mapping[str, Any]], totals: RunT
             "step_speedup": round((steps - on + off) / steps, 3)}
 
 
-def strategy_shares(steps: Mapping[str, int], most: int = 5) -> str:
-    """Shares of engine steps per strategy, such as `suffix:d8w2v16 61 %, off 39 %`: the most frequent ones, then the others
-    together."""
-    total = sum(steps.values())
-    if not total:
-        return "none"
-    ranked = sorted(steps.items(), key=lambda item: -item[1])
-    shown = ranked if len(ranked) <= most else [*ranked[: most - 1], ("others", sum(n for _, n in ranked[most - 1 :]))]
-    return ", ".join(f"{name} {100 * count / total:.0f} %" for name, count in shown)
-
-
 def _mean(values: Sequence[float]) -> float:
     return round(fmean(values), 4) if values else float("nan")

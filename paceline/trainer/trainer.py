@@ -14,6 +14,7 @@ import torch
 
 from paceline.config import TrainConfig
 from paceline.engine import Engine
+from paceline.generation import strategy_shares
 from paceline.models.weights import check_device
 from paceline.report import EventLog, read_metrics
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state
@@ -30,7 +31,7 @@ from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
 from paceline.trainer.run_folder import RunFolder
-from paceline.trainer.summary import RunTotals, rollout_metrics, strategy_shares, summarize
+from paceline.trainer.summary import RunTotals, rollout_metrics, summarize
 from paceline.types import RolloutGroup, SamplingParams, StepResult
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ ALLOWED = {
     "spot": {"types", "config", "drafters", "models", "kernels"},
     "rl": {"types", "config", "models", "kernels"},
 }
-TORCH_FREE = ["types.py", "config.py", "cache/pages.py", "engine/scheduler.py", "engine/request.py", "engine/seeds.py",
-              "engine/stats.py", "engine/finish.py", "strategy/select.py", "strategy/beg.py", "spot/pays.py", "spot/alarms.py",
+TORCH_FREE = ["types.py", "config.py", "cache/pages.py", "engine/scheduler.py", "engine/request.py", "engine/prompts.py",
+              "engine/stats.py", "engine/outputs.py", "strategy/select.py", "strategy/beg.py", "spot/pays.py", "spot/alarms.py",
               *(str(path.relative_to(ROOT)) for room in ("tasks", "report") for path in (ROOT / room).rglob("*.py"))]
 
 

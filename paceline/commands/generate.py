@@ -14,7 +14,7 @@ from paceline.commands.jobs import Job, JobReader, open_prompts
 from paceline.commands.output import RolloutFile, to_record
 from paceline.commands.progress import ProgressView, figures_line
 from paceline.engine import Engine
-from paceline.engine.seeds import derive_seed
+from paceline.engine.prompts import derive_seed
 from paceline.models.weights import parse_dtype
 from paceline.types import Rollout, SamplingParams, Strategy
 

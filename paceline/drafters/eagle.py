@@ -118,3 +118,14 @@ class Eagle(nn.Module):
         else:
             with torch.inference_mode(self._gathered.is_inference()):
                 self._gathered.copy_(rows)
+
+
+def feature_columns(captured: tuple[int, ...], layers: tuple[int, ...], hidden_size: int) -> list[slice]:
+    """Returns the columns of captured features that hold the hidden states of `layers`. captured: The captured layers in the
+    order of their columns."""
+    missing = [layer for layer in layers if layer not in captured]
+    if missing:
+        raise ValueError(f"features: layer {missing[0]} was not captured, only {captured}; training a drafter needs the layers "
+                         "that it reads and the final hidden state (-1)")
+    starts = [captured.index(layer) * hidden_size for layer in layers]
+    return [slice(start, start + hidden_size) for start in starts]

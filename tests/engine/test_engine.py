@@ -10,7 +10,7 @@ from tiny import CONFIGS, VOCAB, eagle, model
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
-from paceline.engine.seeds import derive_seed
+from paceline.engine.prompts import derive_seed
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -91,8 +91,8 @@ def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
                 alive.append(request)
                 created += 1
         plan = scheduler.schedule(Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF)
-        scheduler.commit(plan, plan.num_nodes)
-        scheduler.landed(plan, plan.num_nodes)
+        scheduler.on_launch(plan, plan.num_nodes)
+        scheduler.on_complete(plan, plan.num_nodes)
         for request, nodes in zip(plan.decode, plan.num_nodes, strict=True):
             request.tokens += [rng.randrange(3) for _ in range(rng.randint(1, 1 + nodes))]
             request.num_computed = len(request.tokens) - 1
@@ -127,7 +127,7 @@ def test_real_engine_leaks_nothing_under_aborts():
     while engine.has_work:
         engine.step()
     assert engine.stats().free_pages == engine.stats().total_pages
-    assert engine._requests == {} and engine.drafting._behind == {}
+    assert engine._requests == {} and engine.drafting._max_missing == {}
 
 
 # -- weights

@@ -91,7 +91,7 @@ def test_an_aside_leaves_out_answers_that_end_before_it_can_be_judged(model):
     made.abort(list(made._requests))
     made.add(PROMPTS[0], PARAMS)
     made.step()
-    assert not made._choosing._asides.is_open and made.select.views[-1].watched is None
+    assert not made._control._shadow.is_pending and made.select.views[-1].watched is None
 
 
 def test_an_aside_needs_the_suffix_drafter(model):
@@ -129,7 +129,7 @@ def test_shares_follow_the_requests_quality(model):
     for _ in range(3):
         made.step()
     good, bad = (made._requests[i] for i in ids)
-    good.first_hits, bad.first_hits = 0.95, 0.1
+    good.first_token_acceptance, bad.first_token_acceptance = 0.95, 0.1
     plan = made.scheduler.schedule(Strategy("suffix", 4, 2, 6, shares=(1, 2, 3, 6)))
     assert plan.num_nodes == [6, 1]
 

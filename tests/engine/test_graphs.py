@@ -1,4 +1,4 @@
-"""What is captured and when, without a GPU: a pool whose graphs are the steps themselves."""
+"""Which steps are captured, and when, without a GPU: a fake pool whose graphs are the steps themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3], [11] * 20, [50, 51] * 5]
 
 
 class Pool(GraphPool):
-    """Captures by remembering."""
+    """A pool that only remembers which keys were captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

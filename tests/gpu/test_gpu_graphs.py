@@ -54,11 +54,11 @@ def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab):
     assert results[0][2] > 0 and results[0][0] == tokens(made("off"))
 
 
-def test_a_look_sees_what_the_drafter_said():
+def test_observed_drafts_are_what_the_drafter_estimated():
     """Not what verification, whose graph may have been captured in the same memory, wrote there afterwards."""
     strategy, seen = replace(Strategy.parse("eagle:d3w2v6"), watch=True), []
     for graphs in (True, False):
-        engine, looks = made("off", cuda_graphs=graphs), []
+        engine, observed = made("off", cuda_graphs=graphs), []
 
         def overwriting(batch, want_raw, run=engine.runner.run):
             if batch.survival is not None:
@@ -66,10 +66,10 @@ def test_a_look_sees_what_the_drafter_said():
             return run(batch, want_raw)
 
         engine.runner.run = overwriting
-        engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, looks=looks: looks.append(
+        engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, observed=observed: observed.append(
             [result.expected] + ([] if result.watched is None else result.watched.chance.tolist())))
-        seen.append(looks)
-    assert sum(len(look) > 1 for look in seen[0]) > 10
+        seen.append(observed)
+    assert sum(len(step) > 1 for step in seen[0]) > 10
     for captured, plain in zip(*seen, strict=True):
         assert captured == pytest.approx(plain, rel=1e-2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.kernels import Ops, ops_for
 from paceline.models.decoder import Decoder, Rope
+
+logger = logging.getLogger(__name__)
 
 
 class Parts(NamedTuple):
@@ -64,6 +67,8 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     row_sizes = config.row_sizes or (GRAPH_SIZES if pipelined else ())
     capturable = ops.name == "triton" and dtype != torch.float64
     pool = GraphPool(device) if capturable and config.cuda_graphs else None
+    if pipelined and config.cuda_graphs and not capturable:
+        logger.info("steps are not captured as CUDA graphs: %s kernels in %s cannot be captured", ops.name, dtype)
     graphs = CudaGraphs(row_sizes, state.padding, device, INPUTS_PER_ROW, pool)
     runner = Runner(model, rope, store, state, ops, capture, graphs)
     learned = None

@@ -68,7 +68,7 @@ class Drafting:
         if any(s.drafter not in ("none", *self.available) for s in (strategy, strategy.aside or strategy)):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
 
-    # -- the steps of a request's life
+    # -- the life of a request, in this order
 
     def draft(self, plan: StepPlan) -> StepDrafts:
         """Draft a tree for every decode request of the plan that has room for one. The likeliest draft tokens come first, parents
@@ -115,7 +115,7 @@ class Drafting:
         if self._max_missing.pop(request.id, None) is not None and self.suffix is not None:
             self.suffix.finish(request.id)
 
-    # -- parts of other steps
+    # -- shadow drafting and dummy steps
 
     def draft_suffix(self, requests: list[Request], num_nodes: list[int], strategy: Strategy) -> Drafts:
         """Draft with the suffix drafter, on the host. `num_nodes`: most draft tokens of each request."""
@@ -133,6 +133,8 @@ class Drafting:
         """Run the learned drafter, if the strategy uses it, for so many padding requests: for warm-up and profiling."""
         if strategy.drafter in ("eagle", "both"):
             self._draft_slots([self._state.padding] * num_requests, strategy, capture_now=True)
+
+    # -- parts of `draft`
 
     def _start(self, request: Request) -> None:
         """A request was admitted, with `num_computed` tokens found in the cache (the learned drafter's part of it included)."""

@@ -85,23 +85,24 @@ class Engine:
 
     def step(self, strategy: Strategy | None = None) -> StepResult:
         """Run one forward pass of the policy over all requests that are ready, and return the outputs of a completed step. On
-        a GPU that is the step before the one just launched. With the suffix drafter the last step's outputs are processed
-        before the next launch, because it drafts from the generated text. `strategy` overrides the engine's selector for this
-        step."""
+        a GPU that is the step before the one just launched, unless the suffix drafter needs the outputs before the launch.
+        `strategy` overrides the engine's selector for this step."""
         if self._drained:
             return self._drained.pop(0)
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         strategy = self._select() if strategy is None else strategy
         self.drafting.check(strategy)
-        result = self._process() if strategy.drafter in ("suffix", "both") else None
-        launched = None
+        result = launched = None
+        if strategy.drafter in ("suffix", "both"):  # the suffix drafter drafts from the generated text
+            result = self._process()
         with torch.inference_mode():
             began = self.graphs.now()
             plan = self.scheduler.schedule(strategy)
             if plan:
                 self.runner.prepare(plan, self.scheduler.running)
-                launched = self._launch(plan, self.drafting.draft(plan), began)
+                drafted = self.drafting.draft(plan)
+                launched = self._launch(plan, drafted, began)
         result = result or self._process()
         self._in_flight = launched
         if result is None and not self._pipelined:

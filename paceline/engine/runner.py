@@ -100,7 +100,6 @@ class Runner:
         requests follow those of the batch. A step without prefill runs as a captured graph where possible, keyed by the number of
         rows and the depth of the trees. `want_raw`: also compute log-probabilities of the unfiltered distribution. `capture_now`:
         capture the step at once if it has no graph yet."""
-
         inputs, prefill, depth, has_decode = batch.inputs, batch.prefill, batch.max_depth, batch.num_requests > 0
 
         def step() -> Drawn | None:

@@ -9,7 +9,7 @@ train: $(READY)
 	$(BIN)/paceline train
 
 test: $(READY)
-	$(BIN)/ruff check paceline tests benchmarks scripts
+	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 	-$(BIN)/python scripts/get_smollm2.py
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
@@ -21,7 +21,7 @@ results: $(READY)
 	$(BIN)/python benchmarks/lib/make_results.py
 
 lint: $(READY)
-	$(BIN)/ruff check paceline tests benchmarks scripts
+	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 
 $(READY): pyproject.toml

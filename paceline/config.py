@@ -1,170 +1,233 @@
-"""Configuration: frozen, validated, unknown keys are errors, every default written once."""
+"""Configuration records. They are frozen and validated, unknown keys are errors, and every default is written exactly once."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-DrafterMode = Literal["between", "beside", "stream"]
+logger = logging.getLogger(__name__)
+
+DrafterMode = Literal["interleaved", "background_process", "cuda_stream"]
+
+RENAMED_KEYS = {"drafter_follow": "train_drafter", "drafter_pace": "drafter_budget"}
+"""Former keys of `TrainConfig` and what they are called now."""
+RENAMED_VALUES = {"drafter_mode": {"between": "interleaved", "beside": "background_process", "stream": "cuda_stream"}}
+"""Former values of keys of `TrainConfig` and what they are called now."""
 
 
 class Config(BaseModel):
+    """Base of all configuration records: frozen, and unknown keys are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class EngineConfig(Config):
-    """How much an engine may hold and how it steps. Nothing here changes a token."""
+    """Sizes and options of one engine. Nothing in this class changes a generated token."""
 
     max_batch: int | None = Field(None, ge=1)
-    """Requests that run at once; None: 64 on a CPU, 256 on a GPU."""
+    """Maximum number of requests that run at the same time. None: 64 on a CPU, 256 on a GPU."""
     max_rows: int | None = Field(None, ge=1)
-    """Rows of one step: roots, drafted nodes and prompt chunks together; None: 512 on a CPU, 8192 on a GPU."""
+    """Maximum number of rows in one step: last tokens, draft tokens and prompt chunks together. None: 512 on a CPU, 8192 on a
+    GPU."""
     page_size: int = Field(16, ge=1)
-    """Tokens per cache page."""
+    """Number of tokens per KV cache page."""
     kv_tokens: int | None = Field(None, ge=1)
-    """Tokens the cache holds; None: as many as fit `kv_memory_gb`."""
+    """Number of tokens that the KV cache holds. None: as many as fit into `kv_memory_gb`."""
     kv_memory_gb: float | None = Field(None, gt=0)
-    """None: 2 on a CPU, 85 % of what is free on a GPU."""
+    """Memory for the KV cache in GiB. None: 2 on a CPU, 85 % of the free memory on a GPU."""
     max_context: int | None = Field(None, ge=2)
-    """Longest prompt and answer together; None: the model's own."""
+    """Maximum number of prompt and answer tokens of one request together. None: the model's own limit."""
     row_sizes: tuple[int, ...] = ()
-    """Row counts that decode rows are padded to (for captured graphs); empty: none."""
+    """Row counts that the decode rows of a step are padded to, for captured CUDA graphs. Empty: no padding."""
     capture: tuple[int, ...] = ()
-    """Layers whose hidden states are kept with each rollout: i is the input of layer i, -1 the final norm's output."""
+    """Layers whose hidden states are returned with each rollout: i is the input of layer i, -1 the output of the final norm."""
     on_update: Literal["continue", "recompute"] = "continue"
-    """What requests in flight do after a weight update: go on with the keys and values they have, or prefill again."""
+    """What running requests do after a weight update: `continue` keeps their KV cache, `recompute` prefills them again."""
     profile: bool = True
-    """Measure what steps cost before the first one whose strategy is predicted (`auto`, `model`): about two seconds, kept for the
-    next start in the user's cache folder."""
+    """Measure the cost of steps before the first step whose strategy is predicted (`auto`, `model`). This takes about two
+    seconds; the result is kept in the user's cache folder for the next start."""
     kernels: Literal["auto", "portable", "torch"] = "auto"
-    """Which kernels compute: the fastest for the device, those that run on every CPU, or the plain torch reference. The
-    environment variable PACELINE_KERNELS overrides "auto"."""
+    """Which kernels are used: the fastest for the device (`auto`), those that run on every CPU (`portable`), or the plain PyTorch
+    reference (`torch`). The environment variable PACELINE_KERNELS overrides `auto`."""
     deterministic: bool = False
-    """Take sums in an order that depends neither on the batch nor on the strategy, so that tokens do not either, in any dtype on
-    any device. Without it a rare near-tie may fall the other way."""
+    """Reduce in an order that depends neither on the batch nor on the strategy. Tokens are then identical in any dtype on any
+    device. Without it a rare near-tie between two tokens may be decided differently."""
     cuda_graphs: bool = True
-    """On a GPU, capture decoding steps and replay them."""
+    """Capture decode steps as CUDA graphs and replay them (GPU only)."""
     pack_weights: bool = True
-    """On a CPU, keep a second copy of the matrices in the layout that its kernels read: much faster, twice the memory."""
+    """Keep a second copy of the weight matrices in the layout that the CPU kernels read: much faster, twice the memory (CPU
+    only)."""
     tau: float = Field(0.35, ge=0, le=1)
-    """How much the learned drafter's own spread is believed when it guesses with the shared noise; 0: plain top-k."""
+    """Temperature of the learned drafter's distribution when it ranks draft tokens with the shared noise. 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)
-    """Likewise for the suffix drafter's counts."""
+    """Temperature of the suffix drafter's counts when it ranks draft tokens with the shared noise. 0: plain top-k."""
     suffix_tokens: int = Field(4_000_000, ge=1)
-    """Tokens of history the suffix drafter remembers."""
+    """Number of tokens of history that the suffix drafter keeps."""
     suffix_scope: Literal["prompt", "all"] = "prompt"
-    """Where it looks: the prompt and its answers, earlier ones too; or every answer to any prompt (the last 262,144 tokens), for
-    tasks whose answers resemble each other."""
+    """Text that the suffix drafter searches: the prompt and its answers, including earlier ones (`prompt`), or the last 262,144
+    tokens of all answers to all prompts (`all`), for tasks whose answers resemble each other."""
 
 
 class RolloutConfig(Config):
-    """What one training step asks of the policy."""
+    """Size of a training step's batch, and how its answers are sampled."""
 
     prompts: int = Field(8, ge=1)
-    """Prompts per step …"""
+    """Number of prompts per step."""
     group_size: int = Field(8, ge=1)
-    """… and answers to each."""
+    """Number of answers per prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Greedy answers of one group would be equal: nothing to learn from."""
+    """Sampling temperature. It must be positive: greedy answers to one prompt are all equal and carry no training signal."""
     top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens. 0: from all."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of most likely tokens whose probability reaches this value. 1: from all."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from tokens that are at least this fraction as likely as the most likely one. 0: from all."""
     max_new_tokens: int = Field(512, ge=1)
+    """Maximum number of tokens per answer."""
     stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
 
 
 class OptimizerConfig(Config):
-    """AdamW, and how its rate moves."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, gt=0)
+    """Base learning rate of the policy."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay, applied to matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, down to `min_lr_ratio` at the last step (linear, cosine)."""
+    """Learning-rate schedule after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the last step."""
     warmup_steps: int = Field(0, ge=0)
+    """Number of steps over which the learning rate rises linearly to its base value."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the last step as a fraction of the base learning rate (`linear` and `cosine`)."""
     critic_lr: float | None = Field(None, gt=0)
-    """The critic's own rate; None: the policy's."""
+    """Base learning rate of the critic. None: the policy's."""
 
 
 class LearnerConfig(Config):
-    """How a batch of answers becomes new weights. None of the sizes changes what is learned."""
+    """How a batch of answers becomes a weight update. The sizes in this class do not change the result."""
 
     micro_batch_tokens: int = Field(8192, ge=1)
-    """Answers are packed side by side up to this many tokens per forward pass; a longer one goes alone."""
+    """Answers are packed into micro-batches of at most this many tokens. A longer answer gets a micro-batch of its own."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps per pass over the batch."""
+    """Number of optimizer steps per pass over the batch."""
     epochs: int = Field(1, ge=1)
-    """Passes over the batch."""
+    """Number of passes over the batch."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """What ratios are taken against: the trainer's own log-probabilities before its first update (then an update does not
-    depend on how the engine rounds, bit for bit), or those the engine drew with (exact importance weights)."""
+    """Log-probabilities in the denominator of the importance ratio: those that the trainer computes before its first update
+    (`trainer`: the update does not depend on the engine's rounding), or those that the engine sampled with (`engine`: exact
+    importance weights)."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     lora_rank: int = Field(0, ge=0)
-    """0: all weights are trained."""
+    """Rank of the LoRA adapters. 0: all weights are trained."""
     lora_alpha: int = Field(32, gt=0)
+    """Scale of the LoRA adapters."""
     lora_targets: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
+    """Projections that get LoRA adapters."""
 
 
 class RewardConfig(Config):
-    """Grading, in processes of its own while other answers still generate."""
+    """Grading of answers. Answers are graded in worker processes while others are still being generated."""
 
     workers: int = Field(1, ge=0)
-    """0: in the training process."""
+    """Number of worker processes. 0: answers are graded in the training process."""
     timeout_s: float = Field(10.0, gt=0)
+    """Maximum number of seconds for grading one answer."""
 
 
 class TrainConfig(Config):
-    """One run. Written to its folder, resolved, before the first step."""
+    """Configuration of one reinforcement learning run. It is written, with all defaults filled in, to the run folder."""
 
     model: str = "default"
-    """Hugging Face folder, hub id, GGUF file, or `default`: the small policy that comes with the package."""
+    """Policy to train: a Hugging Face folder, hub id or GGUF file, or `default` for the small policy bundled with the package."""
     task: str = "collatz"
-    """See docs/tasks.md; `reasoning-gym:NAME` is any of its generators."""
+    """Name of the task (docs/tasks.md). `reasoning-gym:NAME` is any generator of reasoning-gym."""
     task_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task."""
     algorithm: str = "grpo"
-    """grpo, dr_grpo, dapo, rloo or ppo."""
+    """Training algorithm: grpo, dr_grpo, dapo, rloo or ppo."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the algorithm (docs/training.md)."""
     steps: int = Field(30, ge=1)
+    """Number of training steps."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the task's problems before the run ends; None: as many as the steps need."""
+    """Maximum number of passes over the task's problems. None: as many as `steps` requires."""
     seed: int = 0
+    """Seed of the run: the order of the problems and all sampling derive from it."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """What generation and the forward pass compute in; weights are kept and updated in float32 at least."""
+    """Data type of generation and of the forward pass. Weights are stored and updated in float32 or better."""
     device: str = "cpu"
+    """Device to train on, such as `cpu` or `cuda`."""
     threads: int | None = Field(None, ge=1)
+    """Number of CPU threads. None: PyTorch's default."""
     out: str = "runs/default"
-    """The run folder."""
+    """Run folder."""
     strategy: str = "auto"
-    """off, auto, model, beg, or like suffix:d8w2v16 (docs/selection.md). Changes no token."""
+    """Speculation strategy: off, auto, model, beg, or a fixed one such as suffix:d8w2v16 (docs/selection.md). It changes no
+    token."""
     drafter: str = "suffix"
-    """suffix; none; a learned drafter's folder; or `learned`: one that begins with nothing."""
-    drafter_follow: bool = True
-    """A learned drafter is trained on the way, while that pays; false: it stays as it was in its folder."""
-    drafter_mode: DrafterMode = "between"
-    """When it is trained: between generation and the policy's update; beside generation, in a process of its own on idle cores
-    (`threads` says how many generation takes); stream: in a thread while a step's last answers decode, on a GPU on a stream of
-    low priority."""
-    drafter_pace: dict[str, Any] = Field(default_factory=dict)
-    """For how long: fields of `spot.pays.PaceConfig`."""
+    """Drafter: `suffix`, `none`, the folder of a learned drafter, or `learned` for a new, untrained one."""
+    train_drafter: bool = True
+    """Train the learned drafter during the run, as long as that saves more time than it takes. False: it stays as loaded."""
+    drafter_mode: DrafterMode = "interleaved"
+    """When the learned drafter is trained. `interleaved`: after generation and before the policy's update. `background_process`:
+    during generation, in another process on idle CPU cores (`threads` limits those that generation uses). `cuda_stream`: in a
+    thread while the last answers of a step are generated, on a GPU on a low-priority stream."""
+    drafter_budget: dict[str, Any] = Field(default_factory=dict)
+    """How long the learned drafter is trained per step: fields of `spot.pays.PaceConfig`."""
     drafter_alarms: dict[str, Any] = Field(default_factory=dict)
-    """When to warn that it no longer fits: fields of `spot.alarms.AlarmConfig`."""
+    """When to warn that the learned drafter no longer fits its policy: fields of `spot.alarms.AlarmConfig`."""
     spot: dict[str, Any] = Field(default_factory=dict)
-    """How a drafter is trained: fields of `spot.SpotConfig`."""
+    """How the learned drafter is trained: fields of `spot.SpotConfig`."""
     reward_model: str | None = None
-    """Folder of a sequence classifier with one output; its score is added to the task's reward."""
+    """Folder of a reward model, a sequence classifier with one output. Its score is added to the task's reward."""
     reward_model_weight: float = 1.0
+    """Weight of the reward model's score."""
     compare_off: bool = False
-    """Also generate every batch without speculation, and compare tokens and time."""
+    """Generate every batch a second time without speculation, and compare tokens and time."""
     checkpoint_every: int = Field(10, ge=1)
+    """Number of steps between checkpoints."""
     keep_checkpoints: int = Field(2, ge=1)
+    """Number of most recent checkpoints to keep."""
     wandb: str | None = None
-    """Project to log to, if wandb is installed."""
+    """Weights & Biases project to log to, if wandb is installed."""
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_renamed(cls, raw: Any) -> Any:
+        return with_current_names(raw) if isinstance(raw, Mapping) else raw
+
+
+def with_current_names(raw: Mapping[str, Any], level: int = logging.WARNING) -> dict[str, Any]:
+    """`raw`, the content of a `TrainConfig`, with former keys and values replaced by the current ones. Each is logged at
+    `level`."""
+    current: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = RENAMED_KEYS.get(key, key)
+        if name != key:
+            if name in raw:
+                raise ValueError(f"{key} was renamed to {name}; give only {name}")
+            logger.log(level, "%s is deprecated; it was renamed to %s", key, name)
+        values = RENAMED_VALUES.get(name, {})
+        if isinstance(value, str) and value in values:
+            logger.log(level, "%s = %r is deprecated; it was renamed to %r", name, value, values[value])
+            value = values[value]
+        current[name] = value
+    return current

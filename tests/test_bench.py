@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny import CONFIGS
 
+from paceline.bench.explain import as_json, why
+from paceline.bench.selection import BatchResult, Cell
+from paceline.bench.steps import Step, StepTally, TimedEngine, fixed_strategies
 from paceline.cli import main
-from paceline.commands.bench_measure import BatchResult, Cell
-from paceline.commands.bench_runs import Step, Tally, TimedEngine, fixed_strategies
-from paceline.commands.bench_show import as_json, why
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.types import SamplingParams, StepResult, Strategy
@@ -78,7 +78,7 @@ def test_without_a_drafter_there_is_nothing_to_say():
 
 
 def test_a_tally_keeps_steps_of_a_full_batch_apart():
-    tally = Tally()
+    tally = StepTally()
     for requests, prefill, ms in ((2, 0, 4.0), (2, 0, 6.0), (2, 9, 99.0), (1, 0, 1.0)):
         tally(StepResult(0, Strategy.OFF, requests, requests, prefill, 0, 0, {i: [7] for i in range(requests)}, [], ms))
     assert tally.mean_step("off", 2) == Step(2, 2, 2, 5.0) and tally.mean_step("off", 5) is None

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from paceline.cli import main
-from paceline.commands.output import RolloutFile
+from paceline.generation import RolloutFile
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
@@ -254,7 +254,7 @@ def test_a_full_disk_from_the_start(model: Path, prompts: Path, capsys: pytest.C
 def test_a_disk_that_fills_up(model: Path, prompts: Path, whole: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the fourth line still fits."""
-    out, take_up = tmp_path / "out.jsonl", RolloutFile._take_up
+    out, resume = tmp_path / "out.jsonl", RolloutFile._resume
 
     class Filling:
         def __init__(self, file: Any) -> None:
@@ -271,10 +271,10 @@ def test_a_disk_that_fills_up(model: Path, prompts: Path, whole: Rollouts, tmp_p
             return getattr(self._file, name)
 
     def filling(self: RolloutFile, settings: dict[str, Any]) -> None:
-        take_up(self, settings)
+        resume(self, settings)
         self._file = Filling(self._file)  # type: ignore[assignment]
 
-    monkeypatch.setattr(RolloutFile, "_take_up", filling)
+    monkeypatch.setattr(RolloutFile, "_resume", filling)
     assert generate(model, prompts, out) == 2
     assert "out.jsonl: No space left on device" in one_line(capsys)
     kept = read(out)
@@ -317,7 +317,7 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "interrupted: " in said and "the same command goes on from there" in said and "Traceback" not in said
+    assert "interrupted: " in said and "the same command continues from there" in said and "Traceback" not in said
     assert 0 < len(read(tmp_path / "out.jsonl")) < 8000
 
 

@@ -27,17 +27,18 @@ from benchmarks.lib.prompts import chat, questions
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, make_parser
 from paceline import Engine, SamplingParams
-from paceline.commands.policy import policy_source
-from paceline.commands.rollouts import Problems, as_prompt
+from paceline.bundled import resolve_model
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
+from paceline.generation import plain_prompt
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.spot.beside import Beside, BesideReport, generation_stream, low_priority_stream
 from paceline.spot.process import BesideProcess
 from paceline.tasks import make_task
+from paceline.trainer.rollouts import PromptStream
 from paceline.types import FeatureRecord
 
 
@@ -94,7 +95,7 @@ def setting(args: Any, device: torch.device) -> tuple[Work, list[FeatureRecord],
         new_tokens = 24
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        policy, tokenizer = load_model(args.model or policy_source("default"), device, dtype)
+        policy, tokenizer = load_model(args.model or resolve_model("default"), device, dtype)
         new_tokens = args.tokens
         prompts = [] if args.prompts is None else chat(tokenizer, questions(args.prompts))[: args.batch]
     start = fresh_eagle(policy) if args.drafter is None else load_eagle(args.drafter, policy)
@@ -102,7 +103,7 @@ def setting(args: Any, device: torch.device) -> tuple[Work, list[FeatureRecord],
                           max_context=min(policy.config.max_context, 2048))
     engine = Engine(policy, tokenizer, start, "off", config)
     if not prompts:
-        prompts = [as_prompt(engine, p) for p in Problems(make_task("collatz"), 0, None).take(0, args.batch)]
+        prompts = [plain_prompt(engine, p.prompt) for p in PromptStream(make_task("collatz"), 0, None).take(0, args.batch)]
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     groups = engine.generate(prompts, params, 4)  # also compiles kernels and captures graphs
     records = [r.features for group in groups for r in group.rollouts if r.features is not None]

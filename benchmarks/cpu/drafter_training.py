@@ -42,19 +42,19 @@ from benchmarks.lib.models import TINY
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, make_parser
 from paceline import Engine, SamplingParams
-from paceline.commands.drafter_capture import Capture, CaptureOptions
-from paceline.commands.drafter_prompts import Asked, encoded, read_prompts
-from paceline.commands.drafter_slices import coverage_record, judged
-from paceline.commands.policy import policy_source
+from paceline.bundled import resolve_model
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
+from paceline.generation import NamedPrompt, encode_prompt, read_prompts
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
 from paceline.models.weights import load_model
 from paceline.spot import SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.spot.objective import Objective
 from paceline.spot.packing import first_fit, num_rows, pack
+from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions
+from paceline.trainer.drafter_eval import coverage_record, held_out_coverage
 from paceline.types import FeatureRecord
 
 FORMS: dict[str, dict[str, str]] = {
@@ -118,7 +118,7 @@ class Bench:
         self.policy, self.tokenizer, prompts = self._policy(device)
         self.on_gpu = device.type == "cuda"
         options = CaptureOptions(args.answers, 1, SamplingParams(max_new_tokens=args.new_tokens), 32 << 30, device=device)
-        self.captured = Capture(records, prompts, options)
+        self.captured = AnswerCapture(records, prompts, options)
         self._capture()
         self.fresh = self.captured.held_out_prompts()
         if args.test_prompts is not None:
@@ -158,7 +158,7 @@ class Bench:
             drafter = trainer.drafter()
             if self.args.save is not None:
                 save_eagle(drafter, self.args.save / f"{name}-{mark:g}s")
-            covered = judged(drafter, self.policy, held_out, tau, 1.0)
+            covered = held_out_coverage(drafter, self.policy, held_out, tau, 1.0)
             record = {k: v for k, v in coverage_record(covered).items() if k in ("by_depth", "by_quarter", "by_position")}
             marks[f"{mark:g}"] = record | {
                 "steps": trainer.progress.step, "tokens": tokens, "tokens_per_s": tokens / seconds,
@@ -174,7 +174,7 @@ class Bench:
         asked = [self.fresh[i % len(self.fresh)] for i in range(self.args.measured)]
         params = SamplingParams(max_new_tokens=self.args.new_tokens, seed=77)
         keys = [f"measured {i}" for i in range(len(asked))]
-        engine.generate([encoded(engine, each) for each in asked], params, keys=keys)
+        engine.generate([encode_prompt(engine, each) for each in asked], params, keys=keys)
         found = engine.stats().tokens_per_verification
         del engine
         gc.collect()  # the engine is part of a reference cycle
@@ -227,12 +227,12 @@ class Bench:
 
     # --- the policy and its responses
 
-    def _policy(self, device: torch.device) -> tuple[Decoder, Any, list[Asked]]:
+    def _policy(self, device: torch.device) -> tuple[Decoder, Any, list[NamedPrompt]]:
         if self.args.tiny:
-            prompts = [Asked(str(i), [(7 * i + j * j) % TINY.vocab_size for j in range(6)]) for i in range(16)]
+            prompts = [NamedPrompt(str(i), [(7 * i + j * j) % TINY.vocab_size for j in range(6)]) for i in range(16)]
             return Decoder.random(replace(TINY, num_layers=4), std=0.3), None, prompts
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        return *load_model(policy_source(self.args.model), device, dtype), read_prompts(self.args.prompts, print)
+        return *load_model(resolve_model(self.args.model), device, dtype), read_prompts(self.args.prompts, print)
 
     def _capture(self) -> None:
         """Captures responses with the hidden states that every form needs."""

@@ -27,19 +27,20 @@ import torch
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, make_parser
 from paceline import Engine, SamplingParams
-from paceline.commands.policy import policy_source
-from paceline.commands.rollouts import Problems, as_prompt
-from paceline.commands.run_folder import RunFolder
-from paceline.commands.settings import read_settings
-from paceline.commands.train import Run, make_engine
+from paceline.bundled import resolve_model
+from paceline.cli.train import TerminalView
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle
+from paceline.generation import plain_prompt
 from paceline.models.weights import load_model, parse_dtype
 from paceline.report import read_metrics
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.spot.coverage import coverage
 from paceline.tasks import make_task
+from paceline.trainer import Trainer, load_config
+from paceline.trainer.parts import make_engine
+from paceline.trainer.rollouts import PromptStream
 
 _TINY = ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "engine.kv_tokens=4096"]
 
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-seconds", type=float, default=30.0, help="seconds of drafter training before the run")
     parser.add_argument("--warm-prompts", type=int, default=48, help="number of prompts whose responses that training uses")
     args = parser.parse_args(arguments)
-    changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}", "drafter_mode=between",
+    changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}", "drafter_mode=interleaved",
                "compare_off=false", *(["threads=1"] if args.device == "cpu" else []), *(_TINY if args.tiny else []), *args.set]
-    config = read_settings(args.config, changes)
+    config = load_config(args.config, changes)
     report = Report(args, config.device, steps=config.steps, strategy=config.strategy,
                     model=config.model, task=config.task)
     budget = Budget(args.minutes)
@@ -69,42 +70,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.drafter is None:
             seconds, prompts = (0.5, 2) if args.tiny else (args.warm_seconds, args.warm_prompts)
             report.content["warm_up"] = warm_up(config, start, seconds, prompts)
-        with RunFolder(out) as folder:
-            run = Paired(config.model_copy(update={"out": str(out), "drafter": str(start), "drafter_follow": True}), folder)
-            run.execute()
+        config = config.model_copy(update={"out": str(out), "drafter": str(start), "train_drafter": True})
+        with TerminalView(config) as view:
+            run = Paired(config, callbacks=[view])
+            run.run()
         report.content |= figures(read_metrics(out))
-        found = run.collect.comparison
+        found = run.collector.comparison
         report.content |= {"rollouts": found.num_rollouts, "differing_rollouts": found.num_differing, "minutes": budget.used / 60}
     signal.signal(signal.SIGTERM, usual)
     report.save()
     show(report.content)
 
 
-class Paired(Run):
+class Paired(Trainer):
     """A run that also generates every batch with the drafter it started with."""
 
-    def _to_compare(self) -> Engine:
-        return make_engine(self.config.model_copy(update={"drafter_follow": False}), self.learner, self.tokenizer, speculate=True)
+    def _make_baseline(self) -> Engine:
+        return make_engine(self.config.model_copy(update={"train_drafter": False}), self.learner, self.tokenizer, speculate=True)
 
     def _engine_metrics(self, timed: dict[str, float]) -> dict[str, Any]:
-        assert self.off is not None
-        frozen = self.off.stats().tokens_per_verification
+        assert self.baseline is not None
+        frozen = self.baseline.stats().tokens_per_verification
         return {**super()._engine_metrics(timed), "frozen/accept_length": frozen}
 
-    def _compared(self) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         return {}
 
 
 def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> dict[str, Any]:
     """Trains a drafter for the policy that the run starts with, on responses to other problems, and writes it to `folder`."""
-    policy, tokenizer = load_model(policy_source(config.model), config.device, parse_dtype(config.dtype) or torch.float32)
+    policy, tokenizer = load_model(resolve_model(config.model), config.device, parse_dtype(config.dtype) or torch.float32)
     options = SpotConfig(**{"temperature": config.rollout.temperature, **config.spot})
     start = fresh_eagle(policy, options.module_form)
     engine = Engine(policy, tokenizer, "none", "off", config.engine.model_copy(update={"capture": capture_layers(start.config)}))
-    problems = Problems(make_task(config.task, **config.task_options), config.seed + 1, None).take(0, prompts)
+    problems = PromptStream(make_task(config.task, **config.task_options), config.seed + 1, None).take(0, prompts)
     params = SamplingParams(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens,
                             seed=config.seed + 1)
-    groups = engine.generate([as_prompt(engine, p) for p in problems], params, config.rollout.group_size)
+    groups = engine.generate([plain_prompt(engine, p.prompt) for p in problems], params, config.rollout.group_size)
     del engine
     gc.collect()  # the engine is part of a reference cycle
     records = [r.features for group in groups for r in group.rollouts if r.features is not None]

@@ -54,7 +54,7 @@ from paceline.models.weights import load_model
 from paceline.rl import Learner, make_algorithm, pack
 from paceline.rl.batch import MicroBatch, Sample
 from paceline.rl.checkpoint import RunState
-from paceline.rl.loop import Clock, StepDone, train
+from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.types import Rollout, RolloutGroup
 
 SECTIONS = ("check", "step", "trainer")
@@ -193,7 +193,7 @@ def random_samples(options: argparse.Namespace, vocab: int, count: int, dtype: t
         prompt = random.Random(group).choices(range(3, vocab), k=max(1, options.prompt_tokens - group % 5))
         samples.append(Sample(prompt + rng.choices(range(3, vocab), k=length), len(prompt), group, rng.random(), False,
                               -torch.rand(length, generator=torch.Generator().manual_seed(number), dtype=dtype)))
-    make_algorithm("grpo", options.new_tokens).credit(samples)
+    make_algorithm("grpo", options.new_tokens).compute_advantages(samples)
     return samples
 
 
@@ -301,7 +301,7 @@ class Ours:
         self.state = RunState()
 
     def step(self, number: int) -> Turn:
-        done: list[StepDone] = []
+        done: list[StepOutcome] = []
         watch = Stopwatch()
         self.state = train(self.learner, self.state, number + 1, self.options.prompts, self._collect, self._publish, done.append)
         used = watch.read()
@@ -314,14 +314,14 @@ class Ours:
     def _publish(self, learner: Learner, version: int) -> None:
         self.engine.update_weights(learner.weights(), version)
 
-    def _collect(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
+    def _collect(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         lengths, size = self.lengths[cursor // count], self.options.group
         params = SamplingParams(max_new_tokens=self.options.new_tokens, ignore_eos=True, seed=cursor)
-        with clock("generate"):
+        with timer("generate"):
             ids = [self.engine.add(prompt, params, size, f"{cursor + i}")
                    for i, prompt in enumerate(self.prompts[cursor : cursor + count])]
             found = self._until_done(dict(zip(chain.from_iterable(ids), lengths, strict=True)))
-        with clock("reward"):
+        with timer("reward"):
             for rollout in found.values():
                 rollout.reward = reward(rollout.text)
         return [RolloutGroup(found[group[0]].prompt_ids, [found[i] for i in group]) for group in ids]

@@ -11,12 +11,12 @@ from benchmarks.lib.prompts import chat, questions
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting
 from paceline import SamplingParams
-from paceline.commands.drafter_slices import judged
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.decoder import Decoder
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
+from paceline.trainer.drafter_eval import held_out_coverage
 from paceline.types import FeatureRecord
 
 _HELD_OUT = 48
@@ -69,7 +69,7 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
     drafter = trainer.drafter()
     if args.drafter is not None:
         save_eagle(drafter, args.drafter)
-    found = judged(drafter, policy, records[:held], EngineConfig().tau, config.temperature)
+    found = held_out_coverage(drafter, policy, records[:held], EngineConfig().tau, config.temperature)
     print(found, flush=True)
     report.content["drafter"] = {
         "answers": len(records), "tokens": sum(len(record.token_ids) for record in records), "capture_seconds": captured,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
 from paceline.drafters.origin import Origin, shape_of
+from paceline.files import atomic_write
 from paceline.models.decoder import Decoder
 
 _PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_proj.weight",
@@ -78,11 +79,8 @@ def save_eagle(module: Eagle, folder: str | Path) -> None:
         ids = module.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    for name, write in (("model.safetensors", lambda path: save_file(tensors, path)),
-                        ("config.json", lambda path: path.write_text(json.dumps(_config(module), indent=2)))):
-        temporary = folder / f".{name}.tmp"
-        write(temporary)
-        temporary.replace(folder / name)
+    atomic_write(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    atomic_write(folder / "config.json", json.dumps(_config(module), indent=2))
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -19,6 +19,7 @@ import torch
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine.dummy import DummySteps
+from paceline.files import atomic_write
 from paceline.models.decoder import Decoder
 from paceline.strategy import CostCurve, Points
 from paceline.types import Strategy
@@ -48,10 +49,8 @@ def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, 
         costs = profile(steps, seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(costs.dumps(), encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:  # only costs a second at every start
+        atomic_write(file, costs.dumps(), concurrent=True)
+    except OSError as error:  # that costs a second at every start, no more
         logger.info("the cost curve cannot be cached in %s: %s", file.parent, error)
     return costs
 

@@ -98,6 +98,16 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     return found
 
 
+def check_device(device: str) -> None:
+    """Raises a ValueError if `device` is not the name of a device, or names a CUDA device on a machine without one."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device {device}: not a device, such as cpu or cuda") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device}: no CUDA device is available")
+
+
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """Parameters allocated once and not initialised; tied ones stay one tensor."""
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""File writing that survives crashes and full disks: append-only files with one writer, and atomic replacement of whole files."""
+"""Append-only files that survive crashes and full disks. Files that are replaced as a whole are written by `paceline.files`."""
 
 from __future__ import annotations
 
@@ -53,17 +53,6 @@ class AppendOnlyFile:
     def close(self) -> None:
         """Closes the file and releases its lock."""
         self._file.close()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a whole file atomically: readers see the old content or the new one. On an OSError the old file stays."""
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        scratch.write_bytes(data)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise _with_path(path, error) from None
 
 
 def _open_locked(path: Path) -> FileIO:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
+from paceline.files import atomic_write
 from paceline.report.charts import further_charts, main_charts, rollout_speedup
 from paceline.report.examples import pick_examples
-from paceline.report.files import write_file
 from paceline.report.formatting import format_duration, format_steps, format_value
 from paceline.report.metrics import Record, finite_value, phase_seconds, read_metrics
 from paceline.report.plotting import PALETTE_CSS, Chart
@@ -55,7 +55,7 @@ def write_report(folder: Path | str, summary: Mapping[str, Any]) -> Path:
                    not_drawn=not_drawn, examples=pick_examples(folder), config_name=config_name, config=config,
                    num_steps=len(records))
     path = folder / "report.html"
-    write_file(path, page.encode())
+    atomic_write(path, page)
     return path
 
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 
-from paceline.report.files import AppendOnlyFile, write_file
+from paceline.files import atomic_write
+from paceline.report.files import AppendOnlyFile
 
 METRICS_FILE = "metrics.jsonl"
 PHASES = ("generate", "reward", "drafter", "infer", "train", "idle")
@@ -169,7 +170,7 @@ class WandbSink:
             raise ValueError(f"wandb {project!r}: not installed; pip install wandb, or leave it out") from None
         id_file = folder / "wandb-id.txt"
         if not id_file.exists():
-            write_file(id_file, uuid.uuid4().hex[:12].encode())
+            atomic_write(id_file, uuid.uuid4().hex[:12])
         self._run = wandb.init(project=project, name=folder.resolve().name, dir=str(folder),
                                id=id_file.read_text().strip(), resume="allow")
 

@@ -1,34 +1,36 @@
-"""Advantages: free functions from rewards to what each answer, or each token, is credited with."""
+"""Advantages as pure functions: from the rewards of answers to the advantage of each answer or token."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_EPS = 1e-4  # beside a group's standard deviation, as in TRL
+_EPS = 1e-4  # added to a group's standard deviation, as in TRL
 
 
 def group_normalised(rewards: Tensor) -> Tensor:
-    """GRPO: (r - mean) / (std + eps) within one group [G] -> [G]; std with Bessel's correction."""
+    """GRPO's advantages of one group [G] -> [G]: (r - mean) / (std + eps), with Bessel's correction in std."""
     centred = rewards - rewards.mean()
     return centred / (rewards.std() + _EPS) if len(rewards) > 1 else centred
 
 
 def group_centred(rewards: Tensor) -> Tensor:
-    """Dr. GRPO: r - mean. Dividing by the deviation would weigh very easy and very hard prompts more."""
+    """Dr. GRPO's advantages of one group [G] -> [G]: r - mean. Dividing by the standard deviation would give very easy and
+    very hard prompts more weight."""
     return rewards - rewards.mean()
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """RLOO: r minus the mean of the group's others."""
+    """RLOO's advantages of one group [G] -> [G]: r minus the mean reward of the group's other answers."""
     if len(rewards) == 1:
         return torch.zeros_like(rewards)
     return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """PPO, one answer: rewards [T], values [T] of the states before each token -> (advantages [T], returns [T]).
-    delta_t = r_t + gamma v_{t+1} - v_t;  A_t = delta_t + gamma lam A_{t+1};  the state after the last token is worth 0."""
+    """Generalised advantage estimation for one answer: rewards [T] and values [T] of the states before each token ->
+    (advantages [T], returns [T]).
+    delta_t = r_t + gamma v_{t+1} - v_t;  A_t = delta_t + gamma lam A_{t+1};  the state after the last token has the value 0."""
     advantages = torch.zeros_like(rewards)
     following, value_after = 0.0, 0.0
     for t in range(len(rewards) - 1, -1, -1):
@@ -39,7 +41,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 
 
 def whitened(values: list[Tensor]) -> list[Tensor]:
-    """Mean 0 and deviation 1 over all tokens of a batch."""
+    """Values shifted and scaled to mean 0 and standard deviation 1 over all tokens of a batch."""
     flat = torch.cat(values)
     if len(flat) < 2:
         return values
@@ -48,5 +50,5 @@ def whitened(values: list[Tensor]) -> list[Tensor]:
 
 
 def overlong_penalty(length: int, longest: int, cache: int) -> float:
-    """DAPO: 0 up to `longest - cache` tokens, then down to -1 at `longest`."""
+    """DAPO's soft penalty for overlong answers: 0 up to `longest - cache` tokens, then falling linearly to -1 at `longest`."""
     return -max(0.0, min(1.0, (length - (longest - cache)) / cache)) if cache else 0.0

@@ -1,4 +1,5 @@
-"""Answers as the trainer sees them, and packing: answers side by side in one list of rows, none of which sees another."""
+"""Samples (answers with what training needs) and their packing into micro-batches, in which sequences do not attend to each
+other."""
 
 from __future__ import annotations
 
@@ -14,34 +15,41 @@ from paceline.types import RolloutGroup
 
 @dataclass(slots=True)
 class Sample:
-    """One answer. Tensors have one element per answer token, on the CPU; None until someone fills them."""
+    """One answer. Tensors have one element per answer token and are on the CPU; they are None until they are computed."""
 
     tokens: list[int]
-    """Prompt and answer."""
+    """Token ids of prompt and answer."""
     prompt_length: int
+    """Number of prompt tokens."""
     group: int
+    """Index of the group that the answer belongs to."""
     reward: float
-    """As graded, before any shaping."""
+    """The task's reward, before any shaping."""
     truncated: bool
+    """Whether the answer reached the maximum length."""
     sampled: Tensor
-    """Log-probabilities the engine drew with."""
+    """Log-probabilities that the engine sampled with."""
     old: Tensor | None = None
-    """What ratios are taken against; None: the policy as it is, which has not been updated since."""
+    """Log-probabilities in the denominator of the importance ratio. None: the current policy, which has not been updated yet."""
     reference: Tensor | None = None
-    """Log-probabilities of the frozen reference."""
+    """Log-probabilities under the frozen reference policy."""
     values: Tensor | None = None
+    """The critic's values of the states before each token."""
     returns: Tensor | None = None
+    """Targets of the critic."""
     advantages: Tensor | None = None
+    """Advantages of the tokens."""
     score: float | None = None
-    """Of the reward model, times its weight: added to the reward."""
+    """The reward model's score times its weight, which is added to the reward."""
 
     @property
     def num_answer(self) -> int:
+        """Number of answer tokens."""
         return len(self.tokens) - self.prompt_length
 
 
 def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
-    """Every graded answer with at least one token; failed requests have nothing to learn from."""
+    """Samples of all rollouts that have at least one token and did not fail."""
     return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, float(rollout.reward or 0.0),
                    rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype))
             for index, group in enumerate(groups) for rollout in group.rollouts
@@ -49,23 +57,23 @@ def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sampl
 
 
 class MicroBatch(NamedTuple):
-    """One forward pass. R rows of whole sequences; A answer tokens, each predicted by the row before it."""
+    """Input of one forward pass: R rows of S whole sequences with A answer tokens, each predicted by the row before it."""
 
     tokens: Tensor  # [R] int64
     positions: Tensor  # [R] int64
     lengths: tuple[int, ...]  # of the sequences, in rows
-    last: Tensor  # [S] int64 each sequence's last row
-    rows: Tensor  # [A] int64 row whose output predicts the token
+    last: Tensor  # [S] int64 last row of each sequence
+    rows: Tensor  # [A] int64 row whose output predicts the answer token
     targets: Tensor  # [A] int64
-    sample: Tensor  # [A] int64 which of the S sequences
-    weights: Tensor  # [A] share in the batch's loss
+    sample: Tensor  # [A] int64 index of the sequence
+    weights: Tensor  # [A] weight in the batch's loss
     sampled: Tensor  # [A]
     old: Tensor | None  # [A]
     advantages: Tensor | None
     reference: Tensor | None
     values: Tensor | None
     returns: Tensor | None
-    members: tuple[int, ...]  # the sequences, by their place in the list that was packed
+    members: tuple[int, ...]  # indices of the sequences in the list that was packed
 
 
 def pack(samples: Sequence[Sample], max_tokens: int, weights: Sequence[float] | None = None,

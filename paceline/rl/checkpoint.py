@@ -1,5 +1,6 @@
-"""Checkpoints of a run: whole or not at all, the newest few kept. Together with the configuration they determine every later
-step: the weights, the optimizers' moments, how many steps are done and how many problems have been used."""
+"""Checkpoints of a run: weights, optimizer state, number of steps done and number of prompts used. Together with the
+configuration they determine every later step. A checkpoint is never seen half-written, and only the most recent few are
+kept."""
 
 from __future__ import annotations
 
@@ -26,24 +27,26 @@ _POLICY, _TENSORS, _STATE = "policy", "trainer.safetensors", "state.json"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
-    """Steps that are done."""
+    """Number of steps done."""
     cursor: int = 0
-    """Problems that have been used."""
+    """Number of prompts used."""
 
 
 class Checkpoints:
-    """`folder/step-000010/`: the policy as a model folder that anything loads, and what only the trainer needs."""
+    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, and a file with the trainer's
+    state."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
     def save(self, learner: Learner, state: RunState, tokenizer: Any) -> Path:
+        """Writes a checkpoint, removes old ones, and returns the new one's folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         target, scratch = self.folder / f"step-{state.step:06d}", self.folder / ".new"
-        shutil.rmtree(scratch, ignore_errors=True)  # what a killed run left
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
             save_model(plain_policy(learner), tokenizer, scratch / _POLICY)
             save_file(_trainer_tensors(learner), scratch / _TENSORS)
@@ -58,11 +61,12 @@ class Checkpoints:
         return target
 
     def all(self) -> list[Path]:
-        """Oldest first. A folder of that name is whole: it was renamed into place."""
+        """Folders of all checkpoints, oldest first. They are complete: each was renamed into place after it was written."""
         found = self.folder.glob("step-*") if self.folder.is_dir() else []
         return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name))
 
     def latest(self) -> Path | None:
+        """Folder of the most recent checkpoint; None if there is none."""
         return self.all()[-1] if self.all() else None
 
     def _kept(self) -> str:
@@ -71,16 +75,18 @@ class Checkpoints:
 
 
 def read_state(checkpoint: Path) -> RunState:
+    """Progress of the run when the checkpoint was written."""
     return RunState(**json.loads((checkpoint / _STATE).read_text(encoding="utf-8")))
 
 
 def policy_folder(checkpoint: Path) -> Path:
+    """Hugging Face folder of a checkpoint's policy."""
     return checkpoint / _POLICY
 
 
 def restore(learner: Learner, checkpoint: Path) -> None:
-    """What the model folder does not hold: adapters, critic, moments. The learner was built from the checkpoint's policy (or,
-    with adapters, from the run's first)."""
+    """Restores what the policy's folder does not contain: adapters, critic and optimizer state. The learner must have been
+    built from the checkpoint's policy or, with adapters, from the policy that the run started with."""
     tensors = load_file(checkpoint / _TENSORS)
     extra = _extra_parameters(learner)
     with torch.no_grad():
@@ -97,7 +103,7 @@ def restore(learner: Learner, checkpoint: Path) -> None:
 
 
 def plain_policy(learner: Learner) -> Decoder:
-    """The policy without wrappers; a copy if it has any."""
+    """The learner's policy as a plain decoder: a merged copy if it has adapters or checkpoint wrappers."""
     model = learner.policy.model
     if learner.config.lora_rank == 0 and not learner.config.gradient_checkpointing:
         return model
@@ -115,7 +121,7 @@ def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _extra_parameters(learner: Learner) -> dict[str, Tensor]:
-    """Trained tensors that the policy's folder does not hold."""
+    """Trained tensors that the policy's folder does not contain."""
     extra: dict[str, Tensor] = {f"policy.{name}": p for name, p in learner.policy.named_parameters() if ".lora_" in name}
     if learner.critic is not None:
         extra |= {f"critic.{name}": p for name, p in learner.critic.named_parameters()}

@@ -1,5 +1,5 @@
-"""The learner: a batch of answers in, new weights out. Owns the trained models and their optimizers; knows neither the engine
-nor the task, and no algorithm by name."""
+"""The learner turns a batch of answers into a weight update. It owns the models in training and their optimizers, and knows
+neither the engine, nor the task, nor any algorithm by name."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
+from paceline.optim import learning_rate_factor, make_adamw
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.models import Policy, Scorer, add_lora, checkpoint_layers, merged_parameters
 
 
-class NotFinite(ValueError):
-    """A loss or gradient that is not a number; the weights are as they were before."""
+class NonFiniteError(ValueError):
+    """A loss or gradient is NaN or infinite. The weights have not been changed by it."""
 
 
 class Learner:
+    """The policy in training, the frozen reference, the critic and the reward model, as the algorithm needs them."""
+
     def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
                  temperature: float, compute: torch.dtype, seed: int = 0, reward_model: Scorer | None = None,
                  reward_weight: float = 1.0) -> None:
-        """`model`: weights in float32 at least; `compute`: what products run in; `steps`: of the whole run, for the rate."""
+        """`model` has weights in float32 or better; `compute` is the data type of matrix products; `steps` is the number of
+        steps of the whole run, which the learning-rate schedule needs."""
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
         self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
         self.policy = Policy(model.requires_grad_(True), compute)
@@ -44,11 +48,12 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
+        """Device of all models."""
         return self.policy.model.norm.device
 
     @torch.no_grad()
     def infer(self, samples: Sequence[Sample]) -> None:
-        """What the policy as it is, the frozen models and the critic say of these answers, written into them."""
+        """Fills in the samples' old and reference log-probabilities, the critic's values and the reward model's scores."""
         if self.config.old_logprobs == "engine":
             for sample in samples:
                 sample.old = sample.sampled
@@ -57,25 +62,27 @@ class Learner:
             return
         for batch in self._packed(samples):
             if wants_old:
-                _hand_out(samples, batch, "old", self.policy.logprobs(batch, self.temperature)[0])
+                _scatter(samples, batch, "old", self.policy.logprobs(batch, self.temperature)[0])
             if self.reference is not None:
-                _hand_out(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
+                _scatter(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
             if self.critic is not None:
-                _hand_out(samples, batch, "values", self.critic.values(batch))
+                _scatter(samples, batch, "values", self.critic.values(batch))
             if self.reward_model is not None:
                 for i, score in zip(batch.members, self.reward_model.scores(batch).tolist(), strict=True):
                     samples[i].score = self.reward_weight * score
 
     @property
     def _needs_old(self) -> bool:
-        """One update and no distance in the reward: the policy's log-probabilities in the update itself are the old ones."""
+        """Whether old log-probabilities must be computed before the update. With a single update and no KL in the reward,
+        those computed in the update itself are the old ones."""
         in_reward = self.reference is not None and not self.algorithm.kl_in_loss
         return in_reward or self.config.epochs * self.config.minibatches > 1
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """`epochs` passes over the batch in `minibatches` optimizer steps each. Answers must have their advantages."""
-        lr = self._set_rates(step)
-        difference = _Difference()
+        """Makes `epochs` passes over the batch with `minibatches` optimizer steps each, and returns metrics. The samples must
+        have their advantages. `step` is counted from 0."""
+        lr = self._set_learning_rates(step)
+        difference = _LogprobDifference()
         totals: dict[str, float] = {}
         parts = list(_minibatches(samples, self.config.minibatches))
         for number in range(self.config.epochs * len(parts)):
@@ -85,10 +92,10 @@ class Learner:
         return {**totals, "lr": lr, **difference.metrics()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's, by the decoder's own names, adapters merged."""
+        """Names and values of the policy's weights, with adapters merged."""
         return merged_parameters(self.policy.model)
 
-    def _optimizer_step(self, samples: Sequence[Sample], difference: _Difference | None) -> dict[str, float]:
+    def _optimizer_step(self, samples: Sequence[Sample], difference: _LogprobDifference | None) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         for batch in self._packed(samples, self.algorithm.weights([s.num_answer for s in samples])):
             logprobs, entropy = self.policy.logprobs(batch, self.temperature)
@@ -108,7 +115,8 @@ class Learner:
         return {**metrics, **self._apply(metrics)}
 
     def _apply(self, losses: dict[str, float]) -> dict[str, float]:
-        """Clip and step, if everything is a number; otherwise leave all weights alone."""
+        """Clips the gradients and makes the optimizers' step. If a loss or gradient norm is not finite, raises and changes no
+        weight."""
         norms = {"grad_norm": self._clip(self.policy)}
         if self.critic is not None:
             norms["grad_norm/critic"] = self._clip(self.critic)
@@ -119,7 +127,7 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if wrong is not None:
-            raise NotFinite(f"{wrong} is {losses.get(wrong, norms.get(wrong))}")
+            raise NonFiniteError(f"{wrong} is {losses.get(wrong, norms.get(wrong))}")
         return norms
 
     def _clip(self, module: nn.Module) -> float:
@@ -129,27 +137,17 @@ class Learner:
     def _packed(self, samples: Sequence[Sample], weights: list[float] | None = None) -> list[MicroBatch]:
         return pack(samples, self.config.micro_batch_tokens, weights, self.device)
 
-    def _set_rates(self, step: int) -> float:
-        factor = lr_factor(step, self.total_steps, self.optimizer_config)
+    def _set_learning_rates(self, step: int) -> float:
+        config = self.optimizer_config
+        factor = learning_rate_factor(step, self.total_steps, config.schedule, config.warmup_steps, config.min_lr_ratio)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
         return float(self.optimizers[0].param_groups[0]["lr"])
 
 
-def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """What the rate is multiplied by at `step` (from 0)."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    done = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
-    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
-
-
-class _Difference:
-    """|trainer's - engine's log-probability|, before the first update of a step."""
+class _LogprobDifference:
+    """Mean and maximum of |trainer's - engine's log-probability| over the answer tokens, before the first update of a step."""
 
     def __init__(self) -> None:
         self._total, self._count, self._max = 0.0, 0, 0.0
@@ -164,11 +162,12 @@ class _Difference:
 
 
 def _minibatches(samples: Sequence[Sample], count: int) -> Iterable[Sequence[Sample]]:
-    """Every count-th answer: groups are spread over them."""
+    """Splits the samples into `count` minibatches. Each takes every count-th sample, so that groups are spread over all of
+    them."""
     return (part for part in (samples[i::count] for i in range(count)) if part)
 
 
-def _hand_out(samples: Sequence[Sample], batch: MicroBatch, name: str, values: Tensor) -> None:
+def _scatter(samples: Sequence[Sample], batch: MicroBatch, name: str, values: Tensor) -> None:
     parts = values.to("cpu", samples[0].sampled.dtype).split([samples[i].num_answer for i in batch.members])
     for i, part in zip(batch.members, parts, strict=True):
         setattr(samples[i], name, part)
@@ -179,10 +178,4 @@ def _frozen(model: Decoder) -> Decoder:
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Decay for matrices only."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
-              {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
-    groups = [{**group, "base_lr": lr} for group in groups if group["params"]]
-    fused = all(p.dtype == torch.float32 for p in trained)
-    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)
+    return make_adamw(module.parameters(), lr, config.betas, config.eps, config.weight_decay)

@@ -1,12 +1,16 @@
-"""The loop: generate, infer, train, publish. It is handed what generates and what listens, and owns only the order of things."""
+"""The training loop: collect rollouts, train the drafter, compute advantages, update the policy, publish the new weights.
+
+The loop owns only the order of these phases. It is handed the callables that generate, train the drafter and publish, and the
+listeners that are told about each step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.rl.batch import samples_of
 from paceline.rl.checkpoint import RunState
@@ -14,16 +18,18 @@ from paceline.rl.learner import Learner
 from paceline.types import RolloutGroup
 
 
-class Exhausted(Exception):
-    """No problems are left."""
+class OutOfPrompts(Exception):
+    """The task has no prompts left."""
 
 
 @dataclass(slots=True)
-class Clock:
-    """Seconds by phase, since it was made."""
+class PhaseTimer:
+    """Measures the seconds that one step spends in each of its phases."""
 
     on_phase: Callable[[str], None] = lambda phase: None
+    """Called with a phase's name when the phase begins."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each phase so far."""
     began: float = field(default_factory=time.perf_counter)
 
     @contextmanager
@@ -36,71 +42,102 @@ class Clock:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """`idle` is what no phase accounts for."""
+        """`time/PHASE` for each phase, `time/step` for the whole step, and `time/idle` for the time outside all phases."""
         total = time.perf_counter() - self.began
         idle = max(0.0, total - sum(self.seconds.values()))
         return {**{f"time/{phase}": seconds for phase, seconds in self.seconds.items()}, "time/idle": idle, "time/step": total}
 
 
 class Collect(Protocol):
-    def __call__(self, cursor: int, count: int, clock: Clock) -> list[RolloutGroup]:
-        """Graded groups of the `count` problems from `cursor` on (fewer if fewer are left, Exhausted if none is). A group without
-        answers is a problem that could not be posed."""
+    """Generates and grades the answers to some prompts."""
+
+    def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
+        """Graded groups of the `count` prompts from number `cursor` on; fewer if fewer are left. A group without rollouts belongs
+        to a prompt that the engine refused. Raises OutOfPrompts if no prompt is left."""
+        ...
+
+
+class TrainDrafter(Protocol):
+    """Trains the drafter on a step's rollouts."""
+
+    def __call__(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
+        """Called once per step with all generated groups, after they are graded and before the policy changes: the features that
+        were captured with the rollouts belong to the policy's current weights. Returns metrics."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepOutcome:
     """What listeners are told after a step."""
 
     state: RunState
+    """Progress of the run including this step."""
     groups: list[RolloutGroup]
+    """The groups that the policy was trained on."""
     metrics: dict[str, float]
+    """Losses, drafter metrics and seconds per phase."""
 
 
 def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: Collect,
-          publish: Callable[[Learner, int], None], on_step: Callable[[StepDone], None],
-          on_phase: Callable[[str], None] = lambda phase: None) -> RunState:
-    """Steps until `steps` are done or no problems are left. Every step is a function of the weights and `state` alone."""
+          publish: Callable[[Learner, int], None], on_step_end: Callable[[StepOutcome], None],
+          on_phase: Callable[[str], None] = lambda phase: None, train_drafter: TrainDrafter | None = None,
+          on_step_begin: Callable[[int], None] = lambda step: None) -> RunState:
+    """Trains until `steps` steps are done or no prompts are left. Every step is a function of the weights and `state` alone."""
     while state.step < steps:
-        clock = Clock(on_phase)
+        step, timer = state.step + 1, PhaseTimer(on_phase)
+        on_step_begin(step)
         try:
-            groups, cursor = gather(learner, state.cursor, prompts, collect, clock)
-        except Exhausted:
+            batch = collect_batch(learner, state.cursor, prompts, collect, timer)
+        except OutOfPrompts:
             break
-        with clock("infer"):
-            samples = samples_of(groups, learner.policy.model.norm.dtype)
+        metrics: dict[str, float] = {}
+        if train_drafter is not None:
+            with timer("drafter"):
+                metrics |= train_drafter(batch.generated, step)
+        with timer("infer"):
+            samples = samples_of(batch.kept, learner.policy.model.norm.dtype)
             learner.infer(samples)
-            learner.algorithm.credit(samples)
-        with clock("train"):
-            metrics = learner.update(samples, state.step) if samples else {}
-            publish(learner, state.step + 1)
+            learner.algorithm.compute_advantages(samples)
+        with timer("train"):
+            metrics |= learner.update(samples, state.step) if samples else {}
+            publish(learner, step)
         scores = [sample.score for sample in samples if sample.score is not None]
         if scores:
             metrics["reward/model"] = sum(scores) / len(scores)
-        state = RunState(state.step + 1, cursor)
-        on_step(StepDone(state, groups, {**metrics, **clock.metrics()}))
+        state = RunState(step, batch.cursor)
+        on_step_end(StepOutcome(state, batch.kept, {**metrics, **timer.metrics()}))
     return state
 
 
-def gather(learner: Learner, cursor: int, prompts: int, collect: Collect, clock: Clock) -> tuple[list[RolloutGroup], int]:
-    """Groups worth training on, and the cursor behind what they took. Dynamic sampling replaces groups that teach nothing by
-    other prompts'; when none teaches anything, what was collected comes back as it is."""
+class CollectedBatch(NamedTuple):
+    """The rollouts of one step."""
+
+    kept: list[RolloutGroup]
+    """Groups that the policy is trained on."""
+    generated: list[RolloutGroup]
+    """All groups with rollouts, including those that dynamic sampling dropped."""
+    cursor: int
+    """Number of prompts used so far in the run."""
+
+
+def collect_batch(learner: Learner, cursor: int, prompts: int, collect: Collect, timer: PhaseTimer) -> CollectedBatch:
+    """Collects the groups of one step. Dynamic sampling replaces groups without training signal by those of further prompts,
+    up to `max_refills` times; if no group has any signal, all generated groups are kept."""
     kept: list[RolloutGroup] = []
-    seen: list[RolloutGroup] = []
+    generated: list[RolloutGroup] = []
     for _ in range(1 + learner.algorithm.max_refills):
         try:
-            groups = collect(cursor, prompts - len(kept), clock)
-        except Exhausted:
-            if not seen:
+            groups = collect(cursor, prompts - len(kept), timer)
+        except OutOfPrompts:
+            if not generated:
                 raise
             break
         cursor += len(groups)
         groups = [group for group in groups if group.rollouts]
-        seen += groups
+        generated += groups
         kept += [group for group in groups if learner.algorithm.keep([r.reward or 0.0 for r in group.rollouts])]
-        if len(kept) >= prompts or (seen and not learner.algorithm.dynamic_sampling):
+        if len(kept) >= prompts or (generated and not learner.algorithm.dynamic_sampling):
             break
-    if not seen:
+    if not generated:
         raise ValueError(f"task: none of the last {prompts * (1 + learner.algorithm.max_refills)} problems could be posed")
-    return (kept or seen), cursor
+    return CollectedBatch(kept or generated, generated, cursor)

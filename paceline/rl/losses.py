@@ -1,4 +1,4 @@
-"""Losses by token: free functions without state. What is summed how is the weights' business (`token_weights`)."""
+"""Losses per token as pure functions. How tokens are averaged over a batch is decided by their weights (`token_weights`)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ Aggregation = Literal["sequence", "token", "constant"]
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio) = pi / pi_old."""
+    """PPO's clipped surrogate loss: -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio) = pi / pi_old."""
     ratio = log_ratio.exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
 def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Whether a token's ratio no longer moves its loss."""
+    """Whether a token is clipped: its ratio is outside the clip range and contributes no gradient."""
     ratio = log_ratio.exp()
     return ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
 
 
 def summed_per_sample(values: Tensor, sample: Tensor, num_samples: int) -> Tensor:
-    """[A], sample of each [A] -> every token holds its answer's sum [A]."""
+    """Values of tokens [A] and the sample that each belongs to [A] -> for every token, the sum over its sample [A]."""
     sums = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
     return sums[sample]
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Schulman's estimate of KL(pi || ref) from tokens of pi: exp(d) - d - 1 with d = log ref - log pi; never negative."""
+    """Schulman's k3 estimator of KL(pi || ref) from tokens sampled by pi: exp(d) - d - 1 with d = log ref - log pi. It is never
+    negative."""
     difference = reference - logprobs
     return difference.exp() - difference - 1
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """1/2 max((v - R)², (clip(v, v_old ± c) - R)²)."""
+    """PPO's clipped value loss: 1/2 max((v - R)², (clip(v, v_old ± c) - R)²)."""
     near = old_values + (values - old_values).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
 def token_weights(lengths: list[int], aggregation: Aggregation, constant: int = 0) -> list[float]:
-    """What one token of each answer weighs in the batch's loss, so that a plain weighted sum over tokens, however they are
-    split into micro-batches, is the mean that was meant: over answers of their token means (GRPO), over all tokens (DAPO), or
-    over answers of token sums divided by a constant length (Dr. GRPO)."""
+    """Weight of one token of each answer in the batch's loss. With these weights a plain weighted sum over tokens, however
+    they are split into micro-batches, is the intended mean: over answers of their token means (`sequence`, GRPO), over all
+    tokens (`token`, DAPO), or over answers of token sums divided by a constant length (`constant`, Dr. GRPO)."""
     match aggregation:
         case "sequence":
             return [1.0 / (len(lengths) * max(1, length)) for length in lengths]

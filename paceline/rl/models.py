@@ -1,5 +1,5 @@
-"""The models of a training step around the one decoder: the policy, and a scorer (critic, reward model) that puts a single
-number on every row. They know packed rows (`MicroBatch`), not requests, and hold no optimizer."""
+"""Models of a training step, built on the decoder: the policy, and a scorer (critic, reward model) with a single output per
+row. They process packed micro-batches and hold no optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from paceline.models.weights import empty_model, open_checkpoint
 from paceline.rl.batch import MicroBatch
 
 HEAD_ROWS = 1024
-"""Rows whose logits exist at a time: a vocabulary of 150,000 would otherwise fill the memory."""
+"""Maximum number of rows whose logits exist at the same time: with a vocabulary of 150,000 they would otherwise fill the
+memory."""
 _SCORE = "score.weight"
 
 
 class Trunk(nn.Module):
-    """A decoder over packed rows. With `compute` bfloat16 its weights stay in float32 and products run in bfloat16."""
+    """A decoder over packed rows. With `compute` bfloat16 its weights stay in float32 and matrix products run in bfloat16."""
 
     def __init__(self, model: Decoder, compute: torch.dtype) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Trunk(nn.Module):
         self._rope: Rope | None = None
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """[R, H]."""
+        """Final hidden states of all rows [R, H]."""
         longest, weight = max(batch.lengths), self.model.norm
         if self._rope is None or len(self._rope.cos) < longest:
             self._rope = Rope(self.model.config, max(1024, 2 * longest), weight.dtype, weight.device)
@@ -42,13 +43,17 @@ class Trunk(nn.Module):
         return self.model(batch.tokens, PackedAttend(self.ops, cos, sin, batch.lengths)).final
 
     def precision(self) -> AbstractContextManager[object]:
+        """Context in which matrix products run in `compute`."""
         device = self.model.norm.device.type
         return torch.autocast(device, self.compute) if self.compute == torch.bfloat16 else nullcontext()
 
 
 class Policy(Trunk):
+    """A decoder with its language-model head."""
+
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Of every answer token, as the engine samples it: (log-probability [A], entropy [A] without gradient)."""
+        """(log-probability [A], entropy [A] without gradient) of every answer token, at the temperature that the engine
+        samples with."""
         with self.precision():
             hidden = self.hidden(batch)[batch.rows]
             parts = [self._chunk(h, t, temperature)
@@ -69,21 +74,21 @@ class Policy(Trunk):
 
 
 class Scorer(Trunk):
-    """A decoder with one output per row: a critic's value of the state, a reward model's score of the whole."""
+    """A decoder with one output per row: a critic's value of a state, or a reward model's score of a sequence."""
 
     def __init__(self, model: Decoder, compute: torch.dtype) -> None:
         super().__init__(model, compute)
-        model.head = None  # type: ignore[assignment]  # it draws no tokens
+        model.head = None  # type: ignore[assignment]  # a scorer has no vocabulary
         weight = model.norm
         self.score = nn.Linear(model.config.hidden_size, 1, bias=False).to(weight.device, weight.dtype)
         nn.init.zeros_(self.score.weight)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Of the state before each answer token [A]."""
+        """Values of the states before each answer token [A]."""
         return self._scores(batch, batch.rows)
 
     def scores(self, batch: MicroBatch) -> Tensor:
-        """Of each sequence, at its last token [S]."""
+        """Score of each sequence, taken at its last token [S]."""
         return self._scores(batch, batch.last)
 
     def _scores(self, batch: MicroBatch, rows: Tensor) -> Tensor:
@@ -93,11 +98,11 @@ class Scorer(Trunk):
 
 
 def load_reward_model(source: str | Path, device: torch.device | str, dtype: torch.dtype, compute: torch.dtype) -> Scorer:
-    """A folder or hub id of a `…ForSequenceClassification` model with one label."""
+    """Loads a frozen reward model from a folder or hub id of a `…ForSequenceClassification` model with one label."""
     found = open_checkpoint(source)
     if found.shapes().get(_SCORE) != (1, found.config.hidden_size):
-        raise ValueError(f"reward_model: {source} is no sequence classifier with one output ({_SCORE} [1, hidden])")
-    model = empty_model(replace(found.config, tie_embeddings=True), dtype, device)  # tied: no head is waited for
+        raise ValueError(f"reward_model: {source} is not a sequence classifier with one output ({_SCORE} [1, hidden])")
+    model = empty_model(replace(found.config, tie_embeddings=True), dtype, device)  # tied: the checkpoint need not contain a head
     scorer: dict[str, Tensor] = {}
 
     def trunk() -> Iterator[tuple[str, Tensor]]:
@@ -115,8 +120,8 @@ def load_reward_model(source: str | Path, device: torch.device | str, dtype: tor
 
 
 def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], seed: int) -> None:
-    """Low-rank adapters on the named projections, in place; only they are trained."""
-    from peft import LoraConfig, inject_adapter_in_model  # seconds to import: only where it is used
+    """Adds LoRA adapters to the named projections, in place. Only the adapters are trained."""
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds to import
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -124,7 +129,7 @@ def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], se
 
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The plain decoder's parameters by its own names, adapters added in: for the engine and for checkpoints."""
+    """Names and values of the plain decoder's parameters, with adapters merged, for the engine and for checkpoints."""
     adapted = {plain_name(name): module for name, module in model.named_modules() if ".base_layer" not in name}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -139,10 +144,10 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_name(name: str) -> str:
-    """Without what activation checkpointing puts in front of a layer's own names."""
+    """A parameter's name without the prefix that activation checkpointing adds."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def checkpoint_layers(model: Decoder) -> None:
-    """Activations of a layer are computed again in the backward pass instead of being kept."""
+    """Recomputes the activations of every layer in the backward pass instead of storing them."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))

@@ -9,7 +9,6 @@ Embedding and head are the policy's and not in it.
 from __future__ import annotations
 
 import json
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.drafters.origin import Origin
+from paceline.files import atomic_write
 from paceline.spot.scales import Scales
 from paceline.spot.trainer import Plan, Progress, SpotTrainer
 
@@ -172,8 +172,5 @@ def _copied(tensors: dict[str, Tensor], into: dict[str, Tensor], pin: bool) -> d
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor], known: dict[str, Any]) -> None:
-    beside = path.with_suffix(".tmp")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, beside, {"spot": json.dumps(known)})
-    with open(beside, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    whole = {name: t.contiguous() for name, t in tensors.items()}
+    atomic_write(path, lambda temporary: save_file(whole, temporary, {"spot": json.dumps(known)}))

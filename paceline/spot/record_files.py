@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from paceline.files import atomic_write
 from paceline.spot.lengths import Entry
 from paceline.types import FeatureRecord
 
@@ -21,14 +21,12 @@ def record_path(folder: Path, key: int) -> Path:
 
 
 def write_record(folder: Path, key: int, step: int, record: FeatureRecord) -> None:
-    target = record_path(folder, key)
-    beside = target.with_suffix(".tmp")
     tensors = {"token_ids": torch.tensor(record.token_ids, dtype=torch.int64), "features": record.features.cpu().contiguous(),
                "versions": torch.tensor(record.versions, dtype=torch.int64)}
     known = {"step": step, "prompt_length": record.prompt_length, "layers": list(record.layers),
              "version": max(record.versions, default=0)}
-    save_file(tensors, beside, {"record": json.dumps(known)})
-    os.replace(beside, target)
+    # Thousands of small files: flushing each would cost more than losing those that power failures tear; `read_entry` skips them.
+    atomic_write(record_path(folder, key), lambda path: save_file(tensors, path, {"record": json.dumps(known)}), fsync=False)
 
 
 def read_record(folder: Path, key: int, device: torch.device | str = "cpu") -> FeatureRecord:

@@ -6,7 +6,6 @@ is; it only reads the policy. Stopped in the middle of an optimizer step it goes
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.drafters.origin import Origin, origin_of
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
+from paceline.optim import learning_rate_factor, make_adamw
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.config import SpotConfig
 from paceline.spot.objective import Loss, Objective, means
@@ -87,7 +87,8 @@ class SpotTrainer:
         self.module = to_training(eagle, self.scales)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.optimizer = _adamw(self.parameters, config)
+        assert config.lr is not None, "resolved"
+        self.optimizer = make_adamw(self.parameters.values(), config.lr, config.betas, config.eps, config.weight_decay)
         self.progress = Progress()
         rope = Rope(policy.config, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._objective = Objective(policy, config, self.scales, TorchOps(), rope)
@@ -182,8 +183,10 @@ class SpotTrainer:
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
         if bool(torch.isfinite(norm)):
             assert config.lr is not None, "resolved"
+            factor = learning_rate_factor(progress.step, config.total_steps, config.schedule, config.warmup_steps,
+                                          config.min_lr_ratio)
             for group in self.optimizer.param_groups:
-                group["lr"] = config.lr * lr_factor(progress.step, config)
+                group["lr"] = config.lr * factor
             self.optimizer.step()
             progress.step += 1
             self._average()
@@ -215,23 +218,3 @@ class SpotTrainer:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.policy.norm.device))
         return torch.cuda.stream(self._stream)
-
-
-def lr_factor(step: int, config: SpotConfig) -> float:
-    """What the rate is multiplied by at `step` (from 0)."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    done = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _adamw(parameters: dict[str, nn.Parameter], config: SpotConfig) -> torch.optim.AdamW:
-    """Decay for matrices only."""
-    groups = [{"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0}]
-    fused = all(p.dtype == torch.float32 for p in parameters.values())
-    assert config.lr is not None, "resolved"
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-

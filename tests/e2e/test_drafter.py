@@ -20,12 +20,12 @@ import toy
 from safetensors.torch import load_file
 
 from paceline import Engine, SamplingParams
+from paceline.bundled import resolve_model
 from paceline.cli import main
-from paceline.commands.drafter_capture import Capture, CaptureOptions, answers_of, read_index
-from paceline.commands.drafter_prompts import Asked, read_prompts
-from paceline.commands.policy import policy_source
+from paceline.generation import NamedPrompt, read_prompts
 from paceline.spot import load_snapshot
 from paceline.spot.record_files import read_record
+from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions, answers_of, read_index
 
 
 def run(*arguments: object) -> int:
@@ -91,7 +91,7 @@ def test_an_engine_profits_and_draws_the_same_tokens(tmp_path, capsys):
     assert report["slices"][-1]["checkpoint_stall_ms"]["median"] < report["slices"][-1]["longest_micro_batch_ms"]
 
     def answers(learned, strategy):
-        engine = Engine.load(policy_source("default"), "cpu", "float32", learned, strategy, deterministic=True, max_rows=4096)
+        engine = Engine.load(resolve_model("default"), "cpu", "float32", learned, strategy, deterministic=True, max_rows=4096)
         groups = engine.generate([f"{i}:" for i in range(30, 46)], SamplingParams(max_new_tokens=200, seed=5))
         return [r.token_ids for group in groups for r in group.rollouts], engine.stats().tokens_per_verification
 
@@ -197,15 +197,15 @@ def test_what_a_kill_tore_is_asked_for_again(folder):
     prompts = read_prompts(str(folder / "prompts.jsonl"), pytest.fail)
     options = CaptureOptions(24, 2, SamplingParams(max_new_tokens=8, seed=1))
 
-    def tokens(capture: Capture) -> dict[int, list[int]]:
+    def tokens(capture: AnswerCapture) -> dict[int, list[int]]:
         places = {True: capture.folder / "held_out", False: capture.folder / "records"}
         return {number: read_record(places[held_out], key).token_ids
                 for (held_out, key), (number,) in read_index(capture.folder).items()}
 
-    whole = Capture(folder / "whole", prompts, options)
+    whole = AnswerCapture(folder / "whole", prompts, options)
     whole.run(engine)
     whole.close()
-    torn = Capture(folder / "torn", prompts, CaptureOptions(20, 2, options.params))
+    torn = AnswerCapture(folder / "torn", prompts, CaptureOptions(20, 2, options.params))
     torn.run(engine)
     torn.close()
     place = folder / "torn" / "records"
@@ -213,11 +213,11 @@ def test_what_a_kill_tore_is_asked_for_again(folder):
     newest.rename(place / "000000999.record")  # its line now names no record, and no line names it
     with (folder / "torn" / "answers.jsonl").open("a") as index:
         index.write('{"answer": 3, "held')
-    again = Capture(folder / "torn", prompts, options)
+    again = AnswerCapture(folder / "torn", prompts, options)
     assert len(again.missing) == 5
     again.run(engine)
     again.close()
-    final = Capture(folder / "torn", prompts, options)
+    final = AnswerCapture(folder / "torn", prompts, options)
     assert not final.missing and len(list((folder / "torn").glob("*/*.record"))) == 24
     assert tokens(final) == tokens(whole)
 
@@ -238,7 +238,7 @@ def test_prompts_come_from_questions_and_tasks(tmp_path):
     found = read_prompts(str(file), said.append)
     assert [asked.prompt for asked in found] == [[{"role": "user", "content": "How many?"}], "Say"] and found[1].key == "a"
     assert len(said) == 1 and ":3:" in said[0]
-    assert Asked("collatz-27", "27:") in read_prompts("task:collatz", pytest.fail)
+    assert NamedPrompt("collatz-27", "27:") in read_prompts("task:collatz", pytest.fail)
 
 
 def test_answers_too_short_to_learn_from_are_an_error_again_and_again(folder, capsys):

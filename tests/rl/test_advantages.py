@@ -75,7 +75,7 @@ def test_dapo_shapes_and_filters():
     assert make_algorithm("grpo", 8).keep([1.0, 1.0])
     sample = random_samples(1, 1)[0]
     sample.tokens, sample.reward = sample.tokens[:1] * (sample.prompt_length + 6), 1.0  # six answer tokens of at most eight
-    assert dapo.shaped(sample) == pytest.approx(0.5)
+    assert dapo.shaped_reward(sample) == pytest.approx(0.5)
 
 
 def test_unknown_options_are_named():

@@ -12,9 +12,8 @@ from samples import random_samples
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
-from paceline.rl import Learner, NotFinite, make_algorithm, pack
+from paceline.rl import Learner, NonFiniteError, make_algorithm, pack
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore
-from paceline.rl.learner import lr_factor
 from paceline.rl.models import Policy, Scorer, load_reward_model
 
 
@@ -66,7 +65,7 @@ def test_update_does_not_depend_on_packing(name, old):
                                old_logprobs=old)
         samples = random_samples(3, 4)
         learner.infer(samples)
-        learner.algorithm.credit(samples)
+        learner.algorithm.compute_advantages(samples)
         metrics = learner.update(samples, 0)
         results.append((weights_of(learner), metrics))
     before = dict(tiny.model("llama").named_parameters())
@@ -84,7 +83,7 @@ def test_a_good_answer_becomes_likelier():
         before = learner.policy.logprobs(batch, 1.0)[0]
     for sample, part in zip(samples, before.split([s.num_answer for s in samples]), strict=True):
         sample.sampled = part
-    learner.algorithm.credit(samples)
+    learner.algorithm.compute_advantages(samples)
     metrics = learner.update(samples, 0)
     with torch.no_grad():
         change = (learner.policy.logprobs(batch, 1.0)[0] - before).split([s.num_answer for s in samples])
@@ -100,7 +99,7 @@ def test_lora_trains_adapters_only():
     trained = [name for name, p in learner.policy.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     samples = random_samples(2, 3)
-    learner.algorithm.credit(samples)
+    learner.algorithm.compute_advantages(samples)
     learner.update(samples, 0)
     after = weights_of(learner)
     changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
@@ -113,7 +112,7 @@ def test_bfloat16_keeps_float32_weights():
     before, samples = weights_of(learner), random_samples(2, 3)
     for sample in samples:
         sample.sampled = sample.sampled.float()
-    learner.algorithm.credit(samples)
+    learner.algorithm.compute_advantages(samples)
     learner.update(samples, 0)
     after = weights_of(learner)
     assert all(p.dtype == torch.float32 for p in after.values())
@@ -123,22 +122,15 @@ def test_bfloat16_keeps_float32_weights():
 
 def test_not_a_number_changes_no_weight():
     learner, samples = make_learner(), random_samples(2, 3)
-    learner.algorithm.credit(samples)
+    learner.algorithm.compute_advantages(samples)
     samples[1].advantages = samples[1].advantages * float("nan")
     before = weights_of(learner)
-    with pytest.raises(NotFinite, match="nan"):
+    with pytest.raises(NonFiniteError, match="nan"):
         learner.update(samples, 0)
     assert_same(before, weights_of(learner), rtol=0, atol=0)
     samples = random_samples(2, 3)
-    learner.algorithm.credit(samples)
+    learner.algorithm.compute_advantages(samples)
     learner.update(samples, 0)  # and it can go on
-
-
-def test_rates():
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", min_lr_ratio=0.1)
-    assert [lr_factor(i, 14, config) for i in (0, 3, 4, 9, 14)] == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1])
-    cosine = OptimizerConfig(schedule="cosine")
-    assert [lr_factor(i, 10, cosine) for i in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
 
 
 @pytest.mark.parametrize(("name", "config"), [("grpo", {}), ("ppo", {"minibatches": 2, "epochs": 2}), ("rloo", {"lora_rank": 2})])
@@ -146,7 +138,7 @@ def test_checkpoint_restores_everything(name, config, tmp_path):
     def step(learner, seed):
         samples = random_samples(2, 4, seed)
         learner.infer(samples)
-        learner.algorithm.credit(samples)
+        learner.algorithm.compute_advantages(samples)
         learner.update(samples, seed)
 
     unbroken = make_learner(name, **config)
@@ -208,6 +200,6 @@ def test_critic_learns_the_returns():
     seen = []
     for _ in range(30):
         learner.infer(samples)
-        learner.algorithm.credit(samples)
+        learner.algorithm.compute_advantages(samples)
         seen.append(learner.update(samples, 0)["loss/value"])
     assert sum(seen[-5:]) < 0.5 * sum(seen[:5])

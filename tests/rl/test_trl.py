@@ -48,7 +48,7 @@ def test_losses_equal_trl(name, loss_type, kl, clip_high):
     draw = torch.Generator().manual_seed(1)
     for sample in samples:
         sample.old, sample.reference = sample.sampled, -torch.rand(sample.num_answer, generator=draw, dtype=torch.float64)
-    algorithm.credit(samples)
+    algorithm.compute_advantages(samples)
     new = [s.sampled + 0.5 * torch.randn(s.num_answer, generator=draw, dtype=torch.float64) for s in samples]
     mask = padded(samples, [torch.ones(s.num_answer, dtype=torch.float64) for s in samples])
     ids = torch.zeros_like(mask).long()
@@ -67,7 +67,7 @@ def test_rloo_equals_trl():
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     algorithm, samples = make_algorithm("rloo", LONGEST), random_samples(3, 4, longest=6)
-    algorithm.credit(samples)
+    algorithm.compute_advantages(samples)
     for sample in samples:
         sample.old = sample.sampled
     draw = torch.Generator().manual_seed(1)

@@ -31,7 +31,7 @@ from benchmarks.lib.selection.workloads import (
     ruined,
 )
 from benchmarks.lib.setup import Budget, make_parser
-from paceline.commands.bench_runs import Tally, TimedEngine
+from paceline.bench.steps import StepTally, TimedEngine
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
@@ -114,7 +114,7 @@ class Bench:
         names = [n for n in self._names if not (work.goes_stale and n == BARE)]
         empty = {"capture_seconds": 0.0, "differing": 0}
         found: dict[str, dict[str, Any]] = {n: {"each": [], "cpu_each": [], **empty} for n in names}
-        tallies = {n: Tally() for n in names}
+        tallies = {n: StepTally() for n in names}
         for number in range(len(work.rounds)):
             plays = {n: self._play(n, work, number) for n in rotated(names, number)}
             under_way = list(plays)
@@ -192,7 +192,7 @@ class Play:
     """A round of one strategy, slice by slice. Its time excludes the slices of others and the capture of graphs."""
 
     def __init__(self, engine: TimedEngine, rnd: Round, spoil: Spoil | None) -> None:
-        self.tally, self.seconds, self.cpu_seconds, self.capture_seconds = Tally(), 0.0, 0.0, 0.0
+        self.tally, self.seconds, self.cpu_seconds, self.capture_seconds = StepTally(), 0.0, 0.0, 0.0
         self._engine, self._round, self._spoil = engine, rnd, spoil
         self._ids: list[int] = []
         self._answers: dict[int, list[int]] = {}
@@ -241,7 +241,7 @@ def capture_seconds(engine: Engine) -> float:
     return engine.graphs.capture_seconds
 
 
-def _add(total: Tally, more: Tally) -> None:
+def _add(total: StepTally, more: StepTally) -> None:
     total.tokens += more.tokens
     total.verifications += more.verifications
     total.strategies.update(more.strategies)

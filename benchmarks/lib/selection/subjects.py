@@ -16,13 +16,13 @@ from benchmarks.lib.selection.workloads import Sizes, Texts, looping
 from benchmarks.lib.setup import Budget, Setting
 from benchmarks.lib.speculation import long_responses
 from benchmarks.lib.upscale import upscale, upscale_drafter
-from paceline.commands.demo import PROMPTS
-from paceline.commands.drafter_prompts import encoded, read_prompts
-from paceline.commands.policy import policy_source
+from paceline.bench.demo import PROMPTS
+from paceline.bundled import resolve_model
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
+from paceline.generation import encode_prompt, read_prompts
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.spot import SpotConfig
@@ -66,18 +66,18 @@ def subjects(args: argparse.Namespace, report: Report, budget: Budget) -> Iterat
 
 def cpu_subject(args: argparse.Namespace, report: Report, budget: Budget) -> Subject:
     """A policy in float32, where tokens do not depend on the strategy (`EngineConfig.deterministic`)."""
-    source = policy_source(args.model or "default")
+    source = resolve_model(args.model or "default")
     model, tokenizer = load_model(source, "cpu", "float32")
     engine = Engine(model, tokenizer, "none", "off", EngineConfig(max_batch=1, kv_memory_gb=0.1))
     if args.setting == "smollm2":
         texts = [[{"role": "user", "content": text}] if tokenizer.chat_template else text for text in PROMPTS]
         prompts = [engine.encode(text) for text in texts]
         if args.prompts is not None:
-            prompts = [encoded(engine, each) for each in read_prompts(str(args.prompts), print)]
+            prompts = [encode_prompt(engine, each) for each in read_prompts(str(args.prompts), print)]
         repeating = [engine.encode(text) for text in texts[::3]]
         drafter = None if args.drafter is None else load_eagle(args.drafter, model)
         return Subject("policy", model, drafter, Texts(prompts, repeating, model.config.vocab_size))
-    prompts = [encoded(engine, each) for each in read_prompts("task:collatz", print)]
+    prompts = [encode_prompt(engine, each) for each in read_prompts("task:collatz", print)]
     return Subject("policy", model, cpu_drafter(model, prompts, args, report, budget),
                    Texts(prompts, prompts[: SIZES["default"].batch], model.config.vocab_size))
 

@@ -1,0 +1,294 @@
+"""The commands and their options. Each command imports what it needs when it runs, so that `--help` does not wait for PyTorch."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from paceline.types import SamplingParams
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
+
+drafter_app = typer.Typer(no_args_is_help=True, help="Learned drafters: train one for a policy, or evaluate one.")
+app.add_typer(drafter_app, name="drafter")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
+app.add_typer(bench_app, name="bench")
+
+_DEFAULT = SamplingParams()
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module differs between versions of typer
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command and exits with its code. Wrong input is one line on stderr and exit code 2."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    package, handler = logging.getLogger("paceline"), _LogHandler(logging.WARNING)
+    package.addHandler(handler)
+    try:
+        code = app(args=args, standalone_mode=False, prog_name="paceline")
+    except _UsageError as error:
+        code = _fail(error.format_message())  # type: ignore[attr-defined]
+    except (ValueError, OSError) as error:
+        code = _fail(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    finally:
+        package.removeHandler(handler)
+    sys.exit(code)
+
+
+class _LogHandler(logging.Handler):
+    """Prints the package's warnings on stderr, except those that a command's callbacks show already."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "seen_by_callbacks", False):
+            print(f"paceline: {record.getMessage()}", file=sys.stderr)
+
+
+def _fail(error: object) -> int:
+    print("paceline:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
+    return 2
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"paceline {version('paceline')}")
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            from paceline import __version__
+
+            print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
+                                                  help="Print the version and exit.")] = False) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
+    prompts: Annotated[str, typer.Option(
+        help="JSON lines with prompt, messages or token_ids, and optionally id and seed; - is stdin.")],
+    out: Annotated[Path, typer.Option(help="JSON lines, one per rollout. Running again generates only what is missing.")],
+    n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(
+        help="The seeds of rollouts derive from this, the id or prompt, and the sample.")] = _DEFAULT.seed,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps all tokens.")] = _DEFAULT.top_p,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 keeps all.")] = _DEFAULT.top_k,
+    min_p: Annotated[float, typer.Option(
+        help="Least probability relative to the most likely token; 0 keeps all.")] = _DEFAULT.min_p,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = _DEFAULT.max_new_tokens,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end-of-text tokens.")] = False,
+    raw_logprobs: Annotated[bool, typer.Option(
+        "--raw-logprobs", help="Also write log-probabilities of the unfiltered distribution.")] = False,
+    strategy: Annotated[str, typer.Option(
+        help="off, auto, model, beg, or a fixed one like suffix:d8w2v16, eagle:d6w4v32 or both:d6w4v32: depth, children per "
+             "node, nodes verified. Changes no token.")] = "auto",
+    drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    max_batch: Annotated[int | None, typer.Option(
+        min=1, help="Maximum number of requests that run at the same time [engine's default].")] = None,
+    kv_memory_gb: Annotated[float | None, typer.Option(help="Memory for the KV cache in GiB [engine's default].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+) -> int:
+    """Generate rollouts for a file of prompts."""
+    from paceline.cli.generate import generate as run
+    from paceline.generation import GenerationOptions
+
+    if kv_memory_gb is not None and not kv_memory_gb > 0:
+        raise ValueError(f"--kv-memory-gb: {kv_memory_gb} is not > 0")
+    sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
+                            seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
+    return run(GenerationOptions(model, prompts, out, n, params, strategy, drafter, dtype, device, threads,
+                                 {name: size for name, size in sizes.items() if size is not None}))
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="TOML file. Without one, the small policy bundled with the package "
+                                                       "is trained in minutes on two CPU cores.")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides the file, like optimizer.lr=1e-5; may "
+                                                                    "be given several times.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+) -> int:
+    """Train a policy by reinforcement learning with fast rollouts."""
+    from paceline.trainer.config_files import dump_config, load_config, load_run_config, unused_folder
+
+    if resume is not None and config is not None:
+        raise ValueError("--resume: the run folder contains its configuration; do not give another")
+    changed = changes or []
+    resolved = load_config(config, changed) if resume is None else load_run_config(resume, [*changed, f'out="{resume}"'])
+    if resume is None and config is None and not any(change.startswith("out=") for change in changed):
+        resolved = resolved.model_copy(update={"out": unused_folder(resolved.out)})
+    if dry_run:
+        print(dump_config(resolved), end="")
+        return 0
+    from paceline.cli.train import train as run
+
+    return run(resolved, resume is not None)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
+    out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
+    n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of all rollouts.")] = 7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 96,
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+) -> int:
+    """Generate a dozen prompts with and without speculation, and compare tokens and time."""
+    from paceline.bench.demo import DemoOptions
+    from paceline.cli.demo import demo as run
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    try:
+        return run(DemoOptions(model, out, n, params, dtype, device, threads))
+    except KeyboardInterrupt:
+        print("paceline: interrupted; nothing was written, run it again", file=sys.stderr)
+        return 130
+
+
+@drafter_app.command("train")
+def drafter_train(
+    model: Annotated[str, typer.Option(help="The policy: Hugging Face folder, hub id, GGUF file, or default, the small one "
+                                            "bundled with the package.")],
+    prompts: Annotated[str, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME.")],
+    out: Annotated[Path, typer.Option(help="Folder of the drafter. Running the same command again continues it.")],
+    form: Annotated[str, typer.Option(help="Training form: eagle, hass or eagle3.")] = "hass",
+    objective: Annotated[str, typer.Option(help="Training objective: agreement or cross_entropy.")] = "agreement",
+    answers: Annotated[int, typer.Option(
+        min=8, help="Number of answers to generate; those to every eighth prompt are held out.")] = 512,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Seconds of training [120, unless --steps is given].")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps, instead of --seconds.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Number of answers to a prompt before the next prompt is used.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(
+        help="Sampling temperature that the drafter will be used at.")] = _DEFAULT.temperature,
+    draft_vocab: Annotated[int, typer.Option(
+        min=0, help="Number of tokens that it can predict, the most frequent ones; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = _DEFAULT.seed,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
+                                                                    "may be given several times.")] = None,
+    report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
+    checkpoint_every: Annotated[float | None, typer.Option(min=0, help="Seconds between checkpoints [0 on a CPU: as often as "
+                                                                       "they can be written; 5 on a GPU].")] = None,
+    memory_gb: Annotated[float, typer.Option(help="Memory for captured features in GiB; all of them are also on disk.")] = 4.0,
+    disk_gb: Annotated[float, typer.Option(
+        help="Disk space for captured features in GiB; no more answers are generated then.")] = 64.0,
+    kv_memory_gb: Annotated[float | None, typer.Option(
+        help="Memory for the KV cache in GiB [engine's default; 16 on a GPU].")] = None,
+) -> int:
+    """Generate answers of a policy and train a drafter on them."""
+    from paceline.cli.drafter import spot_config, train_drafter
+    from paceline.trainer.standalone_drafter import StandaloneDrafterOptions
+
+    spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed)
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    seconds = 120.0 if seconds is None and steps is None else seconds
+    return train_drafter(StandaloneDrafterOptions(
+        model, prompts, out, answers, n, params, spot, seconds, steps, draft_vocab, device, dtype, threads, report_every,
+        checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))
+
+
+@drafter_app.command("eval")
+def drafter_eval(
+    model: Annotated[str, typer.Option(help="The policy: Hugging Face folder, hub id, GGUF file, or default.")],
+    drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
+    prompts: Annotated[str | None, typer.Option(help="Generate answers to these: JSON lines with prompt, messages, "
+                                                     "token_ids or question; or task:NAME.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Use the held-out answers of this folder of drafter train instead "
+                                                      "of generating.")] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the answers.")] = _DEFAULT.temperature,
+    tau: Annotated[str, typer.Option(
+        help="Temperature of the drafter with the shared noise, one or several like 0,0.35,1.")] = "0.35",
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Number of tokens drafted ahead.")] = 6,
+    widths: Annotated[str, typer.Option(help="Numbers of draft tokens per position, like 1,2,4.")] = "1,2,4",
+    strategy: Annotated[str, typer.Option(help="Strategy that answers are generated with.")] = "eagle:d6w4v32",
+    seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option(
+        "--html", help="Write charts to this file; .svg: only the coverage along the answer.")] = None,
+) -> int:
+    """Measure how often a drafter's tokens are accepted: by depth, along the answer, by policy version."""
+    from paceline.cli.drafter import eval_drafter
+    from paceline.trainer.drafter_eval import DrafterEvalOptions
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    taus = tuple(_numbers("--tau", tau, float, 0.0, 1.0))
+    chosen = tuple(sorted({int(k) for k in _numbers("--widths", widths, int, 1, 64)}))
+    return eval_drafter(DrafterEvalOptions(model, drafter, prompts, records, answers, params, taus, depth, chosen, strategy,
+                                           device, dtype, threads), json_file, html_file)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Makes `bench` a group of commands although it has only one."""
+
+
+@bench_app.command("selection")
+def bench_selection(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, GGUF file, or default, the small policy bundled "
+                                            "with the package.")],
+    drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
+    prompts: Annotated[str | None, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME "
+                                                     "[a dozen built-in prompts; task:collatz for the default policy].")] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, like 1,4,16.")] = "1,4,16",
+    new_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer, and tokens measured per request.")] = 72,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; in each, every strategy runs once.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the answers.")] = _DEFAULT.seed,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> int:
+    """Compare off, fixed strategies and auto at several batch sizes, and say why speculation pays or does not."""
+    from paceline.bench.selection import SelectionOptions
+    from paceline.cli.bench import bench_selection as run
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed)
+    batches = tuple(sorted({int(size) for size in _numbers("--batch", batch, int, 1, 1024)}))
+    return run(SelectionOptions(model, drafter, prompts, batches, params, rounds, device, dtype, threads), json_file)
+
+
+def _numbers(name: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[float]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} {text}: not a comma-separated list of numbers") from None
+    if not all(low <= value <= high for value in found):
+        raise ValueError(f"{name} {text}: not all in {low:g}..{high:g}")
+    return list(found)

@@ -1,0 +1,61 @@
+"""`paceline generate`: rollouts of a file of prompts, with progress on stderr."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from paceline.cli.progress import ProgressView, figures_line
+from paceline.engine import Engine
+from paceline.generation import FileGenerator, GenerationCallback, GenerationOptions
+from paceline.types import EngineStats, StepResult
+
+OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+
+def generate(options: GenerationOptions) -> int:
+    """Exit code: 0, 2 if a line or rollout failed, 130 if the run was interrupted."""
+    with ExitStack() as stack:
+        view = _GenerationView(stack)
+        result = FileGenerator(options, view).run()
+    if result.interrupted:
+        view.progress.say(f"interrupted: {result.num_generated} rollouts of this run are in {options.out}; "
+                          "the same command continues from there")
+        return INTERRUPTED
+    assert result.stats is not None
+    existing = f" ({result.num_existing} were there already)" if result.num_existing else ""
+    view.progress.say(figures_line(result.num_generated, result.stats, result.seconds) + existing)
+    if result.num_problems:
+        view.progress.say(f"{result.num_problems} line(s) or rollout(s) failed, see above")
+        return BAD_INPUT
+    return OK
+
+
+class _GenerationView(GenerationCallback):
+    """Shows progress and messages. The progress bar ends with `stack`."""
+
+    progress: ProgressView
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def on_begin(self, num_rollouts: int | None) -> None:
+        self.progress = self._stack.enter_context(ProgressView("generate", num_rollouts))
+
+    def on_engine_ready(self, engine: Engine) -> None:
+        self.progress.restart_clock()
+
+    def on_rollouts(self, count: int) -> None:
+        self.progress.add_done(count)
+
+    def on_engine_step(self, result: StepResult, stats: EngineStats) -> None:
+        self.progress.update(stats, str(result.strategy))
+
+    def on_warning(self, message: str) -> None:
+        self.progress.say(message)
+
+    def on_line_refused(self, message: str, num_rollouts: int) -> None:
+        self.progress.lower_total(num_rollouts)
+        self.progress.say(message)
+
+    def on_rollout_failed(self, message: str) -> None:
+        self.progress.say(message)

@@ -1,0 +1,250 @@
+"""Generation from a file of prompts into a file of rollouts. Each rollout is written as soon as it is finished, and a later run
+with the same settings generates only what is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+
+from paceline.engine import Engine
+from paceline.engine.prompts import derive_seed
+from paceline.generation.jobs import Job, JobReader, open_prompts
+from paceline.generation.output import RolloutFile, to_record
+from paceline.models.weights import check_device, parse_dtype
+from paceline.types import EngineStats, Rollout, SamplingParams, StepResult, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What to generate, and with which engine."""
+
+    model: str
+    """Hugging Face folder, hub id or GGUF file."""
+    prompts: str
+    """File of prompts as JSON lines; `-` is standard input."""
+    out: Path
+    """File of rollouts as JSON lines."""
+    n: int
+    """Number of answers per prompt."""
+    params: SamplingParams
+    """Sampling parameters of every prompt that has no seed of its own."""
+    strategy: str
+    """Speculation strategy, such as `auto` or `suffix:d8w2v16`."""
+    drafter: str
+    """`suffix`, `none`, or the folder of a learned drafter."""
+    dtype: str
+    """Data type of weights and computation, or `auto`."""
+    device: str
+    """Device, such as `cpu` or `cuda`."""
+    threads: int | None = None
+    """Number of CPU threads. None: PyTorch's default."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Fields of `EngineConfig` that differ from its defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """What one call of `FileGenerator.run` did."""
+
+    num_generated: int
+    """Number of rollouts generated and written by this call."""
+    num_existing: int
+    """Number of rollouts that an earlier run had already written."""
+    num_problems: int
+    """Number of input lines that could not be used plus rollouts that failed."""
+    interrupted: bool
+    """Whether the call ended early with a KeyboardInterrupt."""
+    stats: EngineStats | None
+    """The engine's statistics. None: the call was interrupted before the engine was loaded."""
+    seconds: float
+    """Seconds spent on generation, without loading."""
+
+
+class GenerationCallback:
+    """Told how a `FileGenerator` proceeds. All methods do nothing by default."""
+
+    def on_begin(self, num_rollouts: int | None) -> None:
+        """The input and output are open. `num_rollouts` are wanted in total; None: the input's length is unknown."""
+
+    def on_engine_ready(self, engine: Engine) -> None:
+        """The engine is loaded and generation begins."""
+
+    def on_rollouts(self, count: int) -> None:
+        """`count` more of the wanted rollouts are in the output, generated or found there."""
+
+    def on_engine_step(self, result: StepResult, stats: EngineStats) -> None:
+        """The engine has made a step."""
+
+    def on_warning(self, message: str) -> None:
+        """Something the user should know; generation continues."""
+
+    def on_line_refused(self, message: str, num_rollouts: int) -> None:
+        """An input line cannot be used, so its `num_rollouts` rollouts will be missing."""
+
+    def on_rollout_failed(self, message: str) -> None:
+        """A rollout ended with an error. Its record is in the output, and a later run generates it again."""
+
+
+class _Owner(NamedTuple):
+    """Which answer a request of the engine belongs to."""
+
+    job: Job
+    sample: int
+
+
+class FileGenerator:
+    """Feeds one engine from one file of prompts and writes the rollouts that it finishes."""
+
+    engine: Engine
+    _out: RolloutFile
+
+    def __init__(self, options: GenerationOptions, callback: GenerationCallback | None = None) -> None:
+        self.options, self.callback = options, callback or GenerationCallback()
+        self._owners: dict[int, _Owner] = {}
+        self._num_generated = self._num_existing = self._num_problems = 0
+        self._is_loaded, self._began = False, time.perf_counter()
+
+    def run(self) -> GenerationResult:
+        """Generates all rollouts that the output does not have yet. A KeyboardInterrupt ends the call early; nothing is lost."""
+        options = self.options
+        check_device(options.device)
+        strategy = None if options.strategy == "auto" else Strategy.parse(options.strategy)
+        settings = sampling_settings(options)
+        name, lines, num_lines = open_prompts(options.prompts)
+        interrupted, stats = False, None
+        with lines, RolloutFile(options.out, settings) as self._out:
+            self.callback.on_begin(None if num_lines is None else num_lines * options.n)
+            try:
+                self._load(strategy)
+                self._generate(name, lines)
+            except KeyboardInterrupt:
+                interrupted = True
+            if self._is_loaded:
+                stats = self.engine.stats()
+        return GenerationResult(self._num_generated, self._num_existing, self._num_problems, interrupted, stats,
+                                time.perf_counter() - self._began)
+
+    def _load(self, strategy: Strategy | None) -> None:
+        if self.options.threads is not None:
+            torch.set_num_threads(self.options.threads)
+        self.engine = load_engine(self.options)
+        self._is_loaded = True
+        available = self.engine.drafting.available
+        if strategy is not None and strategy != Strategy.OFF and strategy.drafter not in available:
+            raise ValueError(f"strategy {strategy}: its drafter is not loaded (loaded: {', '.join(available) or 'none'}); "
+                             "choose one with --drafter")
+        limit, context = self.engine.scheduler.max_length, self.engine.model.config.max_context
+        if limit < context:
+            self.callback.on_warning(f"note: the KV cache holds {limit} tokens, less than the model's context of {context}: "
+                                     "longer answers end there (--kv-memory-gb)")
+        self._began = time.perf_counter()
+        self.callback.on_engine_ready(self.engine)
+
+    def _generate(self, name: str, lines: BinaryIO) -> None:
+        jobs = iter(JobReader(name, lines, self._refuse))
+        self._refill(jobs)
+        while self.engine.has_work:
+            result = self.engine.step()
+            for rollout in result.finished:
+                self._write(rollout)
+            self.callback.on_engine_step(result, self.engine.stats())
+            self._refill(jobs)
+
+    def _refill(self, jobs: Iterator[Job]) -> None:
+        """Adds enough requests for the scheduler to choose from; the rest of the input is not read yet."""
+        while len(self._owners) < 2 * self.engine.scheduler.max_batch:
+            job = next(jobs, None)
+            if job is None:
+                return
+            try:
+                self._add(job)
+            except (ValueError, TemplateError) as error:
+                self._refuse(f"{job.place}: {_one_line(error)}")
+
+    def _add(self, job: Job) -> None:
+        missing = self._missing(job)
+        num_existing = self.options.n - len(missing)
+        self._num_existing += num_existing
+        self.callback.on_rollouts(num_existing)
+        if not missing:
+            return
+        params = self.options.params if job.seed is None else replace(self.options.params, seed=job.seed)
+        prompt_ids = _encode(self.engine, job.prompt)
+        seeds = [derive_seed(params.seed, prompt_ids if job.key is None else job.key, sample) for sample in missing]
+        ids = self.engine.add(prompt_ids, params, len(seeds), seeds=seeds)
+        self._owners |= {i: _Owner(job, sample) for i, sample in zip(ids, missing, strict=True)}
+
+    def _missing(self, job: Job) -> list[int]:
+        """Numbers of the job's answers that the output does not have yet."""
+        found = {sample: self._out.done.get((str(job.id), sample)) for sample in range(self.options.n)}
+        if any(old is not None and old != job.prompt_hash for old in found.values()):
+            raise ValueError(f"id {job.id!r}: {self._out.path} has answers to another prompt or seed under this id")
+        return [sample for sample, old in found.items() if old is None]
+
+    def _write(self, rollout: Rollout) -> None:
+        job, sample = self._owners.pop(rollout.request_id)
+        self._out.write(to_record(job.id, sample, job.prompt_hash, rollout))
+        self.callback.on_rollouts(1)
+        if rollout.error is None:
+            self._num_generated += 1
+        else:
+            self._num_problems += 1
+            self.callback.on_rollout_failed(f"{job.place}: sample {sample}: {_one_line(rollout.error)}")
+
+    def _refuse(self, message: str) -> None:
+        self._num_problems += 1
+        self.callback.on_line_refused(message, self.options.n)
+
+
+def sampling_settings(options: GenerationOptions) -> dict[str, Any]:
+    """Everything that the tokens depend on besides the prompts. Options that change only the speed are not included."""
+    params, dtype = options.params, parse_dtype(options.dtype)
+    return {
+        "model": _model_name(options.model), "weights": _weights_stamp(options.model), "n": options.n, "seed": params.seed,
+        "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
+        "max_new_tokens": params.max_new_tokens, "stop": list(params.stop), "ignore_eos": params.ignore_eos,
+        "raw_logprobs": params.raw_logprobs,
+        "dtype": f"auto on {options.device}" if dtype is None else str(dtype).removeprefix("torch.")}
+
+
+def load_engine(options: GenerationOptions) -> Engine:
+    """The engine that the options describe. Running out of memory is a ValueError that says what does not fit."""
+    try:
+        return Engine.load(options.model, options.device, options.dtype, options.drafter, options.strategy, **options.engine)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise ValueError(f"{options.model}: weights and KV cache (--kv-memory-gb) do not fit into the memory of "
+                             f"{options.device}") from None
+        raise
+
+
+def _encode(engine: Engine, prompt: Any) -> list[int]:
+    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+    if is_chat and engine.tokenizer is not None and not engine.tokenizer.chat_template:
+        raise ValueError("messages: the model's tokenizer has no chat template; pass a prompt or token_ids")
+    return engine.encode(prompt)
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _model_name(model: str) -> str:
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def _weights_stamp(model: str) -> str | None:
+    """Total size and latest modification time of a local model's weight files: cheaply detects that the model was exchanged."""
+    path = Path(model).expanduser()
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        return None
+    stats = [file.stat() for file in files]
+    return f"{sum(s.st_size for s in stats)} bytes, {max(s.st_mtime_ns for s in stats)}"

@@ -1,0 +1,105 @@
+"""Reading a run's configuration: a TOML file or the run folder's `config.json`, then overrides in the form KEY=VALUE."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.bundled import default_train_config
+from paceline.config import RENAMED_KEYS, TrainConfig, with_current_names
+
+CONFIG_FILE = "config.json"
+
+
+def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in a TOML file (None: the bundled one), with all defaults filled in. Unknown keys are errors.
+
+    An override looks like `optimizer.lr=1e-5`. Its value is parsed as TOML and taken as plain text if that fails.
+    """
+    path = Path(file) if file is not None else default_train_config()
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return _validated(raw, overrides, str(path))
+
+
+def load_run_config(folder: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration that the run in `folder` was started with, with overrides applied."""
+    path = Path(folder) / CONFIG_FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: there is no {CONFIG_FILE}; is it a run folder?") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    # A run folder lists every key, so its former names were not chosen by the user: no warning.
+    return _validated(with_current_names(raw, logging.INFO), overrides, str(path))
+
+
+def dump_config(config: TrainConfig) -> str:
+    """The configuration as JSON, as it is written to `config.json`."""
+    return config.model_dump_json(indent=2) + "\n"
+
+
+def unused_folder(out: str) -> str:
+    """`out`, or the first of `out-2`, `out-3`, … that does not exist yet."""
+    names = chain([out], (f"{out}-{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Sets one key of the nested tables `raw` from a text such as `optimizer.lr=1e-5`."""
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ValueError(f"override {override}: expected KEY=VALUE, like optimizer.lr=1e-5")
+    table = raw
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"override {override}: {name} is not a table")
+    try:
+        table[names[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[names[-1]] = text.strip()
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first validation error as one line that names the key."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{key}: no such key"
+    message = f"{first['msg']} (given: {first['input']!r})" if key else first["msg"]
+    return f"{key}: {message}" if key else message
+
+
+def _validated(raw: Mapping[str, Any], overrides: Sequence[str], source: str) -> TrainConfig:
+    try:
+        content = with_current_names(raw)
+        for override in overrides:
+            apply_override(content, _with_current_key(override))
+        return TrainConfig(**content)
+    except ValidationError as error:
+        raise ValueError(f"{source}: {first_problem(error)}") from None
+
+
+def _with_current_key(override: str) -> str:
+    """An override of a former key replaces the value of the current one."""
+    name = re.split(r"[.=]", override, maxsplit=1)[0]
+    current = RENAMED_KEYS.get(name.strip())
+    if current is None:
+        return override
+    with_current_names({name.strip(): None})  # logs the new name
+    return current + override[len(name) :]

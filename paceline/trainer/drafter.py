@@ -1,0 +1,290 @@
+"""Online drafter training: during an RL run the learned drafter is trained on the features that generation captured, and the
+engine gets the result before the next step. Tokens do not depend on the drafter, so none of this is needed to reproduce a run.
+
+`drafter_mode` selects one of three classes:
+
+- `interleaved` (`OnlineDrafterTrainer`): trains after generation and before the policy's update;
+- `background_process` (`BackgroundProcessDrafterTrainer`): trains during generation in another process, on idle CPU cores;
+- `cuda_stream` (`CudaStreamDrafterTrainer`): trains in a thread while the last answers of a step are generated, on a GPU on a
+  low-priority stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+import torch
+
+from paceline.config import TrainConfig
+from paceline.drafters.eagle import Eagle
+from paceline.engine import Engine
+from paceline.models.decoder import Decoder
+from paceline.spot import (
+    FeatureBuffer,
+    SpotCheckpoints,
+    SpotConfig,
+    SpotTrainer,
+    fresh_eagle,
+    load_snapshot,
+    restore,
+    snapshot,
+)
+from paceline.spot.beside import Beside, BesideReport, low_priority_stream
+from paceline.spot.coverage import coverage
+from paceline.spot.pays import Pace, PaceConfig, Slice
+from paceline.spot.process import BesideProcess
+from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
+
+_BUFFER_BYTES = 1 << 30
+_MAX_HELD_OUT, _HELD_OUT_EVERY = 12, 6
+"""The answers to every sixth prompt of a step, at most twelve, are held out to measure what training gained; afterwards they are
+trained on as well. Whole prompts are held out because answers to the same prompt are alike."""
+_MEASURED_DEPTH = 6
+"""Depth of the draft that training's gain is measured with."""
+_LOADED_HEAD_START = 500
+"""Number of optimizer steps that a drafter loaded from a folder is assumed to have been trained for."""
+_GENERATION_WINDOW = 8
+"""Number of recent steps whose median generation time is taken as usual: one long answer can make a step many times longer."""
+_TAIL_SHARE = 0.25
+"""`cuda_stream` begins to train when at most this share of a step's answers is still being generated."""
+
+
+def new_drafter(policy: Decoder, options: dict[str, Any]) -> Eagle:
+    """An untrained drafter for this policy. `options` are fields of `SpotConfig`."""
+    return fresh_eagle(policy, SpotConfig(**options).module_form)
+
+
+def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
+    """The online drafter trainer for `config.drafter_mode`. A checkpoint in `folder` is continued. `threads` is the number of CPU
+    threads of a background process."""
+    assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
+    start = engine.drafting.eagle.module
+    known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
+    known |= {"head_start": _LOADED_HEAD_START} if start.origin is not None else {}
+    training = SpotConfig(**{"temperature": config.rollout.temperature, **known, **config.spot})
+    budget = Pace(PaceConfig(**config.drafter_budget), config.steps)
+    match config.drafter_mode:
+        case "interleaved":
+            return OnlineDrafterTrainer(engine, training, budget, folder)
+        case "cuda_stream":
+            return CudaStreamDrafterTrainer(engine, training, budget, folder)
+        case "background_process":
+            return BackgroundProcessDrafterTrainer(engine, training, budget, folder, threads)
+
+
+class OnlineDrafterTrainer:
+    """Trains the engine's learned drafter after generation and before the policy's update (`interleaved`)."""
+
+    def __init__(self, engine: Engine, config: SpotConfig, budget: Pace, folder: Path) -> None:
+        assert engine.drafting.eagle is not None
+        self.engine, self.config, self.budget = engine, config, budget
+        self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
+        self._generation_s: dict[int, float] = {}  # by step
+        self._held_out: list[FeatureRecord] = []
+        self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
+        self._open(folder)
+
+    @property
+    def _record_device(self) -> torch.device:
+        return self.engine.model.norm.device
+
+    def begin_step(self, step: int) -> None:
+        """Called once per training step, before generation begins."""
+
+    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
+        """Called after every engine step: `num_finished` of `num_total` requested answers are finished."""
+
+    def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
+        """Called once per training step, after generation and before the policy changes: the captured features and the policy's
+        head belong together. `generation_s` is how long the step's generation took. Returns metrics."""
+        self._take_features([rollout for group in groups for rollout in group.rollouts], step)
+        held_out, self._held_out = self._held_out, []
+        self._prompts.clear()
+        self._generation_s[step] = generation_s
+        self._usual_generation_s = median_low(list(self._generation_s.values())[-_GENERATION_WINDOW:])
+        self.budget.at_step(step)
+        metrics = self._train(held_out[:_MAX_HELD_OUT])
+        for record in held_out:
+            self._add(record, step)
+        return metrics
+
+    def end_pause(self) -> None:
+        """Acceptance has fallen: train in the next step even if training did not pay last time."""
+        self.budget.wake()
+
+    def save(self) -> None:
+        """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
+        if self._trainer is not None:
+            self.checkpoints.save(snapshot(self._trainer))
+
+    def close(self) -> None:
+        """Ends training and waits for the last checkpoint."""
+        self.checkpoints.close()
+
+    def _open(self, folder: Path) -> None:
+        self.buffer = FeatureBuffer(_BUFFER_BYTES, device=self._record_device)
+        self.checkpoints = SpotCheckpoints(folder)
+        self._trainer: SpotTrainer | None = None
+        found = load_snapshot(folder)
+        if found is not None:
+            trainer = self._spot_trainer()
+            restore(trainer, found)
+            self._publish(trainer.drafter())
+
+    def _spot_trainer(self) -> SpotTrainer:
+        """The trainer, made when it is first needed: its scales are measured on the records that the buffer has by then."""
+        if self._trainer is None:
+            self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config)
+        return self._trainer
+
+    def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
+        """Moves the captured features from the rollouts to the held-out records or to the training buffer."""
+        for rollout in rollouts:
+            record, rollout.features = rollout.features, None
+            if record is None:
+                continue
+            if self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0:
+                self._held_out.append(record)
+            else:
+                self._add(record, step)
+
+    def _add(self, record: FeatureRecord, step: int) -> None:
+        self.buffer.add(record, step)
+
+    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        seconds = self.budget.next_seconds(self._usual_generation_s)
+        if not seconds or not len(self.buffer):
+            return {}
+        began, trainer = time.perf_counter(), self._spot_trainer()
+        trainer.policy_changed()
+        report = trainer.run(seconds)
+        metrics = self._replace_drafter(trainer.drafter(), held_out, began)
+        return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
+                "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
+
+    def _replace_drafter(self, drafter: Eagle, held_out: list[FeatureRecord], began: float) -> dict[str, float]:
+        """Gives the engine a new drafter. If the budget asks for it, measures the gain on held-out answers first and reports
+        it to the budget, against the seconds that the run has waited since `began`, this measurement included."""
+        metrics = {}
+        if self.budget.measuring and held_out:
+            before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
+            paid = self.budget.learned(Slice(time.perf_counter() - began, before, after), self._usual_generation_s)
+            metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid)}
+        self._publish(drafter)
+        return metrics
+
+    def _publish(self, drafter: Eagle) -> None:
+        version = self.engine.version if drafter.origin is None else min(drafter.origin.version, self.engine.version)
+        self.engine.update_drafter(drafter, version)
+
+    def _accept_length(self, drafter: Eagle, records: list[FeatureRecord]) -> float:
+        """Expected number of tokens per verification on these answers, if the drafter drafts a chain."""
+        tau = self.engine.config.tau
+        found = coverage(drafter, self.engine.model, records, tau, _MEASURED_DEPTH, (1,), self.config.temperature)
+        return found.expected[1][-1]
+
+
+class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
+    """Trains in a thread while the last answers of a step are generated, on the features of earlier steps and of this step's
+    finished answers (`cuda_stream`). On a GPU the thread uses a low-priority stream."""
+
+    @property
+    def _record_device(self) -> torch.device:
+        """Records stay on the CPU: the generation stream writes them and the training stream reads them, without waiting for each
+        other."""
+        return torch.device("cpu")
+
+    def _open(self, folder: Path) -> None:
+        self._thread: Beside | None = None
+        self._step, self._should_start = 0, False
+        super()._open(folder)
+
+    def begin_step(self, step: int) -> None:
+        self._step, self._should_start = step, self.budget.next_seconds(self._usual_generation_s) > 0
+        if self._trainer is not None:
+            self._trainer.policy_changed()
+
+    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
+        self._take_features(result.finished, self._step)
+        if self._should_start and num_total - num_finished <= _TAIL_SHARE * num_total and len(self.buffer):
+            self._should_start = False
+            self._training_thread().start()
+
+    def close(self) -> None:
+        if self._thread is not None and self._thread.running:
+            self._thread.stop()
+        super().close()
+
+    def _spot_trainer(self) -> SpotTrainer:
+        if self._trainer is None:
+            device = self.engine.model.norm.device
+            stream = low_priority_stream(device) if device.type == "cuda" else None
+            self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config, stream)
+        return self._trainer
+
+    def _training_thread(self) -> Beside:
+        if self._thread is None:
+            self._thread = Beside(self._spot_trainer())
+        return self._thread
+
+    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        if self._thread is None or not self._thread.running:
+            return {}
+        began, report, trainer = time.perf_counter(), self._thread.stop(), self._thread.trainer
+        metrics = self._replace_drafter(trainer.drafter(), held_out, began)
+        return {**metrics, **_concurrent_metrics(report), "drafter/steps": trainer.progress.step}
+
+
+class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
+    """Trains in another process while a step is generated (`background_process`)."""
+
+    def __init__(self, engine: Engine, config: SpotConfig, budget: Pace, folder: Path, threads: int) -> None:
+        self._threads = threads
+        super().__init__(engine, config, budget, folder)
+
+    def _open(self, folder: Path) -> None:
+        self._step, self._policy_changed = 0, False
+        self._process = BesideProcess(self._start, self.engine.model, self.config, _BUFFER_BYTES, folder, self._threads)
+        if load_snapshot(folder) is not None:
+            drafter = self._process.drafter()
+            assert drafter is not None
+            self._publish(drafter)
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        if self._policy_changed:
+            self._process.policy_changed()
+        self._policy_changed = True
+        if self._process.ready and self.budget.next_seconds(self._usual_generation_s):
+            self._process.start()
+
+    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
+        self._take_features(result.finished, self._step)
+
+    def save(self) -> None:
+        """Does nothing: the process writes its own checkpoints while it trains."""
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _add(self, record: FeatureRecord, step: int) -> None:
+        self._process.add(record, step)
+
+    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        if not self._process.running:
+            return {}
+        began, report = time.perf_counter(), self._process.stop()
+        drafter = self._process.drafter() if report.trained.micro_batches else None
+        if drafter is None:
+            return _concurrent_metrics(report)
+        metrics = self._replace_drafter(drafter, held_out, began)
+        return {**metrics, **_concurrent_metrics(report), "drafter/steps": self._process.steps}
+
+
+def _concurrent_metrics(report: BesideReport) -> dict[str, float]:
+    return {"drafter/beside_seconds": report.trained.seconds, "drafter/tokens": report.trained.tokens,
+            "drafter/stop_ms": report.stop_ms, "drafter/longest_micro_batch_s": report.trained.max_micro_batch_s}

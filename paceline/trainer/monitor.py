@@ -1,0 +1,128 @@
+"""Monitoring the learned drafter during a run: figures of each training step, collected from engine steps, and alarms."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from paceline.engine import Engine
+from paceline.spot.alarms import NAMES, Alarm, AlarmConfig, DrafterFigures, alarms
+from paceline.strategy import ModelSelector
+from paceline.types import StepResult
+
+_MIN_VERIFICATIONS = 64
+"""Minimum number of verifications in a training step for its accept length to be meaningful."""
+_MIN_OBSERVED = 256
+"""Minimum number of verifications with observed nodes for the calibration to be meaningful; fewer are added to the next
+step's. (The nodes of one tree are not independent, so verifications are counted and not nodes.)"""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the engine steps of one training step that used the learned drafter."""
+
+    tokens: int = 0
+    """Number of tokens generated."""
+    verifications: int = 0
+    """Number of verifications, one per request and engine step."""
+    observed: int = 0
+    """Number of verifications whose draft nodes were observed."""
+    nodes: int = 0
+    """Number of observed draft nodes."""
+    expected: float = 0.0
+    """Number of observed draft nodes expected to be accepted."""
+    hits: int = 0
+    """Number of observed draft nodes accepted."""
+    ms: dict[tuple[int, bool], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    """(bit length of the batch size, with the learned drafter?) → [milliseconds, engine steps]."""
+
+
+class DrafterMonitor:
+    """Receives every engine step and is evaluated once per training step. If an alarm calls for it, the engine's selector
+    stops using the drafter until it gets a new one."""
+
+    def __init__(self, engine: Engine, config: AlarmConfig, is_trained: bool) -> None:
+        """`is_trained`: the drafter is trained during the run. A drafter that is frozen on purpose is used however old it
+        becomes."""
+        self.engine, self.config, self.is_trained = engine, config, is_trained
+        self._history: deque[DrafterFigures] = deque(maxlen=config.window + 1)
+        self._usual: deque[float] = deque(maxlen=config.window)  # accepted over expected nodes of recent training steps
+        self._sums = _Sums()
+
+    def on_engine_step(self, result: StepResult) -> None:
+        """Adds one engine step to the figures."""
+        learned = result.strategy.drafter in ("eagle", "both")
+        sums, decoding = self._sums, result.num_requests > 0 and not result.num_prefill_rows
+        if decoding and result.strategy.drafter in ("none", "eagle"):
+            cell = sums.ms[result.num_requests.bit_length(), learned]
+            cell[0], cell[1] = cell[0] + result.ms, cell[1] + 1
+        if not learned:
+            return
+        sums.tokens += sum(map(len, result.tokens.values()))
+        sums.verifications += result.num_requests
+        if result.expected > 0:  # the step's nodes were observed
+            sums.observed, sums.nodes, sums.expected, sums.hits = (
+                sums.observed + result.num_requests, sums.nodes + result.drafted, sums.expected + self._expected(result),
+                sums.hits + result.accepted)
+
+    def _expected(self, result: StepResult) -> float:
+        """Number of draft nodes expected to be accepted: by the selector's calibration if it has one, else by the drafter's own
+        probabilities."""
+        if result.watched is None or not isinstance(self.engine.select, ModelSelector):
+            return result.expected
+        return float(self.engine.select.survival_of(result.strategy.drafter).survival(result.watched).sum())
+
+    def _shares(self, sums: _Sums) -> tuple[float, float]:
+        """Shares of the observed nodes that were expected to be accepted and that were accepted. Expectations from the
+        drafter's own probabilities are corrected by the ratio of accepted to expected nodes in recent steps."""
+        expected, hits = sums.expected / sums.nodes, sums.hits / sums.nodes
+        if isinstance(self.engine.select, ModelSelector):
+            return expected, hits
+        usual = statistics.median(self._usual or [hits / expected])
+        if hits:
+            self._usual.append(hits / expected)
+        return expected * usual, hits
+
+    def end_step(self) -> tuple[dict[str, float], list[Alarm]]:
+        """Metrics of the training step that has ended, and the alarms it gives reason for."""
+        engine, sums, metrics = self.engine, self._sums, self._metrics(self._sums)
+        self._sums = _Sums(observed=sums.observed, nodes=sums.nodes, expected=sums.expected, hits=sums.hits)
+        found = self._age_only()
+        if sums.verifications >= _MIN_VERIFICATIONS:
+            expected, hits = 0.0, 0.0
+            if sums.observed >= _MIN_OBSERVED:
+                self._sums, (expected, hits) = _Sums(), self._shares(sums)
+                metrics |= {"drafter/hits": hits, "drafter/expected_hits": expected}
+            self._history.append(DrafterFigures(sums.tokens / sums.verifications, engine.version, engine.drafter_version,
+                                                expected, hits, _cost(sums)))
+            found = alarms(list(self._history), self.config)
+        if any(alarm.distrust and (self.is_trained or alarm.name != "age") for alarm in found):
+            engine.distrust("eagle")
+            self._history.clear()  # a new drafter must not be compared with this one
+        raised = {alarm.name for alarm in found}
+        return {**{f"alarm/{name}": float(name in raised) for name in NAMES}, **metrics}, found
+
+    def _age_only(self) -> list[Alarm]:
+        """The alarm about the drafter's age, which needs no engine steps."""
+        figures = DrafterFigures(1.0, self.engine.version, self.engine.drafter_version, 0.0, 0.0)
+        return alarms([figures], self.config)
+
+    def _metrics(self, sums: _Sums) -> dict[str, float]:
+        engine = self.engine
+        metrics = {"drafter/age": float(engine.version - engine.drafter_version),
+                   "drafter/mismatch": float(engine.drafter_mismatch is not None)}
+        if sums.verifications:
+            metrics["drafter/accept_length"] = sums.tokens / sums.verifications
+        return metrics
+
+
+def _cost(sums: _Sums) -> float | None:
+    """Time of an engine step with the learned drafter divided by the time of one without, at equal batch sizes. None: no batch
+    size occurred both with and without it."""
+    sizes = [size for size, learned in sums.ms if learned and (size, False) in sums.ms]
+    pairs = [(sums.ms[size, True], sums.ms[size, False]) for size in sizes]
+    steps = sum(with_it[1] for with_it, _ in pairs)
+    if not steps:
+        return None
+    return sum(with_it[0] / (without[0] / without[1]) for with_it, without in pairs) / steps

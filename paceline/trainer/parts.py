@@ -1,0 +1,70 @@
+"""The learner, the engines and the drafter of a run, made from its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bundled import resolve_model
+from paceline.config import TrainConfig
+from paceline.drafters.checkpoint import load_eagle
+from paceline.drafters.eagle import Eagle
+from paceline.engine import Engine
+from paceline.models.decoder import Decoder
+from paceline.models.names import export_state, load_state
+from paceline.models.weights import empty_model, load_model, parse_dtype
+from paceline.rl.algorithms import make_algorithm
+from paceline.rl.checkpoint import plain_policy, policy_folder, restore
+from paceline.rl.learner import Learner
+from paceline.rl.models import load_reward_model
+from paceline.spot import capture_layers
+from paceline.trainer.drafter import new_drafter
+
+
+def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:
+    """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Weights are held in float32 or
+    better."""
+    compute = parse_dtype(config.dtype)
+    master = torch.float64 if compute == torch.float64 else torch.float32
+    lora = config.learner.lora_rank > 0
+    source = resolve_model(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
+    model, tokenizer = load_model(source, config.device, master)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    reward_model = None
+    if config.reward_model is not None:
+        reward_model = load_reward_model(config.reward_model, config.device, master, compute or master)
+    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, config.rollout.temperature,
+                      compute or master, config.seed, reward_model, config.reward_model_weight)
+    if learner.reference is not None and checkpoint is not None and not lora:
+        first, _ = load_model(resolve_model(config.model), config.device, master)
+        load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
+    if checkpoint is not None:
+        restore(learner, checkpoint)
+    return learner, tokenizer
+
+
+def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:
+    """An engine with its own copy of the learner's policy, in the run's data type."""
+    policy = plain_policy(learner)
+    model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, config.device)
+    load_state(model, export_state(policy))
+    if not speculate:
+        return Engine(model, tokenizer, "none", "off", config.engine)
+    drafter = make_drafter(config, model)
+    capture = config.engine.capture
+    if isinstance(drafter, Eagle) and config.train_drafter:
+        capture = tuple(dict.fromkeys((*capture, *capture_layers(drafter.config))))
+    return Engine(model, tokenizer, drafter, config.strategy, config.engine.model_copy(update={"capture": capture}))
+
+
+def make_drafter(config: TrainConfig, policy: Decoder) -> Eagle | str:
+    """The run's drafter as an engine accepts it: a name, or a learned drafter."""
+    if config.drafter in ("suffix", "none"):
+        return config.drafter
+    if config.drafter != "learned":
+        return load_eagle(config.drafter, policy)
+    if not config.train_drafter:
+        raise ValueError("train_drafter: false, but an untrained drafter must be trained; set `drafter` to a folder")
+    return new_drafter(policy, config.spot)

@@ -1,0 +1,147 @@
+"""Collecting graded rollouts for training: prompts in a fixed order, generation by the engine, grading while generation goes
+on."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from paceline.config import RolloutConfig
+from paceline.engine import Engine
+from paceline.generation import plain_prompt
+from paceline.rl.loop import OutOfPrompts, PhaseTimer
+from paceline.tasks import Problem, RewardPool, Task
+from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
+
+
+class PromptStream:
+    """The problems of a task in the order in which a run uses them: shuffled anew for every epoch, determined by the seed
+    alone."""
+
+    def __init__(self, task: Task, seed: int, epochs: int | None) -> None:
+        """`epochs` is the maximum number of passes over the task; None: no limit."""
+        if not len(task):
+            raise ValueError(f"task {task.name}: it has no problems")
+        self.task, self.seed, self.limit = task, seed, None if epochs is None else epochs * len(task)
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def take(self, cursor: int, count: int) -> list[Problem]:
+        """The `count` problems from number `cursor` on; fewer if fewer are left. Raises OutOfPrompts if none is left."""
+        end = cursor + count if self.limit is None else min(cursor + count, self.limit)
+        if cursor >= end:
+            raise OutOfPrompts
+        size = len(self.task)
+        return [self.task[self._order(n // size)[n % size]] for n in range(cursor, end)]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.task)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+
+@dataclass(slots=True)
+class SpeculationComparison:
+    """The same batches generated with and without speculation."""
+
+    seconds_on: list[float] = field(default_factory=list)
+    """Seconds of generation with speculation, per batch."""
+    seconds_off: list[float] = field(default_factory=list)
+    """Seconds of generation without speculation, per batch."""
+    num_rollouts: int = 0
+    """Number of rollouts compared."""
+    num_differing: int = 0
+    """Number of rollouts whose tokens differ."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether all compared rollouts have the same tokens."""
+        return self.num_differing == 0
+
+
+class RolloutCollector:
+    """Implements `rl.loop.Collect` with an engine and a reward pool. With a second engine, `baseline`, every batch is generated a
+    second time for comparison."""
+
+    def __init__(self, engine: Engine, baseline: Engine | None, prompts: PromptStream, pool: RewardPool, rollout: RolloutConfig,
+                 seed: int, on_engine_step: Callable[[Engine, StepResult, int, int], None]) -> None:
+        """`on_engine_step` receives the engine, its step's result, and how many of how many rollouts are finished."""
+        self.engine, self.baseline, self.prompts, self.pool = engine, baseline, prompts, pool
+        self.group_size = rollout.group_size
+        self.params = SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
+                                     min_p=rollout.min_p, max_new_tokens=rollout.max_new_tokens, stop=rollout.stop, seed=seed)
+        self.comparison = SpeculationComparison()
+        self.refused: list[str] = []
+        """Messages about problems that the engine refused."""
+        self.generation_s = 0.0
+        """Seconds of generation by `engine` since `begin_step`."""
+        self._on_engine_step = on_engine_step
+
+    def begin_step(self) -> None:
+        """A training step begins; it may collect several times (dynamic sampling)."""
+        self.generation_s = 0.0
+
+    def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
+        problems = self.prompts.take(cursor, count)
+        keys = [f"{cursor + i}/{problem.id}" for i, problem in enumerate(problems)]
+        # The two engines take turns in going first, so that a changing machine affects both alike.
+        baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
+        others = self._generate_baseline(problems, keys, timer) if baseline_first else []
+        began = time.perf_counter()
+        with timer("generate"):
+            groups, handles = self._generate(self.engine, problems, keys, graded=True)
+        seconds = time.perf_counter() - began
+        self.generation_s += seconds
+        with timer("reward"):
+            for rollout, graded in zip((r for r, _ in handles), self.pool.collect([h for _, h in handles]), strict=True):
+                rollout.reward = graded.value
+        if self.baseline is not None:
+            others = others or self._generate_baseline(problems, keys, timer)
+            self.comparison.seconds_on.append(seconds)
+            self._count_differences(groups, others)
+        return groups
+
+    def _generate(self, engine: Engine, problems: list[Problem], keys: list[str],
+                  graded: bool) -> tuple[list[RolloutGroup], list[tuple[Rollout, Any]]]:
+        """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished."""
+        groups, owner, handles = [], {}, []
+        for problem, key in zip(problems, keys, strict=True):
+            groups.append(RolloutGroup([], key=problem.id))
+            try:
+                ids = engine.add(plain_prompt(engine, problem.prompt), self.params, self.group_size, key)
+            except ValueError as error:  # for example a prompt longer than the context: its group stays empty, the others go on
+                if graded:
+                    self.refused.append(f"{problem.id}: {error}")
+                continue
+            owner.update(dict.fromkeys(ids, (problem, groups[-1])))
+        total, done = len(owner), 0
+        while owner:
+            result = engine.step()
+            for rollout in result.finished:
+                problem, group = owner.pop(rollout.request_id)
+                group.prompt_ids = rollout.prompt_ids
+                group.rollouts.append(rollout)
+                if graded:
+                    handles.append((rollout, self.pool.submit(problem, rollout.text)))
+            done += len(result.finished)
+            self._on_engine_step(engine, result, done, total)
+        for group in groups:
+            group.rollouts.sort(key=lambda rollout: rollout.sample)
+        return groups, handles
+
+    def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
+        assert self.baseline is not None
+        began = time.perf_counter()
+        with timer("generate_off"):
+            groups, _ = self._generate(self.baseline, problems, keys, graded=False)
+        self.comparison.seconds_off.append(time.perf_counter() - began)
+        return groups
+
+    def _count_differences(self, groups: list[RolloutGroup], others: list[RolloutGroup]) -> None:
+        for a, b in zip(groups, others, strict=True):
+            for x, y in zip(a.rollouts, b.rollouts, strict=True):
+                self.comparison.num_rollouts += 1
+                self.comparison.num_differing += x.token_ids != y.token_ids

@@ -1,0 +1,294 @@
+"""`Trainer`: one reinforcement learning run, from its configuration to a summary. The order of a step's phases is in
+`rl/loop.py`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config import TrainConfig
+from paceline.engine import Engine
+from paceline.models.weights import check_device
+from paceline.report import EventLog, read_metrics
+from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state
+from paceline.rl.learner import Learner, NonFiniteError
+from paceline.rl.loop import PhaseTimer, StepOutcome, train
+from paceline.spot.alarms import AlarmConfig
+from paceline.spot.beside import generation_stream, idle_cores, running_on
+from paceline.strategy import ModelSelector
+from paceline.tasks import RewardPool, Task, make_task
+from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
+from paceline.trainer.config_files import CONFIG_FILE, dump_config
+from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
+from paceline.trainer.monitor import DrafterMonitor
+from paceline.trainer.parts import make_engine, make_learner
+from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.trainer.run_folder import RunFolder
+from paceline.trainer.summary import RunTotals, rollout_metrics, strategy_shares, summarize
+from paceline.types import RolloutGroup, SamplingParams, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains a policy by reinforcement learning with speculative rollouts.
+
+    >>> result = Trainer(TrainConfig(task="gsm8k", out="runs/gsm8k")).run()
+    >>> result.summary["reward_last"]
+
+    Nothing is printed: what a run has to say goes to `callbacks`, to `logging` and into the run folder.
+    """
+
+    folder: RunFolder
+    state: RunState
+    """Number of steps done and prompts used."""
+    learner: Learner
+    """The policy in training, and its optimizer."""
+    engine: Engine
+    """The engine that generates the rollouts."""
+    baseline: Engine | None
+    """A second engine that generates every batch once more for comparison (`compare_off`)."""
+    drafter_trainer: OnlineDrafterTrainer | None
+    """Trains the learned drafter; None if there is none or it is frozen."""
+    monitor: DrafterMonitor | None
+    """Watches over the learned drafter; None if there is none."""
+    collector: RolloutCollector
+    pool: RewardPool
+    checkpoints: Checkpoints
+    tokenizer: Any
+
+    def __init__(self, config: TrainConfig, *, callbacks: Sequence[TrainerCallback] = (), resume: bool = False,
+                 task: Task | None = None) -> None:
+        """`resume` continues the run in `config.out` from its last checkpoint; otherwise that folder must be empty. `task` is
+        used instead of the one that `config.task` names."""
+        self.config, self.callbacks, self.resume, self._task = config, list(callbacks), resume, task
+
+    def run(self) -> TrainResult:
+        """Does all remaining steps. Wrong settings are a ValueError; a KeyboardInterrupt ends the run and is part of the
+        result."""
+        config = self.config
+        check_device(config.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        with RunFolder(Path(config.out)) as self.folder:
+            if not self.resume and not self.folder.is_new:
+                raise ValueError(f"out: {config.out} is not empty; choose another folder, or resume the run "
+                                 f"(paceline train --resume {config.out})")
+            self.folder.write(CONFIG_FILE, dump_config(config))
+            self._load()
+            status, message = self._train()
+            result = self._result(status, message)
+        self._notify(lambda callback: callback.on_run_end(result))
+        return result
+
+    # Loading
+
+    def _load(self) -> None:
+        config, folder = self.config, self.folder
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints)
+        latest = self.checkpoints.latest()
+        self.state = read_state(latest) if latest is not None else RunState()
+        folder.remove_rollouts_after(self.state.step)
+        task = self._task or make_task(config.task, **config.task_options)
+        self.learner, self.tokenizer = make_learner(config, latest)
+        self.engine = make_engine(config, self.learner, self.tokenizer, speculate=True)
+        self.baseline = self._make_baseline()
+        for engine in self._engines():
+            engine.version = self.state.step
+        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s)
+        self.collector = RolloutCollector(self.engine, self.baseline, PromptStream(task, config.seed, config.epochs), self.pool,
+                                          config.rollout, config.seed, self._on_engine_step)
+        self.drafter_trainer, self.monitor = self._make_drafter_parts()
+        device = self.engine.model.norm.device
+        trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
+        self._stream = generation_stream(device) if trains_on_stream else None
+        self._totals = RunTotals()
+        self._strategy_steps: Counter[str] = Counter()
+
+    def _make_baseline(self) -> Engine | None:
+        config = self.config
+        return make_engine(config, self.learner, self.tokenizer, speculate=False) if config.compare_off else None
+
+    def _make_drafter_parts(self) -> tuple[OnlineDrafterTrainer | None, DrafterMonitor | None]:
+        config, learned = self.config, self.engine.drafting.eagle
+        if learned is None:
+            return None, None
+        drafter_trainer = None
+        if config.train_drafter:
+            drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
+        elif learned.module.origin is not None:
+            self.engine.drafter_version = min(learned.module.origin.version, self.state.step)
+        return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)
+
+    # The run
+
+    def _train(self) -> tuple[RunStatus, str]:
+        """How the run ended, and why if it was not completed."""
+        config = self.config
+        with self.pool, EventLog(self.folder.path, wandb=config.wandb, resume_at=self.state.step + 1) as self._log:
+            try:
+                self._notify(lambda callback: callback.on_run_begin(self))
+                self.pool.start()
+                if self.drafter_trainer is not None and config.drafter_mode == "background_process" and not idle_cores():
+                    self._warn(f"drafter_mode background_process: generation uses all cores (threads {torch.get_num_threads()}); "
+                               "set threads one lower")
+                self._warm_up()
+                self._totals.began = time.perf_counter()
+                self.state = train(self.learner, self.state, config.steps, config.rollout.prompts, self._collect, self._publish,
+                                   self._on_step_end, self._on_phase,
+                                   None if self.drafter_trainer is None else self._train_drafter, self._on_step_begin)
+                self._save()
+            except NonFiniteError as error:
+                message = f"step {self.state.step + 1}: {error}; no weight was changed by it. {self._last_checkpoint()}"
+                self._warn(message)
+                return RunStatus.FAILED, message
+            except KeyboardInterrupt:
+                message = (f"interrupted in step {self.state.step + 1}; paceline train --resume {config.out} continues the run. "
+                           f"{self._last_checkpoint()}")
+                self._warn(message)
+                return RunStatus.INTERRUPTED, message
+            finally:
+                if self.drafter_trainer is not None:
+                    self.drafter_trainer.close()
+        return RunStatus.COMPLETED, ""
+
+    def _warm_up(self) -> None:
+        """Kernels compile on first use: that time should not count as the first step's."""
+        for engine in self._engines():
+            prompt = [1 % engine.model.config.vocab_size] * 4
+            engine.generate([prompt], SamplingParams(max_new_tokens=8), 2)
+            engine.reset_stats()
+
+    # What the loop is handed
+
+    def _on_step_begin(self, step: int) -> None:
+        self.collector.begin_step()
+        if self.drafter_trainer is not None:
+            self.drafter_trainer.begin_step(step)
+        self._notify(lambda callback: callback.on_step_begin(step))
+
+    def _collect(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
+        num_refused = len(self.collector.refused)
+        with running_on(self._stream):
+            groups = self.collector(cursor, count, timer)
+        for line in self.collector.refused[num_refused:]:
+            self._warn(f"left out: {line}")
+        return groups
+
+    def _train_drafter(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
+        assert self.drafter_trainer is not None
+        return self.drafter_trainer.train(groups, step, self.collector.generation_s)
+
+    def _publish(self, learner: Learner, version: int) -> None:
+        for engine in self._engines():
+            engine.update_weights(learner.weights(), version)
+
+    def _on_phase(self, phase: str) -> None:
+        self._notify(lambda callback: callback.on_phase(phase))
+
+    def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:
+        if engine is not self.engine:
+            return
+        self._strategy_steps[str(result.strategy)] += 1
+        if self.monitor is not None:
+            self.monitor.on_engine_step(result)
+        if self.drafter_trainer is not None:
+            self.drafter_trainer.on_engine_step(result, num_finished, num_total)
+        if self.callbacks:
+            progress = RolloutProgress(num_finished, num_total, engine.stats())
+            self._notify(lambda callback: callback.on_engine_step(result, progress))
+
+    def _on_step_end(self, outcome: StepOutcome) -> None:
+        step, groups = outcome.state.step, outcome.groups
+        metrics = {**rollout_metrics(groups), **self._engine_metrics(outcome.metrics), **outcome.metrics,
+                   **self._reward_metrics(), **self._drafter_alarms()}
+        metrics["time/step"] -= metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
+        self._totals.step_seconds += metrics["time/step"]
+        self._totals.lengths += [len(r.token_ids) for group in groups for r in group.rollouts]
+        self.state = outcome.state
+        self.folder.write_rollouts(step, groups)
+        self._log.write(step, metrics)
+        self._notify(lambda callback: callback.on_step_end(step, metrics, groups))
+        if step % self.config.checkpoint_every == 0:
+            self._save()
+
+    # Metrics
+
+    def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
+        stats = self.engine.stats()
+        self._totals.num_tokens += stats.generated_tokens
+        self._totals.num_verifications += stats.verifications
+        metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, phase_metrics.get("time/generate", 0.0)),
+                   "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
+                   "drafted": stats.drafted, "accepted": stats.accepted, "strategy": strategy_shares(self._strategy_steps, 3)}
+        if isinstance(self.engine.select, ModelSelector):
+            metrics |= {"select/cost_error": self.engine.select.cost_error,
+                        "select/calibration_error": self.engine.select.calibration_error}
+        for engine in self._engines():
+            engine.reset_stats()
+        self._strategy_steps.clear()
+        return metrics
+
+    def _drafter_alarms(self) -> dict[str, Any]:
+        """Metrics of the drafter monitor. Its alarms go to the callbacks, the log and the drafter trainer."""
+        if self.monitor is None:
+            return {}
+        metrics, alarms = self.monitor.end_step()
+        lines = [f"drafter {alarm.name}: {alarm.message}" for alarm in alarms]
+        for line in lines:
+            logger.warning("step %d: %s", self.state.step + 1, line, extra={"seen_by_callbacks": True})
+        self._notify(lambda callback: callback.on_alarms(alarms))
+        if self.drafter_trainer is not None and any(alarm.name != "calibration" for alarm in alarms):
+            self.drafter_trainer.end_pause()
+        return {**metrics, **({"alarms": "; ".join(lines)} if lines else {})}
+
+    def _reward_metrics(self) -> dict[str, float]:
+        pool = self.pool
+        return {"reward/errors": pool.num_errors, "reward/timeouts": pool.num_timeouts, "reward/crashes": pool.num_crashes,
+                "problems_refused": len(self.collector.refused)}
+
+    # The end
+
+    def _save(self) -> None:
+        latest = self.checkpoints.latest()
+        if latest is not None and read_state(latest).step >= self.state.step:
+            return
+        path = self.checkpoints.save(self.learner, self.state, self.tokenizer)
+        if self.drafter_trainer is not None:
+            self.drafter_trainer.save()
+        logger.info("checkpoint of step %d: %s", self.state.step, path)
+        self._notify(lambda callback: callback.on_checkpoint(path, self.state.step))
+
+    def _result(self, status: RunStatus, message: str) -> TrainResult:
+        summary: dict[str, Any] = {}
+        if status is RunStatus.COMPLETED:
+            summary = self._summary()
+            self.folder.write_summary(summary)
+        latest = self.checkpoints.latest()
+        policy = None if latest is None else policy_folder(latest)
+        return TrainResult(status, self.folder.path, self.state.step, summary, policy, message)
+
+    def _summary(self) -> dict[str, Any]:
+        return summarize(self.state.step, read_metrics(self.folder.path), self._totals, self.collector.comparison)
+
+    def _last_checkpoint(self) -> str:
+        latest = self.checkpoints.latest()
+        return f"The last good checkpoint is {latest}." if latest is not None else "No checkpoint had been written yet."
+
+    def _engines(self) -> list[Engine]:
+        return [self.engine] if self.baseline is None else [self.engine, self.baseline]
+
+    def _warn(self, message: str) -> None:
+        # The mark lets a program whose callbacks show warnings filter the same ones out of its log output.
+        logger.warning("%s", message, extra={"seen_by_callbacks": True})
+        self._notify(lambda callback: callback.on_warning(message))
+
+    def _notify(self, tell: Callable[[TrainerCallback], None]) -> None:
+        for callback in self.callbacks:
+            tell(callback)

@@ -1,0 +1,178 @@
+"""A learned drafter in `paceline train`: three ways to train it, frozen or not, alarms, and none of it changes a token."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from e2e.test_train import assert_same_run, run
+from toy import settings
+
+from paceline.drafters.checkpoint import load_eagle, save_eagle
+from paceline.drafters.origin import origin_of
+from paceline.models.weights import load_model
+from paceline.report import read_metrics
+from paceline.spot import fresh_eagle
+from paceline.spot.alarms import AlarmConfig
+from paceline.spot.checkpoint import load_snapshot
+from paceline.spot.process import BesideProcess
+from paceline.trainer.monitor import DrafterMonitor
+from paceline.types import FeatureRecord, StepResult, Strategy
+
+EAGLE = {"strategy": "eagle:d3w1v3", "rollout.max_new_tokens": 24, "optimizer.lr": 1e-3}
+
+
+@pytest.fixture
+def start(folder):
+    """A drafter that belongs to the toy policy."""
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    drafter = fresh_eagle(policy)
+    drafter.origin = origin_of(policy)
+    save_eagle(drafter, folder / "start")
+    return folder / "start"
+
+
+@pytest.mark.parametrize("mode", ["background_process", "cuda_stream"])
+def test_training_it_beside_generation_changes_nothing(folder, start, mode, monkeypatch):
+    monkeypatch.setattr(BesideProcess, "ready", True)  # so short a run would be over before it is up
+    common = {**EAGLE, "drafter": str(start), "steps": 4}
+    assert run(settings(folder, "follow", drafter_mode=mode, **common)) == 0
+    assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none"})) == 0
+    assert_same_run(folder / "follow", folder / "off")
+    records = read_metrics(folder / "follow")
+    trained = [r for r in records if r.get("drafter/tokens", 0) > 0]
+    assert trained and all(r["drafter/stop_ms"] >= 0 and r["drafter/beside_seconds"] > 0 for r in trained)
+    assert load_snapshot(folder / "follow" / "drafter") is not None
+    assert run(["train", "--resume", str(folder / "follow"), "--set", "steps=5"]) == 0
+    assert read_metrics(folder / "follow")[-1]["step"] == 5
+
+
+def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):
+    """The policy's head changes under the rows that it has gathered."""
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    size = policy.config.vocab_size
+    record = FeatureRecord(list(range(size)), torch.zeros(size - 1, policy.config.hidden_size), (-1,), [], 1)
+    drafter = fresh_eagle(policy, "eagle", [record], size - 3)
+    drafter.origin = origin_of(policy)
+    save_eagle(drafter, folder / "start")
+    assert run(settings(folder, "follow", **EAGLE, drafter=str(folder / "start"), steps=3)) == 0
+    records = read_metrics(folder / "follow")
+    assert records[0]["drafter/tokens"] > 0 and "drafter/expected_after" in records[0] and len(records) == 3
+    assert "drafter/tokens" not in records[-1], "nobody would have used it"
+    saved = load_snapshot(folder / "follow" / "drafter")
+    assert saved is not None and saved.known["progress"]["step"] == records[1]["drafter/steps"]
+
+
+def test_how_long_it_is_trained_can_be_said(folder, start, capsys):
+    common = {**EAGLE, "drafter": str(start), "steps": 2}
+    assert run(settings(folder, "short", **common, **{"drafter_budget.shortest_s": 0.05, "drafter_budget.upkeep": 0.0})) == 0
+    assert read_metrics(folder / "short")[0]["drafter/seconds"] < 0.5  # the shortest there is otherwise
+    assert run(settings(folder, "wrong", **common, **{"drafter_budget.shortest": 1})) == 2
+    assert "shortest" in capsys.readouterr().err
+
+
+def test_a_frozen_drafter_stays_and_grows_old_aloud(folder, start, capsys):
+    common = {**EAGLE, "drafter": str(start), "train_drafter": False, "steps": 5, "drafter_alarms": {"max_age": 3}}
+    before = (start / "model.safetensors").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # it belongs to this policy
+        assert run(settings(folder, "frozen", **{k: v for k, v in common.items() if k != "drafter_alarms"},
+                            **{"drafter_alarms.max_age": 3})) == 0
+    records = read_metrics(folder / "frozen")
+    assert [r["drafter/age"] for r in records] == [1, 2, 3, 4, 5]
+    assert [r["alarm/age"] for r in records] == [0, 0, 0, 1, 1] and "versions behind" in records[-1]["alarms"]
+    assert not any("drafter/seconds" in r for r in records) and (start / "model.safetensors").read_bytes() == before
+    assert capsys.readouterr().err.count("alarm: drafter age") == 1
+    page = (folder / "frozen" / "report.html").read_text()
+    assert "Alarms" in page and "versions behind" in page
+    assert json.loads((folder / "frozen" / "config.json").read_text())["train_drafter"] is False
+
+
+def test_a_drafter_of_nothing_cannot_be_frozen(folder, capsys):
+    assert run(settings(folder, "run", drafter="learned", train_drafter=False)) == 2
+    assert "train_drafter" in capsys.readouterr().err
+
+
+class FakeEngine:
+    version, drafter_version, drafter_mismatch = 1, 0, None
+
+    def __init__(self):
+        self.distrusted, self.select = [], None
+
+    def distrust(self, name):
+        self.distrusted.append(name)
+
+
+def feed(monitor: DrafterMonitor, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0,
+         steps: int = 32) -> None:
+    strategy = Strategy.OFF if drafter == "none" else Strategy(drafter, 4, 1, 4)
+    for step in range(steps):
+        tokens = {i: [0] * per_request for i in range(4)}
+        monitor.on_engine_step(StepResult(step, strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms, expected=expected))
+
+
+def test_a_collapse_of_acceptance_ends_trust_only_where_it_no_longer_pays():
+    engine = FakeEngine()
+    monitor = DrafterMonitor(engine, AlarmConfig(), is_trained=True)
+    for _ in range(4):
+        feed(monitor, 4)
+        metrics, found = monitor.end_step()
+        assert not found and metrics["drafter/accept_length"] == 4 and metrics["drafter/age"] == 1
+    feed(monitor, 2, ms=1.3)
+    feed(monitor, 1, "none", ms=1.0)  # a step with it takes 1.3 as long as one without: 2 tokens still pay
+    metrics, (alarm,) = monitor.end_step()
+    assert alarm.name == "acceptance" and metrics["alarm/acceptance"] == 1 and not alarm.distrust and engine.distrusted == []
+    feed(monitor, 2, ms=2.5)
+    feed(monitor, 1, "none", ms=1.0)
+    _, (alarm,) = monitor.end_step()
+    assert alarm.distrust and "less than 2.50 does not pay" in alarm.message and engine.distrusted == ["eagle"]
+
+
+def test_estimates_that_are_off_are_said():
+    """A drafter that says 14 of 16 and gets 8, as before, is known; one that gets 4 is another matter."""
+    monitor = DrafterMonitor(FakeEngine(), AlarmConfig(), is_trained=True)
+    for _ in range(3):
+        feed(monitor, 3, expected=14.0, steps=64)
+        metrics, found = monitor.end_step()
+        assert not found and metrics["drafter/hits"] == metrics["drafter/expected_hits"] == 0.5
+    feed(monitor, 2, expected=14.0, steps=64)
+    metrics, found = monitor.end_step()
+    assert [alarm.name for alarm in found] == ["acceptance", "calibration"] and not found[1].distrust
+    assert metrics["drafter/hits"] == 0.25 and metrics["drafter/expected_hits"] == pytest.approx(0.5)
+
+
+def test_few_nodes_looked_at_wait_for_more():
+    monitor = DrafterMonitor(FakeEngine(), AlarmConfig(), is_trained=True)
+    feed(monitor, 3, expected=14.0, steps=64)
+    monitor.end_step()
+    for seen in (False, True):  # 128 verifications, 256
+        feed(monitor, 2, expected=14.0, steps=32)
+        feed(monitor, 2, steps=32)  # not looked at
+        metrics, found = monitor.end_step()
+        assert ("drafter/hits" in metrics) is seen is ("calibration" in [alarm.name for alarm in found])
+
+
+def test_a_drafter_that_never_hit_is_no_measure_of_itself():
+    """It begins with nothing, and learns: what it says of itself is compared with what it said when it first hit."""
+    monitor = DrafterMonitor(FakeEngine(), AlarmConfig(), is_trained=True)
+    said = []
+    for per_request, expected in ((1, 1.0), (2, 4.0), (3, 8.0), (3, 8.0)):
+        feed(monitor, per_request, expected=expected, steps=64)
+        metrics, found = monitor.end_step()
+        said.append((metrics["drafter/hits"], metrics["drafter/expected_hits"], [alarm.name for alarm in found]))
+    assert said == [(0.0, 0.0, []), (0.25, 0.25, []), (0.5, 0.5, []), (0.5, 0.5, [])]
+
+
+def test_age_ends_trust_in_a_drafter_that_should_have_followed():
+    for is_trained in (True, False):
+        engine = FakeEngine()
+        engine.version = 20
+        _, (alarm,) = DrafterMonitor(engine, AlarmConfig(), is_trained).end_step()
+        assert alarm.name == "age" and engine.distrusted == (["eagle"] if is_trained else [])
+
+
+def test_the_folder_names_the_policy(start, folder):
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    assert load_eagle(start, policy).origin == origin_of(policy)

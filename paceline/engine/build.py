@@ -12,7 +12,7 @@ from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.speculate import EagleDrafter
+from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.drafting import Drafting
 from paceline.engine.graphs import GRAPH_SIZES, GraphPool

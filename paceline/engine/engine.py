@@ -300,7 +300,7 @@ class Engine:
             for mine, new in zip(own.parameters(), drafter.parameters(), strict=True):
                 mine.copy_(new)
         self._prepare_weights()
-        own.origin, self.drafter_version = drafter.origin, version
+        own.policy_fingerprint, self.drafter_version = drafter.policy_fingerprint, version
         self._choosing.drafter_replaced()
         self._check_origin(own)
 
@@ -311,7 +311,8 @@ class Engine:
 
     def _check_origin(self, drafter: Eagle) -> None:
         """A drafter for other weights of this shape is legal, an older policy of the same run's say; but it is said."""
-        said, self.drafter_mismatch = self.drafter_mismatch, drafter.origin.differs(self.model) if drafter.origin else None
+        known = drafter.policy_fingerprint
+        said, self.drafter_mismatch = self.drafter_mismatch, None if known is None else known.mismatch(self.model)
         if self.drafter_mismatch is None and self.drafter_version < self.version:
             self.drafter_mismatch = f"the drafter follows policy version {self.drafter_version}, the policy is at {self.version}"
         if self.drafter_mismatch is not None and said is None:

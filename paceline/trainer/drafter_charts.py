@@ -42,7 +42,7 @@ def depth_figure(found: Coverage) -> Figure:
 
 
 def expected_figure(found: Coverage) -> Figure:
-    series = _by_depth(found.expected)
+    series = _by_depth(found.accept_length)
     chart = line_chart(series, "depth", "tokens per verification", from_zero=True)
     return Figure("Expected tokens per verification", chart, _legend(series), "With a full tree; an engine's budget prunes it.")
 
@@ -50,8 +50,8 @@ def expected_figure(found: Coverage) -> Figure:
 def tau_figure(found: Sequence[Coverage]) -> Figure:
     ordered = sorted(found, key=lambda coverage: coverage.tau)
     x = np.array([coverage.tau for coverage in ordered])
-    series = [Series(f"top {k}", colour, x, np.array([coverage.expected[k][-1] for coverage in ordered]))
-              for k, colour in zip(ordered[0].expected, _COLOURS, strict=False)]
+    series = [Series(f"top {k}", colour, x, np.array([coverage.accept_length[k][-1] for coverage in ordered]))
+              for k, colour in zip(ordered[0].accept_length, _COLOURS, strict=False)]
     chart = line_chart(series, "tau", "tokens per verification")
     return Figure("By tau", chart, _legend(series), "How much of the shared noise the ranking believes.")
 

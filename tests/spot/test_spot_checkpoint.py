@@ -9,15 +9,11 @@ import time
 
 import pytest
 import torch
-from spot.answers import answers
 from spot.test_trainer import filled, made, micro_batches, same
-from tiny import eagle, model
+from tiny import model
 
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.checkpoint import Snapshot, SpotCheckpoints, load_snapshot, restore, snapshot
-from paceline.spot.config import SpotConfig
-from paceline.spot.stalls import measure_stalls
-from paceline.spot.trainer import SpotTrainer
 
 LENGTHS = [20, 30, 9, 14, 26]
 
@@ -53,10 +49,10 @@ def test_with_a_checkpoint_behind_each_micro_batch_a_kill_loses_no_more_than_one
         checkpoints.wait()
         found = load_snapshot(tmp_path)
         assert found is not None
-        progress = found.known["progress"]
+        progress = found.metadata["progress"]
         seen.append((progress["step"], progress["cursor"]))
 
-    trainer.run(micro_batches(7), between=save)
+    trainer.run(micro_batches(7), on_micro_batch=save)
     checkpoints.close()
     assert len(set(seen)) == 7 and seen[-1] == (trainer.progress.step, trainer.progress.cursor)
     assert any(cursor > 0 for _, cursor in seen)
@@ -95,8 +91,8 @@ def test_the_last_one_is_whole_after_a_kill_at_any_moment(tmp_path):
         process.join()
         found = load_snapshot(tmp_path)
         assert found is not None
-        assert len(found.tensors) == 10 and all(bool((t == found.known["n"]).all()) for t in found.tensors.values())
-        seen = max(seen, found.known["n"])
+        assert len(found.tensors) == 10 and all(bool((t == found.metadata["n"]).all()) for t in found.tensors.values())
+        seen = max(seen, found.metadata["n"])
     assert seen > 0
 
 
@@ -111,14 +107,3 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     (tmp_path / "spot.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="damaged"):
         load_snapshot(tmp_path)
-
-
-def test_stalls_are_measured(tmp_path):
-    """Of a policy whose head is its embedding, too."""
-    buffer = FeatureBuffer(10**9)
-    for record in answers(model("llama"), LENGTHS):
-        buffer.add(record, 0)
-    trainer = SpotTrainer(eagle("llama"), model("llama"), buffer, SpotConfig(max_length=256))
-    trainer.run(micro_batches(6))
-    stalls = measure_stalls(trainer, tmp_path, repeats=3)
-    assert 0 < stalls.selective < stalls.blocking and stalls.selective_bytes > 0

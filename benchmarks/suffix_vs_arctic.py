@@ -20,8 +20,11 @@ one request, `extend_us` that of appending the accepted tokens; the engine calls
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,11 +33,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 from arctic_inference.suffix_decoding import SuffixDecodingCache
-from gpu_common import ROOT, Report
 
 from paceline import Engine, SamplingParams
 from paceline.drafters.suffix import SuffixDrafter
@@ -127,17 +130,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "suffix_vs_arctic.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    report = Report(args.out, torch.device("cpu"), arctic_inference=version("arctic-inference"), budget=BUDGET,
-                    prompts=args.prompts, group=args.group, streams={})
+    git = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "paceline": version("paceline"),
+                "arctic_inference": version("arctic-inference"), "revision": git.stdout.strip() or "unknown"}
+    content: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/suffix_vs_arctic.py", *sys.argv[1:]]), "versions": versions,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "device": platform.machine(), "budget": BUDGET, "prompts": args.prompts,
+        "group": args.group, "streams": {}}
     for name, make in (("collatz", collatz), ("phrases_greedy", phrases_greedy), ("phrases_sampled", phrases_sampled)):
         groups = make(args.prompts, args.group)
         for build in DRAFTERS.values():
             replay(build(), groups[:1])  # compiles, and warms the caches up
         found = {drafter: replay(build(), groups) for drafter, build in DRAFTERS.items()}
         tokens = sum(len(response.tokens) for group in groups for response in group)
-        report.content["streams"][name] = {"tokens": tokens, "drafters": found}
+        content["streams"][name] = {"tokens": tokens, "drafters": found}
         show(name, tokens, found)
-        report.save()
+        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def replay(drafter: Ours | Arctic, groups: Iterable[Sequence[Response]]) -> dict[str, float]:

@@ -33,8 +33,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -45,6 +44,7 @@ from paceline.kernels.noise import gumbel
 from paceline.models.weights import load_model
 from paceline.tasks import make_task
 
+ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 16
 
 

@@ -13,7 +13,7 @@ from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle, feature_columns
-from paceline.drafters.speculate import EagleDrafter
+from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.batch import INPUTS_PER_ROW, BatchBuilder
 from paceline.engine.drafting import Drafting

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.store import PagedStore
-from paceline.drafters.speculate import DraftView, EagleDrafter, lines_of
+from paceline.drafters.eagle_drafter import DraftView, EagleDrafter, lines_of
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.tree import Drafts, merge
 from paceline.engine.graphs import CudaGraphs

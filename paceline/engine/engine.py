@@ -339,7 +339,7 @@ class Engine:
         own = self.drafting.eagle.module
         copy_drafter(drafter, into=own)
         self._prepare_weights()
-        own.origin, self.drafter_version = drafter.origin, version
+        own.policy_fingerprint, self.drafter_version = drafter.policy_fingerprint, version
         self._control.drafter_replaced()
         self._check_drafter_origin(own)
 

@@ -45,7 +45,7 @@ def copy_drafter(new: Eagle, into: Eagle) -> None:
 
 def drafter_mismatch(drafter: Eagle, drafter_version: int, policy: Decoder, version: int) -> str | None:
     """Return how the policy differs from the one that the drafter was trained for; None if it does not."""
-    found = drafter.origin.differs(policy) if drafter.origin else None
+    found = drafter.policy_fingerprint.mismatch(policy) if drafter.policy_fingerprint else None
     if found is None and drafter_version < version:
         return f"the drafter follows policy version {drafter_version}, the policy is at {version}"
     return found

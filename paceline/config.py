@@ -186,7 +186,7 @@ class TrainConfig(Config):
     during generation, in another process on idle CPU cores (`threads` limits those that generation uses). `cuda_stream`: in a
     thread while the last answers of a step are generated, on a GPU on a low-priority stream."""
     drafter_budget: dict[str, Any] = Field(default_factory=dict)
-    """How long the learned drafter is trained per step: fields of `spot.pays.PaceConfig`."""
+    """How long the learned drafter is trained per step: fields of `spot.budget.TrainingBudgetConfig`."""
     drafter_alarms: dict[str, Any] = Field(default_factory=dict)
     """When to warn that the learned drafter no longer fits its policy: fields of `spot.alarms.AlarmConfig`."""
     spot: dict[str, Any] = Field(default_factory=dict)

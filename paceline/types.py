@@ -1,4 +1,4 @@
-"""The nouns of Paceline: small records without behaviour beyond their own validation. Imports nothing of ours, no torch."""
+"""The records of Paceline: plain data with validation and no other behaviour. Imports nothing else of Paceline, and no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 DrafterName = Literal["none", "suffix", "eagle", "both"]
 
 NUM_QUALITIES = 4
-"""Requests are told apart by how often their first drafted token was right lately: hardly ever, at times, mostly, always."""
+"""Number of buckets of recent first-token acceptance: < 0.3, < 0.6, < 0.85, rest. A request's bucket is called its quality."""
 MAX_TREE_ROWS = 128
-"""Rows one request may bring to a step (its last token and the drafted nodes): the tree mask is two 64-bit words."""
+"""Largest number of rows of one request in a step (its last token and its draft tokens): a tree mask has two 64-bit words."""
 
 
 def _is_int(value: object) -> bool:
@@ -26,26 +26,29 @@ def _require(ok: bool, name: str, value: object, wanted: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. A rollout is a pure function of (weights, prompt, these)."""
+    """Sampling parameters of one request. A rollout is a pure function of the weights, the prompt and these parameters."""
 
     temperature: float = 1.0
-    """0 is greedy: no noise, the largest logit."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_k: int = 0
-    """Keep the k largest logits (and what ties with the k-th); 0 keeps all."""
+    """Keep the k largest logits (and those equal to the k-th); 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of largest tokens whose probability reaches top_p; 1 keeps all."""
+    """Keep the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least min_p times as likely as the likeliest; 0 keeps all."""
+    """Keep tokens that are at least min_p times as likely as the most likely one; 0 keeps all."""
     max_new_tokens: int = 256
+    """Largest number of tokens of the answer."""
     seed: int = 0
-    """64 bits; with the position and the token id it determines the noise."""
+    """64-bit seed. The sampling noise is a function of the seed, the position and the token id."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ends the rollout beside the model's own end-of-text ids; the stop id is kept as the last token."""
+    """Token ids that end the rollout, in addition to the model's end-of-text ids. The stop id is kept as the last token."""
     stop: tuple[str, ...] = ()
-    """Ends the rollout once the generated text contains one of these; text is cut before it, tokens are kept."""
+    """Strings that end the rollout once the generated text contains one of them. The text is cut before it; its tokens are
+    kept."""
     ignore_eos: bool = False
+    """Whether to continue after the model's end-of-text ids."""
     raw_logprobs: bool = False
-    """Also report log-probabilities of the unfiltered distribution at temperature 1."""
+    """Whether to also report log-probabilities of the unfiltered distribution at temperature 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -64,25 +67,27 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How the next step speculates. `Strategy.OFF` is one of them, not a mode."""
+    """How a step uses speculative decoding. No speculation is a strategy, too: `Strategy.OFF`."""
 
     drafter: DrafterName = "none"
     depth: int = 0
-    """Longest drafted path."""
+    """Number of draft tokens on the longest path of a tree."""
     width: int = 0
-    """Children considered per node."""
+    """Number of children that are considered for each node of a tree."""
     budget: int = 0
-    """Drafted nodes verified per request, at most."""
+    """Largest number of draft tokens that are verified per request."""
     min_survival: float = 0.0
-    """Nodes that the suffix drafter thinks less likely to be accepted than this are not verified."""
+    """Draft tokens that the suffix drafter estimates to be accepted with a lower probability than this are not verified."""
     shares: tuple[int, ...] = ()
-    """Drafted nodes of a request by its quality (see `NUM_QUALITIES`); empty: `budget` for all."""
+    """Number of draft tokens of a request by its bucket of recent acceptance (see `NUM_QUALITIES`); empty: `budget` for all
+    requests."""
     tau: float | None = None
-    """What the learned drafter guesses with from here on; None: as before."""
+    """Temperature factor with which the learned drafter ranks draft tokens from this step on; None leaves it as it is."""
     watch: bool = False
-    """Look closely at what comes of the drafts: the result holds them node by node."""
+    """Whether to observe the outcomes of the draft tokens: the step's result then contains them one by one."""
     aside: Strategy | None = None
-    """What the suffix drafter guesses beside it, for nobody: selectors are told what would have come of that."""
+    """Shadow drafting: suffix drafts of this strategy that are never verified, scored against the tokens generated later.
+    Selectors see their outcomes in `StepView.watched`."""
 
     OFF: ClassVar[Strategy]
 
@@ -102,7 +107,8 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """`off` or `suffix:d8w2v16`: drafter, depth, children per node, nodes verified per request."""
+        """Parse `off` or, for example, `suffix:d8w2v16`: drafter, depth, width, and number of draft tokens verified per
+        request."""
         if text == "off":
             return cls.OFF
         match = re.fullmatch(r"(suffix|eagle|both):d(\d+)w(\d+)v(\d+)", text)
@@ -124,15 +130,16 @@ class Rollout:
 
     request_id: int
     sample: int
-    """Its number within the group."""
+    """Number of the answer within its group."""
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    """Of the distribution that was sampled from (after temperature and filters); greedy is a point mass: 0."""
+    """Log-probability of each token in the distribution that it was sampled from, after temperature and filters; 0 for greedy
+    decoding."""
     text: str
     finish_reason: FinishReason
     versions: list[int]
-    """Policy version that wrote each token."""
+    """Version of the policy that generated each token."""
     seed: int = 0
     raw_logprobs: list[float] | None = None
     error: str | None = None
@@ -148,53 +155,53 @@ class RolloutGroup:
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
     key: str = ""
-    """What its caller calls the prompt."""
+    """Key of the prompt, as given by the caller."""
 
 
 @dataclass(slots=True)
 class FeatureRecord:
-    """Hidden states captured while generating: the drafter's training data, free."""
+    """Hidden states of the policy, captured while it generated: training data of the learned drafter at no extra cost."""
 
     token_ids: list[int]
-    """Prompt and answer."""
+    """Token ids of prompt and answer."""
     features: Any
-    """Tensor [len(token_ids) - 1, F]: row i was computed from tokens 0..i, the layers' states side by side."""
+    """Tensor [len(token_ids) - 1, F]. Row i was computed from tokens 0..i; the layers' hidden states are concatenated."""
     layers: tuple[int, ...]
-    """Which: i is the input of layer i (transformers' `hidden_states[i]`), -1 the final norm's output."""
+    """Captured layers: i is the input of layer i (`hidden_states[i]` in transformers), -1 the output of the final norm."""
     versions: list[int]
-    """Policy version of each generated token."""
+    """Version of the policy that generated each token of the answer."""
     prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watched:
-    """Drafted nodes, of one step or guessed aside, and what came of them: arrays [M], an entry a node, a line's side by side,
-    parents first."""
+    """Draft tokens and their outcomes, of one verified step or of a shadow draft. Arrays [M] have one entry per draft token;
+    the draft tokens of one request (a line) are adjacent, and parents come before their children."""
 
     strategy: Strategy
     num_lines: int
-    """Requests that were drafted for, those whose tree is empty included."""
+    """Number of requests that were drafted for, including those whose tree is empty."""
     quality: Any
-    """[num_lines] int64."""
+    """[num_lines] int64: bucket of recent first-token acceptance of each request (see `NUM_QUALITIES`)."""
     line: Any
-    """[M] int64, in order."""
+    """[M] int64: request of the draft token, in ascending order."""
     parent: Any
-    """[M] int64 node, -1: the root."""
+    """[M] int64: index of the parent draft token; -1 for children of the root."""
     depth: Any
-    """[M] int64, 1: child of the root."""
+    """[M] int64: depth in the tree; 1 for children of the root."""
     rank: Any
-    """[M] int64 place among the parent's children, the likeliest 0."""
+    """[M] int64: rank among the parent's children, 0 for the most likely one."""
     chance: Any
-    """[M] float64: the drafter's own estimate that the node is accepted if its parent is."""
+    """[M] float64: the drafter's own estimate that the draft token is accepted, given that its parent is."""
     tested: Any
-    """[M] bool: the parent was accepted, so the policy's sample told …"""
+    """[M] bool: whether the parent was accepted, so that the policy's sample decided about the draft token."""
     hit: Any
-    """… [M] bool: accepted."""
+    """[M] bool: whether the draft token was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step that has been read came to, in plain numbers."""
+    """Figures of a completed step, from which selectors learn."""
 
     step: int
     strategy: Strategy
@@ -202,79 +209,89 @@ class StepOutcome:
     num_prefill_rows: int
     num_tokens: int
     ms: float
-    """0: it was disturbed, by a capture for example, and its time says nothing."""
+    """Duration of the step in milliseconds; 0 if it is not representative, for example because a graph was captured."""
     num_rows: int = 0
-    """Padding included."""
+    """Number of rows, padding included."""
     context: float = 0.0
-    """Mean of the requests that ran."""
+    """Mean context length of its decode requests."""
     host_ms: float = 0.0
-    """Of the host's work on it, where that is done while another step runs."""
+    """Milliseconds of the host's work on the step, if that overlaps with another step on the device; otherwise 0."""
     crowded: bool = False
-    """Prompts left no room for all the nodes that were wanted."""
+    """Whether prefill took rows that draft tokens would have used."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What a selector sees before a step. Plain numbers, so that the same decision falls on every rank."""
+    """What a selector decides from before a step. Plain numbers, so that every rank makes the same decision."""
 
     step: int
     num_running: int
+    """Number of decoding requests."""
     num_prefill_rows: int
+    """Number of tokens that running requests still have to prefill."""
     available: tuple[DrafterName, ...]
-    """Drafters that are loaded."""
+    """Drafters that may be used."""
     free_pages: int
+    """Number of pages of the KV cache that can be allocated."""
     last: StepOutcome | None = None
-    """The step that was read last."""
+    """Outcome of the step that was completed last."""
     num_drafters: int = 0
-    """How often the learned drafter has been replaced: what was measured of the one before is history."""
+    """Number of times that the learned drafter has been replaced; earlier measurements of it are outdated."""
     qualities: tuple[int, ...] = ()
-    """Of those running, how many are of each quality; empty: not known."""
+    """Number of decoding requests in each bucket of recent first-token acceptance (see `NUM_QUALITIES`); empty if unknown."""
     context: float = 0.0
-    """Their mean."""
+    """Mean context length of the decoding requests."""
     watched: Watched | None = None
-    """What a look found, at the step that was read last or aside."""
+    """Outcomes of draft tokens that were observed in the step completed last, or of a shadow draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did."""
+    """Result of one step."""
 
     step: int
     strategy: Strategy
     num_requests: int
+    """Number of requests that got tokens."""
     num_rows: int
+    """Number of rows of the forward pass, padding and prefill included."""
     num_prefill_rows: int
+    """Number of prompt tokens that were prefilled."""
     drafted: int
+    """Number of draft tokens that were verified."""
     accepted: int
-    """Drafted nodes that the policy's own samples confirmed."""
+    """Number of draft tokens that were accepted."""
     tokens: dict[int, list[int]]
-    """Request id → tokens appended."""
+    """New tokens by request id."""
     finished: list[Rollout]
+    """Rollouts of the requests that ended with this step."""
     ms: float
+    """Duration in milliseconds, without graph captures."""
     watched: Watched | None = None
-    """If it was looked at closely: now and then, and whenever the strategy asks for it."""
+    """Outcomes of its draft tokens, if they were observed: regularly, and whenever the strategy asks for it."""
     expected: float = 0.0
-    """Of a watched step: drafted nodes that should be accepted by the drafter's own estimates, to compare with `accepted`."""
+    """For an observed step: number of draft tokens that the drafter's own estimates expect to be accepted, to compare with
+    `accepted`."""
 
     @classmethod
     def nothing(cls, step: int, strategy: Strategy) -> StepResult:
-        """A step that only launched, or found nothing to do."""
+        """Return the result of a step that only launched work, or had nothing to do."""
         return cls(step, strategy, 0, 0, 0, 0, 0, {}, [], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Figures since the engine started or since `reset_stats`."""
+    """Figures since the engine started, or since `Engine.reset_stats`."""
 
     steps: int
     prompt_tokens: int
     cached_prompt_tokens: int
-    """Prompt tokens whose KV was found in the cache instead of being computed."""
+    """Number of prompt tokens whose keys and values were found in the cache instead of being computed."""
     generated_tokens: int
     drafted: int
     accepted: int
     verifications: int
-    """Request-steps: one request's rows checked in one pass."""
+    """Number of verifications: one per request and step in which it got tokens."""
     preemptions: int
     seconds: float
     strategy_steps: dict[str, int]
@@ -286,6 +303,7 @@ class EngineStats:
 
     @property
     def tokens_per_verification(self) -> float:
+        """Mean accept length: tokens per request and step, the policy's own token included."""
         return self.generated_tokens / max(1, self.verifications)
 
     @property

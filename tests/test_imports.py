@@ -8,11 +8,11 @@ from pathlib import Path
 import paceline
 
 ROOT = Path(paceline.__file__).parent
-LEAVES = {"types", "config", "files", "optim", "bundled", "jit_cache"}
+LEAVES = {"types", "config", "files", "optim", "packing", "bundled", "jit_cache"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
-    "types": set(), "config": set(), "files": set(), "optim": {"config"}, "bundled": set(), "jit_cache": set(),
+    "types": set(), "config": set(), "files": set(), "optim": {"config"}, "packing": set(), "bundled": set(), "jit_cache": set(),
     "kernels": LEAVES, "cache": LEAVES, "strategy": LEAVES, "tasks": LEAVES, "report": LEAVES,
     "models": LEAVES | {"kernels"},
     "drafters": LEAVES | {"models", "kernels"},
@@ -25,7 +25,8 @@ ALLOWED = {
     "cli": BELOW_TRAINER | {"trainer", "bench"},
 }
 TORCH_FREE = ["types.py", "config.py", "files.py", "bundled.py", "cache/pages.py", "engine/scheduler.py", "engine/request.py",
-              "engine/seeds.py", "engine/stats.py", "engine/finish.py", "strategy/select.py", "strategy/beg.py", "spot/pays.py",
+              "engine/prompts.py", "engine/stats.py", "engine/outputs.py", "strategy/select.py", "strategy/beg.py",
+              "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
               "cli/app.py", "cli/__init__.py",
               *(str(path.relative_to(ROOT)) for package in ("tasks", "report") for path in (ROOT / package).rglob("*.py"))]

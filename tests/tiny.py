@@ -10,7 +10,6 @@ import torch
 
 from paceline import Engine
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
-from paceline.engine.drafting import Drafting
 from paceline.engine.graphs import GraphReport
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
@@ -44,21 +43,20 @@ def eagle(kind: str = "llama", form: Form = "eagle", seed: int = 1, dtype: torch
 
 
 class FakeGraphs:
-    """What captured graphs are to an engine, without a GPU: a step that has been asked for once before is kept, and run again
-    with what it has hold of. So a step that reads anything from elsewhere than fixed addresses gives itself away."""
+    """A graph pool without a GPU: a step that has run once before is kept, and run again with the tensors that it holds. So a
+    step that reads anything from elsewhere than fixed addresses gives itself away."""
 
     def __init__(self) -> None:
         self.steps: dict[Hashable, Callable[[], Any]] = {}
         self.asked: set[Hashable] = set()
         self.capture_seconds, self.num_irregular = 0.0, 0
 
-    def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None],
-            at_once: bool = False) -> Any:
+    def run(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None], capture_now: bool = False) -> Any:
         if key not in self.steps:
-            if not at_once and key not in self.asked:
+            if not capture_now and key not in self.asked:
                 self.asked.add(key)
                 return step()
-            rehearse(step)
+            warm_up()
             self.steps[key] = step
         return self.steps[key]()
 
@@ -70,9 +68,8 @@ class FakeGraphs:
 
 
 def captured(engine: Engine, row_sizes: tuple[int, ...]) -> FakeGraphs:
-    """From now on this engine captures its steps, in pretence, and launches one before it reads the last."""
-    graphs, own = FakeGraphs(), engine.drafting
-    engine.runner.graphs = graphs
-    engine.drafting = Drafting(engine.state, engine.store, engine.ops, own.suffix, own.eagle, own.suffix_tau, row_sizes, graphs)
+    """Make this engine capture its steps, without a GPU, and launch each step before it reads the last one's outputs."""
+    graphs = FakeGraphs()
+    engine.graphs.attach(graphs, row_sizes)
     engine._pipelined = True
     return graphs

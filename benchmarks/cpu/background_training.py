@@ -35,8 +35,13 @@ from paceline.generation import plain_prompt
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
-from paceline.spot.beside import Beside, BesideReport, generation_stream, low_priority_stream
-from paceline.spot.process import BesideProcess
+from paceline.spot.background import (
+    BackgroundProcess,
+    BackgroundReport,
+    BackgroundThread,
+    generation_stream,
+    low_priority_stream,
+)
 from paceline.tasks import make_task
 from paceline.trainer.rollouts import PromptStream
 from paceline.types import FeatureRecord
@@ -62,7 +67,7 @@ class BackgroundTrainer(NamedTuple):
     """One way to train in the background."""
 
     start: Callable[[], None]
-    stop: Callable[[], BesideReport]
+    stop: Callable[[], BackgroundReport]
     stream: torch.cuda.Stream | None = None
     """CUDA stream that generation runs on."""
 
@@ -161,12 +166,12 @@ def ways(device: torch.device) -> dict[str, Callable[..., tuple[BackgroundTraine
     def thread(start: Eagle, policy: Decoder, buffer: FeatureBuffer, records: list[FeatureRecord],
                low: bool = False) -> tuple[BackgroundTrainer, Callable[[], None]]:
         stream = low_priority_stream(device) if low else None
-        beside = Beside(SpotTrainer(start, policy, buffer, _config(start), stream))
+        beside = BackgroundThread(SpotTrainer(start, policy, buffer, _config(start), stream))
         return BackgroundTrainer(beside.start, beside.stop, generation_stream(device) if low else None), lambda: None
 
     def process(start: Eagle, policy: Decoder, buffer: FeatureBuffer,
                 records: list[FeatureRecord]) -> tuple[BackgroundTrainer, Callable[[], None]]:
-        beside = BesideProcess(start, policy, _config(start), 4 << 30)
+        beside = BackgroundProcess(start, policy, _config(start), 4 << 30)
         for record in records:
             beside.add(record, 0)
         beside.drafter()  # waits until the process is up

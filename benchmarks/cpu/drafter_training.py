@@ -50,9 +50,10 @@ from paceline.generation import NamedPrompt, encode_prompt, read_prompts
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
 from paceline.models.weights import load_model
+from paceline.packing import first_fit_decreasing
 from paceline.spot import SpotConfig, SpotTrainer, capture_layers, fresh_eagle
-from paceline.spot.objective import Objective
-from paceline.spot.packing import first_fit, num_rows, pack
+from paceline.spot.losses import DrafterLoss
+from paceline.spot.packing import num_rows, pack
 from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions
 from paceline.trainer.drafter_eval import coverage_record, held_out_coverage
 from paceline.types import FeatureRecord
@@ -163,7 +164,7 @@ class Bench:
             marks[f"{mark:g}"] = record | {
                 "steps": trainer.progress.step, "tokens": tokens, "tokens_per_s": tokens / seconds,
                 "longest_micro_batch_ms": 1e3 * report.max_micro_batch_s,
-                "expected_d6": {str(k): values[-1] for k, values in covered.expected.items()},
+                "expected_d6": {str(k): values[-1] for k, values in covered.accept_length.items()},
                 "measured": {strategy: self.measure(drafter, strategy) for strategy in self.args.strategies}}
             show(name, mark, marks[f"{mark:g}"])
             self.report.save()
@@ -197,9 +198,9 @@ class Bench:
         size = 256 if self.args.tiny else 4 * config.micro_batch_tokens
         records = long_tailed(self.captured.some(), size // 8, 16 * size if self.on_gpu else 4 * size)
         rope = Rope(self.policy.config, size + 16, torch.float32, self.policy.norm.device)
-        objective = Objective(self.policy, config, trainer.scales, TorchOps(), rope)
+        objective = DrafterLoss(self.policy, config, trainer.scales, TorchOps(), rope)
         packed = [[records[i] for i in members] for members in
-                  first_fit([num_rows(len(r.token_ids)) for r in records], size)]
+                  first_fit_decreasing([num_rows(len(r.token_ids)) for r in records], size)]
         padded = padded_batches(records, size)
         rates: dict[str, list[float]] = {"packed": [], "padded": []}
         for turn in range(4):  # the first is a warm-up
@@ -297,13 +298,13 @@ def padded(record: FeatureRecord, length: int) -> FeatureRecord:
     return FeatureRecord(record.token_ids + [0] * more, features, record.layers, [], record.prompt_length)
 
 
-def timed(objective: Objective, module: Eagle, batches: list[list[FeatureRecord]], policy: Decoder) -> float:
+def timed(objective: DrafterLoss, module: Eagle, batches: list[list[FeatureRecord]], policy: Decoder) -> float:
     """Seconds of one forward and backward pass over all batches."""
     device = policy.norm.device
     began = time.perf_counter()
     for records in batches:
         rows = pack(records, module.config.feature_layers, policy.config.hidden_size, device)
-        shares = objective.shares([(len(r.token_ids), r.prompt_length) for r in records])
+        shares = objective.row_weights([(len(r.token_ids), r.prompt_length) for r in records])
         objective(module, rows, shares).total.backward()
         module.zero_grad(set_to_none=True)
     if device.type == "cuda":

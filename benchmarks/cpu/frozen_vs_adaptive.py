@@ -119,7 +119,7 @@ def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> 
     found = trainer.run(seconds)
     drafter: Eagle = trainer.drafter()
     save_eagle(drafter, folder)
-    expected = coverage(drafter, policy, held_out, config.engine.tau, 6, (1,), config.rollout.temperature).expected[1][-1]
+    expected = coverage(drafter, policy, held_out, config.engine.tau, 6, (1,), config.rollout.temperature).accept_length[1][-1]
     print(f"drafter: {found.seconds:.0f} s, {buffer.num_tokens} tokens, {expected:.2f} tokens per verification", flush=True)
     return {"seconds": found.seconds, "tokens": buffer.num_tokens, "expected_tokens_per_verification": expected}
 

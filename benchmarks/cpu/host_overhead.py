@@ -23,9 +23,8 @@ import torch
 from benchmarks.lib.results import Report, add_result_arguments
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
-from paceline.engine.drafting import Drafted
+from paceline.engine.batch import StepBatch
 from paceline.engine.graphs import GRAPH_SIZES
-from paceline.engine.scheduler import StepPlan
 from paceline.kernels import Drawn
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -86,14 +85,14 @@ class StandIn:
         self._words = torch.from_numpy(np.where(self._draw.random(words.shape) < 0.5, words % 200, words))
         assert batch <= max(GRAPH_SIZES)
 
-    def run(self, plan: StepPlan, drafted: Drafted, want_raw: bool) -> Drawn | None:
+    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> Drawn | None:
         began = time.thread_time()
-        if not plan.decode:
+        if not batch.num_requests:
             return None
         self._steps += 1
-        lines, depth = len(drafted.inputs.slots), drafted.max_depth
+        lines, depth = len(batch.inputs.slots), batch.max_depth
         most = np.zeros(lines, np.int64)
-        most[: len(drafted.most_accepted)] = drafted.most_accepted
+        most[: len(batch.most_accepted)] = batch.most_accepted
         tokens = self._words[self._steps % len(self._words), torch.arange(lines) % max(GRAPH_SIZES), : depth + 1]
         counts = torch.from_numpy(1 + np.minimum(most, self._draw.integers(0, 3, lines)))
         drawn = Drawn(tokens, torch.zeros(tokens.shape), None, counts, tokens, tokens)

@@ -173,9 +173,9 @@ def use(engine: Engine, variant: str) -> None:
     from paceline.kernels.triton.ops import TritonOps
 
     engine.ops = engine.runner.ops = TritonOps("cuda", max_context=4096, **VARIANTS[variant])
-    assert engine.runner.graphs is not None
+    assert engine.graphs.enabled
     torch.cuda.synchronize()
-    engine.runner.graphs.clear()
+    engine.graphs.clear()
 
 
 def start(engine: Engine, batch: int, config: ModelConfig, length: int) -> list[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import NamedTuple
+
+from safetensors.torch import save_file
 
 from paceline.spot.checkpoint import Snapshot, SpotCheckpoints, snapshot
 from paceline.spot.trainer import SpotTrainer
@@ -28,11 +31,11 @@ def measure_stalls(trainer: SpotTrainer, folder: Path | str, repeats: int = 5) -
     tensors = dict(selective.tensors)
     for name, value in (("policy.embed", trainer.policy.embed.weight), ("policy.head", trainer.policy.head.weight)):
         tensors[name] = value.detach().clone()  # they may be one tensor
-    full = Snapshot(tensors, selective.known)
+    full = Snapshot(tensors, selective.metadata)
     checkpoints = SpotCheckpoints(Path(folder) / "stalls")
     found: dict[str, list[float]] = {"blocking": [], "full": [], "selective": []}
     for _ in range(repeats + 1):
-        found["blocking"].append(checkpoints.save_blocking(full))
+        found["blocking"].append(_save_blocking(full, checkpoints.folder / "blocking.safetensors"))
         for name, what in (("full", full), ("selective", selective)):
             found[name].append(checkpoints.save(what))
             checkpoints.wait()
@@ -40,3 +43,10 @@ def measure_stalls(trainer: SpotTrainer, folder: Path | str, repeats: int = 5) -
     middle = {name: sorted(values[1:])[repeats // 2] for name, values in found.items()}
     size = sum(t.numel() * t.element_size() for t in selective.tensors.values())
     return Stalls(middle["blocking"], middle["full"], middle["selective"], size)
+
+
+def _save_blocking(found: Snapshot, path: Path) -> float:
+    """Milliseconds of writing a snapshot in the training thread."""
+    began = time.perf_counter()
+    save_file({name: t.cpu().contiguous() for name, t in found.tensors.items()}, path)
+    return 1e3 * (time.perf_counter() - began)

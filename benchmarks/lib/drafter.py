@@ -75,7 +75,7 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
         "answers": len(records), "tokens": sum(len(record.token_ids) for record in records), "capture_seconds": captured,
         "train_seconds": sum(entry["seconds"] for entry in log), "steps": trainer.progress.step, "form": args.form,
         "objective": args.objective, "draft_vocab": args.draft_vocab, "log": log, "coverage_by_depth": found.by_depth,
-        "full_tree_tokens_per_verification": {k: values[-1] for k, values in found.expected.items()}}
+        "full_tree_tokens_per_verification": {k: values[-1] for k, values in found.accept_length.items()}}
     report.save()
     setting.free()
     return drafter

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.engine import Engine
-from paceline.engine.engine import InFlight
-from paceline.engine.transfer import Download
-from paceline.engine.watch import Look
+from paceline.engine.draft_outcomes import ObservedDrafts
+from paceline.engine.outputs import InFlight
+from paceline.engine.runner import Download
 from paceline.strategy.beg import SUFFIX, arms_of, bucket_of
 from paceline.types import DrafterName, StepResult, Strategy, Watched
 
@@ -27,13 +27,13 @@ class Stopwatch:
         self.seconds += time.perf_counter() - began
 
 
-class _TimedLook(NamedTuple):
-    look: Look
+class _TimedDrafts(NamedTuple):
+    observed: ObservedDrafts
     watch: Stopwatch
 
     def result(self, drawn: Download) -> tuple[Watched, float]:
         began = time.perf_counter()
-        found = self.look.result(drawn)
+        found = self.observed.result(drawn)
         self.watch.add_since(began)
         return found
 
@@ -53,11 +53,11 @@ class TimedEngine(Engine):
         self.choosing.add_since(began)
         return found
 
-    def _launch(self, strategy: Strategy) -> InFlight | None:
-        step = super()._launch(strategy)
-        if step is None or step.look is None:
+    def _launch(self, *args: Any) -> InFlight:
+        step = super()._launch(*args)
+        if step.observed is None:
             return step
-        return step._replace(look=_TimedLook(step.look, self.choosing))  # type: ignore[arg-type]
+        return step._replace(observed=_TimedDrafts(step.observed, self.choosing))  # type: ignore[arg-type]
 
 
 class Step(NamedTuple):

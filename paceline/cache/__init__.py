@@ -1,4 +1,4 @@
-"""Paged storage: which page belongs to whom (`pages`, no torch) and what lies in it (`store`)."""
+"""The paged KV cache: which request holds which page (`pages`, no torch), and the tensors behind the pages (`store`)."""
 
 from paceline.cache.pages import PageAllocator, PrefixMatch
 from paceline.cache.store import PagedStore

@@ -1,8 +1,8 @@
-"""Who holds which page. Reference counts, prompts shared between requests, eviction of what nobody holds. No torch.
+"""The page allocator: which pages are in use, prefix sharing between requests, and eviction of unused pages. No torch.
 
-A page is free (nothing in it), held (reference count > 0), or kept: nobody holds it, but it carries a known prefix that a
-later request may want. Kept pages count as available and are given away oldest first; there are never more of them than were
-held at once, so memory follows the live requests and not the finished ones.
+A page is free (empty), held (its reference count is positive), or kept: no request holds it, but it contains a known prefix that
+a later request may share. Kept pages count as available and are evicted oldest first. There are never more kept pages than the
+largest number of pages that were held at the same time, so memory use follows the running requests and not the finished ones.
 """
 
 from __future__ import annotations
@@ -16,38 +16,42 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class PrefixMatch(NamedTuple):
-    """Pages found for the beginning of a text; the caller holds a reference to each of them."""
+    """Pages that contain the beginning of a token sequence; the caller holds a reference to each of them."""
 
     pages: list[int]
-    """Full pages, to be shared as they are."""
+    """Full pages, which can be shared as they are."""
     tail: int | None
-    """A page whose first `num_tail` tokens fit too, to be copied (its owner goes on writing behind them)."""
+    """A page whose first `num_tail` tokens match, too. It must be copied, because its owner continues to write behind them."""
     num_tail: int
 
 
 class PageAllocator:
+    """Reference-counted pages of the KV cache, with an index of the prefixes that they contain."""
+
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"cache: {num_pages} pages of {page_size} tokens cannot hold anything")
         self.num_pages, self.page_size = num_pages, page_size
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: low pages first, so memory is touched as needed
+        self._free = list(range(num_pages - 1, -1, -1))  # lowest page on top: memory is touched as it is needed
         self._refs = [0] * num_pages
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._num_held = self._most_held = 0
-        # A prefix is a chain of pages: key = (node of the page before, tokens of this page). Exact, not a hash.
+        # A prefix is a chain of pages. Key: (node of the page before, tokens of this page); exact, not a hash.
         self._nodes: dict[_Key, tuple[int, int]] = {}  # key -> (node, page)
         self._keys: dict[int, _Key] = {}  # page -> key
         self._next_node = _ROOT + 1
 
     @property
     def num_available(self) -> int:
+        """Number of pages that can be allocated: free ones and kept ones."""
         return len(self._free) + len(self._kept)
 
     def pages_for(self, num_tokens: int) -> int:
+        """Return the number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None and nothing changed."""
+        """Return `count` pages with one reference each, or None, without a change, if too few are available."""
         if count > self.num_available:
             return None
         pages = []
@@ -64,9 +68,9 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less; pages with a known prefix are kept until somebody needs the room."""
+        """Drop one reference to each page. Pages with a known prefix are kept until their memory is needed."""
         for page in pages:
-            assert self._refs[page] > 0, f"page {page} released too often"
+            assert self._refs[page] > 0, f"page {page} was released too often"
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 self._num_held -= 1
@@ -80,7 +84,7 @@ class PageAllocator:
             self._free.append(page)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest known prefix of `tokens`; takes a reference to every page it returns."""
+        """Find the longest known prefix of `tokens`. The caller gets a reference to every page of the result."""
         size, node, pages = self.page_size, _ROOT, []
         for start in range(0, len(tokens) - size + 1, size):
             found = self._nodes.get((node, tuple(tokens[start : start + size])))
@@ -95,13 +99,14 @@ class PageAllocator:
         return PrefixMatch(pages, self._hold(found[1]), len(rest))
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """`pages` hold the finished KV of `tokens` (the last page perhaps in part): others may share it from now on."""
+        """Make a prefix known: `pages` contain the complete keys and values of `tokens` (the last page possibly in part), and
+        other requests may share them from now on."""
         size, node = self.page_size, _ROOT
         for index, page in enumerate(pages[: self.pages_for(len(tokens))]):
             key = (node, tuple(tokens[index * size : (index + 1) * size]))
             found = self._nodes.get(key)
             if found is None:
-                assert self._refs[page] > 0, f"page {page} published by somebody who does not hold it"
+                assert self._refs[page] > 0, f"page {page} was published but is not held"
                 self._forget(page)
                 found = self._nodes[key] = (self._next_node, page)
                 self._keys[page] = key
@@ -109,14 +114,14 @@ class PageAllocator:
             node = found[0]
 
     def drop_prefixes(self) -> None:
-        """Nothing cached is valid any more (the weights changed); held pages stay with their holders."""
+        """Forget all prefixes, because the weights changed. Held pages stay with the requests that hold them."""
         self._nodes.clear()
         self._keys.clear()
         self._free.extend(self._kept)
         self._kept.clear()
 
     def check_integrity(self) -> None:
-        """Every page is in exactly one state, and the prefix index agrees with itself."""
+        """Assert that every page is in exactly one state, and that the prefix index is consistent."""
         free, kept = set(self._free), set(self._kept)
         held = {page for page, refs in enumerate(self._refs) if refs > 0}
         assert all(refs >= 0 for refs in self._refs), "negative reference count"
@@ -129,6 +134,7 @@ class PageAllocator:
         assert {key: page for page, key in self._keys.items()} == {k: page for k, (_, page) in self._nodes.items()}
 
     def _hold(self, page: int) -> int:
+        """Take one more reference to a held or kept page."""
         if self._refs[page] == 0:
             del self._kept[page]
             self._num_held += 1
@@ -137,6 +143,7 @@ class PageAllocator:
         return page
 
     def _forget(self, page: int) -> None:
+        """Remove a page from the prefix index."""
         key = self._keys.pop(page, None)
         if key is not None:
             del self._nodes[key]

@@ -1,7 +1,7 @@
-"""Learned drafters on disk, in the layout that vLLM, SGLang and SpecForge read: `config.json` and `model.safetensors`.
+"""Checkpoints of learned drafters, in the layout that vLLM, SGLang and SpecForge read: `config.json` and `model.safetensors`.
 
-The policy's embedding is never stored, its head only when the drafter has one of its own. `paceline_policy` in `config.json`
-names the policy it was trained for; others' readers pass over it."""
+The policy's embedding is never stored, and a head only if the drafter has one of its own. `paceline_policy` in `config.json`
+holds the fingerprint of the policy that the drafter was trained for; other readers ignore it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
-from paceline.drafters.origin import Origin, shape_of
+from paceline.drafters.fingerprint import PolicyFingerprint, shape_of
 from paceline.files import atomic_write
 from paceline.models.decoder import Decoder
 
@@ -25,18 +25,21 @@ _PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_
           "norm": "norm.weight", "head.weight": "lm_head.weight"}
 _FUSED = {"attention.qkv.weight": [f"layers.0.self_attn.{x}_proj.weight" for x in "qkv"],
           "mlp.gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]}
-_ORIGIN = "paceline_policy"
+_FINGERPRINT_KEY = "paceline_policy"
 _IGNORED = {"embed_tokens.weight", "t2d", "fc.bias", "d2t"}
 
 
 def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
-    """A drafter for this policy, in its dtype and on its device; ValueError names what does not fit. One for other weights of the
-    same shape does: `Eagle.origin` says whose it is."""
+    """Loads a drafter for this policy, in its dtype and on its device.
+
+    Raises ValueError if the checkpoint does not fit the policy's shape. A drafter that was trained for other weights of the same
+    shape is accepted; its `policy_fingerprint` tells for which.
+    """
     folder = Path(folder)
     config, tensors = _read(folder)
-    origin, shape = Origin.from_json(config.get(_ORIGIN)), shape_of(policy.config)
-    if origin is not None and origin.shape != shape:
-        raise ValueError(f"{folder}: this drafter is for another policy ({origin.shape}) than this one ({shape})")
+    fingerprint, shape = PolicyFingerprint.from_json(config.get(_FINGERPRINT_KEY)), shape_of(policy.config)
+    if fingerprint is not None and fingerprint.shape != shape:
+        raise ValueError(f"{folder}: this drafter was trained for another policy ({fingerprint.shape}) than this one ({shape})")
     form: Form = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
     aux = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
     beyond = [layer for layer in aux if not -1 <= layer < policy.config.num_layers]
@@ -56,12 +59,12 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(_assemble(name, parameter, tensors, folder))
-    module.origin = origin
+    module.policy_fingerprint = fingerprint
     return module
 
 
 def save_eagle(module: Eagle, folder: str | Path) -> None:
-    """Whole or not at all: each file is written beside and renamed. With `module.origin`, if it has one."""
+    """Saves a drafter, with its `policy_fingerprint` if it has one. Each file is replaced atomically."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -116,8 +119,8 @@ def _config(module: Eagle) -> dict[str, Any]:
     if three:
         layers = list(module.config.feature_layers)
         config["draft_vocab_size"] = model.vocab_size if module.draft_ids is None else len(module.draft_ids)
-        config["eagle_aux_hidden_state_layer_ids"] = layers  # the input of layer i
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # the output
-    if module.origin is not None:
-        config[_ORIGIN] = module.origin.as_json()
+        config["eagle_aux_hidden_state_layer_ids"] = layers  # layer i means the input of layer i
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # here its output
+    if module.policy_fingerprint is not None:
+        config[_FINGERPRINT_KEY] = module.policy_fingerprint.as_json()
     return config

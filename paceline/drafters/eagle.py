@@ -1,8 +1,8 @@
-"""The learned drafter: one decoder layer on the policy's own hidden states, in EAGLE and EAGLE-3 form.
+"""The learned drafter's network: one decoder layer on the policy's hidden states, in EAGLE and EAGLE-3 form.
 
 Row i of the drafter combines the policy's features at position i with the token at i + 1 and predicts the token at i + 2.
-Embedding and head are the policy's own tensors, never copies that could drift (a reduced vocabulary gathers its rows of the
-head anew after every weight update).
+The embedding and the head are the policy's own tensors, so they are always up to date. (A reduced vocabulary gathers its rows of
+the head again after every weight update.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from paceline.drafters.origin import Origin
+from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.kernels import Ops
 from paceline.models.attend import Attend
 from paceline.models.config import ModelConfig
@@ -24,14 +24,19 @@ Form = Literal["eagle", "eagle3"]
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
+    """Architecture of a learned drafter."""
+
     form: Form
+    """`eagle`: reads the final hidden state. `eagle3`: reads three layers, with norms of its own."""
     model: ModelConfig
-    """Shape of the one layer: Llama type, sizes of the policy."""
+    """Shape of its one layer, a Llama layer with the sizes of the policy."""
     feature_layers: tuple[int, ...]
-    """Whose hidden states it reads: i is the input of layer i, -1 the final norm's output."""
+    """Layers of the policy whose hidden states it reads: i is the input of layer i, -1 the output of the final norm."""
 
     @classmethod
     def for_policy(cls, policy: ModelConfig, form: Form = "eagle", feature_layers: tuple[int, ...] = ()) -> EagleConfig:
+        """Returns the config of a drafter for a policy. feature_layers: Layers that an EAGLE-3 drafter reads; empty chooses an
+        early, a middle and a late one."""
         layer = replace(policy, architecture="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False,
                         qk_norm=False)
         if form == "eagle":
@@ -42,9 +47,11 @@ class EagleConfig:
 
 
 class Eagle(nn.Module):
-    """fc, one layer, and for EAGLE-3 its norms. `draft_ids` [DV]: the target ids of a reduced vocabulary."""
+    """The drafter's network: an input projection, one decoder layer, and for EAGLE-3 its norms."""
 
     def __init__(self, config: EagleConfig, draft_ids: Tensor | None = None, own_head: bool = False) -> None:
+        """draft_ids: [DV] ids of the tokens of a reduced vocabulary; None means the policy's. own_head: Whether it has a head of
+        its own instead of the policy's."""
         super().__init__()
         model = config.model
         hidden, three = model.hidden_size, config.form == "eagle3"
@@ -61,11 +68,12 @@ class Eagle(nn.Module):
         vocabulary = model.vocab_size if draft_ids is None else len(draft_ids)
         self.head = Linear(hidden, vocabulary, bias=False) if own_head else None
         self._gathered: Tensor | None = None
-        self.origin: Origin | None = None  # the policy it was trained for, if known
+        self.policy_fingerprint: PolicyFingerprint | None = None  # the policy it was trained for, if known
 
     @classmethod
     def random(cls, config: EagleConfig, seed: int = 0, std: float = 0.02, dtype: torch.dtype = torch.float32,
                device: torch.device | str = "cpu", draft_ids: Tensor | None = None) -> Eagle:
+        """Returns a drafter with random matrices and unit norms."""
         module = cls(config, draft_ids).to(device, dtype)
         generator = torch.Generator(device=device).manual_seed(seed)
         with torch.no_grad():
@@ -75,11 +83,11 @@ class Eagle(nn.Module):
         return module.requires_grad_(False)
 
     def encode(self, features: Tensor, ops: Ops) -> Tensor:
-        """Policy features [R, F] -> what the layer feeds back to itself later [R, H]."""
+        """Policy features [R, F] -> input state of the layer [R, H], in place of which later steps use the layer's own output."""
         return features if self.config.form == "eagle" else self.fc(features, ops)
 
     def forward(self, embedded: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """Embedding of the next token [R, H] and state (encoded features or own output) [R, H] -> own output [R, H]."""
+        """Embedding of the next token [R, H] and state (encoded features or the layer's own output) [R, H] -> output [R, H]."""
         ops, eps = attend.ops, self.config.model.rms_eps
         if self.config.form == "eagle":
             residual = self.fc(torch.cat([embedded, state], dim=-1), ops)
@@ -92,7 +100,7 @@ class Eagle(nn.Module):
         return self.mlp(x, ops) + residual
 
     def logits(self, out: Tensor, policy: Decoder, ops: Ops) -> Tensor:
-        """[R, H] -> [R, V or DV]."""
+        """Output of the layer [R, H] -> logits [R, V], or [R, DV] over a reduced vocabulary."""
         if self.norm is not None:
             out = ops.rms_norm(out, self.norm, self.config.model.rms_eps)
         if self.head is not None:
@@ -105,11 +113,11 @@ class Eagle(nn.Module):
         return ops.linear(out, self._gathered)
 
     def policy_changed(self) -> None:
-        """The policy's head has new values: gather a reduced vocabulary's rows again."""
+        """Must be called after the policy's weights changed: a reduced vocabulary gathers its rows of the head again."""
         self._gathered = None
 
     def gather_head(self, policy: Decoder) -> None:
-        """The same at once and in place: captured graphs keep the address."""
+        """Gathers a reduced vocabulary's rows of the head now and in place, because captured CUDA graphs keep their address."""
         if self.draft_ids is None or self.head is not None:
             return
         rows = policy.head.weight[self.draft_ids]
@@ -118,3 +126,14 @@ class Eagle(nn.Module):
         else:
             with torch.inference_mode(self._gathered.is_inference()):
                 self._gathered.copy_(rows)
+
+
+def feature_columns(captured: tuple[int, ...], layers: tuple[int, ...], hidden_size: int) -> list[slice]:
+    """Returns the columns of captured features that hold the hidden states of `layers`. captured: The captured layers in the
+    order of their columns."""
+    missing = [layer for layer in layers if layer not in captured]
+    if missing:
+        raise ValueError(f"features: layer {missing[0]} was not captured, only {captured}; training a drafter needs the layers "
+                         "that it reads and the final hidden state (-1)")
+    starts = [captured.index(layer) * hidden_size for layer in layers]
+    return [slice(start, start + hidden_size) for start in starts]

@@ -1,7 +1,6 @@
-"""Draft trees for a batch: a flat list of rows, every request's last token first and its drafted nodes behind it.
+"""Draft trees of a batch, as drafters return them: padded arrays of nodes (`Drafts`), which can be merged.
 
-Trees come from drafters as padded arrays (`Drafts`), are merged and trimmed there, and become rows (`DraftTree`, by the kernels'
-`flatten`) only once.
+The kernels' `flatten` turns them into the rows of a forward pass (`DraftTree`): each request's last token, followed by its nodes.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from paceline.kernels import DraftTree
 
 
 class Drafts(NamedTuple):
-    """Drafted nodes of B requests, padded to N, the likeliest first; parents stand before their children."""
+    """Draft trees of B requests, padded to N nodes each. The most likely nodes come first, parents before their children."""
 
     tokens: Tensor  # [B, N] int64
-    parents: Tensor  # [B, N] int64: node index in the same row, -1 = child of the root
-    depths: Tensor  # [B, N] int64: 1 = child of the root
-    survival: Tensor  # [B, N] float32: estimated chance that the node is accepted
-    num_nodes: Tensor  # [B] int64: nodes that are real
+    parents: Tensor  # [B, N] int64: index of the parent node in the same row, -1 for children of the root
+    depths: Tensor  # [B, N] int64: 1 for children of the root
+    survival: Tensor  # [B, N] float32: estimated probability that the node is accepted
+    num_nodes: Tensor  # [B] int64: number of nodes that are not padding
 
 
 @lru_cache(maxsize=512)
 def roots_only(num_requests: int, device: torch.device | str) -> DraftTree:
-    """No speculation: one row per request. Remembered: nothing may write to it."""
+    """Returns the rows of a batch without draft tokens: one row per request. The result is cached, so it must not be modified."""
     rows = torch.arange(num_requests, device=device)
     zeros = torch.zeros_like(rows)
     ones = torch.ones_like(rows)
@@ -35,8 +34,11 @@ def roots_only(num_requests: int, device: torch.device | str) -> DraftTree:
 
 
 def merge(a: Drafts, b: Drafts, budget: int) -> Drafts:
-    """Both drafters' trees as one, on the host: nodes that spell the same path are one node (its survival: either may be right),
-    the `budget` likeliest remain. A few dozen nodes per request: plain Python is quick enough."""
+    """Merges the trees of two drafters on the host and keeps the `budget` nodes that are most likely to be accepted.
+
+    Nodes that stand for the same tokens become one, whose survival is the probability that at least one of two independent
+    estimates is right. A tree has a few dozen nodes, for which plain Python is fast enough.
+    """
     rows = [_merge_one(_paths(a, i), _paths(b, i), budget) for i in range(len(a.num_nodes))]
     width = max((len(row) for row in rows), default=0)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -55,6 +57,7 @@ _Path = tuple[int, ...]
 
 
 def _paths(drafts: Drafts, i: int) -> dict[_Path, float]:
+    """Returns the survival of each node of request i, by the tokens from the root to the node."""
     count = int(drafts.num_nodes[i])
     tokens, parents = drafts.tokens[i, :count].tolist(), drafts.parents[i, :count].tolist()
     chance = drafts.survival[i, :count].tolist()
@@ -66,7 +69,7 @@ def _paths(drafts: Drafts, i: int) -> dict[_Path, float]:
 
 def _merge_one(a: dict[_Path, float], b: dict[_Path, float], budget: int) -> list[tuple[_Path, float]]:
     both = {path: 1 - (1 - a.get(path, 0.0)) * (1 - b.get(path, 0.0)) for path in a | b}
-    for path in sorted(both, key=len):  # a child is never likelier than its parent
+    for path in sorted(both, key=len):  # a child is never more likely to be accepted than its parent
         if len(path) > 1:
             both[path] = min(both[path], both[path[:-1]])
     return sorted(both.items(), key=lambda item: (-item[1], len(item[0])))[:budget]

@@ -1,7 +1,8 @@
-"""An engine's parts, made once: storage sized by the configuration, and what works on it."""
+"""Construction of an engine's parts: limits from the configuration and the device, storage of that size, and what works on it."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,31 +12,40 @@ from torch import Tensor
 from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
-from paceline.drafters.eagle import Eagle
-from paceline.drafters.speculate import EagleDrafter
+from paceline.drafters.eagle import Eagle, feature_columns
+from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.batch import INPUTS_PER_ROW, BatchBuilder
 from paceline.engine.drafting import Drafting
-from paceline.engine.graphs import GRAPH_SIZES, GraphPool
-from paceline.engine.limits import Limits
+from paceline.engine.graphs import GRAPH_SIZES, CudaGraphs, GraphPool
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.kernels import Ops, ops_for
 from paceline.models.decoder import Decoder, Rope
 
+logger = logging.getLogger(__name__)
+
 
 class Parts(NamedTuple):
+    """The parts of one engine."""
+
     ops: Ops
     scheduler: Scheduler
     store: PagedStore
     state: SlotState
+    graphs: CudaGraphs
+    batches: BatchBuilder
     runner: Runner
     drafting: Drafting
+    feature_columns: Tensor | None
+    """Columns of the stored features that rollouts report (`EngineConfig.capture`); None if they report none."""
     pipelined: bool
-    """On a GPU the host works one step ahead of what it has read, and steps are captured graphs."""
+    """Whether a step is launched before the outputs of the last one are read, as on a GPU."""
 
 
 def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConfig) -> Parts:
+    """Build the parts of an engine for this policy."""
     suffix, eagle = _drafters(drafter, model, config)
     shape, device, dtype = model.config, model.norm.device, model.norm.dtype
     capture = tuple(dict.fromkeys((*config.capture, *(eagle.config.feature_layers if eagle else ()))))
@@ -56,23 +66,64 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     pipelined = device.type == "cuda"
     row_sizes = config.row_sizes or (GRAPH_SIZES if pipelined else ())
     capturable = ops.name == "triton" and dtype != torch.float64
-    graphs = GraphPool(device) if capturable and config.cuda_graphs else None
+    pool = GraphPool(device) if capturable and config.cuda_graphs else None
+    if pipelined and config.cuda_graphs and not capturable:
+        logger.info("steps are not captured as CUDA graphs: %s kernels in %s cannot be captured", ops.name, dtype)
+    graphs = CudaGraphs(row_sizes, state.padding, device, INPUTS_PER_ROW, pool)
     runner = Runner(model, rope, store, state, ops, capture, graphs)
     learned = None
     if eagle is not None:
-        columns = columns_of(capture, eagle.config.feature_layers, shape.hidden_size).to(device)
+        columns = _column_index(capture, eagle.config.feature_layers, shape.hidden_size, device)
         learned = EagleDrafter(eagle.to(device, dtype), model, rope, ops, columns, config.tau)
-    drafting = Drafting(state, store, ops, suffix, learned, config.suffix_tau, row_sizes, graphs)
-    return Parts(ops, scheduler, store, state, runner, drafting, pipelined)
+    drafting = Drafting(state, store, suffix, learned, config.suffix_tau, graphs)
+    batches = BatchBuilder(graphs, ops, state.padding, device)
+    recorded = _column_index(capture, config.capture, shape.hidden_size, device) if config.capture else None
+    return Parts(ops, scheduler, store, state, graphs, batches, runner, drafting, recorded, pipelined)
 
 
-def columns_of(stored: tuple[int, ...], wanted: tuple[int, ...], hidden: int) -> Tensor:
-    """Columns of the stored features that belong to the wanted layers, in their order."""
-    return torch.cat([torch.arange(hidden) + stored.index(layer) * hidden for layer in wanted])
+class Limits(NamedTuple):
+    """How much one engine holds: what the configuration says, or defaults for the device."""
+
+    max_batch: int
+    """Largest number of requests that run at the same time."""
+    max_rows: int
+    """Largest number of rows of one step."""
+    kv_bytes: int
+    """Memory for the KV cache, in bytes."""
+    free_bytes: int | None
+    """Free device memory; None on a CPU, where pages take memory only when they are first written."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> Limits:
+        """Return the limits of a configuration on a device."""
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else None
+        batch = config.max_batch or (256 if on_gpu else 64)
+        rows = max(config.max_rows or (8192 if on_gpu else 512), batch)
+        given = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
+        return cls(batch, rows, given or (int(0.85 * free) if free is not None else 2 << 30), free)
+
+    def num_pages(self, config: EngineConfig, bytes_per_token: int, context: int) -> int:
+        """Return the number of pages of the KV cache: no more than every slot could use at full context, and no more than fit
+        into the memory."""
+        tokens = config.kv_tokens or self.kv_bytes // bytes_per_token
+        pages = max(1, min(tokens, self.max_batch * (context + config.page_size)) // config.page_size)
+        wanted = (pages + 1) * config.page_size * bytes_per_token
+        if self.free_bytes is not None and wanted > self.free_bytes:
+            free_gb = self.free_bytes / 2**30
+            raise ValueError(f"kv_memory_gb: the KV cache needs {wanted / 2**30:.1f} GiB, but the device has {free_gb:.1f} GiB "
+                             "free; lower kv_memory_gb, kv_tokens or max_context")
+        return pages
+
+
+def _column_index(captured: tuple[int, ...], layers: tuple[int, ...], hidden_size: int, device: torch.device) -> Tensor:
+    """Return the columns of the captured features that belong to these layers, in their order."""
+    return torch.cat([torch.arange(part.start, part.stop) for part in feature_columns(captured, layers, hidden_size)]).to(device)
 
 
 def _drafters(drafter: str | Path | Eagle | None, model: Decoder,
               config: EngineConfig) -> tuple[SuffixDrafter | None, Eagle | None]:
+    """Load the drafters: none, the suffix drafter alone, or the suffix drafter and a learned one."""
     if drafter is None or drafter == "none":
         return None, None
     suffix = SuffixDrafter(max_tokens=config.suffix_tokens, shared=config.suffix_scope == "all")

@@ -1,128 +1,199 @@
-"""Captured steps. A graph is keyed by what fixes its shapes, the padded number of rows above all, so that a dozen serve every
-strategy; all share one memory pool, and the least recently used go when they hold too much. Capturing takes as long as a dozen
-steps, so what is asked for once or twice, on the way to another size or to try a strategy, runs as it is."""
+"""CUDA graphs: which steps are captured, where captured steps read their inputs, and how much device memory they hold.
+
+`CudaGraphs` is the only owner of captured graphs and of the fixed buffers that they read. A graph is keyed by what fixes its
+tensor shapes, above all the padded number of rows, so that about a dozen graphs serve every strategy. All graphs share one memory
+pool, and the least recently used ones are dropped when the pool grows too large. Capturing takes as long as about a dozen steps,
+so a shape that is requested only once or twice (while the batch shrinks, or while a strategy is tried) runs uncaptured.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts that steps are padded to: a few per doubling, so that padding costs little and graphs are few."""
-_PATIENCE = 3
-"""Times that a step runs uncaptured."""
+"""Numbers of rows that steps are padded to: a few sizes per doubling, so that padding costs little and there are few graphs."""
+_UNCAPTURED_RUNS = 3
+"""Number of times that a step of a new shape runs uncaptured before it is captured."""
 
 
 def coarse(row_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Two per doubling: what requests are padded to when a drafter guesses for them (it has graphs for every shape of tree, and a
-    few lines more cost it little), and rows with trees (whose room more nodes can fill)."""
+    """Return two of the row sizes per doubling. Two things are padded to these coarser sizes: the number of requests that the
+    learned drafter drafts for (it has one graph for every tree shape, and some extra requests cost it little), and the number
+    of rows of a step with draft trees (more draft tokens can fill the padding)."""
     return tuple(n for n in row_sizes if n // (n & -n) in (1, 3)) or row_sizes
-
-
-def rehearsal(slots: torch.Tensor, padding: int) -> Callable[[Callable[[], Any]], None]:
-    """Runs a step where it can do no harm: with padding in all of its `slots`."""
-
-    def rehearse(step: Callable[[], Any]) -> None:
-        before = slots.clone()
-        slots.fill_(padding)
-        for _ in range(2):
-            step()
-        slots.copy_(before)
-
-    return rehearse
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
+    """Number and cost of the captured CUDA graphs."""
+
     num_graphs: int = 0
+    """Number of graphs that are held now."""
     num_bytes: int = 0
-    """Device memory that capturing them took."""
+    """Device memory that capturing these graphs took, in bytes."""
     capture_seconds: float = 0.0
+    """Time spent on all captures so far, in seconds."""
 
 
-class Moment(NamedTuple):
-    """When, and what had been done till then that is no part of a step."""
+class Timestamp(NamedTuple):
+    """A point in time, with the work done until then that must not be counted as time of a step."""
 
     at: float
+    """Value of `time.perf_counter()`."""
     capture_seconds: float = 0.0
+    """Time spent on captures until then."""
     num_irregular: int = 0
-    """Steps that were captured, or ran uncaptured: their times say nothing."""
-
-    @classmethod
-    def now(cls, pool: GraphPool | None) -> Moment:
-        return cls(time.perf_counter(), *(() if pool is None else (pool.capture_seconds, pool.num_irregular)))
+    """Number of runs until then that were captures or uncaptured runs of a capturable step: their times say nothing about a
+    usual step."""
 
 
-class _Captured(NamedTuple):
+class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
     output: Any  # the tensors that a replay fills
-    step: Callable[[], Any]  # never called again: it holds the tensors that a replay reads
+    step: Callable[[], Any]  # never called again, but it keeps the tensors alive that a replay reads
     num_bytes: int
 
 
 class GraphPool:
+    """Captured graphs by key, least recently used first."""
+
     def __init__(self, device: torch.device, max_bytes: int = 4 << 30, shared: bool = True) -> None:
-        """shared: all graphs use the same memory, one after the other; otherwise each has its own."""
+        """With `shared`, all graphs use the same memory one after the other; otherwise each graph has memory of its own."""
         self.device, self.max_bytes, self._shared = device, max_bytes, shared
         self.capture_seconds, self.num_irregular = 0.0, 0
-        self._uncaptured = Counter[Hashable]()  # how often it ran
-        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._uncaptured_runs = Counter[Hashable]()
+        self._graphs: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
+        self._memory = torch.cuda.graph_pool_handle()
 
     @property
     def num_bytes(self) -> int:
+        """Device memory that capturing the held graphs took."""
         return sum(entry.num_bytes for entry in self._graphs.values())
+
+    @property
+    def sizes(self) -> dict[Hashable, int]:
+        """Bytes that each graph's capture added to the pool, by key."""
+        return {key: entry.num_bytes for key, entry in self._graphs.items()}
 
     def report(self) -> GraphReport:
         return GraphReport(len(self._graphs), self.num_bytes, self.capture_seconds)
 
-    @property
-    def sizes(self) -> dict[Hashable, int]:
-        """Key → bytes its capture added to the pool."""
-        return {key: entry.num_bytes for key, entry in self._graphs.items()}
-
-    def run(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None],
-            at_once: bool = False) -> Any:
-        """Replays the graph of `key`; captures `step` when it has been asked for a few times, or at once: then `rehearse(step)`
-        runs it where it can do no harm, so that everything is compiled and allocated before. What it returns is there until
-        the next graph runs, which may use the same memory."""
+    def run(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None], capture_now: bool = False) -> Any:
+        """Replay the graph of `key`. If there is none, run `step` uncaptured the first few times and capture it after that (with
+        `capture_now`: at once). `warm_up` runs the step without effect, so that everything is compiled and allocated before the
+        capture. The returned tensors are valid until the next graph runs, which may use the same memory."""
         entry = self._graphs.get(key)
         if entry is None:
             self.num_irregular += 1
-            if not at_once and self._uncaptured[key] < _PATIENCE:
-                self._uncaptured[key] += 1
+            if not capture_now and self._uncaptured_runs[key] < _UNCAPTURED_RUNS:
+                self._uncaptured_runs[key] += 1
                 return step()
-            entry = self._capture(key, step, rehearse)
+            entry = self._capture(key, step, warm_up)
         self._graphs.move_to_end(key)
         entry.graph.replay()
         return entry.output
 
     def clear(self) -> None:
-        """Drop all graphs: the tensors they point at are about to move."""
+        """Drop all graphs, because the tensors that they point to are about to be freed."""
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle()
 
-    def _capture(self, key: Hashable, step: Callable[[], Any], rehearse: Callable[[Callable[[], Any]], None]) -> _Captured:
+    def _capture(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None]) -> _CapturedStep:
         began = time.perf_counter()
-        if not self._uncaptured[key]:
-            rehearse(step)
+        if not self._uncaptured_runs[key]:
+            warm_up()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # capturing does it anyway: before, so that what it adds can be told
+        torch.cuda.empty_cache()  # Capturing does it anyway; doing it first makes the memory that the capture adds visible.
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a drafter that trains beside may allocate meanwhile
-        pool = self._pool if self._shared else torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        memory = self._memory if self._shared else torch.cuda.graph_pool_handle()
+        # "thread_local": drafter training in another thread may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self.device)
-        entry = _Captured(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
+        entry = _CapturedStep(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
         while self._graphs and self.num_bytes + entry.num_bytes > self.max_bytes:
-            self._graphs.popitem(last=False)
+            evicted, _ = self._graphs.popitem(last=False)
+            logger.info("CUDA graph %s was dropped: graphs hold more than %.1f GiB", evicted, self.max_bytes / 2**30)
         self._graphs[key] = entry
-        self.capture_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.capture_seconds += seconds
+        logger.info("CUDA graph %s was captured in %.2f s, %.1f MiB", key, seconds, entry.num_bytes / 2**20)
         return entry
+
+
+class CudaGraphs:
+    """The captured steps of one engine: their graphs, the sizes that steps are padded to, and the fixed buffers that captured
+    steps read their inputs from. Without a graph pool nothing is captured, and only the padding remains."""
+
+    def __init__(self, row_sizes: tuple[int, ...], padding_slot: int, device: torch.device, inputs_per_row: int,
+                 pool: GraphPool | None) -> None:
+        """`row_sizes`: numbers of rows that steps are padded to. `padding_slot`: slot of the padding request. `inputs_per_row`:
+        number of 64-bit integers that a step reads per row (see `batch.py`)."""
+        self._padding_slot, self._device, self._inputs_per_row = padding_slot, device, inputs_per_row
+        self.attach(pool, row_sizes)
+
+    def attach(self, pool: GraphPool | None, row_sizes: tuple[int, ...]) -> None:
+        """Use these row sizes and this pool from the next step on, with new buffers."""
+        self.pool = pool
+        self.row_sizes, self.tree_sizes = row_sizes, coarse(row_sizes)
+        self.max_rows = max(row_sizes, default=0) if pool is not None else 0
+        """Number of rows of the largest captured step; 0 if nothing is captured."""
+        even_rows = self.max_rows + self.max_rows % 2  # as `batch.py` lays them out
+        self.step_inputs = torch.zeros(even_rows * self._inputs_per_row, dtype=torch.int64, device=self._device)
+        """Memory that captured steps of the policy read their inputs from."""
+        self.draft_slots = torch.full((self.max_rows,), self._padding_slot, device=self._device)
+        """Memory that captured drafting reads the slots of its requests from."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.pool is not None
+
+    @property
+    def capture_seconds(self) -> float:
+        """Time spent on all captures so far."""
+        return 0.0 if self.pool is None else self.pool.capture_seconds
+
+    def num_padding_rows(self, num_rows: int, with_trees: bool) -> int:
+        """Number of rows that are missing to the next row size; 0 beyond the largest one."""
+        sizes = self.tree_sizes if with_trees else self.row_sizes
+        index = bisect_left(sizes, num_rows)
+        return sizes[index] - num_rows if index < len(sizes) else 0
+
+    def run(self, key: Hashable, step: Callable[[], Any], slots: Tensor, capture_now: bool = False) -> Any:
+        """Run a step through its captured graph (see `GraphPool.run`). `slots`: the fixed tensor that the step reads its
+        requests' slots from."""
+        assert self.pool is not None
+        return self.pool.run(key, step, partial(self._warm_up, step, slots), capture_now)
+
+    def clear(self) -> None:
+        """Drop all graphs, because the tensors that they point to are about to be freed."""
+        if self.pool is not None:
+            self.pool.clear()
+
+    def report(self) -> GraphReport:
+        return GraphReport() if self.pool is None else self.pool.report()
+
+    def now(self) -> Timestamp:
+        pool = self.pool
+        return Timestamp(time.perf_counter(), *(() if pool is None else (pool.capture_seconds, pool.num_irregular)))
+
+    def _warm_up(self, step: Callable[[], Any], slots: Tensor) -> None:
+        """Run a step twice with the padding request in all of its slots, where it changes nothing."""
+        before = slots.clone()
+        slots.fill_(self._padding_slot)
+        for _ in range(2):
+            step()
+        slots.copy_(before)

@@ -1,74 +1,80 @@
-"""The cost curve of an engine, measured in a second or two with rows that belong to nobody, and kept for the next start."""
+"""Profiling: the cost curve of an engine, measured with dummy steps in a second or two and cached on disk for the next start."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.config import EngineConfig
+from paceline.drafters.eagle import Eagle
+from paceline.engine.dummy import DummySteps
 from paceline.files import atomic_write
+from paceline.models.decoder import Decoder
 from paceline.strategy import CostCurve, Points
 from paceline.types import Strategy
 
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+logger = logging.getLogger(__name__)
 
 _Job = tuple[str, int]
 """What is measured, and its size."""
-_ROWS = (1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64, 128, 256, 512)  # behind 8 and 16 kernels take another turn
+_ROWS = (1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64, 128, 256, 512)  # kernels change their way of working behind 8 and 16 rows
 _TREE_ROWS = (8, 32, 128, 512)
 _REQUESTS = (1, 4, 16, 64, 256)
 _WIDE = 4
 _SHORT, _DEEP, _BROAD = "eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"
-_CONTEXTS, _CONTEXT, _NODES = 8, 512, 3
-_ROUNDS, _AT_LEAST = 12, 8
+_CONTEXT_REQUESTS, _CONTEXT, _NODES = 8, 512, 3
+_ROUNDS, _MIN_JOBS = 12, 8
 _FORMAT = 6
-_MAKING = 10
-"""Times as long as measuring."""
 
 
-def load_or_profile(engine: Engine, seconds: float, folder: Path | None = None) -> CostCurve:
-    """From the cache folder if this model has been profiled on this device before; None: the user's."""
-    file = (folder or cache_folder()) / f"{_key(engine)}.json"
+def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
+    """Return the cost curve from the cache folder if this engine has been profiled on this device before; otherwise measure it
+    in about so many seconds and cache it. `identity`: everything about the engine that its step times depend on (see
+    `engine_identity`). `folder`: None for the user's cache folder."""
+    file = (folder or cache_folder()) / f"{_cache_key(identity)}.json"
     try:
         return CostCurve.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole: measured anew
-        costs = profile(engine, seconds)
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is measured anew
+        costs = profile(steps, seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, costs.dumps(), concurrent=True)
-    except OSError:  # a folder that cannot be written costs a second at every start, no more
-        pass
+    except OSError as error:  # that costs a second at every start, no more
+        logger.info("the cost curve cannot be cached in %s: %s", file.parent, error)
     return costs
 
 
 def cache_folder() -> Path:
+    """Return the user's cache folder for cost curves."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paceline" / "costs"
 
 
 @torch.inference_mode()
-def profile(engine: Engine, seconds: float) -> CostCurve:
-    """Sizes in growing order until half of the time is up; what is larger is extrapolated, and corrected when it is met."""
-    rows = [n for n in _ROWS if n <= max(engine.scheduler.max_rows, engine.scheduler.max_batch)]
-    jobs = _context_jobs(engine)
-    jobs += [(("policy", n), partial(engine.rehearse, n, Strategy.OFF)) for n in rows]
-    jobs += [(("trees", n), partial(engine.rehearse, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]
-    if engine.drafting.eagle is not None:
-        for requests in (n for n in _REQUESTS if n <= engine.scheduler.max_batch):
-            jobs += [((shape, requests), partial(engine.drafting.rehearse_drafting, requests, Strategy.parse(shape)))
+def profile(steps: DummySteps, seconds: float) -> CostCurve:
+    """Measure steps in growing order of size until half of the time has passed, then repeat these. Larger sizes are
+    extrapolated, and corrected by the selector when they occur."""
+    rows = [n for n in _ROWS if n <= max(steps.max_rows, steps.max_batch)]
+    jobs = _context_jobs(steps)
+    jobs += [(("policy", n), partial(steps.run_step, n, Strategy.OFF)) for n in rows]
+    jobs += [(("trees", n), partial(steps.run_step, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]
+    if steps.has_learned_drafter:
+        for requests in (n for n in _REQUESTS if n <= steps.max_batch):
+            jobs += [((shape, requests), partial(steps.run_drafter, requests, Strategy.parse(shape)))
                      for shape in (_SHORT, _DEEP, _BROAD)]
     jobs.sort(key=lambda job: job[0][1])
-    ms = _measure(jobs, seconds, engine.state.device)
+    ms = _measure(jobs, seconds, steps.device)
     start, level = {1.0: 0.0}, {1.0: 0.0}
     drafted = [n for n in _REQUESTS if (_BROAD, n) in ms]
     if drafted:
@@ -78,12 +84,13 @@ def profile(engine: Engine, seconds: float) -> CostCurve:
         start[n] = max(0.0, ms[_SHORT, n] - level[n])
         level[n * _WIDE] = max(0.0, (ms[_BROAD, n] - start[n]) / 5)
     policy = Points.through((n, ms["policy", n]) for n in rows if ("policy", n) in ms)
-    return CostCurve(policy, Points.through(start.items()), Points.through(level.items()), engine.drafting.tree_sizes,
-                     *_context_ms(engine, ms), trees=_with_trees(policy, ms))
+    return CostCurve(policy, Points.through(start.items()), Points.through(level.items()), steps.tree_sizes,
+                     *_context_ms(steps, ms), trees=_with_trees(policy, ms))
 
 
 def _with_trees(policy: Points, ms: dict[_Job, float]) -> Points:
-    """Rows that are nodes take masks, a walk and moves beside: so many times as long, measured at a few sizes."""
+    """Return the cost of steps with draft trees, which also need tree masks, the acceptance walk and cache moves: the cost
+    without trees times a factor that is measured at a few sizes."""
     known = [n for n in _TREE_ROWS if ("trees", n) in ms and ("policy", n) in ms]
     if not known:
         return policy
@@ -91,24 +98,17 @@ def _with_trees(policy: Points, ms: dict[_Job, float]) -> Points:
     return Points.through(zip(policy.x.tolist(), (policy.y * more).tolist(), strict=True))
 
 
-def _context_jobs(engine: Engine) -> list[tuple[_Job, Callable[[], Any]]]:
-    """Steps with and without nodes, that see much or nothing."""
-    requests, seen = _context_sizes(engine)
-    context = engine.state.tensors.context[engine.state.padding]
-
-    def step(strategy: Strategy, length: int) -> None:
-        context.fill_(length)
-        engine.rehearse(requests, strategy)
-        context.fill_(0)
-
+def _context_jobs(steps: DummySteps) -> list[tuple[_Job, Callable[[], Any]]]:
+    """Return steps with and without draft trees, each with an empty and with a long context."""
+    requests, seen = _context_sizes(steps)
     nodes = Strategy("eagle", _NODES, 1, _NODES)
-    return [((f"{name} {length}", requests), partial(step, strategy, length))
+    return [((f"{name} {length}", requests), partial(steps.run_step, requests, strategy, context=length))
             for name, strategy in (("roots", Strategy.OFF), ("trees", nodes)) for length in (0, seen)]
 
 
-def _context_ms(engine: Engine, ms: dict[_Job, float]) -> tuple[float, float]:
-    """What a thousand tokens of context cost each request, and each row."""
-    requests, seen = _context_sizes(engine)
+def _context_ms(steps: DummySteps, ms: dict[_Job, float]) -> tuple[float, float]:
+    """Return the milliseconds that a thousand tokens of context cost per request, and per row."""
+    requests, seen = _context_sizes(steps)
     if (f"trees {seen}", requests) not in ms:
         return 0.0, 0.0
     plain, trees = (max(0.0, ms[f"{name} {seen}", requests] - ms[f"{name} 0", requests]) / (requests * seen / 1e3)
@@ -117,13 +117,14 @@ def _context_ms(engine: Engine, ms: dict[_Job, float]) -> tuple[float, float]:
     return plain - row, row
 
 
-def _context_sizes(engine: Engine) -> tuple[int, int]:
-    return min(_CONTEXTS, engine.scheduler.max_batch), min(_CONTEXT, engine.scheduler.max_length - _NODES - 1)
+def _context_sizes(steps: DummySteps) -> tuple[int, int]:
+    """Return the number of requests and the context length with which the cost of context is measured."""
+    return min(_CONTEXT_REQUESTS, steps.max_batch), min(_CONTEXT, steps.max_length - _NODES - 1)
 
 
 def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device) -> dict[_Job, float]:
-    """Milliseconds of each: the quickest of a few runs, round by round, so that whatever else the machine does strikes no job
-    alone. A job's first run compiles, allocates, captures."""
+    """Return the milliseconds of each job: the fastest of a few runs. All jobs take turns, so that other load on the machine
+    does not hit one job alone. A job's first run is not counted: it compiles, allocates and captures."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -140,7 +141,7 @@ def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device:
     spent = 0.0
     for done in range(_ROUNDS):
         for name, run in jobs:
-            if spent > seconds / (2 if done == 0 else 1) and len(best) > _AT_LEAST:
+            if spent > seconds / (2 if done == 0 else 1) and len(best) > _MIN_JOBS:
                 break
             if done == 0:
                 run()
@@ -150,13 +151,15 @@ def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device:
     return {name: 1e3 * found for name, found in best.items()}
 
 
-def _key(engine: Engine) -> str:
-    """What the figures depend on."""
-    device, config, ops = engine.state.device, engine.config, engine.ops
+def engine_identity(model: Decoder, drafter: Eagle | None, ops_name: str, config: EngineConfig, max_batch: int,
+                    max_rows: int) -> list[Any]:
+    """Return everything that the step times of an engine depend on."""
+    device = model.norm.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {os.cpu_count()}"
-    drafter = None if engine.drafting.eagle is None else repr(engine.drafting.eagle.module.config)
-    parts = [_FORMAT, repr(engine.model.config), name, str(engine.model.norm.dtype), torch.get_num_threads(), torch.__version__,
-             drafter,
-             ops.name, config.deterministic, config.cuda_graphs, config.pack_weights, engine.scheduler.max_batch,
-             engine.scheduler.max_rows]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+    return [repr(model.config), name, str(model.norm.dtype), torch.get_num_threads(), torch.__version__,
+            None if drafter is None else repr(drafter.config), ops_name, config.deterministic, config.cuda_graphs,
+            config.pack_weights, max_batch, max_rows]
+
+
+def _cache_key(identity: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, *identity]).encode()).hexdigest()[:24]

@@ -1,18 +1,22 @@
-"""The device's part of a step: forward pass over the rows, sampling, the walk, compaction. It knows slots, not requests, and
-takes no decision: nothing here reads the device, so a step can be captured and replayed."""
+"""The device's part of a step: forward pass over the rows, sampling, acceptance of draft tokens, and compaction of the KV cache.
+
+The runner knows slots, not requests, and takes no decisions. Nothing here reads back from the device, so that a step can be
+captured as a CUDA graph and replayed.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.cache.store import PagedStore
-from paceline.engine.batch import with_prefill
-from paceline.engine.drafting import Drafted
-from paceline.engine.graphs import GraphPool, rehearsal
-from paceline.engine.inputs import StepInputs
-from paceline.engine.scheduler import StepPlan
+from paceline.engine.batch import DecodeInputs, StepBatch
+from paceline.engine.graphs import CudaGraphs
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Prefill, StepPlan
 from paceline.engine.state import SlotState
 from paceline.kernels import DecodeRows, Drawn, Ops, PagedCache
 from paceline.kernels.upload import upload
@@ -20,27 +24,70 @@ from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
 
+class Download(NamedTuple):
+    """Tensors on their way from the device to the host, through pinned memory. Starting a download blocks neither side."""
+
+    tensors: tuple[Tensor | None, ...]
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, *tensors: Tensor | None) -> Download:
+        device = next(t.device for t in tensors if t is not None)
+        if device.type == "cpu":
+            return cls(tensors, None)
+        copies = tuple(None if t is None else torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                       for t in tensors)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(copies, event)
+
+    def wait(self) -> None:
+        """Block until the tensors are on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Wait, and return the tensors that are not None as arrays."""
+        self.wait()
+        return [t.numpy() for t in self.tensors if t is not None]
+
+    def lists(self) -> list[list]:
+        """Wait, and return the tensors as lists; a tensor that was None gives an empty list."""
+        self.wait()
+        return [[] if t is None else t.numpy().tolist() for t in self.tensors]  # numpy's tolist is many times as fast as torch's
+
+
 class Runner:
+    """Runs the policy on the rows of a step, on the KV cache of one engine."""
+
     def __init__(self, model: Decoder, rope: Rope, store: PagedStore, state: SlotState, ops: Ops, capture: tuple[int, ...],
-                 graphs: GraphPool | None) -> None:
+                 graphs: CudaGraphs) -> None:
+        """`capture`: layers whose hidden states are stored as features."""
         self.model, self.rope, self.store, self.state, self.ops, self.graphs = model, rope, store, state, ops, graphs
         self.capture = capture
-        self.bind()
+        self._layers: list[PagedCache] = []
+        self._movable: Any = None
+        self._bind_cache()
 
-    def bind(self) -> None:
-        """The store has been allocated (anew)."""
-        self._layers = [PagedCache(layer.k, layer.v, self.state.tensors.page_table, self.store.page_size)
-                        for layer in self.store.layers[: self.model.config.num_layers]]
-        self._movable = self.ops.movable(self.store.tensors())
+    def allocate_cache(self) -> None:
+        """Allocate the KV cache again after `release_cache`."""
+        self.store.allocate()
+        self._bind_cache()
 
-    def release(self) -> None:
-        """The store is about to go, and what was captured on it."""
+    def release_cache(self) -> None:
+        """Free the KV cache, and the graphs that were captured on it."""
         self._layers, self._movable = [], None
-        if self.graphs is not None:
-            self.graphs.clear()
+        self.graphs.clear()
+        self.store.release()
+
+    def prepare(self, plan: StepPlan, running: list[Request]) -> None:
+        """Bring the device up to date with the plan: slots of admitted requests, page tables of all running ones, and copies of
+        shared pages that more than one request will write to."""
+        self.state.update(plan.admitted, running)
+        self.copy_pages(plan.copies)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """(from, to), whole pages; all of them and in all layers together."""
+        """Copy whole pages (from, to), all pairs and all layers together."""
         if pairs:
             size = self.store.page_size
             token_slots = np.array(pairs).T[:, :, None] * size + np.arange(size)  # [2, pairs, page size]
@@ -48,33 +95,33 @@ class Runner:
             self.ops.move_tokens(self._movable, source, target)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, drafted: Drafted, want_raw: bool) -> Drawn | None:
-        """Queue one step. Rows of padding come out too, behind those of the plan. None: nothing but prompts."""
-        inputs, depth = drafted.inputs, drafted.max_depth
-        if plan.decode and not plan.prefill:
-            return self.run_rows(inputs, depth, want_raw)
-        rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
-        if plan.prefill:
-            rows = with_prefill(rows, plan.prefill, self.state)
-        hidden = self._forward(rows, [(item.request.slot, item.start, item.num_rows) for item in plan.prefill], depth > 0)
-        return self._draw(inputs, rows, hidden, depth, want_raw) if plan.decode else None
+    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> Drawn | None:
+        """Queue one step on the device and return its sampled tokens, or None for a step of prefill only. The results of padding
+        requests follow those of the batch. A step without prefill runs as a captured graph where possible, keyed by the number of
+        rows and the depth of the trees. `want_raw`: also compute log-probabilities of the unfiltered distribution. `capture_now`:
+        capture the step at once if it has no graph yet."""
+        inputs, prefill, depth, has_decode = batch.inputs, batch.prefill, batch.max_depth, batch.num_requests > 0
 
-    def run_rows(self, inputs: StepInputs, depth: int, want_raw: bool = False, at_once: bool = False) -> Drawn:
-        """A step without prompts; where it can be, through a captured graph, keyed by the number of rows (and how deep the trees
-        are, 0: there are none). at_once: captured now, if it is not yet."""
+        def step() -> Drawn | None:
+            rows = inputs.rows(prefill, self.ops, self.state)
+            hidden = self._forward(rows, prefill, depth > 0)
+            return self._sample_and_accept(inputs, rows, hidden, depth, want_raw) if has_decode else None
 
-        def step() -> Drawn:
-            rows = self.ops.build_rows(inputs.slots, inputs.tree, self.state.tensors)
-            return self._draw(inputs, rows, self._forward(rows, [], depth > 0), depth, want_raw)
-
-        if self.graphs is None or not inputs.fixed:
+        if prefill or not (self.graphs.enabled and inputs.fixed):
             return step()
-        key = (len(inputs.tree.tokens), depth, want_raw)
-        return self.graphs.run(key, step, rehearsal(inputs.slots, self.state.padding), at_once)
+        return self.graphs.run((batch.num_rows, depth, want_raw), step, inputs.slots, capture_now)
 
-    def _forward(self, rows: DecodeRows, chunks: list[tuple[int, int, int]], trees: bool) -> Tensor:
-        """Final hidden states [R, H]; keys, values, tokens and captured features of every row are stored on the way."""
-        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.config.num_heads, self._layers[0], chunks, trees)
+    def _bind_cache(self) -> None:
+        self._layers = [PagedCache(layer.k, layer.v, self.state.tensors.page_table, self.store.page_size)
+                        for layer in self.store.layers[: self.model.config.num_layers]]
+        self._movable = self.ops.movable(self.store.tensors())
+
+    def _forward(self, rows: DecodeRows, prefill: list[Prefill], with_trees: bool) -> Tensor:
+        """Return the final hidden states [R, H]; keys, values, tokens and captured features of every row are stored on the
+        way."""
+        chunks = [(item.request.slot, item.start, item.num_rows) for item in prefill]
+        num_heads = self.model.config.num_heads
+        plan = self.ops.plan_step(rows.segments, len(rows.tokens), num_heads, self._layers[0], chunks, with_trees)
         attend = PagedAttend(self.ops, self._layers, self.rope.cos, self.rope.sin, rows.write, rows.segments, plan,
                              rows.positions)
         hidden = self.model(rows.tokens, attend, self.capture)
@@ -84,8 +131,9 @@ class Runner:
             self.store.features.index_copy_(0, rows.write, hidden.features)
         return hidden.final
 
-    def _draw(self, inputs: StepInputs, rows: DecodeRows, hidden: Tensor, depth: int, want_raw: bool) -> Drawn:
-        """Sample after every decode row, walk the trees, move on."""
+    def _sample_and_accept(self, inputs: DecodeInputs, rows: DecodeRows, hidden: Tensor, depth: int, want_raw: bool) -> Drawn:
+        """Sample the policy's token after every decode row, accept the draft tokens that equal these samples on the way from
+        the root (`Ops.advance`), and move the accepted tokens' keys and values to their final places."""
         logits = self.model.logits(hidden[: len(rows.sampling.seed)], self.ops)
         sampled, logprobs = self.ops.sample(logits, rows.sampling)
         raw = _raw_logprobs(logits, sampled) if want_raw else None
@@ -96,5 +144,6 @@ class Runner:
 
 
 def _raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities of these tokens at temperature 1, without filters."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide.gather(1, tokens.clamp_min(0)[:, None])[:, 0] - wide.logsumexp(dim=1)

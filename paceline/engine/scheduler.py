@@ -1,11 +1,15 @@
-"""Who runs in the next step and on which pages. Plain Python: no torch, no clock, no randomness.
+"""The scheduler: which requests run in the next step, and on which pages. Plain Python: no torch, no clock, no randomness.
 
-`schedule` reserves and `commit` books what came out. Between the two a step may be in flight on the device, so everything
-here works with upper bounds: a request whose last step has not been read may have grown by `num_in_flight` tokens.
+`schedule` plans a step and reserves pages for it, `on_launch` records that it is in flight on the device, and `on_complete` that
+its outputs have been read. A new step may be scheduled while one is in flight, so everything here works with upper bounds: a
+request whose last step has not been read may have grown by up to `num_in_flight` tokens.
+
+When the KV cache is full, `_reserve_or_preempt` pre-empts the youngest running requests; they are prefilled again later.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,28 +18,37 @@ from paceline.cache.pages import PageAllocator
 from paceline.engine.request import Request, Status
 from paceline.types import Strategy
 
+logger = logging.getLogger(__name__)
+
 
 class Prefill(NamedTuple):
+    """A chunk of a request's tokens to be prefilled."""
+
     request: Request
     start: int
+    """Position of the chunk's first token."""
     num_rows: int
+    """Number of tokens of the chunk."""
 
 
 @dataclass(slots=True)
 class StepPlan:
+    """What one step computes."""
+
     strategy: Strategy
     decode: list[Request] = field(default_factory=list)
+    """Requests that generate tokens in this step."""
     num_nodes: list[int] = field(default_factory=list)
-    """Drafted nodes that each of them may bring beside its last token; pages are reserved for them."""
+    """Number of draft tokens that each decode request may have beside its last token; pages are reserved for them."""
     prefill: list[Prefill] = field(default_factory=list)
     crowded: bool = False
-    """Prompts have taken rows that nodes would have had."""
+    """Whether prefill took rows that draft tokens would have used."""
     admitted: list[Request] = field(default_factory=list)
-    """New in their slots: the device does not know them yet."""
+    """Requests that got a slot in this step, which the device does not know yet."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """Pages to copy before the step (from, to): the shared beginning of a page that two requests will write."""
+    """Pages to copy before the step, as (from, to): the shared beginning of a page that two requests will write to."""
     borrowed: list[int] = field(default_factory=list)
-    """Pages held only for those copies."""
+    """Pages that are held only until they have been copied."""
 
     @property
     def num_prefill_rows(self) -> int:
@@ -46,14 +59,21 @@ class StepPlan:
 
 
 class Scheduler:
+    """Owns the queue of waiting requests, the running requests, their slots and their pages."""
+
     def __init__(self, pages: PageAllocator, max_batch: int, max_rows: int, max_length: int) -> None:
+        """`max_batch`: number of slots. `max_rows`: largest number of rows of one step. `max_length`: largest number of tokens
+        of one request."""
         assert max_rows >= max_batch, "a step must have room for one row of every running request"
         self.pages, self.max_batch, self.max_rows = pages, max_batch, max_rows
         self.max_length = min(max_length, pages.num_pages * pages.page_size)
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        """Requests without a slot, in the order of admission."""
+        self.running: list[Request] = []
+        """Requests that have a slot, oldest first."""
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        """Number of tokens whose keys and values were found in the cache at admission."""
         self._free_slots = list(range(max_batch - 1, -1, -1))
 
     def add(self, request: Request) -> None:
@@ -64,10 +84,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self, strategy: Strategy) -> StepPlan:
-        """A row for every running request, then prompts, then newcomers; drafted nodes get what rows and pages are left."""
+        """Plan the next step and reserve pages for it. Every running request gets a row first, then prefill continues, then
+        waiting requests are admitted; draft tokens get the rows and pages that are left."""
         plan = StepPlan(strategy)
         rows_left = self._plan_decode(plan)
-        prefilling = Status.PREFILL  # read once: an enum's members are slow to get at
+        prefilling = Status.PREFILL  # looked up once: access to enum members is slow
         for request in [request for request in self.running if request.status is prefilling]:
             if rows_left > 0:
                 rows_left -= self._prefill_chunk(plan, request, rows_left)
@@ -75,9 +96,10 @@ class Scheduler:
         self._plan_nodes(plan, rows_left)
         return plan
 
-    def commit(self, plan: StepPlan, most_accepted: list[int]) -> None:
-        """The step has been launched, and no more drafted nodes than this can be accepted: its requests are in flight; what it
-        prefills may be shared and what it copied from given away behind it."""
+    def on_launch(self, plan: StepPlan, most_accepted: list[int]) -> None:
+        """The step has been launched: its requests are in flight, pages that it copies from may be released, and prompts that it
+        finishes may be shared from the next step on. `most_accepted`: upper bounds on the draft tokens that its decode requests
+        accept."""
         for request, most in zip(plan.decode, most_accepted, strict=True):
             request.num_in_flight += 1 + most
             request.num_steps_in_flight += 1
@@ -87,14 +109,14 @@ class Scheduler:
             if request.status is Status.DECODE and not request.stale:
                 self.pages.publish(request.tokens[: request.num_computed], request.pages)
 
-    def landed(self, plan: StepPlan, most_accepted: list[int]) -> None:
-        """The step has been read; `most_accepted` as it was committed."""
+    def on_complete(self, plan: StepPlan, most_accepted: list[int]) -> None:
+        """The step's outputs have been read. `most_accepted`: the same bounds as in `on_launch`."""
         for request, most in zip(plan.decode, most_accepted, strict=True):
             request.num_in_flight -= 1 + most
             request.num_steps_in_flight -= 1
 
     def finish(self, request: Request) -> None:
-        """Out of whatever state it is in; its pages are free."""
+        """Remove a request, whatever state it is in, and free its slot and pages."""
         if request.slot >= 0:
             self._leave_slot(request)
             self.running.remove(request)
@@ -103,7 +125,8 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def preempt(self, request: Request) -> None:
-        """Gives up slot and pages; later it is prefilled with all it has and goes on as if nothing had happened."""
+        """Take a running request's slot and pages away and put it at the front of the queue. Later it is prefilled with all of
+        its tokens and continues with the same tokens as without pre-emption."""
         assert request.num_in_flight == 0, "a request in flight cannot be pre-empted"
         self._leave_slot(request)
         self.running.remove(request)
@@ -113,28 +136,30 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def preempt_all(self) -> None:
-        for request in reversed(self.running.copy()):  # so that the oldest waits in front
+        """Pre-empt all running requests."""
+        for request in reversed(self.running.copy()):  # the oldest is first in the queue afterwards
             self.preempt(request)
 
     def drop_prefixes(self) -> None:
-        """The weights changed: nothing computed so far may be shared with what comes."""
+        """Drop all cached prefixes: the weights changed, so nothing computed so far may be shared with later requests."""
         self.pages.drop_prefixes()
         for request in self.running:
             request.stale = request.num_computed > 0
 
     def _plan_decode(self, plan: StepPlan) -> int:
-        """The running, oldest first: a row for each. Returns the rows left."""
+        """Plan one row for each decoding request, oldest first. Return the number of rows left."""
         decoding, page_size = Status.DECODE, self.pages.page_size
         ready = []
-        for request in self.running.copy():  # some may be pushed out on the way
+        for request in self.running.copy():  # some may be pre-empted on the way
             if request.status is decoding and len(request.tokens) + request.num_steps_in_flight < request.max_tokens:
                 length = request.num_computed + request.num_in_flight
-                if (length < len(request.pages) * page_size and length < self.max_length) or self._reserve_row(request):
+                if (length < len(request.pages) * page_size and length < self.max_length) or self._reserve_or_preempt(request):
                     ready.append(request)
-        plan.decode = [request for request in ready if request.slot >= 0]  # a later one may have pushed out an earlier one
+        plan.decode = [request for request in ready if request.slot >= 0]  # without those that were pre-empted
         return self.max_rows - len(plan.decode)
 
     def _plan_nodes(self, plan: StepPlan, rows_left: int) -> None:
+        """Decide how many draft tokens each decode request may have."""
         if plan.strategy.budget == 0:
             plan.num_nodes = [0] * len(plan.decode)
             return
@@ -147,22 +172,26 @@ class Scheduler:
             rows_left -= nodes
         plan.crowded = bool(plan.prefill) and rows_left <= 0
 
-    def _reserve_row(self, request: Request) -> bool:
-        """A place for its last token; the youngest make room. False: not this step."""
+    def _reserve_or_preempt(self, request: Request) -> bool:
+        """Reserve a place in the KV cache for a request's last token. If no page is free, pre-empt the youngest running
+        requests until one is. Return False if the request cannot run in this step."""
         if request.num_computed + request.num_in_flight >= self.max_length:
-            return False  # it may be at its end: read what is in flight first
+            return False  # it may have reached its end: the outputs in flight must be read first
         while not self._grow(request, request.num_computed + request.num_in_flight + 1):
             if any(other.num_in_flight for other in self.running):
-                return False  # read what is in flight first
+                return False  # the outputs in flight must be read first
             youngest = self.running[-1]
+            logger.info("request %d is pre-empted after %d tokens: the KV cache is full (%d pages, %d requests running)",
+                        youngest.id, len(youngest.tokens), self.pages.num_pages, len(self.running))
             self.preempt(youngest)
             if youngest is request:
                 return False
         return True
 
     def _reserve_nodes(self, request: Request, nodes: int, scratch: int) -> int:
-        """How many drafted nodes it may bring: not past the end of the answer or the context, and only if pages are there.
-        scratch: a learned drafter also writes its levels behind the context; room for whichever is longer."""
+        """Reserve pages for a request's draft tokens and return how many it may have: not past the end of the answer or the
+        context, and only as many as pages are free for; draft tokens never cause pre-emption. `scratch`: number of tokens that
+        a learned drafter writes behind the context while it drafts; pages must hold the larger of the two."""
         length = request.num_computed + request.num_in_flight + 1
         if length + nodes > self.max_length:
             nodes = self.max_length - length
@@ -175,6 +204,8 @@ class Scheduler:
         return min(nodes, room) if scratch <= room else 0
 
     def _grow(self, request: Request, length: int) -> bool:
+        """Allocate pages until the request can hold `length` tokens. Return False, without a change, if too few pages are
+        free."""
         if length <= len(request.pages) * self.pages.page_size:
             return True
         pages = self.pages.allocate(self.pages.pages_for(length) - len(request.pages))
@@ -184,6 +215,7 @@ class Scheduler:
         return True
 
     def _prefill_chunk(self, plan: StepPlan, request: Request, rows_left: int) -> int:
+        """Plan the request's next prefill chunk and return its number of rows."""
         count = min(rows_left, request.num_to_prefill)
         plan.prefill.append(Prefill(request, request.num_computed, count))
         request.num_computed += count
@@ -192,13 +224,13 @@ class Scheduler:
         return count
 
     def _admit(self, plan: StepPlan, rows_left: int) -> int:
-        """Waiting requests, oldest first, while slots, rows and pages last. The answers of one prompt wait until the
-        first of them has prefilled it. Returns the rows left."""
+        """Admit waiting requests, oldest first, while slots, rows and pages last. The other answers of a prompt wait until the
+        first one has prefilled it. Return the number of rows left."""
         if not (self.waiting and self._free_slots and rows_left > 0):
             return rows_left
         blocked: list[Request] = []
         prefilling = {request.group for request in self.running if request.status is Status.PREFILL}
-        prefilling |= {item.request.group for item in plan.prefill}  # done in this step, shareable from the next
+        prefilling |= {item.request.group for item in plan.prefill}  # their prompts can be shared from the next step on
         while self.waiting and self._free_slots and rows_left > 0:
             request = self.waiting.popleft()
             if request.group in prefilling:
@@ -219,7 +251,8 @@ class Scheduler:
         return rows_left
 
     def _place(self, plan: StepPlan, request: Request) -> bool:
-        """Slot and pages for all it has; False: no room now. Running requests keep a page each to grow into."""
+        """Give a waiting request a slot, and pages for all of its tokens. Return False if there is no room now. One free page
+        for each running request is left for it to grow into."""
         known = self.pages.match(request.tokens[:-1])
         held = known.pages if known.tail is None else [*known.pages, known.tail]
         missing = self.pages.pages_for(len(request.tokens)) - len(known.pages)
@@ -241,6 +274,7 @@ class Scheduler:
         return True
 
     def _insert_running(self, request: Request) -> None:
+        """Insert into `running`, which is ordered by age."""
         index = len(self.running)
         while index and self.running[index - 1].id > request.id:
             index -= 1

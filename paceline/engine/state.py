@@ -1,4 +1,4 @@
-"""What the device knows of every running request, by slot. The step reads and advances it without asking the host."""
+"""Per-request state on the device, indexed by slot. A step reads and advances it without involving the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from paceline.kernels.upload import upload
 
 
 class SlotState:
-    """One row per slot and one more for padding: a request that never ends, on the store's spare page, whose rows fill a step
-    up to a size. On a CPU the tensors share memory with the host's arrays."""
+    """Context length, last token, sampling parameters and page table of every slot, with one more slot for padding: a request
+    that never ends, on the store's spare page, whose rows pad a step to one of the row sizes. On a CPU the tensors share
+    memory with the host's arrays."""
 
     def __init__(self, max_batch: int, max_pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
         self.device = device
         slots = max_batch + 1
         self.padding = max_batch
+        """Slot of the padding request."""
         self._host: dict[str, np.ndarray] = {
             "context": np.zeros(slots, np.int64),
             "last_token": np.zeros(slots, np.int64),
@@ -34,8 +36,13 @@ class SlotState:
         self.tensors = SlotTensors(**tensors, page_table=torch.from_numpy(self._host_pages).to(device), page_size=page_size)
         self._num_pages = [0] * slots
 
-    def admit(self, requests: list[Request]) -> None:
-        """New in their slots."""
+    def update(self, admitted: list[Request], running: list[Request]) -> None:
+        """Upload the slots of newly admitted requests, and the page tables of all running requests that got pages since the last
+        step."""
+        self._admit(admitted)
+        self._update_pages(running)
+
+    def _admit(self, requests: list[Request]) -> None:
         for request in requests:
             slot, params = request.slot, request.params
             seed = params.seed & (2**64 - 1)
@@ -51,8 +58,7 @@ class SlotState:
             for name, array in self._host.items():
                 tensors[name][index] = upload(array[slots], self.device)
 
-    def set_pages(self, requests: list[Request]) -> None:
-        """Pages were added to these requests since the last step."""
+    def _update_pages(self, requests: list[Request]) -> None:
         known = self._num_pages
         grown = [request for request in requests if len(request.pages) != known[request.slot]]
         changed = [request.slot for request in grown]

@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 
 from paceline.engine import Engine
-from paceline.engine.seeds import derive_seed
+from paceline.engine.prompts import derive_seed
 from paceline.generation.jobs import Job, JobReader, open_prompts
 from paceline.generation.output import RolloutFile, to_record
 from paceline.models.weights import check_device, parse_dtype

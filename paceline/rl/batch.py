@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.packing import first_fit_decreasing
 from paceline.types import RolloutGroup
 
 
@@ -79,15 +80,8 @@ class MicroBatch(NamedTuple):
 def pack(samples: Sequence[Sample], max_tokens: int, weights: Sequence[float] | None = None,
          device: torch.device | str = "cpu") -> list[MicroBatch]:
     """First fit, longest first: few micro-batches, and always the same ones."""
-    bins: list[tuple[int, list[int]]] = []
-    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens)):
-        size = len(samples[i].tokens)
-        place = next((b for b, (used, _) in enumerate(bins) if used + size <= max_tokens), None)
-        if place is None:
-            bins.append((size, [i]))
-        else:
-            bins[place] = (bins[place][0] + size, [*bins[place][1], i])
-    return [_micro_batch(samples, sorted(indices), weights, device) for _, indices in bins]
+    bins = first_fit_decreasing([len(sample.tokens) for sample in samples], max_tokens)
+    return [_micro_batch(samples, indices, weights, device) for indices in bins]
 
 
 def _micro_batch(samples: Sequence[Sample], indices: list[int], weights: Sequence[float] | None,

@@ -1,4 +1,7 @@
-"""Silent decay is a defect: what is said aloud when a drafter no longer fits its policy. Pure functions of figures; no torch."""
+"""Alarms about a drafter that no longer fits its policy, so that a drop of the speedup never goes unnoticed.
+
+Alarms are a pure function of the metrics of recent steps. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ from paceline.config import Config
 
 
 class AlarmConfig(Config):
+    """Thresholds of the alarms."""
+
     fall: float = Field(0.35, gt=0, lt=1)
-    """Acceptance that falls by this share is an alarm; other problems alone move it by a fifth."""
+    """Relative drop of accepted draft tokens per verification that raises an alarm. A change of problems alone moves it by a
+    fifth."""
     window: int = Field(4, ge=1)
-    """Steps before that it is compared with."""
+    """Number of preceding steps whose median the current step is compared with."""
     pays: float = Field(1.15, ge=1)
-    """Tokens per verification that a drafter must give to be worth its time, where that could not be measured."""
+    """Tokens per verification below which drafting is taken to be unprofitable, used where the cost was not measured."""
     max_age: int = Field(12, ge=1)
-    """Policy versions that a drafter may be behind: more than training pauses when it does not pay."""
+    """Number of policy versions that a drafter may lag behind. It exceeds the pauses of unprofitable training."""
     calibration: float = Field(0.15, gt=0)
-    """How far the share of drafted nodes accepted may be from what was expected."""
+    """Largest difference between the predicted and the observed share of accepted draft tokens."""
 
 
 AlarmName = Literal["acceptance", "age", "calibration"]
@@ -31,45 +37,51 @@ NAMES: tuple[AlarmName, ...] = ("acceptance", "age", "calibration")
 
 @dataclass(frozen=True, slots=True)
 class DrafterFigures:
-    """One step's."""
+    """Metrics of the drafter in one RL step."""
 
     tokens_per_verification: float
+    """Mean number of tokens generated per verification step and request, the bonus token included."""
     policy_version: int
+    """Current version of the policy."""
     drafter_version: int
     """Policy version that the drafter was last trained on."""
     expected_hits: float
-    """Mean survival of the drafted nodes, as calibrated by earlier steps …"""
+    """Predicted share of accepted draft tokens, with the calibration of earlier steps; 0 together with `hits` if not measured."""
     hits: float
-    """… and the share of them that were accepted. Both 0: not looked at."""
+    """Observed share of accepted draft tokens."""
     cost: float | None = None
-    """Time of a step with it over one without, at like batch sizes: what it must give in tokens per verification to pay. None:
-    not measured."""
+    """Time of a speculative step relative to a plain one at similar batch sizes, which is the number of tokens per verification
+    at which drafting breaks even; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
+    """One alarm about the drafter."""
+
     name: AlarmName
+    """Kind of the alarm."""
     message: str
+    """Explanation for the user."""
     distrust: bool = False
-    """Other strategies should be used until there is a new drafter."""
+    """Whether the drafter should not be used until a new one is published."""
 
 
 def alarms(history: Sequence[DrafterFigures], config: AlarmConfig) -> list[Alarm]:
-    """What the last of these steps gives reason for."""
+    """Returns the alarms of the last step in `history`."""
     if not history:
         return []
     now, found = history[-1], []
     earlier = [figures.tokens_per_verification for figures in history[-1 - config.window : -1]]
     usual = statistics.median(earlier) if earlier else now.tokens_per_verification
-    # One token a verification comes without any drafter: only what is above it can fall.
+    # One token per verification is generated without any drafter, so only the tokens above one are compared.
     if now.tokens_per_verification - 1 < (1 - config.fall) * (usual - 1):
         pays = config.pays if now.cost is None else now.cost
         too_few = now.tokens_per_verification < pays
         found.append(Alarm("acceptance", f"{now.tokens_per_verification:.2f} tokens per verification, {usual:.2f} before"
-                           + (f"; less than {pays:.2f} does not pay" if too_few else ""), too_few))
+                           + (f"; less than {pays:.2f} is slower than no speculation" if too_few else ""), too_few))
     age = now.policy_version - now.drafter_version
     if age > config.max_age:
         found.append(Alarm("age", f"drafter is {age} policy versions behind, more than {config.max_age}", True))
     if abs(now.hits - now.expected_hits) > config.calibration:
-        found.append(Alarm("calibration", f"{now.hits:.2f} of drafted nodes accepted, {now.expected_hits:.2f} expected"))
+        found.append(Alarm("calibration", f"{now.hits:.2f} of draft tokens accepted, {now.expected_hits:.2f} expected"))
     return found

@@ -1,39 +1,84 @@
-"""What a drafter is trained on: tokens and features captured while generating, bounded in bytes, in memory or in a folder.
+"""The feature buffer: training data of the drafter, bounded in bytes, kept in memory or in a folder.
 
-Safe to add to from one thread while another draws.
+A record holds the tokens of one answer and the hidden states that were captured while the engine generated it. The buffer draws
+records so that their lengths are distributed like those of the answers of a step, although the long answers of the current step
+are not finished yet: long answers of earlier steps are drawn in their place (one-step-off sampling).
+
+One thread may add records while another one draws.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from paceline.spot.lengths import Entry, Pools, first_to_go
-from paceline.spot.record_files import SUFFIX, num_bytes, read_entry, read_record, record_path, write_record
+from paceline.files import atomic_write
 from paceline.types import FeatureRecord
+
+RECORD_SUFFIX = ".record"
+"""Suffix of the file that holds one record."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordInfo:
+    """Metadata of one record, known without reading the record itself."""
+
+    key: int
+    """Number of the record in its buffer. Keys increase: a larger one was added later."""
+    step: int
+    """RL step that generated the answer."""
+    version: int
+    """Version of the policy that generated the last token."""
+    num_tokens: int
+    """Number of tokens of prompt and answer together."""
+    prompt_length: int
+    """Number of prompt tokens."""
+    num_bytes: int
+    """Size of the record in bytes."""
+
+    @property
+    def answer_length(self) -> int:
+        """Number of answer tokens."""
+        return self.num_tokens - self.prompt_length
 
 
 class FeatureBuffer:
+    """Finished answers with their features, within a budget of bytes."""
+
     def __init__(self, max_bytes: int, folder: Path | str | None = None, max_disk_bytes: int | None = None,
                  max_age: int | None = None, reach: int = 4, device: torch.device | str = "cpu") -> None:
-        """max_bytes: of records in memory, on `device`. With a folder all are kept there, up to max_disk_bytes (None: ten times
-        max_bytes), and memory holds those used last. max_age: policy versions after which a record is dropped (None: never).
-        reach: from so many steps' worth of answers it draws."""
+        """Creates an empty buffer.
+
+        Args:
+            max_bytes: Largest total size of the records in memory.
+            folder: Folder that all records are written to; memory then caches those used most recently. None keeps records in
+                memory only.
+            max_disk_bytes: Largest total size of the records in `folder`; None means ten times `max_bytes`.
+            max_age: A record is dropped once the policy is more than this many versions ahead of it; None keeps all.
+            reach: Records are drawn from about this many steps' worth of answers.
+            device: Device that holds the records in memory.
+        """
         self.max_bytes, self.max_age, self.reach, self.device = max_bytes, max_age, reach, device
         self.folder = None if folder is None else Path(folder)
         self.max_disk_bytes = 10 * max_bytes if max_disk_bytes is None else max_disk_bytes
         self.newest_step = self.newest_version = 0
         self.dropped = self.memory_bytes = self.disk_bytes = 0
-        self._entries: dict[int, Entry] = {}
-        self._memory: OrderedDict[int, FeatureRecord] = OrderedDict()  # used last comes last
-        self._generated: dict[int, list[int]] = {}  # step → lengths of its answers, kept longer than they are
-        self._pools: tuple[tuple[int, ...] | None, Pools] | None = None  # by the lengths asked for, till something changes
+        self._entries: dict[int, RecordInfo] = {}
+        self._memory: OrderedDict[int, FeatureRecord] = OrderedDict()  # the most recently used one is last
+        self._answer_lengths: dict[int, list[int]] = {}  # by step, for the two newest steps; outlives dropped records
+        self._pools: tuple[tuple[int, ...] | None, LengthPools] | None = None  # cached with its `lengths` until records change
         self._next_key = 0
         self._lock = threading.RLock()
         self._writing: dict[int, Future[None]] = {}
@@ -45,18 +90,18 @@ class FeatureBuffer:
     @classmethod
     def open(cls, folder: Path | str, max_bytes: int, max_disk_bytes: int | None = None, max_age: int | None = None,
              reach: int = 4, device: torch.device | str = "cpu") -> FeatureBuffer:
-        """What a former buffer left in its folder; files that are not whole are removed."""
+        """Reopens the folder of an earlier buffer. Incomplete files are deleted."""
         buffer = cls(max_bytes, folder, max_disk_bytes, max_age, reach, device)
         assert buffer.folder is not None
         for path in buffer.folder.glob("*.tmp"):
             path.unlink()
-        for path in sorted(buffer.folder.glob(f"*{SUFFIX}")):
-            entry = read_entry(path)
+        for path in sorted(buffer.folder.glob(f"*{RECORD_SUFFIX}")):
+            entry = read_record_info(path)
             if entry is None:
                 path.unlink()
             else:
-                buffer._book(entry)
-        buffer._shrink()
+                buffer._register(entry)
+        buffer._evict()
         return buffer
 
     def __len__(self) -> int:
@@ -64,41 +109,43 @@ class FeatureBuffer:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all records together, prompts included."""
         with self._lock:
             return sum(entry.num_tokens for entry in self._entries.values())
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RecordInfo]:
+        """Returns the metadata of all records, in the order in which they were added."""
         with self._lock:
             return list(self._entries.values())
 
     def add(self, record: FeatureRecord, step: int) -> int | None:
-        """Keeps a finished answer of this step; returns its key, or None if it is too short to learn from."""
+        """Adds a finished answer of RL step `step` and returns its key, or None if it is too short to train on."""
         if len(record.token_ids) < 3 or len(record.token_ids) <= record.prompt_length:
             return None
         kept = FeatureRecord(list(record.token_ids), record.features.detach().to(self.device), record.layers,
                              list(record.versions), record.prompt_length)
         with self._lock:
-            entry = Entry(self._next_key, step, max(record.versions, default=0), len(record.token_ids), record.prompt_length,
-                          num_bytes(kept))
-            self._book(entry)
-            self._remember(entry.key, kept)
+            entry = RecordInfo(self._next_key, step, max(record.versions, default=0), len(record.token_ids), record.prompt_length,
+                               _num_bytes(kept))
+            self._register(entry)
+            self._cache(entry.key, kept)
             if self._writer is not None:
                 assert self.folder is not None
                 while self._writing and (first := next(iter(self._writing.values()))).done():
                     first.result()
                     del self._writing[next(iter(self._writing))]
-                self._writing[entry.key] = self._writer.submit(write_record, self.folder, entry.key, step, kept)
-            self._shrink()
+                self._writing[entry.key] = self._writer.submit(_write_record, self.folder, entry.key, step, kept)
+            self._evict()
             return entry.key
 
     def advance(self, version: int) -> None:
-        """The policy is at this version now: what is too old for it goes."""
+        """Tells the buffer the current policy version and drops the records that are now too old."""
         with self._lock:
             self.newest_version = max(self.newest_version, version)
-            self._shrink()
+            self._evict()
 
     def get(self, key: int) -> FeatureRecord | None:
-        """None: it has been dropped since it was drawn."""
+        """Returns a record, or None if it has been dropped since it was drawn."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -106,83 +153,200 @@ class FeatureBuffer:
             if record is None:
                 assert self.folder is not None
                 record = read_record(self.folder, key, self.device)
-                self._remember(key, record)
+                self._cache(key, record)
             self._memory.move_to_end(key)
-            self._shrink()
+            self._evict()
             return record
 
-    def draw(self, rng: random.Random, num_tokens: int, lengths: Sequence[int] | None = None) -> list[Entry]:
-        """Records with at least `num_tokens` together (none if the buffer is empty). lengths: of the answers that this step
-        generates, as far as known; None: those of the last step, once this one has as many its own."""
+    def draw(self, rng: random.Random, num_tokens: int, lengths: Sequence[int] | None = None) -> list[RecordInfo]:
+        """Draws records of at least `num_tokens` tokens in total; none if the buffer is empty.
+
+        Args:
+            rng: Source of randomness.
+            num_tokens: Number of tokens to draw.
+            lengths: Answer lengths of the step being generated, whose distribution the drawn records follow. None uses the
+                newest step, or the one before it while that one has more finished answers.
+        """
         with self._lock:
             known = None if lengths is None else tuple(lengths)
             if self._pools is None or self._pools[0] != known:
-                self._pools = known, Pools.of(self._entries.values(), lengths or self.generated(), self.reach)
+                pools = LengthPools.build(self._entries.values(), lengths or self.recent_answer_lengths(), self.reach)
+                self._pools = known, pools
             return self._pools[1].draw(num_tokens, rng)
 
-    def generated(self) -> list[int]:
-        """Lengths of a whole step's answers: of the newest step, or while it has fewer than the last, of that."""
-        steps = sorted(self._generated)[-2:]
-        return max((self._generated[step] for step in reversed(steps)), key=len, default=[])
+    def recent_answer_lengths(self) -> list[int]:
+        """Returns the answer lengths of the newest step, or of the one before it while that one has more finished answers."""
+        steps = sorted(self._answer_lengths)[-2:]
+        return max((self._answer_lengths[step] for step in reversed(steps)), key=len, default=[])
 
     def flush(self) -> None:
-        """Returns when everything that was added is on disk."""
+        """Waits until every record that was added is on disk."""
         with self._lock:
             waiting = list(self._writing.values())
         for future in waiting:
             future.result()
 
     def close(self) -> None:
+        """Flushes the buffer and stops its writer thread."""
         if self._writer is not None:
             self.flush()
             self._writer.shutdown()
 
-    def _book(self, entry: Entry) -> None:
+    def _register(self, entry: RecordInfo) -> None:
         self._entries[entry.key] = entry
         self._pools = None
         self.disk_bytes += 0 if self.folder is None else entry.num_bytes
         self._next_key = max(self._next_key, entry.key + 1)
         self.newest_step, self.newest_version = max(self.newest_step, entry.step), max(self.newest_version, entry.version)
-        self._generated.setdefault(entry.step, []).append(entry.answer_length)
-        for old in [step for step in self._generated if step < self.newest_step - 1]:
-            del self._generated[old]
+        self._answer_lengths.setdefault(entry.step, []).append(entry.answer_length)
+        for old in [step for step in self._answer_lengths if step < self.newest_step - 1]:
+            del self._answer_lengths[old]
 
-    def _remember(self, key: int, record: FeatureRecord) -> None:
+    def _cache(self, key: int, record: FeatureRecord) -> None:
         self._memory[key] = record
-        self.memory_bytes += num_bytes(record)
+        self.memory_bytes += _num_bytes(record)
 
-    def _forget(self, key: int) -> None:
+    def _uncache(self, key: int) -> None:
         record = self._memory.pop(key, None)
-        self.memory_bytes -= 0 if record is None else num_bytes(record)
+        self.memory_bytes -= 0 if record is None else _num_bytes(record)
 
-    def _shrink(self) -> None:
-        """Within the budgets, without what is stale. The record used last stays in memory whatever its size."""
+    def _evict(self) -> None:
+        """Drops stale records, then enforces the byte budgets. The most recently used record always stays in memory."""
         if self.max_age is not None:
             for entry in [e for e in self._entries.values() if self.newest_version - e.version > self.max_age]:
                 self._drop(entry)
         if self.folder is None:
             while self.memory_bytes > self.max_bytes and len(self._entries) > 1:
-                self._drop(first_to_go(self._entries.values(), self.newest_step))
+                self._drop(_eviction_candidate(self._entries.values(), self.newest_step))
             return
         while self.disk_bytes > self.max_disk_bytes and len(self._entries) > 1:
-            self._drop(first_to_go(self._entries.values(), self.newest_step))
+            self._drop(_eviction_candidate(self._entries.values(), self.newest_step))
         while self.memory_bytes > self.max_bytes and len(self._memory) > 1:
             key = next(iter(self._memory))
-            self._written(key)
-            self._forget(key)
+            self._await_write(key)
+            self._uncache(key)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: RecordInfo) -> None:
         self.dropped += 1
         del self._entries[entry.key]
         self._pools = None
-        self._forget(entry.key)
+        self._uncache(entry.key)
         if self.folder is not None:
             self.disk_bytes -= entry.num_bytes
-            self._written(entry.key)
-            record_path(self.folder, entry.key).unlink(missing_ok=True)
+            self._await_write(entry.key)
+            _record_path(self.folder, entry.key).unlink(missing_ok=True)
 
-    def _written(self, key: int) -> None:
-        """Its file is on disk; an error in writing it comes out here."""
+    def _await_write(self, key: int) -> None:
+        """Waits until the record's file is on disk. Raises the error of writing it, if there was one."""
         future = self._writing.pop(key, None)
         if future is not None:
             future.result()
+
+
+def _eviction_candidate(entries: Iterable[RecordInfo], newest_step: int) -> RecordInfo:
+    """Returns the record to drop first: the oldest of older steps, then the shortest of the previous step, then the first of
+    the newest. Long answers of the previous step stay because the newest step finishes its short answers first."""
+
+    def order(entry: RecordInfo) -> tuple[int, int, int]:
+        previous = entry.step == newest_step - 1
+        return (entry.step, entry.answer_length if previous else 0, entry.key)
+
+    return min(entries, key=order)
+
+
+# -- one-step-off sampling
+
+
+def length_bin(length: int) -> int:
+    """Returns the bin of an answer length. Bins are half octaves: lengths in one bin differ by less than a factor of 1.41."""
+    return int(2 * math.log2(max(1, length)))
+
+
+class LengthPools(NamedTuple):
+    """Records to draw from, grouped by the length bin of the answers they stand for."""
+
+    entries: dict[int, list[RecordInfo]]
+    """Records of each bin."""
+    counts: Counter[int]
+    """Number of generated answers in each bin: bins are drawn in this proportion."""
+
+    @classmethod
+    def build(cls, entries: Iterable[RecordInfo], lengths: Sequence[int], reach: int) -> LengthPools:
+        """Chooses for each bin of `lengths` its newest records, up to `reach` times the number of answers in the bin.
+
+        A bin that the newest step has already filled thus holds mostly records of that step; one whose answers are still being
+        generated holds records of earlier steps. A bin without any record uses those of the nearest bin that has some.
+        """
+        found: dict[int, list[RecordInfo]] = {}
+        for entry in sorted(entries, key=lambda e: (-e.step, -e.key)):
+            found.setdefault(length_bin(entry.answer_length), []).append(entry)
+        counts = Counter(map(length_bin, lengths))
+        chosen = {}
+        for wanted, count in sorted(counts.items()) if found else ():
+            nearest = min(found, key=lambda b: (abs(b - wanted), -b))
+            chosen[wanted] = found[nearest][: max(1, reach * count)]
+        return cls(chosen, counts)
+
+    def draw(self, num_tokens: int, rng: random.Random) -> list[RecordInfo]:
+        """Draws records of at least `num_tokens` tokens in total. Within a bin no record repeats before all have been drawn."""
+        bins = sorted(self.entries)
+        shuffled = {b: _shuffle_forever(self.entries[b], rng) for b in bins}
+        drawn: list[RecordInfo] = []
+        total = 0
+        while bins and total < num_tokens:
+            (b,) = rng.choices(bins, [self.counts[b] for b in bins])
+            drawn.append(next(shuffled[b]))
+            total += drawn[-1].num_tokens
+        return drawn
+
+
+def _shuffle_forever(entries: list[RecordInfo], rng: random.Random) -> Iterator[RecordInfo]:
+    """Yields the entries in random order, again and again. The shuffle is lazy: it costs only as much as is consumed."""
+    while True:
+        moved: dict[int, int] = {}  # sparse Fisher-Yates: the index that stands at a place, where it is not the place itself
+        for i in range(len(entries)):
+            j = rng.randrange(i, len(entries))
+            yield entries[moved.get(j, j)]
+            moved[j] = moved.get(i, i)
+
+
+# -- records on disk: one safetensors file each, written under a temporary name and renamed, so that no reader sees half a file
+
+
+def read_record(folder: Path, key: int, device: torch.device | str = "cpu") -> FeatureRecord:
+    """Reads the record with this key from a buffer's folder."""
+    with safe_open(_record_path(folder, key), "pt") as file:
+        metadata = json.loads(file.metadata()["record"])
+        return FeatureRecord(file.get_tensor("token_ids").tolist(), file.get_tensor("features").to(device),
+                             tuple(metadata["layers"]), file.get_tensor("versions").tolist(), metadata["prompt_length"])
+
+
+def read_record_info(path: Path) -> RecordInfo | None:
+    """Reads a record's metadata from the file's header alone; None if the file is incomplete."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = json.loads((file.metadata() or {})["record"])
+            tokens = file.get_slice("token_ids").get_shape()[0]
+            assert "features" in file.keys()  # noqa: SIM118 (not a mapping)
+            return RecordInfo(int(path.stem), metadata["step"], metadata["version"], tokens, metadata["prompt_length"],
+                              path.stat().st_size)
+    except (SafetensorError, KeyError, ValueError, OSError):
+        return None
+
+
+def _write_record(folder: Path, key: int, step: int, record: FeatureRecord) -> None:
+    tensors = {"token_ids": torch.tensor(record.token_ids, dtype=torch.int64), "features": record.features.cpu().contiguous(),
+               "versions": torch.tensor(record.versions, dtype=torch.int64)}
+    metadata = {"step": step, "prompt_length": record.prompt_length, "layers": list(record.layers),
+                "version": max(record.versions, default=0)}
+    # Flushing each of thousands of small files would cost more than the few that a power failure damages; `open` skips those.
+    atomic_write(_record_path(folder, key), lambda path: save_file(tensors, path, {"record": json.dumps(metadata)}), fsync=False)
+
+
+def _record_path(folder: Path, key: int) -> Path:
+    return folder / f"{key:09d}{RECORD_SUFFIX}"
+
+
+def _num_bytes(record: FeatureRecord) -> int:
+    features: torch.Tensor = record.features
+    return features.numel() * features.element_size() + 8 * (len(record.token_ids) + len(record.versions))

@@ -1,4 +1,4 @@
-"""How a drafter is trained: frozen, unknown keys are errors, every default written once."""
+"""Configuration of drafter training. It is frozen, and unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.config import Config
 from paceline.drafters.eagle import Form
 
 TrainingForm = Literal["eagle", "hass", "eagle3"]
-Objective = Literal["cross_entropy", "agreement"]
+ObjectiveName = Literal["cross_entropy", "agreement"]
 
 
 class Recipe(NamedTuple):
-    """What a form and an objective come to."""
+    """Settings of the loss that follow from the training form and the objective."""
 
     unroll: int
     decay: float
@@ -28,65 +28,78 @@ RECIPES: dict[TrainingForm, Recipe] = {
     "eagle3": Recipe(7, 0.8, 0.0, 1.0),
 }
 _AGREEMENT_WEIGHT = 1.0
-"""Of the agreement loss: unlike a cross-entropy it goes to zero by itself, so features need not hold it up."""
+"""Weight of the agreement objective. Unlike a cross-entropy it converges to zero, so it needs no support by the feature loss."""
 
 
 class SpotConfig(Config):
-    """A drafter's training. Two trainers with the same one and the same records give the same weights."""
+    """Configuration of drafter training. Two trainers with the same config and the same records end with the same weights."""
 
     form: TrainingForm = "hass"
-    """eagle: one step on the policy's features; hass: more, on the drafter's own; eagle3: three layers fused, seven steps."""
-    objective: Objective = "agreement"
-    """What the drafter's distribution is held to: cross-entropy to the policy's, or -log of how often shared noise makes both
-    draw the same token."""
+    """Training scheme. `eagle`: one step on the policy's features. `hass`: the same drafter unrolled on its own features.
+    `eagle3`: three layers of the policy fused, unrolled for seven steps."""
+    objective: ObjectiveName = "agreement"
+    """Objective for the drafter's distribution. `cross_entropy`: cross-entropy to the policy's distribution. `agreement`:
+    negative log-overlap with it, which bounds how often policy and drafter sample the same token from shared noise."""
     unroll: int | None = Field(None, ge=1, le=16)
-    """Steps on own outputs, the first (on the policy's) included; None: the form's."""
+    """Number of unroll steps, including the first one on the policy's features. None uses the form's default."""
     decay: float | None = Field(None, gt=0, le=1)
-    """Step k weighs decay^k; None: the form's."""
+    """Weight of unroll step k relative to step k - 1. None uses the form's default."""
     hidden_weight: float | None = Field(None, ge=0)
-    """Of SmoothL1 to the policy's next features; None: the form's."""
+    """Weight of the SmoothL1 loss to the policy's next features. None uses the form's default."""
     target_weight: float | None = Field(None, ge=0)
-    """Of the objective; None: the form's."""
+    """Weight of the objective. None uses the form's default."""
     temperature: float = Field(1.0, gt=0)
-    """That rollouts are drawn at: both distributions are taken there."""
+    """Sampling temperature of the rollouts, at which both distributions are compared."""
     feature_noise: float = Field(0.0, ge=0)
-    """Uniform noise on features while training, in parts of their root mean square."""
+    """Amplitude of uniform noise on the features during training, relative to their root mean square."""
     lr: float | None = Field(None, gt=0)
-    """None: 0.5 / hidden size."""
+    """Learning rate. None means 0.5 / hidden size."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Betas of AdamW."""
     eps: float = Field(1e-8, gt=0)
+    """Epsilon of AdamW."""
     weight_decay: float = Field(0.01, ge=0)
+    """Weight decay of AdamW. It applies to matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
     warmup_steps: int = Field(20, ge=0)
+    """Number of optimizer steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up, down to `min_lr_ratio` at `total_steps` and on from there (cosine)."""
+    """Learning-rate schedule after the warm-up. `cosine` falls to `min_lr_ratio` at `total_steps` and stays there."""
     total_steps: int = Field(1000, ge=1)
+    """Number of optimizer steps of the cosine schedule."""
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    """Final learning rate of the cosine schedule relative to `lr`."""
     average: float = Field(0.98, ge=0, lt=1)
-    """A moving average of the weights is what is published: good at any moment, without knowing when training ends. 0: none."""
+    """Decay of the moving average of the weights. The average is what is published, as it is good at any time without knowing
+    when training ends. 0 publishes the weights themselves."""
     head_start: int = Field(0, ge=0)
-    """Steps that the drafter given has behind it: the average leaves it as slowly as after so many."""
+    """Number of optimizer steps that the initial drafter counts as having been trained for, which slows the moving average down
+    accordingly."""
     step_tokens: int | None = Field(None, ge=1)
-    """Tokens drawn for one optimizer step; None: 512 on a CPU, 8192 on a GPU."""
+    """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 8192 on a GPU."""
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Answers are packed side by side up to this many tokens, a longer one goes alone; training yields between such
-    micro-batches. None: 1024 on a CPU, 12288 on a GPU: one for most steps, which end with the answer that fills them."""
+    """Number of tokens that answers are packed up to in one micro-batch; a longer answer gets a micro-batch of its own. Training
+    can be interrupted between micro-batches. None means 1024 on a CPU and 12288 on a GPU, which is one for most steps."""
     max_length: int = Field(8192, ge=3)
-    """Longer answers are cut behind so many tokens, their prompts included."""
+    """Answers are truncated to this many tokens, prompt included."""
     seed: int = 0
+    """Seed of drawing records and of the feature noise."""
 
     def resolved(self, hidden_size: int, on_gpu: bool) -> SpotConfig:
-        """With every size filled in."""
+        """Returns a copy in which the defaults that depend on the policy and the device are filled in."""
         return self.model_copy(update={
             "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (8192 if on_gpu else 512),
             "micro_batch_tokens": self.micro_batch_tokens or (12288 if on_gpu else 1024)})
 
     @property
     def module_form(self) -> Form:
+        """Architecture of the drafter that this training form trains."""
         return "eagle3" if self.form == "eagle3" else "eagle"
 
     @property
     def recipe(self) -> Recipe:
+        """Settings of the loss: the form's defaults, overridden by the fields that were given."""
         base = RECIPES[self.form]
         if self.objective == "agreement":
             base = base._replace(target_weight=max(base.target_weight, _AGREEMENT_WEIGHT))

@@ -1,8 +1,9 @@
-"""How good a drafter is, on answers it was not trained on: how often its first guesses hold the token that the policy drew.
+"""Offline evaluation of a drafter: how often the token that the policy sampled is among the drafter's first k candidates.
 
-A path starts at a row of the answer and follows the true tokens, on the drafter's own outputs, as when drafting. With tau > 0
-guesses are ranked as engines rank them, by log q / tau plus the noise that the policy drew with. A record does not hold that
-noise, but given what was drawn its distribution is known, and it is drawn from that: any answer will do, whatever its seed.
+A path starts at a row of the answer and follows the generated tokens on the drafter's own outputs, as when drafting. With tau > 0
+candidates are ranked as engines rank them, by log q / tau plus the noise that the policy sampled with. A record does not contain
+that noise, but its distribution given the sampled token is known, and the evaluation draws from it, so answers of any seed can be
+used.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from paceline.drafters.eagle import Eagle
 from paceline.kernels import TorchOps
 from paceline.kernels.reference.draft_rank import rank
 from paceline.models.decoder import Decoder, Rope
-from paceline.spot.attend import PathAttend
-from paceline.spot.packing import Packed, first_fit, num_rows, pack, unroll
+from paceline.packing import first_fit_decreasing
+from paceline.spot.attention import UnrolledAttend
+from paceline.spot.packing import PackedRecords, num_rows, pack, unroll
 from paceline.types import FeatureRecord
 
-_ELEMENTS = 2**24
-"""Logits that exist at once."""
+_MAX_LOGITS = 2**24
+"""Number of logits that are held at once."""
 
 
 class Share(NamedTuple):
-    """Of `rows` guesses."""
+    """Share of rows whose token was the drafter's first candidate."""
 
     covered: float
     rows: int
@@ -35,34 +37,48 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """On the path the policy took."""
+    """Top-k coverage of a drafter along the answers that the policy generated."""
 
     tau: float
+    """Temperature of the ranking."""
     by_depth: dict[int, list[float]]
-    """k → share of tokens among the first k guesses, at depth 1, 2, … (whether or not the path before was guessed)."""
-    expected: dict[int, list[float]]
-    """k → tokens per verification with a full tree of that width and depth 1, 2, …, along the answers as an engine goes: the next
-    tree starts behind what was guessed of the last and one token more. (The mean over all places would be too high: what is easy
-    to guess is many places, but few starts.)"""
+    """For each k, the share of tokens among the first k candidates at depth 1, 2, ..., whether or not the path before them was
+    covered."""
+    accept_length: dict[int, list[float]]
+    """For each k, the mean number of tokens per verification, bonus token included, with a full tree of width k and depth 1, 2,
+    .... It follows the answers as an engine does: the next tree starts after the accepted tokens and the bonus token. (The mean
+    over all positions would be too high, because easy tokens are many positions but few tree roots.)"""
     by_position: list[tuple[int, Share]]
-    """(token of the answer from which on, first guesses at depth 1): how it decays along long answers."""
+    """Coverage of the first candidate at depth 1 by position in the answer, as (first position of the bin, share)."""
     by_quarter: list[Share]
-    """First guesses at depth 1 in each quarter of the answer."""
+    """Coverage of the first candidate at depth 1 in each quarter of the answer."""
     by_version: dict[int, Share]
-    """Policy version that wrote the token → first guesses at depth 1."""
+    """Coverage of the first candidate at depth 1 by the policy version that sampled the token."""
 
     def __str__(self) -> str:
         lines = [f"tau {self.tau:g}"]
         for k, shares in self.by_depth.items():
             lines.append(f"  top-{k} by depth " + " ".join(f"{x:.3f}" for x in shares)
-                         + f"   tokens per verification {self.expected[k][-1]:.2f}")
+                         + f"   tokens per verification {self.accept_length[k][-1]:.2f}")
         return "\n".join(lines)
 
 
 @torch.no_grad()
 def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], tau: float = 0.35, depth: int = 6,
              widths: Sequence[int] = (1, 2, 4), temperature: float = 1.0, max_tokens: int = 8192, seed: int = 0) -> Coverage:
-    """Records as captured: final states among their layers. temperature: they were drawn at; no top-k or top-p."""
+    """Evaluates a drafter on captured answers.
+
+    Args:
+        drafter: The drafter to evaluate.
+        policy: The policy that generated the answers.
+        records: Captured answers, with the final hidden state among their layers.
+        tau: Temperature of the ranking, as in the engine.
+        depth: Number of unroll steps.
+        widths: Values of k.
+        temperature: Temperature that the answers were sampled at, without top-k or top-p.
+        max_tokens: Number of tokens of one forward pass.
+        seed: Seed of the noise.
+    """
     usable = [record for record in records if len(record.token_ids) > max(2, record.prompt_length)]
     if not usable:
         raise ValueError("records: none has an answer to evaluate on")
@@ -71,19 +87,19 @@ def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], 
     drafter.gather_head(policy)
     ranks = _Ranks(drafter, policy, tau, temperature, most, torch.Generator(device).manual_seed(seed))
     rope = Rope(policy.config, max(len(r.token_ids) for r in usable) + depth, policy.norm.dtype, device)
-    tally = _Tally(depth, most)
-    for members in first_fit([num_rows(len(record.token_ids)) for record in usable], max_tokens):
+    counts = _Counts(depth, most)
+    for members in first_fit_decreasing([num_rows(len(record.token_ids)) for record in usable], max_tokens):
         chosen = [usable[i] for i in members]
-        packed = pack(chosen, drafter.config.feature_layers, policy.config.hidden_size, device, members)
-        attend = PathAttend(ranks.ops, rope, packed.positions, packed.lengths)
+        packed = pack(chosen, drafter.config.feature_layers, policy.config.hidden_size, device)
+        attend = UnrolledAttend(ranks.ops, rope, packed.positions, packed.lengths)
         state = drafter.encode(packed.features, ranks.ops)
-        outputs = unroll(drafter, policy.embed(packed.follow), state, attend, depth)
-        tally.add(packed, chosen, [ranks(out, packed, k) for k, out in enumerate(outputs)])
-    return tally.result(tau, [min(k, most) for k in widths])
+        outputs = unroll(drafter, policy.embed(packed.next_tokens), state, attend, depth)
+        counts.add(packed, chosen, [ranks(out, packed, k) for k, out in enumerate(outputs)])
+    return counts.result(tau, [min(k, most) for k in widths])
 
 
 class _Ranks:
-    """The place of the true token among a path's guesses; `most` if it is behind them."""
+    """Computes the rank of the sampled token among a path's candidates; `most` if it is not among the first `most`."""
 
     def __init__(self, drafter: Eagle, policy: Decoder, tau: float, temperature: float, most: int,
                  generator: torch.Generator) -> None:
@@ -91,50 +107,57 @@ class _Ranks:
         self._drafter, self._policy, self._tau, self._temperature, self._most = drafter, policy, tau, temperature, most
         self._generator = generator
 
-    def __call__(self, out: Tensor, packed: Packed, step: int) -> Tensor:
-        """[R] int64: of paths by the row they start at."""
+    def __call__(self, out: Tensor, packed: PackedRecords, step: int) -> Tensor:
+        """Returns the ranks [R] int64 at an unroll step, indexed by the row a path starts at."""
         found = []
-        wanted, drawn = packed.wanted.roll(-step, 0), packed.drawn.roll(-step, 0)
-        size = max(1, _ELEMENTS // self._policy.config.vocab_size)
-        for o, w, d in zip(out.split(size), wanted.split(size), drawn.split(size), strict=True):
+        targets, sampled = packed.targets.roll(-step, 0), packed.sampled_tokens.roll(-step, 0)
+        size = max(1, _MAX_LOGITS // self._policy.config.vocab_size)
+        for o, t, token in zip(out.split(size), targets.split(size), sampled.split(size), strict=True):
             logits = self._drafter.logits(o, self._policy, self.ops)
             temperature = torch.full((len(o),), self._temperature, device=o.device)
-            guesses = rank(logits, self._noise(w, d, logits), temperature, self._tau, self._most).columns
+            candidates = rank(logits, self._noise(t, token, logits), temperature, self._tau, self._most).columns
             ids = self._drafter.draft_ids
-            hit = (guesses if ids is None else ids[guesses]) == d[:, None]
+            hit = (candidates if ids is None else ids[candidates]) == token[:, None]
             found.append(torch.where(hit.any(1), hit.int().argmax(1), self._most))
         return torch.cat(found)
 
-    def _noise(self, wanted: Tensor, drawn: Tensor, like: Tensor) -> Tensor:
+    def _noise(self, targets: Tensor, sampled: Tensor, like: Tensor) -> Tensor:
         if self._tau == 0:
             return like.new_zeros(())
-        log_p = (self._policy.logits(wanted, self.ops).float() / self._temperature).log_softmax(-1)
-        noise = posterior_noise(log_p, drawn, self._generator)
+        log_p = (self._policy.logits(targets, self.ops).float() / self._temperature).log_softmax(-1)
+        noise = posterior_noise(log_p, sampled, self._generator)
         return noise if self._drafter.draft_ids is None else noise[:, self._drafter.draft_ids]
 
 
-def posterior_noise(log_p: Tensor, drawn: Tensor, generator: torch.Generator) -> Tensor:
-    """Gumbel noise G [R, V] given that argmax log p + G is `drawn` [R]. The maximum is itself Gumbel distributed, whichever token
-    wins; the others are Gumbels cut off there: -log(exp(-max) + exp(-x)) for free x ~ log p + Gumbel."""
+def posterior_noise(log_p: Tensor, sampled: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws Gumbel noise G [R, V] conditional on argmax(log p + G) being `sampled` [R].
+
+    The maximum of log p + G is itself Gumbel distributed, whichever token attains it; the other values are Gumbels truncated at
+    it: -log(exp(-max) + exp(-x)) for an unconditional x ~ log p + Gumbel. This is a draw from a distribution, not the noise of a
+    seed that `paceline.kernels.noise` defines.
+    """
     uniform = torch.rand(log_p.shape, generator=generator, device=log_p.device, dtype=log_p.dtype)
     gumbel = -(-uniform.clamp_min(torch.finfo(log_p.dtype).tiny).log()).log()
-    winner = drawn[:, None]
-    top = gumbel.gather(1, winner)  # independent of the rest
-    cut_off = -torch.logaddexp(-top, -(log_p + gumbel)) - log_p
-    return cut_off.scatter(1, winner, top - log_p.gather(1, winner))
+    winner = sampled[:, None]
+    top = gumbel.gather(1, winner)  # independent of the other values
+    truncated = -torch.logaddexp(-top, -(log_p + gumbel)) - log_p
+    return truncated.scatter(1, winner, top - log_p.gather(1, winner))
 
 
-class _Tally:
+class _Counts:
+    """Accumulates the ranks of sampled tokens over micro-batches."""
+
     def __init__(self, depth: int, most: int) -> None:
         self._depth, self._most = depth, most
-        self._hits = torch.zeros(most + 1, depth, dtype=torch.int64)  # [k, depth]: tokens among the first k
+        self._hits = torch.zeros(most + 1, depth, dtype=torch.int64)  # [k, depth]: tokens among the first k candidates
         self._rows = torch.zeros(depth, dtype=torch.int64)
-        self._reach: list[Tensor] = []  # of each answer [k, rows]: how far a path that starts there is guessed
-        self._tokens: list[Tensor] = []  # [4, rows] first guess right, token of the answer, answer's length, version
+        self._reach: list[Tensor] = []  # per answer [k, rows]: number of covered tokens of the path that starts at each row
+        self._tokens: list[Tensor] = []  # [4, rows]: first candidate correct, position in the answer, answer length, version
 
-    def add(self, packed: Packed, records: Sequence[FeatureRecord], ranks: Sequence[Tensor]) -> None:
-        """ranks: by step, [R] by the row a path starts at."""
-        left = torch.cat([torch.arange(n, 0, -1) for n in packed.lengths]).to(packed.follow.device)  # rows to the record's end
+    def add(self, packed: PackedRecords, records: Sequence[FeatureRecord], ranks: Sequence[Tensor]) -> None:
+        """Adds one micro-batch. ranks: For each unroll step [R], indexed by the row a path starts at."""
+        # Number of rows up to the end of the record.
+        left = torch.cat([torch.arange(n, 0, -1) for n in packed.lengths]).to(packed.next_tokens.device)
         starts = packed.positions >= packed.first
         alive = starts.expand(self._most + 1, -1)
         reach = torch.zeros(alive.shape, dtype=torch.int64, device=starts.device)
@@ -159,19 +182,19 @@ class _Tally:
         edges = [0, *(2**n for n in range(5, 24) if 2**n <= int(token.max()))]
         place = torch.bucketize(token, torch.tensor(edges[1:], dtype=torch.int64), right=True)
         return Coverage(
-            tau, {k: share[k].tolist() for k in widths}, {k: self._walk(k) for k in widths},
+            tau, {k: share[k].tolist() for k in widths}, {k: self._accept_length(k) for k in widths},
             [(edges[i], s) for i, s in _shares(right, place)], [s for _, s in _shares(right, quarter)],
             dict(_shares(right, version)))
 
-
-    def _walk(self, k: int) -> list[float]:
-        """Tokens per verification, by depth."""
+    def _accept_length(self, k: int) -> list[float]:
+        """Returns the number of tokens per verification at width k, by depth."""
         answers = [reach[k].tolist() for reach in self._reach]
         tokens = sum(map(len, answers))
         return [tokens / sum(_verifications(answer, depth) for answer in answers) for depth in range(1, self._depth + 1)]
 
 
 def _verifications(reach: list[int], depth: int) -> int:
+    """Returns the number of verification steps that generate one answer."""
     at = count = 0
     while at < len(reach):
         at, count = at + 1 + min(reach[at], depth), count + 1
@@ -179,13 +202,15 @@ def _verifications(reach: list[int], depth: int) -> int:
 
 
 def _versions(record: FeatureRecord) -> list[int]:
-    """Of each answer token that a row predicts: a prompt of one token leaves the answer's first without one."""
+    """Returns the policy version of each answer token that a row predicts. No row predicts the first token after a prompt of one
+    token."""
     count = len(record.token_ids) - max(2, record.prompt_length)
     known = record.versions[-count:] if count else []
     return [0] * (count - len(known)) + list(known)
 
 
 def _shares(right: Tensor, group: Tensor) -> Iterator[tuple[int, Share]]:
+    """Yields the share of correct rows of each group, in ascending order of the group's number."""
     for value in group.unique().tolist():
         chosen = right[group == value]
         yield value, Share(float(chosen.double().mean()), len(chosen))

@@ -1,7 +1,8 @@
-"""The spot trainer: trains the drafter whenever there is time, and yields between micro-batches.
+"""The spot trainer: trains the drafter whenever there is time, and can be interrupted between micro-batches.
 
-It owns the weights in training (in float32 at least, in units of their own: `scales`), the optimizer and how far the current step
-is; it only reads the policy. Stopped in the middle of an optimizer step it goes on there: the gradients so far stay.
+It owns the weights in training (in float32 at least, at the scale of `scaling`), the optimizer and the position within the
+current optimizer step; it only reads the policy. A trainer that is interrupted within an optimizer step keeps the accumulated
+gradients and continues from there.
 """
 
 from __future__ import annotations
@@ -16,137 +17,161 @@ import torch
 from torch import nn
 
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.origin import Origin, origin_of
+from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
 from paceline.optim import learning_rate_factor, make_adamw
+from paceline.packing import first_fit_decreasing
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.config import SpotConfig
-from paceline.spot.objective import Loss, Objective, means
-from paceline.spot.packing import cut, first_fit, num_rows, pack
-from paceline.spot.scales import Scales, measure, to_plain, to_training, training_config
+from paceline.spot.losses import DrafterLoss, LossSums
+from paceline.spot.packing import num_rows, pack, truncate
+from paceline.spot.scaling import Scales, measure_scales, to_plain_scale, to_training_scale, training_config
 from paceline.types import FeatureRecord
 
-_MEASURED = 64
-"""Records that scales are measured on."""
+_SCALE_RECORDS = 64
+"""Number of records that the input scales are measured on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One optimizer step: which records lie side by side, and what a row weighs at each unroll step."""
+class StepPlan:
+    """Micro-batches of one optimizer step."""
 
     micro_batches: tuple[tuple[int, ...], ...] = ()
-    """Keys of the buffer's records."""
+    """Keys of the records of each micro-batch."""
     shares: tuple[float, ...] = ()
+    """Weight of one row at each unroll step."""
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
+    """Position of a trainer within its training."""
+
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     cursor: int = 0
-    """Micro-batches of the plan that are done: their gradients are summed up."""
-    plan: Plan = Plan()
+    """Number of micro-batches of the current plan done, whose gradients are accumulated."""
+    plan: StepPlan = StepPlan()
+    """Micro-batches of the current optimizer step."""
     skipped: int = 0
-    """Steps left out because a gradient was not a number."""
+    """Number of optimizer steps skipped because a gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpotReport:
-    """What one `run` did."""
+    """Result of one call of `SpotTrainer.run`."""
 
     seconds: float
+    """Duration of the call."""
     micro_batches: int
+    """Number of micro-batches done."""
     steps: int
+    """Number of optimizer steps done."""
     tokens: int
-    """Rows trained on."""
+    """Number of rows trained on."""
     losses: dict[str, float]
-    """Per row: hidden, target; overlap/d and top1/d with the policy's distribution at depth d."""
+    """Means per row: `hidden` and `target` loss, `overlap/d` and `top1/d` with the policy's distribution at depth d."""
     max_micro_batch_s: float
-    """It returns at most this long after it should: the longest time it did not look."""
+    """Duration of the longest micro-batch, which bounds how long an interruption can take."""
     late_s: float
-    """How long past a given number of seconds it returned."""
+    """Seconds by which the call exceeded its time limit, if it had one."""
 
     @property
     def tokens_per_second(self) -> float:
+        """Number of rows trained on per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class SpotTrainer:
+    """Trains a drafter on the records of a feature buffer."""
+
     def __init__(self, eagle: Eagle, policy: Decoder, buffer: FeatureBuffer, config: SpotConfig,
-                 stream: torch.cuda.Stream | None = None) -> None:
-        """eagle is where training begins; it is not written to. stream: where a GPU's work is queued (None: the current one)."""
+                 cuda_stream: torch.cuda.Stream | None = None) -> None:
+        """Creates a trainer.
+
+        Args:
+            eagle: The initial drafter. It is copied, not modified.
+            policy: The policy that the drafter drafts for.
+            buffer: The training data.
+            config: How to train.
+            cuda_stream: CUDA stream that the training kernels run on; None uses the current one.
+        """
         if eagle.config.form != config.module_form:
-            raise ValueError(f"form: {config.form} trains an {config.module_form} drafter, this one is {eagle.config.form}")
+            raise ValueError(f"form: {config.form} trains an {config.module_form} drafter, but this one is {eagle.config.form}")
         if eagle.config.form == "eagle3" and config.recipe.hidden_weight:
-            raise ValueError(f"hidden_weight: {config.hidden_weight} with eagle3, whose outputs are not held to features")
+            raise ValueError(f"hidden_weight: {config.hidden_weight} does not apply to eagle3, which has no feature loss")
         config = config.resolved(policy.config.hidden_size, policy.norm.device.type == "cuda")
         self.policy, self.buffer, self.config = policy, buffer, config
         self.plain_config = eagle.config
-        self.scales = measure(policy, eagle.config, self._some_records())
-        self.module = to_training(eagle, self.scales)
+        self.scales = measure_scales(policy, eagle.config, self._first_records())
+        self.module = to_training_scale(eagle, self.scales)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
         assert config.lr is not None, "resolved"
         self.optimizer = make_adamw(self.parameters.values(), config.lr, config.betas, config.eps, config.weight_decay)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         rope = Rope(policy.config, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
-        self._objective = Objective(policy, config, self.scales, TorchOps(), rope)
-        self._stream = stream
-        self._origin = origin_of(policy)
+        self._loss = DrafterLoss(policy, config, self.scales, TorchOps(), rope)
+        self._cuda_stream = cuda_stream
+        self._fingerprint = fingerprint_of(policy)
 
     def run(self, until: Callable[[], bool] | float, lengths: Sequence[int] | None = None,
-            between: Callable[[], None] | None = None) -> SpotReport:
-        """Trains until `until()` is true or so many seconds are over; not if the buffer is empty. lengths: as in its `draw`;
-        between: called behind each micro-batch, to save a checkpoint for example."""
+            on_micro_batch: Callable[[], None] | None = None) -> SpotReport:
+        """Trains until it is told to stop. Returns at once if the buffer is empty.
+
+        Args:
+            until: A function that is called before each micro-batch and returns True to stop, or a time limit in seconds.
+            lengths: Answer lengths that the training data should follow, see `FeatureBuffer.draw`.
+            on_micro_batch: Called after each micro-batch, for example to save a checkpoint.
+        """
         began = time.perf_counter()
         done = until if callable(until) else (lambda: time.perf_counter() - began >= until)
-        losses: Loss | None = None
+        losses: LossSums | None = None
         first_step, count, tokens, longest = self.progress.step, 0, 0, 0.0
-        with self._queue():
+        with self._on_cuda_stream():
             while not done():
                 start = time.perf_counter()
-                if not self._plan(lengths):
+                if not self._plan_step(lengths):
                     break
-                rows, loss = self._micro_batch()
+                rows, loss = self._run_micro_batch()
                 count, tokens = count + 1, tokens + rows
                 losses = losses if loss is None else loss.plus(losses)
-                if between is not None:
-                    between()
+                if on_micro_batch is not None:
+                    on_micro_batch()
                 longest = max(longest, time.perf_counter() - start)
         seconds = time.perf_counter() - began
         late = 0.0 if callable(until) else max(0.0, seconds - until)
-        found = {} if losses is None else means(losses)
-        return SpotReport(seconds, count, self.progress.step - first_step, tokens, found, longest, late)
+        means = {} if losses is None else losses.means()
+        return SpotReport(seconds, count, self.progress.step - first_step, tokens, means, longest, late)
 
     def drafter(self) -> Eagle:
-        """What has been learned so far, as a drafter of its own that engines take, in the policy's dtype."""
+        """Returns the trained drafter as a new module that engines can use, in the policy's dtype."""
         weights = self.averaged if self.config.average else self.parameters
-        drafter = to_plain(self.module, weights, self.scales, self.plain_config, self.policy.norm.dtype)
-        drafter.origin = self.origin
+        drafter = to_plain_scale(self.module, weights, self.scales, self.plain_config, self.policy.norm.dtype)
+        drafter.policy_fingerprint = self.policy_fingerprint
         return drafter
 
     @property
-    def origin(self) -> Origin:
-        """The policy that is learned from, at the version of the newest record."""
-        return replace(self._origin, version=max(self._origin.version, self.buffer.newest_version))
+    def policy_fingerprint(self) -> PolicyFingerprint:
+        """Fingerprint of the policy that the drafter is trained for, at the version of the newest record."""
+        return replace(self._fingerprint, version=max(self._fingerprint.version, self.buffer.newest_version))
 
-    def trained_for(self, origin: Origin) -> None:
-        """What has been learned so far belongs to that policy, whatever this one has become."""
-        self._origin = origin
+    def set_policy_fingerprint(self, fingerprint: PolicyFingerprint) -> None:
+        """Declares which policy the weights trained so far belong to, where that is not `self.policy` as it is now."""
+        self._fingerprint = fingerprint
 
     def policy_changed(self) -> None:
-        """The policy has new weights. Not while `run` is under way."""
-        self._objective.policy_changed()
-        self._origin = origin_of(self.policy)
+        """Must be called after the policy's weights changed, and not while `run` is active."""
+        self._loss.policy_changed()
+        self._fingerprint = fingerprint_of(self.policy)
 
-    def rescale(self, scales: Scales) -> None:
-        """These units from now on, for weights that were trained in them."""
-        self.scales = self._objective.scales = scales
+    def set_scales(self, scales: Scales) -> None:
+        """Sets the input scales, for weights that were trained with them."""
+        self.scales = self._loss.scales = scales
         self.module.config = training_config(self.plain_config, scales)
 
-    def _plan(self, lengths: Sequence[int] | None) -> bool:
-        """There is a micro-batch to do."""
+    def _plan_step(self, lengths: Sequence[int] | None) -> bool:
+        """Plans the next optimizer step if the current one is done. Returns whether there is a micro-batch to run."""
         progress = self.progress
         if progress.cursor < len(progress.plan.micro_batches):
             return True
@@ -155,30 +180,31 @@ class SpotTrainer:
         rng = random.Random(f"{config.seed}/{progress.step}/{progress.skipped}")
         drawn = self.buffer.draw(rng, config.step_tokens, lengths)
         sizes = [min(entry.num_tokens, config.max_length) for entry in drawn]
-        bins = first_fit([num_rows(size) for size in sizes], config.micro_batch_tokens)
-        shares = self._objective.shares([(size, entry.prompt_length) for size, entry in zip(sizes, drawn, strict=True)])
-        progress.plan = Plan(tuple(tuple(drawn[i].key for i in members) for members in bins), tuple(shares))
+        bins = first_fit_decreasing([num_rows(size) for size in sizes], config.micro_batch_tokens)
+        shares = self._loss.row_weights([(size, entry.prompt_length) for size, entry in zip(sizes, drawn, strict=True)])
+        progress.plan = StepPlan(tuple(tuple(drawn[i].key for i in members) for members in bins), tuple(shares))
         progress.cursor = 0
         return bool(bins)
 
-    def _micro_batch(self) -> tuple[int, Loss | None]:
-        """Forward, backward, and behind the last one of the plan the optimizer's step. Returns when the device has done it."""
+    def _run_micro_batch(self) -> tuple[int, LossSums | None]:
+        """Runs the forward and backward pass of the next micro-batch, and after the last one of the plan the optimizer step.
+        Returns its number of rows and its loss once the device has finished."""
         progress, device = self.progress, self.policy.norm.device
         found = [self.buffer.get(key) for key in progress.plan.micro_batches[progress.cursor]]
-        records = [cut(record, self.config.max_length) for record in found if record is not None]  # None: dropped meanwhile
+        records = [truncate(record, self.config.max_length) for record in found if record is not None]  # None: dropped since
         loss, rows = None, 0
         if records:
             packed = pack(records, self.module.config.feature_layers, self.policy.config.hidden_size, device)
-            loss, rows = self._objective(self.module, packed, progress.plan.shares, self._noise()), len(packed.follow)
+            loss, rows = self._loss(self.module, packed, progress.plan.shares, self._noise_generator()), len(packed.next_tokens)
             loss.total.backward()
         progress.cursor += 1
         if progress.cursor == len(progress.plan.micro_batches):
-            self._apply()
+            self._optimizer_step()
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # what was queued is a promise; the bound is about what is done
+            torch.cuda.current_stream(device).synchronize()  # `max_micro_batch_s` must bound finished, not queued work
         return rows, loss
 
-    def _apply(self) -> None:
+    def _optimizer_step(self) -> None:
         progress, config = self.progress, self.config
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
         if bool(torch.isfinite(norm)):
@@ -189,32 +215,33 @@ class SpotTrainer:
                 group["lr"] = config.lr * factor
             self.optimizer.step()
             progress.step += 1
-            self._average()
+            self._update_average()
         else:
             progress.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        progress.plan, progress.cursor = Plan(), 0
+        progress.plan, progress.cursor = StepPlan(), 0
 
     @torch.no_grad()
-    def _average(self) -> None:
-        """The first steps count for little: an average over about a tenth of the steps so far, up to the configured."""
+    def _update_average(self) -> None:
+        """Updates the moving average. Its window is about a tenth of the steps so far, up to the configured one, so that the
+        first steps are soon forgotten."""
         done = self.progress.step + self.config.head_start
         keep = min(self.config.average, done / (done + 10))
         torch._foreach_lerp_(list(self.averaged.values()), [p.detach() for p in self.parameters.values()], 1 - keep)
 
-    def _noise(self) -> torch.Generator | None:
-        """A function of where training stands, so that it is the same after a restart."""
+    def _noise_generator(self) -> torch.Generator | None:
+        """Returns a generator seeded by the progress of training, so that a resumed run uses the same noise."""
         if self.config.feature_noise == 0:
             return None
         seed = random.Random(f"{self.config.seed}/{self.progress.step}/{self.progress.cursor}").getrandbits(63)
         return torch.Generator(self.policy.norm.device).manual_seed(seed)
 
-    def _some_records(self) -> list[FeatureRecord]:
-        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_MEASURED])
+    def _first_records(self) -> list[FeatureRecord]:
+        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_SCALE_RECORDS])
         return [record for record in found if record is not None]
 
-    def _queue(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        if self._stream is None:
+    def _on_cuda_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        if self._cuda_stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.policy.norm.device))
-        return torch.cuda.stream(self._stream)
+        self._cuda_stream.wait_stream(torch.cuda.current_stream(self.policy.norm.device))
+        return torch.cuda.stream(self._cuda_stream)

@@ -21,7 +21,7 @@ from paceline.engine import Engine
 from paceline.generation import NamedPrompt, encode_prompt
 from paceline.report.files import AppendOnlyFile
 from paceline.spot import FeatureBuffer
-from paceline.spot.record_files import SUFFIX, read_entry, read_record
+from paceline.spot.buffer import RECORD_SUFFIX, read_record, read_record_info
 from paceline.types import FeatureRecord, Rollout, SamplingParams
 
 TRAINED_ON, HELD_OUT, INDEX = "records", "held_out", "answers.jsonl"
@@ -209,7 +209,7 @@ def read_index(folder: Path) -> dict[tuple[bool, int | None], set[int]]:
 def read_records(folder: Path, most: int, device: torch.device | str = "cpu") -> list[FeatureRecord]:
     """At most `most` records from a folder of drafter training (its held-out records) or from a folder of records."""
     place = folder / HELD_OUT if (folder / HELD_OUT).is_dir() else folder
-    whole = (path for path in sorted(place.glob(f"*{SUFFIX}")) if read_entry(path) is not None)
+    whole = (path for path in sorted(place.glob(f"*{RECORD_SUFFIX}")) if read_record_info(path) is not None)
     found = [read_record(place, int(path.stem), device) for path in islice(whole, most)]
     if not found:
         raise ValueError(f"records {folder}: there are no records in it")
@@ -217,6 +217,6 @@ def read_records(folder: Path, most: int, device: torch.device | str = "cpu") ->
 
 
 def _remove_unnamed(folder: Path, held_out: bool, named: set[int | None]) -> None:
-    for path in (folder / (HELD_OUT if held_out else TRAINED_ON)).glob(f"*{SUFFIX}"):
+    for path in (folder / (HELD_OUT if held_out else TRAINED_ON)).glob(f"*{RECORD_SUFFIX}"):
         if int(path.stem) not in named:
             path.unlink()

@@ -33,10 +33,9 @@ from paceline.spot import (
     restore,
     snapshot,
 )
-from paceline.spot.beside import Beside, BesideReport, low_priority_stream
+from paceline.spot.background import BackgroundProcess, BackgroundReport, BackgroundThread, low_priority_stream
+from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
 from paceline.spot.coverage import coverage
-from paceline.spot.pays import Pace, PaceConfig, Slice
-from paceline.spot.process import BesideProcess
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _BUFFER_BYTES = 1 << 30
@@ -64,9 +63,9 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, thre
     assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
     start = engine.drafting.eagle.module
     known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
-    known |= {"head_start": _LOADED_HEAD_START} if start.origin is not None else {}
+    known |= {"head_start": _LOADED_HEAD_START} if start.policy_fingerprint is not None else {}
     training = SpotConfig(**{"temperature": config.rollout.temperature, **known, **config.spot})
-    budget = Pace(PaceConfig(**config.drafter_budget), config.steps)
+    budget = TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps)
     match config.drafter_mode:
         case "interleaved":
             return OnlineDrafterTrainer(engine, training, budget, folder)
@@ -79,7 +78,7 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, thre
 class OnlineDrafterTrainer:
     """Trains the engine's learned drafter after generation and before the policy's update (`interleaved`)."""
 
-    def __init__(self, engine: Engine, config: SpotConfig, budget: Pace, folder: Path) -> None:
+    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path) -> None:
         assert engine.drafting.eagle is not None
         self.engine, self.config, self.budget = engine, config, budget
         self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
@@ -106,7 +105,7 @@ class OnlineDrafterTrainer:
         self._prompts.clear()
         self._generation_s[step] = generation_s
         self._usual_generation_s = median_low(list(self._generation_s.values())[-_GENERATION_WINDOW:])
-        self.budget.at_step(step)
+        self.budget.set_step(step)
         metrics = self._train(held_out[:_MAX_HELD_OUT])
         for record in held_out:
             self._add(record, step)
@@ -114,7 +113,7 @@ class OnlineDrafterTrainer:
 
     def end_pause(self) -> None:
         """Acceptance has fallen: train in the next step even if training did not pay last time."""
-        self.budget.wake()
+        self.budget.end_pause()
 
     def save(self) -> None:
         """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
@@ -172,20 +171,21 @@ class OnlineDrafterTrainer:
         metrics = {}
         if self.budget.measuring and held_out:
             before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
-            paid = self.budget.learned(Slice(time.perf_counter() - began, before, after), self._usual_generation_s)
+            paid = self.budget.update(TrainingOutcome(time.perf_counter() - began, before, after), self._usual_generation_s)
             metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid)}
         self._publish(drafter)
         return metrics
 
     def _publish(self, drafter: Eagle) -> None:
-        version = self.engine.version if drafter.origin is None else min(drafter.origin.version, self.engine.version)
+        known = drafter.policy_fingerprint
+        version = self.engine.version if known is None else min(known.version, self.engine.version)
         self.engine.update_drafter(drafter, version)
 
     def _accept_length(self, drafter: Eagle, records: list[FeatureRecord]) -> float:
         """Expected number of tokens per verification on these answers, if the drafter drafts a chain."""
         tau = self.engine.config.tau
         found = coverage(drafter, self.engine.model, records, tau, _MEASURED_DEPTH, (1,), self.config.temperature)
-        return found.expected[1][-1]
+        return found.accept_length[1][-1]
 
 
 class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
@@ -199,7 +199,7 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
         return torch.device("cpu")
 
     def _open(self, folder: Path) -> None:
-        self._thread: Beside | None = None
+        self._thread: BackgroundThread | None = None
         self._step, self._should_start = 0, False
         super()._open(folder)
 
@@ -226,9 +226,9 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
             self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config, stream)
         return self._trainer
 
-    def _training_thread(self) -> Beside:
+    def _training_thread(self) -> BackgroundThread:
         if self._thread is None:
-            self._thread = Beside(self._spot_trainer())
+            self._thread = BackgroundThread(self._spot_trainer())
         return self._thread
 
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
@@ -242,13 +242,13 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
 class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
     """Trains in another process while a step is generated (`background_process`)."""
 
-    def __init__(self, engine: Engine, config: SpotConfig, budget: Pace, folder: Path, threads: int) -> None:
+    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, threads: int) -> None:
         self._threads = threads
         super().__init__(engine, config, budget, folder)
 
     def _open(self, folder: Path) -> None:
         self._step, self._policy_changed = 0, False
-        self._process = BesideProcess(self._start, self.engine.model, self.config, _BUFFER_BYTES, folder, self._threads)
+        self._process = BackgroundProcess(self._start, self.engine.model, self.config, _BUFFER_BYTES, folder, self._threads)
         if load_snapshot(folder) is not None:
             drafter = self._process.drafter()
             assert drafter is not None
@@ -285,6 +285,6 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
         return {**metrics, **_concurrent_metrics(report), "drafter/steps": self._process.steps}
 
 
-def _concurrent_metrics(report: BesideReport) -> dict[str, float]:
+def _concurrent_metrics(report: BackgroundReport) -> dict[str, float]:
     return {"drafter/beside_seconds": report.trained.seconds, "drafter/tokens": report.trained.tokens,
             "drafter/stop_ms": report.stop_ms, "drafter/longest_micro_batch_s": report.trained.max_micro_batch_s}

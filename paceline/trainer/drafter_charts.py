@@ -43,7 +43,7 @@ def depth_chart(found: Coverage) -> Chart:
 
 def expected_tokens_chart(found: Coverage) -> Chart:
     """Expected number of tokens per verification with a full draft tree, by depth."""
-    series = _by_depth(found.expected)
+    series = _by_depth(found.accept_length)
     return line_chart("Expected tokens per verification", series, "depth", "tokens per verification", from_zero=True,
                       legend=_legend(series), note="With a full tree; an engine's budget prunes it.")
 
@@ -52,8 +52,8 @@ def tau_chart(found: Sequence[Coverage]) -> Chart:
     """Expected number of tokens per verification at the largest depth, by tau."""
     ordered = sorted(found, key=lambda coverage: coverage.tau)
     x = np.array([coverage.tau for coverage in ordered])
-    series = [Series(f"top {k}", colour, x, np.array([coverage.expected[k][-1] for coverage in ordered]))
-              for k, colour in zip(ordered[0].expected, _COLOURS, strict=False)]
+    series = [Series(f"top {k}", colour, x, np.array([coverage.accept_length[k][-1] for coverage in ordered]))
+              for k, colour in zip(ordered[0].accept_length, _COLOURS, strict=False)]
     return line_chart("By tau", series, "tau", "tokens per verification", legend=_legend(series),
                       note="How much of the shared noise the ranking uses.")
 

@@ -76,8 +76,8 @@ class DrafterEvaluation:
     @property
     def best(self) -> Coverage:
         """The coverage with the most tokens per verification at the largest width and full depth; the first of equals."""
-        widest = max(self.coverages[0].expected)
-        return max(self.coverages, key=lambda each: each.expected[widest][-1])
+        widest = max(self.coverages[0].accept_length)
+        return max(self.coverages, key=lambda each: each.accept_length[widest][-1])
 
     def as_record(self) -> dict[str, Any]:
         """The evaluation as plain JSON."""
@@ -131,7 +131,7 @@ def held_out_coverage(drafter: Eagle, policy: Decoder, records: Sequence[Feature
 def coverage_record(found: Coverage) -> dict[str, Any]:
     """A coverage as plain JSON. Tokens per verification are listed by width, then by depth."""
     return {"tau": found.tau, "by_depth": {str(k): shares for k, shares in found.by_depth.items()},
-            "tokens_per_verification": {str(k): values for k, values in found.expected.items()},
+            "tokens_per_verification": {str(k): values for k, values in found.accept_length.items()},
             "by_position": [{"from": start, "covered": share.covered, "rows": share.rows} for start, share in found.by_position],
             "by_quarter": [share._asdict() for share in found.by_quarter],
             "by_version": {str(version): share._asdict() for version, share in found.by_version.items()}}

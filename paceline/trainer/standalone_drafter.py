@@ -271,7 +271,7 @@ class CheckpointedTraining:
         found = load_snapshot(folder)
         if found is not None:
             restore(trainer, found)
-            self.seconds = float(found.known.get("seconds", 0.0))
+            self.seconds = float(found.metadata.get("seconds", 0.0))
 
     def run(self, seconds: float, done: Callable[[], bool], on_micro_batch: Callable[[], None]) -> SpotReport:
         """Trains for so many seconds, or until `done()`. The checkpoint at the end is on disk when this returns."""
@@ -283,7 +283,7 @@ class CheckpointedTraining:
                 self._save()
             on_micro_batch()
 
-        report = self.trainer.run(lambda: done() or time.perf_counter() - began >= seconds, between=between)
+        report = self.trainer.run(lambda: done() or time.perf_counter() - began >= seconds, on_micro_batch=between)
         self.seconds = before + report.seconds
         self._save()
         self.checkpoints.wait()
@@ -295,7 +295,7 @@ class CheckpointedTraining:
 
     def _save(self) -> None:
         found = snapshot(self.trainer)
-        self.stalls_ms.append(self.checkpoints.save(found._replace(known={**found.known, "seconds": self.seconds})))
+        self.stalls_ms.append(self.checkpoints.save(found._replace(metadata={**found.metadata, "seconds": self.seconds})))
         self._saved_at = time.perf_counter()
 
 

@@ -21,7 +21,7 @@ from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_st
 from paceline.rl.learner import Learner, NonFiniteError
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
-from paceline.spot.beside import generation_stream, idle_cores, running_on
+from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import ModelSelector
 from paceline.tasks import RewardPool, Task, make_task
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
@@ -123,8 +123,8 @@ class Trainer:
         drafter_trainer = None
         if config.train_drafter:
             drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
-        elif learned.module.origin is not None:
-            self.engine.drafter_version = min(learned.module.origin.version, self.state.step)
+        elif learned.module.policy_fingerprint is not None:
+            self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.state.step)
         return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)
 
     # The run

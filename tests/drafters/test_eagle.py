@@ -72,7 +72,7 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
 def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, seed, rows, monkeypatch):
     """Trees of changing depth, all, some or none of their nodes accepted, pauses of the drafter, requests that share a prompt;
     the host knows bounds only. Guesses are recorded, then replaced by what the policy will say, so that they are accepted."""
-    monkeypatch.setattr("paceline.drafters.speculate.MAX_CATCH_UP_ROWS", rows)  # a pause is caught up in pieces
+    monkeypatch.setattr("paceline.drafters.eagle_drafter.MAX_CATCH_UP_ROWS", rows)  # a pause is caught up in pieces
     rng, policy, drafter = random.Random(seed), model("qwen3"), eagle("qwen3", "eagle3")
     prompts, params = [[5, 6, 7, 8, 9, 10, 11], [1], [30, 31]], SamplingParams(temperature=0, max_new_tokens=40)
     texts = {}  # slot -> text

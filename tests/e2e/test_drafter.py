@@ -24,7 +24,7 @@ from paceline.bundled import resolve_model
 from paceline.cli import main
 from paceline.generation import NamedPrompt, read_prompts
 from paceline.spot import load_snapshot
-from paceline.spot.record_files import read_record
+from paceline.spot.buffer import read_record
 from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions, answers_of, read_index
 
 
@@ -67,7 +67,7 @@ def steps_saved(out: Path) -> int:
     with suppress(FileNotFoundError):
         shutil.copy(out / "checkpoint" / "spot.safetensors", copy)
     found = load_snapshot(copy)
-    return 0 if found is None else found.known["progress"]["step"]
+    return 0 if found is None else found.metadata["progress"]["step"]
 
 
 @pytest.fixture(scope="module")

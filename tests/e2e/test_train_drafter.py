@@ -11,13 +11,13 @@ from e2e.test_train import assert_same_run, run
 from toy import settings
 
 from paceline.drafters.checkpoint import load_eagle, save_eagle
-from paceline.drafters.origin import origin_of
+from paceline.drafters.fingerprint import fingerprint_of
 from paceline.models.weights import load_model
 from paceline.report import read_metrics
 from paceline.spot import fresh_eagle
 from paceline.spot.alarms import AlarmConfig
+from paceline.spot.background import BackgroundProcess
 from paceline.spot.checkpoint import load_snapshot
-from paceline.spot.process import BesideProcess
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.types import FeatureRecord, StepResult, Strategy
 
@@ -29,14 +29,14 @@ def start(folder):
     """A drafter that belongs to the toy policy."""
     policy, _ = load_model(folder / "model", "cpu", torch.float64)
     drafter = fresh_eagle(policy)
-    drafter.origin = origin_of(policy)
+    drafter.policy_fingerprint = fingerprint_of(policy)
     save_eagle(drafter, folder / "start")
     return folder / "start"
 
 
 @pytest.mark.parametrize("mode", ["background_process", "cuda_stream"])
 def test_training_it_beside_generation_changes_nothing(folder, start, mode, monkeypatch):
-    monkeypatch.setattr(BesideProcess, "ready", True)  # so short a run would be over before it is up
+    monkeypatch.setattr(BackgroundProcess, "ready", True)  # so short a run would be over before it is up
     common = {**EAGLE, "drafter": str(start), "steps": 4}
     assert run(settings(folder, "follow", drafter_mode=mode, **common)) == 0
     assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none"})) == 0
@@ -55,14 +55,14 @@ def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):
     size = policy.config.vocab_size
     record = FeatureRecord(list(range(size)), torch.zeros(size - 1, policy.config.hidden_size), (-1,), [], 1)
     drafter = fresh_eagle(policy, "eagle", [record], size - 3)
-    drafter.origin = origin_of(policy)
+    drafter.policy_fingerprint = fingerprint_of(policy)
     save_eagle(drafter, folder / "start")
     assert run(settings(folder, "follow", **EAGLE, drafter=str(folder / "start"), steps=3)) == 0
     records = read_metrics(folder / "follow")
     assert records[0]["drafter/tokens"] > 0 and "drafter/expected_after" in records[0] and len(records) == 3
     assert "drafter/tokens" not in records[-1], "nobody would have used it"
     saved = load_snapshot(folder / "follow" / "drafter")
-    assert saved is not None and saved.known["progress"]["step"] == records[1]["drafter/steps"]
+    assert saved is not None and saved.metadata["progress"]["step"] == records[1]["drafter/steps"]
 
 
 def test_how_long_it_is_trained_can_be_said(folder, start, capsys):
@@ -127,7 +127,7 @@ def test_a_collapse_of_acceptance_ends_trust_only_where_it_no_longer_pays():
     feed(monitor, 2, ms=2.5)
     feed(monitor, 1, "none", ms=1.0)
     _, (alarm,) = monitor.end_step()
-    assert alarm.distrust and "less than 2.50 does not pay" in alarm.message and engine.distrusted == ["eagle"]
+    assert alarm.distrust and "less than 2.50 is slower than no speculation" in alarm.message and engine.distrusted == ["eagle"]
 
 
 def test_estimates_that_are_off_are_said():
@@ -175,4 +175,4 @@ def test_age_ends_trust_in_a_drafter_that_should_have_followed():
 
 def test_the_folder_names_the_policy(start, folder):
     policy, _ = load_model(folder / "model", "cpu", torch.float64)
-    assert load_eagle(start, policy).origin == origin_of(policy)
+    assert load_eagle(start, policy).policy_fingerprint == fingerprint_of(policy)

@@ -1,4 +1,4 @@
-"""What users of the engine rely on beyond the contract: sharing, limits, weights, features, errors, no leaks."""
+"""What users of the engine rely on beyond the contract: prefix sharing, limits, weights, features, errors, no leaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiny import CONFIGS, VOCAB, eagle, model
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
-from paceline.engine.seeds import derive_seed
+from paceline.engine.prompts import derive_seed
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -41,7 +41,7 @@ def test_chunked_prefill_beside_decoding():
 
 
 def test_drafting_does_not_keep_newcomers_waiting():
-    """Nodes get the rows that prompts leave, not the other way round."""
+    """Draft tokens get the rows that prefill leaves, not the other way round."""
     steps = {}
     for strategy in ("off", "suffix:d8w2v16"):
         engine = Engine(model(), strategy=strategy, config=EngineConfig(max_batch=16, max_rows=40))
@@ -51,10 +51,11 @@ def test_drafting_does_not_keep_newcomers_waiting():
     assert steps["suffix:d8w2v16"] <= steps["off"]
 
 
-def test_memory_pressure_preempts_the_youngest_and_everybody_finishes():
+def test_memory_pressure_preempts_the_youngest_and_everybody_finishes(caplog):
+    caplog.set_level("INFO", "paceline.engine.scheduler")
     engine = Engine(model(), config=small(page_size=4, kv_tokens=120))
     groups = engine.generate([[1, 2, 3], [4, 5, 6], [7]], SamplingParams(max_new_tokens=50), n=2)
-    assert engine.stats().preemptions > 0
+    assert engine.stats().preemptions == sum("the KV cache is full" in message for message in caplog.messages) > 0
     assert [len(r.token_ids) for group in groups for r in group.rollouts] == [50] * 6
     preempted = [r.num_preemptions for group in groups for r in group.rollouts]
     assert preempted[0] == 0 and preempted[-1] > 0
@@ -91,8 +92,8 @@ def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
                 alive.append(request)
                 created += 1
         plan = scheduler.schedule(Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF)
-        scheduler.commit(plan, plan.num_nodes)
-        scheduler.landed(plan, plan.num_nodes)
+        scheduler.on_launch(plan, plan.num_nodes)
+        scheduler.on_complete(plan, plan.num_nodes)
         for request, nodes in zip(plan.decode, plan.num_nodes, strict=True):
             request.tokens += [rng.randrange(3) for _ in range(rng.randint(1, 1 + nodes))]
             request.num_computed = len(request.tokens) - 1
@@ -127,7 +128,7 @@ def test_real_engine_leaks_nothing_under_aborts():
     while engine.has_work:
         engine.step()
     assert engine.stats().free_pages == engine.stats().total_pages
-    assert engine._requests == {} and engine.drafting._behind == {}
+    assert engine._requests == {} and engine.drafting._max_missing == {}
 
 
 # -- weights
@@ -293,7 +294,7 @@ def test_unknown_option_is_an_error():
 
 
 def test_not_a_number_ends_one_request_only():
-    """Token 13 has an embedding of NaN: whoever draws or is given it fails alone."""
+    """Token 13 has an embedding of NaN: only the requests that sample it or have it in their prompt fail."""
     decoder = Decoder(CONFIGS["qwen2"]).to(torch.float64)
     decoder.load_state_dict(model("qwen2").state_dict())
     decoder.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What is captured and when, without a GPU: a pool whose graphs are the steps themselves."""
+"""Which steps are captured, and when, without a GPU: a fake pool whose graphs are the steps themselves."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from tiny import captured, eagle, model
 
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
-from paceline.engine.graphs import GRAPH_SIZES, GraphPool, Moment, coarse
+from paceline.engine.graphs import GRAPH_SIZES, CudaGraphs, GraphPool, coarse
 from paceline.strategy import drafts_at
 
 PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3], [11] * 20, [50, 51] * 5]
 
 
 class Pool(GraphPool):
-    """Captures by remembering."""
+    """A pool that only remembers which keys were captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         super().__init__(torch.device("cpu"))
         self.captured: list[str] = []
 
-    def _capture(self, key, step, rehearse):
+    def _capture(self, key, step, warm_up):
         self.captured.append(key)
         raise StopIteration
 
 
 def test_a_step_is_captured_when_it_has_been_asked_for_a_few_times(monkeypatch):
     pool = Pool(monkeypatch)
-    before = Moment.now(pool)
-    assert [pool.run("a", lambda: 7, lambda step: None) for _ in range(3)] == [7, 7, 7]
-    assert pool.run("b", lambda: 8, lambda step: None) == 8 and pool.captured == []
+    graphs = CudaGraphs((4,), padding_slot=9, device=torch.device("cpu"), inputs_per_row=1, pool=pool)
+    slots, before = graphs.draft_slots, graphs.now()
+    assert [graphs.run("a", lambda: 7, slots) for _ in range(3)] == [7, 7, 7]
+    assert graphs.run("b", lambda: 8, slots) == 8 and pool.captured == []
     with pytest.raises(StopIteration):
-        pool.run("a", lambda: 7, lambda step: None)
+        graphs.run("a", lambda: 7, slots)
     with pytest.raises(StopIteration):
-        pool.run("c", lambda: 7, lambda step: None, at_once=True)
-    assert pool.captured == ["a", "c"] and Moment.now(pool).num_irregular - before.num_irregular == 6
+        graphs.run("c", lambda: 7, slots, capture_now=True)
+    assert pool.captured == ["a", "c"] and graphs.now().num_irregular - before.num_irregular == 6
 
 
 def test_two_sizes_per_doubling():
@@ -53,7 +54,7 @@ def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monk
     engine = Engine(model("qwen3", dtype=torch.float32), None, drafter, "auto",
                     EngineConfig(max_batch=16, kv_tokens=4096, kernels="torch", profile=profile))
     graphs = captured(engine, tuple(n for n in GRAPH_SIZES if n <= 128))
-    engine._pipelined = False  # what a look reads is not copied on a CPU
+    engine._pipelined = False  # on a CPU, observed drafts are not copied
     engine.warm_up()
     known = set(graphs.steps)
     assert known and not graphs.asked

@@ -1,4 +1,4 @@
-"""The suffix drafter through the whole engine: it pays where text repeats and costs next to nothing where it does not."""
+"""The suffix drafter through the whole engine: it saves steps where text repeats and adds almost no rows where it does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_repetitive_text_gives_more_than_three_tokens_per_verification():
 
 
 def engine_and_random_prompts() -> tuple[Engine, list[list[int]]]:
-    """Noise at a high temperature repeats nothing."""
+    """Random text at a high temperature repeats nothing."""
     engine = Engine(Decoder.random(CONFIG, std=0.05), strategy="suffix:d8w2v16", config=EngineConfig(max_batch=8))
     prompts = [torch.randint(0, 2048, (32,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
     engine.generate(prompts, SamplingParams(max_new_tokens=8, seed=1))  # compiles
@@ -38,10 +38,13 @@ def engine_and_random_prompts() -> tuple[Engine, list[list[int]]]:
 
 def test_random_text_has_few_draft_tokens():
     engine, prompts = engine_and_random_prompts()
-    engine.generate(prompts, SamplingParams(max_new_tokens=200, seed=2))
+    seen = []
+    engine.generate(prompts, SamplingParams(max_new_tokens=200, seed=2), on_step=seen.append)
     stats = engine.stats()
     assert stats.generated_tokens == 8 * 200
     assert stats.drafted / stats.verifications < 0.05
+    rows = sum(result.num_rows - result.num_prefill_rows for result in seen)
+    assert rows == stats.verifications + stats.drafted, "one row per request and step, and one per draft token"
 
 
 @pytest.mark.slow
@@ -61,7 +64,7 @@ def test_suffix_drafting_takes_less_than_five_percent_of_the_time():
         return call
 
     engine.drafting.draft = timed(engine.drafting.draft)
-    engine.drafting.extend = timed(engine.drafting.extend)
+    engine.drafting.on_complete = timed(engine.drafting.on_complete)
     began = time.thread_time()
     engine.generate(prompts, SamplingParams(max_new_tokens=200, seed=2))
     total = time.thread_time() - began

@@ -54,22 +54,22 @@ def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab):
     assert results[0][2] > 0 and results[0][0] == tokens(made("off"))
 
 
-def test_a_look_sees_what_the_drafter_said():
+def test_observed_drafts_are_what_the_drafter_estimated():
     """Not what verification, whose graph may have been captured in the same memory, wrote there afterwards."""
     strategy, seen = replace(Strategy.parse("eagle:d3w2v6"), watch=True), []
     for graphs in (True, False):
-        engine, looks = made("off", cuda_graphs=graphs), []
+        engine, observed = made("off", cuda_graphs=graphs), []
 
-        def overwriting(plan, drafted, want_raw, run=engine.runner.run):
-            if drafted.survival is not None:
-                drafted.survival.fill_(float("nan"))
-            return run(plan, drafted, want_raw)
+        def overwriting(batch, want_raw, run=engine.runner.run):
+            if batch.survival is not None:
+                batch.survival.fill_(float("nan"))
+            return run(batch, want_raw)
 
         engine.runner.run = overwriting
-        engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, looks=looks: looks.append(
+        engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, observed=observed: observed.append(
             [result.expected] + ([] if result.watched is None else result.watched.chance.tolist())))
-        seen.append(looks)
-    assert sum(len(look) > 1 for look in seen[0]) > 10
+        seen.append(observed)
+    assert sum(len(step) > 1 for step in seen[0]) > 10
     for captured, plain in zip(*seen, strict=True):
         assert captured == pytest.approx(plain, rel=1e-2)
 
@@ -93,17 +93,24 @@ def test_launching_a_step_never_waits_for_the_device(strategy):
     engine = made(strategy)
     for _ in range(4):  # everything is captured and compiled, what is asked for once in a run, too
         tokens(engine)
-    launch = engine._launch
+    prepare, launch = engine.runner.prepare, engine._launch
 
-    def unwaiting(chosen: Strategy):
+    def unwaiting_from_here(*args):
         torch.cuda.set_sync_debug_mode("error")
+        prepare(*args)
+
+    def unwaiting_until_here(*args):
         try:
-            return launch(chosen)
+            return launch(*args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine._launch = unwaiting
-    assert tokens(engine) == tokens(made("off"))
+    engine.runner.prepare, engine._launch = unwaiting_from_here, unwaiting_until_here
+    try:
+        got = tokens(engine)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert got == tokens(made("off"))
 
 
 def test_what_is_asked_for_twice_is_not_captured():
@@ -118,10 +125,10 @@ def test_what_is_asked_for_twice_is_not_captured():
 def test_a_warmed_up_engine_captures_nothing_more(strategy):
     engine = made(strategy)
     engine.warm_up()
-    captured = set(engine.runner.graphs.sizes)
+    captured = set(engine.graphs.pool.sizes)
     for _ in range(3):
         assert tokens(engine) == tokens(made("off"))
-    assert set(engine.runner.graphs.sizes) == captured
+    assert set(engine.graphs.pool.sizes) == captured
 
 
 def test_new_weights_reach_captured_drafting():

@@ -435,7 +435,7 @@ def test_a_drafters_loss_by_the_kernel_is_that_of_torch(objective, vocabulary, s
     results = []
     for fused in (True, False):
         leaf = own.clone().requires_grad_()
-        found = target_loss(leaf, wanted, weight, Heads(head, head, 0.7), objective, most=2 * 3 * vocabulary, fused=fused)
+        found = target_loss(leaf, wanted, weight, Heads(head, head, 0.7), objective, max_logits=2 * 3 * vocabulary, fused=fused)
         found.loss.sum().backward()
         results.append((*found, leaf.grad))
     for mine, plain in zip(*results, strict=True):

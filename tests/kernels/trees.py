@@ -5,9 +5,11 @@ Tensors are made on torch's default device."""
 from __future__ import annotations
 
 import torch
+from tiny import FakeGraphs
 from torch import Tensor
 
-from paceline.engine.inputs import InputBuffers
+from paceline.engine.batch import INPUTS_PER_ROW, BatchBuilder
+from paceline.engine.graphs import CudaGraphs
 from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, Segments, SlotTensors, TorchOps
 from paceline.kernels.reference.draft_rank import Ranked
 
@@ -77,9 +79,10 @@ def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tenso
           padded: bool, dtype: torch.dtype, with_raw: bool) -> tuple[list[Tensor], int]:
     """All tensors it leaves, and the most tokens that a request drew."""
     state, batch = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of)), len(num_nodes)
-    buffers = InputBuffers(160 if padded else 0, _SLOTS - 1, of.context.device)
+    graphs = CudaGraphs((160,), _SLOTS - 1, of.context.device, INPUTS_PER_ROW, FakeGraphs() if padded else None)  # type: ignore[arg-type]
+    builder = BatchBuilder(graphs, family, _SLOTS - 1, of.context.device)
     mine = [3, 0, 7, 5, _SLOTS - 1, _SLOTS - 1][:batch]
-    step = buffers.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else buffers.roots(mine)
+    step = builder.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else builder.roots(mine)
     if drafts is not None:
         family.flatten(*drafts, step.draft, step.tree, depth)
     tree = DraftTree(*(x.clone() for x in step.tree))

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from paceline.spot.buffer import FeatureBuffer
-from paceline.spot.lengths import length_bin
+from paceline.spot.buffer import FeatureBuffer, length_bin
 from paceline.types import FeatureRecord
 
 HIDDEN, PROMPT = 4, 3

@@ -9,7 +9,7 @@ from spot.test_unroll import slow_path
 from tiny import eagle, model
 
 from paceline.spot.coverage import coverage, posterior_noise
-from paceline.spot.fresh import capture_layers
+from paceline.spot.initialization import capture_layers
 from paceline.types import FeatureRecord
 
 
@@ -46,7 +46,7 @@ def test_without_noise_it_is_the_place_of_the_drawn_token_in_q(form):
                 verifications += 1
     found = coverage(drafter, policy, records, tau=0.0, depth=depth)
     assert found.by_depth[4] == pytest.approx((hits / rows).tolist(), abs=1e-6)
-    assert found.expected[4][-1] == pytest.approx(tokens / verifications) and 1 < tokens / verifications < 1 + depth
+    assert found.accept_length[4][-1] == pytest.approx(tokens / verifications) and 1 < tokens / verifications < 1 + depth
 
 
 def test_by_position_and_version_counts_every_token_once():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.spot.losses import (
-    PULLS,
+    OBJECTIVES,
     Heads,
     cross_entropy,
     disagreement,
@@ -46,7 +46,7 @@ def test_gradients_on_the_spot_are_those_of_the_formula(name, formula):
     torch.manual_seed(0)
     q, p = torch.randn(7, 11, dtype=torch.float64, requires_grad=True), 2 * torch.randn(7, 11, dtype=torch.float64)
     formula(q, p).sum().backward()
-    value, gradient = PULLS[name](q.detach().log_softmax(-1), p.log_softmax(-1))
+    value, gradient = OBJECTIVES[name](q.detach().log_softmax(-1), p.log_softmax(-1))
     assert torch.allclose(value, formula(q, p).detach(), atol=1e-12)
     assert torch.allclose(gradient, q.grad, atol=1e-12)
 

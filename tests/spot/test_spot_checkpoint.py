@@ -49,10 +49,10 @@ def test_with_a_checkpoint_behind_each_micro_batch_a_kill_loses_no_more_than_one
         checkpoints.wait()
         found = load_snapshot(tmp_path)
         assert found is not None
-        progress = found.known["progress"]
+        progress = found.metadata["progress"]
         seen.append((progress["step"], progress["cursor"]))
 
-    trainer.run(micro_batches(7), between=save)
+    trainer.run(micro_batches(7), on_micro_batch=save)
     checkpoints.close()
     assert len(set(seen)) == 7 and seen[-1] == (trainer.progress.step, trainer.progress.cursor)
     assert any(cursor > 0 for _, cursor in seen)
@@ -91,8 +91,8 @@ def test_the_last_one_is_whole_after_a_kill_at_any_moment(tmp_path):
         process.join()
         found = load_snapshot(tmp_path)
         assert found is not None
-        assert len(found.tensors) == 10 and all(bool((t == found.known["n"]).all()) for t in found.tensors.values())
-        seen = max(seen, found.known["n"])
+        assert len(found.tensors) == 10 and all(bool((t == found.metadata["n"]).all()) for t in found.tensors.values())
+        seen = max(seen, found.metadata["n"])
     assert seen > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from paceline.models.decoder import Rope
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.config import SpotConfig
 from paceline.spot.coverage import coverage
-from paceline.spot.fresh import capture_layers, fresh_eagle
-from paceline.spot.objective import Objective
+from paceline.spot.initialization import capture_layers, fresh_eagle
+from paceline.spot.losses import DrafterLoss
 from paceline.spot.packing import pack
-from paceline.spot.scales import measure, to_plain, to_training
+from paceline.spot.scaling import measure_scales, to_plain_scale, to_training_scale
 from paceline.spot.trainer import SpotTrainer
 
 LAYERS = capture_layers(eagle("qwen3", "eagle3").config)  # enough for either form
@@ -55,12 +56,12 @@ FORMS = [("eagle", "cross_entropy"), ("hass", "cross_entropy"), ("hass", "agreem
 def test_packed_loss_is_the_loss_of_each_record_alone(form, objective):
     policy, config = model("qwen3"), SpotConfig(form=form, objective=objective, **SMALL)
     drafter, records = eagle("qwen3", config.module_form), answers(model("qwen3"), [12, 4, 25, 8], LAYERS)
-    scales = measure(policy, drafter.config, records)
-    loss = Objective(policy, config, scales, OPS, Rope(policy.config, 256, torch.float64, "cpu"))
-    shares = loss.shares([(len(r.token_ids), r.prompt_length) for r in records])
+    scales = measure_scales(policy, drafter.config, records)
+    loss = DrafterLoss(policy, config, scales, OPS, Rope(policy.config, 256, torch.float64, "cpu"))
+    shares = loss.row_weights([(len(r.token_ids), r.prompt_length) for r in records])
 
     def run(parts):
-        module = to_training(drafter, scales)
+        module = to_training_scale(drafter, scales)
         found = [loss(module, pack(part, drafter.config.feature_layers, 32), shares) for part in parts]
         sum(x.total for x in found).backward()
         return sum(x.total.item() for x in found), [p.grad for p in module.parameters() if p.grad is not None], found
@@ -121,7 +122,7 @@ def test_stopped_anywhere_it_goes_on_there():
     assert middles > 3 and same(whole, pieces)
 
 
-def test_it_returns_within_a_micro_batch_and_says_how_long_one_takes():
+def test_it_asks_whether_to_stop_before_each_micro_batch():
     trainer = made(filled([20, 30, 9]))
     asked = []
 
@@ -131,15 +132,25 @@ def test_it_returns_within_a_micro_batch_and_says_how_long_one_takes():
 
     report = trainer.run(until)
     assert report.micro_batches == 4 and len(asked) == 5
-    assert 0 < report.max_micro_batch_s <= report.seconds and report.tokens > 0
-    report = trainer.run(0.05)
-    assert report.late_s <= report.max_micro_batch_s and report.tokens_per_second > 0
-    assert {"hidden", "target", "overlap/1", "top1/3"} <= report.losses.keys()
+    assert report.tokens > 0 and {"hidden", "target", "overlap/1", "top1/3"} <= report.losses.keys()
 
 
-def test_an_empty_buffer_is_nothing_to_do():
-    report = made(FeatureBuffer(10)).run(5.0)
-    assert report.micro_batches == 0 and report.seconds < 1
+def test_a_time_limit_is_exceeded_by_at_most_one_micro_batch(monkeypatch):
+    """By a clock on which only micro-batches take time: two seconds each."""
+    now = [0.0]
+    monkeypatch.setattr("paceline.spot.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trainer = made(filled([20, 30, 9]))
+
+    def tick() -> None:
+        now[0] += 2.0
+
+    report = trainer.run(5.0, on_micro_batch=tick)
+    assert (report.micro_batches, report.seconds, report.late_s, report.max_micro_batch_s) == (3, 6.0, 1.0, 2.0)
+    assert report.tokens_per_second == report.tokens / 6
+
+
+def test_training_on_an_empty_buffer_returns_at_once():
+    assert made(FeatureBuffer(10)).run(lambda: False).micro_batches == 0
 
 
 def test_what_is_not_a_number_changes_no_weight():
@@ -159,9 +170,9 @@ def test_into_the_units_of_training_and_back_changes_no_bit(form, draft_vocab):
     policy, records = model("qwen3"), answers(model("qwen3"), [20, 9], LAYERS)
     for dtype in (torch.float64, torch.bfloat16):
         plain = Eagle.random(eagle("qwen3", form).config, 0, 0.2, dtype, draft_ids=eagle("qwen3", form, draft_vocab=20).draft_ids)
-        scales = measure(policy, plain.config, records)
-        module = to_training(plain, scales)
-        back = to_plain(module, dict(module.named_parameters()), scales, plain.config, dtype)
+        scales = measure_scales(policy, plain.config, records)
+        module = to_training_scale(plain, scales)
+        back = to_plain_scale(module, dict(module.named_parameters()), scales, plain.config, dtype)
         assert all(torch.equal(value, back.state_dict()[name]) for name, value in plain.state_dict().items())
 
 

@@ -8,21 +8,21 @@ from spot.answers import OPS, answers, features_of, record
 from tiny import eagle, model
 
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.speculate import DraftView, EagleDrafter
+from paceline.drafters.eagle_drafter import DraftView, EagleDrafter
 from paceline.kernels import Lines, PagedCache
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
-from paceline.spot.attend import PathAttend
-from paceline.spot.causal import CpuCausal, PlainCausal
-from paceline.spot.fresh import capture_layers
-from paceline.spot.packing import align, answer_rows, cut, first_fit, pack, unroll
+from paceline.packing import first_fit_decreasing
+from paceline.spot.attention import CpuCausalAttention, ReferenceCausalAttention, UnrolledAttend
+from paceline.spot.initialization import capture_layers
+from paceline.spot.packing import align, answer_rows, pack, truncate, unroll
 
 
 def unrolled(policy: Decoder, drafter: Eagle, records, steps):
     packed = pack(records, drafter.config.feature_layers, policy.config.hidden_size)
     rope = Rope(policy.config, 256, torch.float64, "cpu")
-    attend = PathAttend(OPS, rope, packed.positions, packed.lengths)
-    return packed, unroll(drafter, policy.embed(packed.follow), drafter.encode(packed.features, OPS), attend, steps)
+    attend = UnrolledAttend(OPS, rope, packed.positions, packed.lengths)
+    return packed, unroll(drafter, policy.embed(packed.next_tokens), drafter.encode(packed.features, OPS), attend, steps)
 
 
 def slow_path(policy: Decoder, drafter: Eagle, tokens: list[int], start: int, steps: int) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def test_paths_equal_a_slow_reference(form, kind):
             for k, expected in enumerate(slow_path(policy, drafter, r.token_ids, start, steps)):
                 assert torch.allclose(outputs[k][row], expected, atol=1e-10)
             row += 1
-    assert row == len(packed.follow)
+    assert row == len(packed.next_tokens)
 
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
@@ -87,10 +87,10 @@ def test_row_i_is_held_to_the_state_that_predicts_token_i_plus_2():
     policy = model("llama")
     (r,) = answers(policy, [8])
     packed = pack([r], (-1,), 32)
-    assert packed.follow.tolist() == r.token_ids[1:-1] and packed.drawn.tolist() == r.token_ids[2:]
+    assert packed.next_tokens.tolist() == r.token_ids[1:-1] and packed.sampled_tokens.tolist() == r.token_ids[2:]
     for i in range(6):
         longer = features_of(policy, [*r.token_ids[: i + 2], 0], (-1,))  # fed tokens 0..i+1
-        assert torch.allclose(packed.wanted[i], longer[-1], atol=1e-12)
+        assert torch.allclose(packed.targets[i], longer[-1], atol=1e-12)
         assert torch.equal(packed.features[i], r.features[i])
 
 
@@ -106,7 +106,7 @@ def test_packed_equals_alone(form):
         for part in parts:
             packed, outputs = unrolled(policy, drafter, part, 3)
             aligned = align(outputs, packed)
-            (aligned.own.square().sum(-1) * aligned.valid).sum().backward()
+            (aligned.outputs.square().sum(-1) * aligned.valid).sum().backward()
         return [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
     together, alone = gradients([records]), gradients([[r] for r in records])
@@ -123,11 +123,11 @@ def test_the_fast_attention_equals_the_plain_one():
     qkv = [torch.randn(rows, (4 + 2 * 2) * 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     def run(causal, *inputs):
-        attend = PathAttend(OPS, rope, positions, lengths, causal)
+        attend = UnrolledAttend(OPS, rope, positions, lengths, causal)
         return torch.stack([attend(layer, x) for x in inputs])
 
-    assert torch.autograd.gradcheck(lambda *x: run(PlainCausal(lengths), *x), qkv, fast_mode=True)
-    plain, fast = run(PlainCausal(lengths), *qkv), run(CpuCausal(lengths), *qkv)
+    assert torch.autograd.gradcheck(lambda *x: run(ReferenceCausalAttention(lengths), *x), qkv, fast_mode=True)
+    plain, fast = run(ReferenceCausalAttention(lengths), *qkv), run(CpuCausalAttention(lengths), *qkv)
     assert torch.allclose(plain, fast, atol=1e-12)
     grad = torch.randn_like(plain)
     for a, b in zip(torch.autograd.grad(plain, qkv, grad), torch.autograd.grad(fast, qkv, grad), strict=True):
@@ -139,18 +139,18 @@ def test_paths_begin_within_the_answer():
     records = answers(policy, [10, 6])  # prompts of three tokens
     packed, outputs = unrolled(policy, drafter, records, 3)
     aligned = align(outputs, packed)
-    assert packed.drawn[aligned.rows].tolist() == [t for r in records for t in r.token_ids[3:]]
+    assert packed.sampled_tokens[aligned.rows].tolist() == [t for r in records for t in r.token_ids[3:]]
     for k in range(3):
         assert int(aligned.valid[k].sum()) == sum(answer_rows(len(r.token_ids), 3, k) for r in records)
     for k in range(3):
         for t, row in enumerate(aligned.rows.tolist()):
             if aligned.valid[k, t]:
-                assert torch.equal(aligned.own[k, t], outputs[k][row - k])
+                assert torch.equal(aligned.outputs[k, t], outputs[k][row - k])
 
 
 def test_first_fit_keeps_all_and_the_limit():
     sizes = [7, 3, 9, 2, 2, 30, 1]
-    bins = first_fit(sizes, 10)
+    bins = first_fit_decreasing(sizes, 10)
     assert sorted(i for members in bins for i in members) == list(range(7))
     assert all(sum(sizes[i] for i in members) <= 10 or len(members) == 1 for members in bins)
     assert len(bins) == 4  # 30 alone; 9+1, 7+3, 2+2
@@ -164,6 +164,6 @@ def test_a_layer_that_was_not_captured_is_named():
 
 def test_cut_records_stay_whole():
     (r,) = answers(model("llama"), [20])
-    short = cut(r, 8)
+    short = truncate(r, 8)
     assert len(short.token_ids) == 8 and len(short.features) == 7 and len(short.versions) == 5
-    assert cut(r, 20) is r
+    assert truncate(r, 20) is r

@@ -10,7 +10,7 @@ import torch
 from e2e import toy
 
 from paceline.drafters.checkpoint import save_eagle
-from paceline.drafters.origin import origin_of
+from paceline.drafters.fingerprint import fingerprint_of
 from paceline.models.weights import load_model
 from paceline.report import read_metrics
 from paceline.spot import fresh_eagle
@@ -155,7 +155,7 @@ def test_the_drafter_is_trained_once_per_step_under_dynamic_sampling(folder, mon
     (folder / "reward.py").write_text("def score(problem, answer):\n    return float(answer[:1] == 'a')\n")
     policy, _ = load_model(folder / "model", "cpu", torch.float64)
     drafter = fresh_eagle(policy)
-    drafter.origin = origin_of(policy)
+    drafter.policy_fingerprint = fingerprint_of(policy)
     save_eagle(drafter, folder / "start")
     recorder = Recorder()
     recorder.on_step_end = lambda step, metrics, groups: recorder.events.append(("step end", step))

@@ -238,7 +238,7 @@ class Spoil:
 
 
 def capture_seconds(engine: Engine) -> float:
-    return 0.0 if engine.runner.graphs is None else engine.runner.graphs.capture_seconds
+    return engine.graphs.capture_seconds
 
 
 def _add(total: StepTally, more: StepTally) -> None:

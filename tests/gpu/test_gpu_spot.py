@@ -8,12 +8,11 @@ from spot.answers import OPS, answers
 
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Rope
-from paceline.spot.attend import PathAttend
+from paceline.spot.attention import CudaCausalAttention, ReferenceCausalAttention, UnrolledAttend
 from paceline.spot.buffer import FeatureBuffer
-from paceline.spot.causal import CudaCausal, PlainCausal
 from paceline.spot.checkpoint import SpotCheckpoints, load_snapshot, restore, snapshot
 from paceline.spot.config import SpotConfig
-from paceline.spot.fresh import fresh_eagle
+from paceline.spot.initialization import fresh_eagle
 from paceline.spot.trainer import SpotTrainer
 from paceline.types import FeatureRecord
 
@@ -33,13 +32,13 @@ def test_fused_attention_equals_the_plain_one():
 
     def run(causal, dtype):
         inputs = [x.to(dtype).requires_grad_(True) for x in qkv]
-        attend = PathAttend(OPS, rope, positions, lengths, causal)
+        attend = UnrolledAttend(OPS, rope, positions, lengths, causal)
         out = torch.stack([attend(layer, x) for x in inputs])
         weight = torch.sin(torch.arange(out.numel(), device="cuda")).view_as(out)
         return [out.detach(), *torch.autograd.grad((out.float() * weight).sum(), inputs)]
 
-    plain = run(PlainCausal(lengths), torch.float32)
-    fused = run(CudaCausal(lengths, torch.device("cuda")), torch.bfloat16)
+    plain = run(ReferenceCausalAttention(lengths), torch.float32)
+    fused = run(CudaCausalAttention(lengths, torch.device("cuda")), torch.bfloat16)
     for a, b in zip(plain, fused, strict=True):
         assert (a - b.float()).norm() < 0.015 * a.norm()
 

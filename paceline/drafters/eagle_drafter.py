@@ -1,6 +1,7 @@
-"""Drafting with the learned drafter: bring its cache up to date, then grow a tree level by level, all on the device.
+"""Drafting with the learned drafter: it brings its KV cache up to date, then grows a draft tree level by level, on the device.
 
-Children are ranked with the noise the policy will use: log q(v) / tau + G(seed, position, v) guesses what *will* be drawn.
+Children are ranked with the noise that the policy will sample with: log q(v) / tau + G(seed, position, v) predicts the token that
+will actually be sampled, not the most likely one.
 """
 
 from __future__ import annotations
@@ -20,56 +21,77 @@ from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
 MAX_CATCH_UP_ROWS = 8192
-"""Rows of one pass when much is to be caught up."""
+"""Number of rows of one forward pass of `EagleDrafter.catch_up`."""
 
 
 class DraftView(NamedTuple):
-    """What drafting reads."""
+    """Inputs of drafting for a batch of requests."""
 
-    lines: Lines
-    tokens: Tensor  # [T] int64 committed token of every token slot
+    lines: Lines  # the requests
+    tokens: Tensor  # [T] int64 committed token of every token slot of the paged cache
     features: Tensor  # [T, F] the policy's hidden states of every token slot
-    cache: PagedCache  # the drafter's own layer
-    spare: int  # a token slot that nobody reads
+    cache: PagedCache  # KV cache of the drafter's layer
+    spare: int  # a token slot that is never read, for writes of padding rows
 
 
 def lines_of(slots: Tensor, state: SlotTensors) -> Lines:
+    """Gathers what drafting needs to know of the requests in these slots."""
     return Lines(slots, *(field.index_select(0, slots) for field in
                           (state.context, state.last_token, state.seed, state.temperature, state.shared)))
 
 
 class EagleDrafter:
+    """Drafts trees with a learned drafter."""
+
     def __init__(self, module: Eagle, policy: Decoder, rope: Rope, ops: Ops, columns: Tensor | None, tau: float) -> None:
-        """columns: where the drafter's features lie among those captured (None: they are all of them)."""
+        """Creates a drafter.
+
+        Args:
+            module: Its network.
+            policy: The policy, whose embedding and head it uses.
+            rope: Rotary embeddings of the policy.
+            ops: Kernels.
+            columns: Columns of the captured features that it reads; None means all of them.
+            tau: Temperature of the ranking: 1 trusts the drafter's distribution as it is, 0 ignores the noise.
+        """
         self.module, self.policy, self.rope, self.ops = module, policy, rope, ops
-        self.tau = torch.full((1,), tau, device=policy.norm.device)  # a tensor: it may change under captured graphs
+        self.tau = torch.full((1,), tau, device=policy.norm.device)  # a tensor, so that captured CUDA graphs see changes
         self._columns = columns
         self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
-        self._layer = _layer_of(module, policy, rope)  # parameters stay the same objects
+        self._layer = _fused_layer(module, policy, rope)  # the parameters are updated in place
         self._windows: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self.policy_changed()
 
     @torch.inference_mode()
     def policy_changed(self) -> None:
-        """The policy's head has new values."""
+        """Must be called after the policy's weights changed."""
         self.module.gather_head(self.policy)
 
     def draft(self, view: DraftView, window: int, depth: int, width: int, budget: int) -> Drafts:
-        """Trees of min(budget, candidates) nodes. window: at most so many committed positions (at least 1) have not been seen.
-        Shapes follow from the arguments alone and nothing reads the device: it can be captured."""
-        lines, width = view.lines, min(width, self._vocabulary())
+        """Returns draft trees of min(budget, number of candidates) nodes.
+
+        Shapes follow from the arguments alone and nothing is read back from the device, so a CUDA graph can capture it.
+
+        Args:
+            view: The requests and their state.
+            window: Upper bound, at least 1, of the committed positions per request that are missing from the drafter's KV cache.
+            depth: Depth of the trees.
+            width: Number of children per node, and of nodes expanded per level.
+            budget: Number of nodes to keep.
+        """
+        lines, width = view.lines, min(width, self._vocab_size())
         batch, device = len(lines.slots), lines.slots.device
-        state = self._window(view, window)  # [B, H] where the trees start from
-        tree = self._whole(view, state, depth, width, budget)
+        state = self._run_window(view, window)  # [B, H] of the roots
+        tree = self._draft_fused(view, state, depth, width, budget)
         if tree is not None:
             tokens, parents, depths, survival = tree
             return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
-        found = _room(batch, width + (depth - 1) * width * width, device)
+        found = _empty_candidates(batch, width + (depth - 1) * width * width, device)
         ranked = self._rank(state, lines.seed, lines.context + 1, lines.temperature, width)
         self.ops.collect(ranked, torch.zeros(batch, 1, device=device), torch.full((batch, 1), -1, device=device),
                          self.module.draft_ids, found, 0)
         bits = torch.zeros(batch, 1, 2, dtype=torch.int64, device=device)
-        first = 0  # the newest level's first candidate
+        first = 0  # index of the first candidate of the newest level
         for d in range(1, depth):
             beam = self.ops.grow(found, first, bits, lines, view.cache, d, width)
             bits = beam.rows.segments.mask.view(batch, width, 2)
@@ -81,43 +103,44 @@ class EagleDrafter:
         return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
 
     def catch_up(self, view: DraftView, missing: list[int]) -> None:
-        """Runs the drafter over committed positions it has not seen: each request's last `missing`, or more than there are."""
+        """Fills in the drafter's KV cache for committed positions. missing: Upper bound of their number, per request."""
         chunk = max(1, MAX_CATCH_UP_ROWS // len(missing))
         bounds, device = np.array(missing), view.lines.slots.device
-        for behind in range((max(missing) - 1) // chunk * chunk, -1, -chunk):  # the oldest first
+        for behind in range((max(missing) - 1) // chunk * chunk, -1, -chunk):  # oldest positions first
             counts = np.clip(bounds - behind, 0, chunk)
             request = np.repeat(np.arange(len(counts)), counts)
             back = np.cumsum(counts)[request] - np.arange(len(request))
             rows = upload(np.stack([request, back]), device)
-            self._follow(_earlier(view, behind), rows[0], rows[1], upload(counts, device), least=0)
+            self._run_committed(_rewind(view, behind), rows[0], rows[1], upload(counts, device), least=0)
 
-    def _window(self, view: DraftView, window: int) -> Tensor:
-        """Catches up on the last `window` positions of every request; returns the drafter's output at the very last."""
+    def _run_window(self, view: DraftView, window: int) -> Tensor:
+        """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
         batch, device = len(view.lines.slots), view.lines.slots.device
         rows = self._windows.get((batch, window))
-        if rows is None:  # kept for good: captured graphs read them
+        if rows is None:  # never freed, because captured CUDA graphs read them
             rows = (torch.arange(batch, device=device).repeat_interleave(window),
                     torch.arange(window, 0, -1, device=device).repeat(batch), torch.full((batch,), window, device=device))
             self._windows[batch, window] = rows
-        return self._follow(view, *rows, least=1)[window - 1 :: window].contiguous()
+        return self._run_committed(view, *rows, least=1)[window - 1 :: window].contiguous()
 
-    def _follow(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
-        """See `Ops.follow_rows`. -> the drafter's output [R, H]."""
+    def _run_committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
+        """Runs the drafter over committed positions, see `Ops.follow_rows` for the arguments. Returns its outputs [R, H]."""
         rows = self.ops.follow_rows(view.lines, view.tokens, view.cache, request, back, counts, least, view.spare)
         features = view.features.index_select(0, rows.write)
         if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):
             features = features[:, self._columns]
         return self._run(rows, self.module.encode(features, self.ops), None, view.cache)
 
-    def _whole(self, view: DraftView, state: Tensor, depth: int, width: int,
-               budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """All of it at once, where the kernels can."""
+    def _draft_fused(self, view: DraftView, state: Tensor, depth: int, width: int,
+                     budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Grows the whole tree in one kernel; None if the kernels have no such one."""
         if self._layer is None:
             return None
         return self.ops.draft_tree(self._layer, view.lines, state, view.cache, self.tau, depth, width, budget)
 
     def _run(self, rows: DraftRows, state: Tensor, above: Tensor | None, cache: PagedCache) -> Tensor:
-        """above [R]: which state a row continues; None: row i state i."""
+        """Runs the drafter's layer and returns its outputs [R, H]. above: [R] index of the state that each row continues; None
+        means that row i continues state i."""
         out = None if self._layer is None else self.ops.draft_layer(self._layer, rows, state, above, cache)
         if out is not None:
             return out
@@ -128,17 +151,17 @@ class EagleDrafter:
         return self.module(self.policy.embed(rows.tokens), state, attend)
 
     def _rank(self, state: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, width: int) -> Ranked:
-        """The `width` likeliest children of nodes with this state [N, H]."""
+        """Ranks the children of nodes with these states [N, H] and returns the first `width` of each."""
         logits = self.module.logits(state, self.policy, self.ops)
         return self.ops.draft_topk(logits, seed, position, temperature, self.tau, width, self.module.draft_ids)
 
-    def _vocabulary(self) -> int:
+    def _vocab_size(self) -> int:
         ids = self.module.draft_ids
         return self.policy.config.vocab_size if ids is None else len(ids)
 
 
-def _layer_of(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | None:
-    """Its tensors, if it has none but the usual ones."""
+def _fused_layer(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | None:
+    """Returns the layer's tensors for the fused kernels; None if it has biases or query norms, which those do not support."""
     attention, mlp, three = module.attention, module.mlp, module.config.form == "eagle3"
     linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
     if attention.q_norm is not None or any(linear.bias is not None for linear in linears):
@@ -155,13 +178,13 @@ def _head(module: Eagle, policy: Decoder) -> Tensor | None:
     return policy.head.weight if module.draft_ids is None else None
 
 
-def _room(batch: int, count: int, device: torch.device) -> Candidates:
+def _empty_candidates(batch: int, count: int, device: torch.device) -> Candidates:
     tokens, parents = (torch.empty(batch, count, dtype=torch.int64, device=device) for _ in range(2))
     return Candidates(tokens, parents, torch.empty(batch, count, device=device))
 
 
-def _earlier(view: DraftView, steps: int) -> DraftView:
-    """The same requests as they were so many tokens ago."""
+def _rewind(view: DraftView, steps: int) -> DraftView:
+    """Returns the view of the same requests as they were `steps` tokens ago."""
     if steps == 0:
         return view
     lines, (_, _, table, size) = view.lines, view.cache

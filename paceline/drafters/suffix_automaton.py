@@ -1,13 +1,15 @@
-"""A generalised suffix automaton in flat arrays: every substring of several growing texts, and how often each was
-followed by what. Knows nothing of requests or drafts.
+"""A generalised suffix automaton in flat arrays: all substrings of several growing texts, and how often each token followed them.
 
-A state is a set of substrings that end at the same places; its suffix link leads to the longest shorter suffix that
-also ended elsewhere. A text is extended from the state of its whole self (`last`), so texts may grow in turns and may
-share a beginning. Counts sit on edges: count(u, c) = how often the strings of u were followed by c, which is the number
-of end positions of the edge's target. They are exact for the `COUNT_HOPS` longest suffixes of every position.
+It is our own because the suffix drafter needs the exact counts of all continuations of a context, to rank them together with the
+policy's sampling noise; suffix trees of speculative decoding libraries return finished drafts only.
 
-Of what is compiled only what Python calls is kept on disk, with one signature each: two processes that store a second one at the
-same moment can mix the two up.
+A state is a set of substrings that end at the same positions; its suffix link leads to the longest suffix that also ends
+elsewhere. A text is extended from the state of the whole text (`last`), so several texts can grow in turns and share a prefix.
+Counts are kept on edges: count(u, c) is how often the strings of state u were followed by token c, which is the number of end
+positions of the edge's target. They are exact for the `COUNT_HOPS` longest suffixes of every position.
+
+Only the compiled functions that Python calls are cached on disk, with one signature each: two processes that store a second
+signature at the same time can confuse the two.
 """
 
 from __future__ import annotations
@@ -16,22 +18,27 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-LEN, LINK, HEAD = 0, 1, 2  # columns of `states`: longest string, suffix link (-1 at the root), first edge (-1: none)
-STATE, TOKEN, TARGET, NEXT, PREV, COUNT = 0, 1, 2, 3, 4, 5  # columns of `edges`; NEXT, PREV: latest use first
+from paceline.jit_cache import cached_njit
+
+LEN, LINK, HEAD = 0, 1, 2  # columns of `states`: longest string's length, suffix link (-1 at the root), first edge (-1: none)
+# Columns of `edges`; NEXT and PREV link the edges of one state, the most recently used one first.
+STATE, TOKEN, TARGET, NEXT, PREV, COUNT = 0, 1, 2, 3, 4, 5
 NUM_STATES, NUM_EDGES = 0, 1  # entries of `sizes`
 ROOT = 0
 COUNT_HOPS = 32
-"""Suffixes of a new position that are counted; a bound, because a text like aaaa... has as many as tokens."""
+"""Number of suffixes of a new position whose counts are updated. It is bounded because a text like aaaa... has as many
+suffixes with states of their own as it has tokens."""
 
 _GROWTH = 1.5
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiplicative hashing
 
 
-class Automaton:
-    """Arrays that grow by half when full. A table entry is an edge's number; the key is compared in the edge itself."""
+class SuffixAutomaton:
+    """The automaton's arrays, which grow by half when they are full. The hash table maps (state, token) to the index of the edge;
+    the key is stored in the edge only."""
 
     def __init__(self, num_tokens: int = 64) -> None:
-        """`num_tokens`: how many are expected."""
+        """num_tokens: Expected number of tokens of all texts."""
         num_tokens = max(16, num_tokens)
         self.states = np.empty((num_tokens * 3 // 2 + 2, 3), dtype=np.int32)
         self.edges = np.empty((num_tokens * 2, 6), dtype=np.int32)
@@ -41,18 +48,26 @@ class Automaton:
 
     @property
     def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
         return self.states.nbytes + self.edges.nbytes + self.table.nbytes + self.sizes.nbytes
 
     def extend(self, last: int, tokens: NDArray[np.int32]) -> int:
-        """Append `tokens` to the text whose state is `last` (ROOT: a new text) and return the text's new state."""
+        """Appends tokens to the text whose state is `last` (ROOT for a new text). Returns the text's new state."""
         lasts = np.array([last])
         self.extend_all(lasts, np.zeros(1, np.int64), np.array([len(tokens)]), tokens)
         return int(lasts[0])
 
     def extend_all(self, lasts: NDArray[np.int64], which: NDArray[np.int64], ends: NDArray[np.int64], tokens: NDArray[np.int32],
                    done: int = 0) -> None:
-        """Append to several texts, whose states `lasts[which]` move on: to each the tokens from where the one before stopped
-        (the first: from `done`) up to its place in `ends`."""
+        """Appends tokens to several texts and updates their states in place.
+
+        Args:
+            lasts: States of all texts.
+            which: Indices into `lasts` of the texts to extend.
+            ends: For each of them, where its part of `tokens` ends; it starts where the previous one's ends.
+            tokens: Tokens of all of them, concatenated.
+            done: Where the first one's part starts.
+        """
         end = int(ends[-1])
         while done < end:
             done = _extend(self.states, self.edges, self.table, self.sizes, lasts, which, ends, tokens, done)
@@ -76,7 +91,7 @@ def _enlarged(rows: NDArray[np.int32], used: int) -> NDArray[np.int32]:
 
 
 def _empty_table(num_edges: int) -> NDArray[np.int32]:
-    """At most two thirds full."""
+    """Returns a hash table for this many edges that is at most two thirds full."""
     return np.full(1 << (num_edges * 3 // 2).bit_length(), -1, dtype=np.int32)
 
 
@@ -86,7 +101,7 @@ def _slot(table, state, token):
     return np.int64(((key * np.uint64(_GOLDEN)) >> np.uint64(32)) & np.uint64(len(table) - 1))
 
 
-@njit(cache=True)
+@cached_njit()
 def _fill_table(edges, table, num_edges):
     for edge in range(num_edges):
         _enter(edges, table, edge)
@@ -102,7 +117,7 @@ def _enter(edges, table, edge):
 
 @njit
 def _find(edges, table, state, token):
-    """The edge's number, or -1."""
+    """Returns the index of the edge, or -1."""
     slot = _slot(table, state, token)
     while True:
         edge = table[slot]
@@ -111,9 +126,9 @@ def _find(edges, table, state, token):
         slot = (slot + 1) & (len(table) - 1)
 
 
-@njit(cache=True)
+@cached_njit()
 def _extend(states, edges, table, sizes, lasts, which, ends, tokens, done):
-    """As `extend_all`, until the arrays are full; returns how many tokens are inserted now."""
+    """Does the work of `extend_all` until the arrays are full. Returns the number of tokens inserted so far."""
     for text in range(len(which)):
         while done < ends[text]:
             last = _insert(states, edges, table, sizes, lasts[which[text]], tokens[done])
@@ -126,8 +141,8 @@ def _extend(states, edges, table, sizes, lasts, which, ends, tokens, done):
 
 @njit
 def _insert(states, edges, table, sizes, last, token):
-    """The state of the text with one token more; -1: there is no room for it."""
-    # Read only: suffixes of the text that never were followed by `token`, then the longest that was.
+    """Appends one token. Returns the new state of the text, or -1 if the arrays are full."""
+    # Only reads: count the suffixes of the text that were never followed by `token`, and find the longest one that was.
     missing, prefix, edge = 0, last, _find(edges, table, last, token)
     while edge < 0:
         missing += 1
@@ -143,7 +158,7 @@ def _insert(states, edges, table, sizes, last, token):
             num_copied = _num_edges_of(states, edges, target) + 1
     if sizes[NUM_STATES] + 2 > len(states) or sizes[NUM_EDGES] + missing + num_copied > len(edges):
         return -1
-    # Write. The new edges come before the split: the state to be split may be one that just got one.
+    # Writes. New edges come before the split, because the state to be split may be one that just got an edge.
     new = -1
     if missing > 0:
         new = _add_state(states, sizes, states[last, LEN] + 1, ROOT)
@@ -204,8 +219,8 @@ def _push_front(states, edges, state, edge):
 
 @njit
 def _split(states, edges, table, sizes, state, length):
-    """A new state for the strings of `state` up to `length`: they are about to end where the longer ones do not. It
-    gets the same continuations, equally often."""
+    """Splits off a new state for the strings of `state` up to `length`, which are about to end where the longer ones do not. It
+    gets copies of the state's edges with the same counts."""
     short = _add_state(states, sizes, length, states[state, LINK])
     states[state, LINK] = short
     tail, original = -1, states[state, HEAD]
@@ -227,7 +242,7 @@ def _split(states, edges, table, sizes, state, length):
 
 @njit
 def _count(states, edges, table, prefix, token, target, suffix):
-    """`prefix` and its suffixes were followed by `token` once more; those that led to `target` lead to `suffix` now."""
+    """Counts one more `token` after `prefix` and its suffixes. Their edges that led to `target` lead to `suffix` from now on."""
     hops = 0
     while prefix >= 0:
         edge = _find(edges, table, prefix, token)

@@ -1,4 +1,5 @@
-"""What a watched step tells of its drafts equals what the step did; watching, profiling and shares change no token."""
+"""Outcomes of draft tokens, of verified steps and of shadow drafts, equal what the steps did; observing, profiling and shares
+change no token."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ def engine(model, strategy="off", **options):
 
 
 @pytest.mark.parametrize("text", ["suffix:d4w2v6", "eagle:d3w2v5", "both:d3w2v6"])
-def test_watched_nodes_are_what_was_accepted(model, text):
+def test_observed_outcomes_are_what_was_accepted(model, text):
     made = engine(model)
     strategy = Strategy.parse(text)
     watched = Strategy(strategy.drafter, strategy.depth, strategy.width, strategy.budget, watch=True)
     seen = []
     made.generate(PROMPTS, PARAMS, n=2, strategy=watched, on_step=seen.append)
-    looked = [result for result in seen if result.watched is not None]
-    assert looked and all(result.watched is not None for result in seen if result.drafted)
-    for result in looked:
+    observed = [result for result in seen if result.watched is not None]
+    assert observed and all(result.watched is not None for result in seen if result.drafted)
+    for result in observed:
         nodes = result.watched
         assert len(nodes.line) == result.drafted and nodes.hit.sum() == result.accepted
         assert np.all(nodes.hit <= nodes.tested) and np.all((nodes.chance > 0) & (nodes.chance <= 1))
@@ -46,8 +47,8 @@ def test_watched_nodes_are_what_was_accepted(model, text):
         assert len(families) == len(nodes.line) and nodes.rank.max(initial=0) < strategy.width * (2 if "both" in text else 1)
 
 
-def test_a_look_that_finds_no_node_is_a_look(model):
-    """Otherwise a drafter that has nothing to say would be asked for ever."""
+def test_a_step_without_draft_tokens_is_observed_too(model):
+    """Otherwise a selector would ask again and again for observations of a drafter that drafts nothing."""
     made = engine(model)
     seen = []
     made.generate([[5]], SamplingParams(max_new_tokens=3, ignore_eos=True), strategy=Strategy("suffix", 2, 1, 2, watch=True),
@@ -57,12 +58,12 @@ def test_a_look_that_finds_no_node_is_a_look(model):
 
 
 @pytest.mark.parametrize("steps", [4, 11])
-def test_an_aside_tells_what_a_step_would_have(model, steps):
-    """The same nodes of the same texts, and the text is the same: so are the hits."""
+def test_a_shadow_draft_has_the_outcomes_of_a_verified_one(model, steps):
+    """Both draft the same tokens for the same texts, and the generated text is the same, so the outcomes are, too."""
     drafts, found = Strategy("suffix", 4, 2, 6), []
     for strategy in (replace(drafts, watch=True), replace(Strategy.OFF, aside=drafts)):
         made = engine(model, Capturing())
-        made.generate(PROMPTS, PARAMS, strategy="off")  # it has seen these answers
+        made.generate(PROMPTS, PARAMS, strategy="off")  # the suffix drafter has seen these answers
         for prompt in PROMPTS:
             made.add(prompt, PARAMS)
         for _ in range(steps):
@@ -71,13 +72,13 @@ def test_an_aside_tells_what_a_step_would_have(model, steps):
         for _ in range(6):
             made.step()
         found += [view.watched for view in made.select.views if view.watched is not None][:1]
-    real, aside = found
-    assert real.num_lines == aside.num_lines == 3 and len(real.line) > 0 and real.hit.any()
+    real, shadow = found
+    assert real.num_lines == shadow.num_lines == 3 and len(real.line) > 0 and real.hit.any()
     for name in ("quality", "line", "parent", "depth", "rank", "chance", "tested", "hit"):
-        assert np.array_equal(getattr(real, name), getattr(aside, name)), name
+        assert np.array_equal(getattr(real, name), getattr(shadow, name)), name
 
 
-def test_an_aside_leaves_out_answers_that_end_before_it_can_be_judged(model):
+def test_a_shadow_draft_leaves_out_answers_that_end_too_early(model):
     made = engine(model, Capturing())
     for tokens in (4, 20):
         made.add(PROMPTS[0], SamplingParams(max_new_tokens=tokens, ignore_eos=True))
@@ -85,16 +86,16 @@ def test_an_aside_leaves_out_answers_that_end_before_it_can_be_judged(model):
     made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
     for _ in range(10):
         made.step()
-    looks = [view.watched for view in made.select.views if view.watched is not None]
-    assert len(looks) == 1 and looks[0].num_lines == 1
+    outcomes = [view.watched for view in made.select.views if view.watched is not None]
+    assert len(outcomes) == 1 and outcomes[0].num_lines == 1
     made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
     made.abort(list(made._requests))
     made.add(PROMPTS[0], PARAMS)
     made.step()
-    assert not made._choosing._asides.is_open and made.select.views[-1].watched is None
+    assert not made._control._shadow.is_pending and made.select.views[-1].watched is None
 
 
-def test_an_aside_needs_the_suffix_drafter(model):
+def test_shadow_drafting_needs_the_suffix_drafter(model):
     with pytest.raises(ValueError, match="aside"):
         Strategy(aside=Strategy("eagle", 2, 1, 2))
     bare = Engine(model, None, "none", "off", EngineConfig(max_batch=8, kv_tokens=512))
@@ -105,7 +106,7 @@ def test_an_aside_needs_the_suffix_drafter(model):
 
 
 class Capturing:
-    """A selector that speculates never and keeps what it is shown."""
+    """A selector that never speculates and keeps the views that it gets."""
 
     def __init__(self) -> None:
         self.views = []
@@ -129,7 +130,7 @@ def test_shares_follow_the_requests_quality(model):
     for _ in range(3):
         made.step()
     good, bad = (made._requests[i] for i in ids)
-    good.first_hits, bad.first_hits = 0.95, 0.1
+    good.first_token_acceptance, bad.first_token_acceptance = 0.95, 0.1
     plan = made.scheduler.schedule(Strategy("suffix", 4, 2, 6, shares=(1, 2, 3, 6)))
     assert plan.num_nodes == [6, 1]
 
@@ -143,7 +144,7 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
     again = engine(model, "auto").profile(0.2, tmp_path)
     assert np.array_equal(again.policy.y, costs.policy.y) and np.array_equal(again.with_trees.y, costs.with_trees.y)
     assert np.array_equal(costs.with_trees.x, costs.policy.x) and np.all(costs.with_trees.y >= costs.policy.y - 1e-9)
-    file.write_text("{")  # torn
+    file.write_text("{")  # damaged
     assert engine(model, "auto").profile(0.2, tmp_path).profiled
 
 

@@ -13,30 +13,30 @@ from tiny import eagle, model
 from paceline import Engine, SamplingParams
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.origin import Origin, origin_of
+from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of
 from paceline.types import Strategy
 
 
 def owned(kind: str = "llama", seed: int = 0, version: int = 3, form: str = "eagle") -> Eagle:
     drafter = deepcopy(eagle(kind, form))
-    drafter.origin = origin_of(model(kind, seed), version)
+    drafter.policy_fingerprint = fingerprint_of(model(kind, seed), version)
     return drafter
 
 
 def test_the_fingerprint_tells_weights_apart_but_not_dtypes():
     policy = deepcopy(model("llama"))
-    first = origin_of(policy)
-    assert origin_of(deepcopy(policy).bfloat16()) == origin_of(deepcopy(policy).float()) == first
-    assert origin_of(model("llama", 1)).weights != first.weights and origin_of(model("llama", 1)).shape == first.shape
-    assert origin_of(model("qwen2")).shape != first.shape
+    first = fingerprint_of(policy)
+    assert fingerprint_of(deepcopy(policy).bfloat16()) == fingerprint_of(deepcopy(policy).float()) == first
+    assert fingerprint_of(model("llama", 1)).weights != first.weights and fingerprint_of(model("llama", 1)).shape == first.shape
+    assert fingerprint_of(model("qwen2")).shape != first.shape
     for parameter in policy.parameters():  # one layer's change is seen, as of adapters
         before = parameter.detach().clone()
         with torch.no_grad():
             parameter.mul_(1.02)
-        assert origin_of(policy).weights != first.weights
+        assert fingerprint_of(policy).weights != first.weights
         with torch.no_grad():
             parameter.copy_(before)
-    assert origin_of(policy) == first
+    assert fingerprint_of(policy) == first
 
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
@@ -46,9 +46,9 @@ def test_it_is_written_and_read_back(form, tmp_path):
         warnings.simplefilter("error")
         engine = Engine(model("llama"), drafter=tmp_path)
     assert engine.drafter_mismatch is None
-    assert load_eagle(tmp_path, model("llama")).origin == origin_of(model("llama"), 3)
+    assert load_eagle(tmp_path, model("llama")).policy_fingerprint == fingerprint_of(model("llama"), 3)
     save_eagle(eagle("llama", form), tmp_path)  # of unknown origin: nothing to say
-    assert load_eagle(tmp_path, model("llama")).origin is None
+    assert load_eagle(tmp_path, model("llama")).policy_fingerprint is None
     assert Engine(model("llama"), drafter=tmp_path).drafter_mismatch is None
 
 
@@ -122,5 +122,5 @@ def test_a_distrusted_drafter_is_not_offered_until_a_new_one_comes():
     assert "eagle" in seen[-1]
 
 
-def test_what_is_no_origin_is_none():
-    assert Origin.from_json(None) is None and Origin.from_json({"shape": "x"}) is None
+def test_json_that_is_no_fingerprint_gives_none():
+    assert PolicyFingerprint.from_json(None) is None and PolicyFingerprint.from_json({"shape": "x"}) is None

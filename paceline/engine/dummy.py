@@ -1,0 +1,71 @@
+"""Dummy steps: steps of padding requests only, which change no request. Warm-up, graph capture and profiling run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from paceline.engine.batch import BatchBuilder
+from paceline.engine.drafting import Drafting
+from paceline.engine.runner import Runner
+from paceline.engine.scheduler import Scheduler
+from paceline.strategy import drafts_at
+from paceline.types import Strategy
+
+
+class DummySteps:
+    """Runs the policy and the learned drafter on padding requests."""
+
+    def __init__(self, runner: Runner, batches: BatchBuilder, drafting: Drafting, scheduler: Scheduler) -> None:
+        self._runner, self._batches, self._drafting, self._graphs = runner, batches, drafting, runner.graphs
+        self.device = runner.state.device
+        self.max_batch, self.max_rows, self.max_length = scheduler.max_batch, scheduler.max_rows, scheduler.max_length
+
+    @property
+    def tree_sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that steps with draft trees are padded to."""
+        return self._graphs.tree_sizes
+
+    @property
+    def has_learned_drafter(self) -> bool:
+        return self._drafting.eagle is not None
+
+    @torch.inference_mode()
+    def run_step(self, num_requests: int, strategy: Strategy, padded: bool = True, context: int | None = None) -> None:
+        """Run the policy once for so many requests with draft trees of the strategy's size; nothing is drafted. `padded`: pad
+        to a row size. `context`: number of tokens that the requests pretend to have."""
+        batch = self._batches.dummy(num_requests, strategy, padded)
+        length = self._runner.state.tensors.context[self._runner.state.padding]
+        if context is not None:
+            length.fill_(context)
+        self._runner.run(batch, capture_now=True)
+        if context is not None:
+            length.fill_(0)
+
+    @torch.inference_mode()
+    def run_drafter(self, num_requests: int, strategy: Strategy) -> None:
+        """Run the learned drafter once for so many requests, if the strategy uses it."""
+        self._drafting.draft_dummy(num_requests, strategy)
+
+    def capture(self, strategies: Iterable[Strategy], batches: Sequence[int], padded: bool = True) -> None:
+        """Capture the graphs that these strategies need at these batch sizes."""
+        if self._graphs.enabled:
+            for strategy in strategies:
+                for num_requests in batches:
+                    self.run_drafter(num_requests, strategy)
+                    self.run_step(num_requests, strategy, padded)
+
+    def capture_all(self) -> None:
+        """Capture all graphs that a selector may need."""
+        if not self._graphs.enabled:
+            return
+        for rows in self._graphs.row_sizes:
+            if rows <= self.max_batch:
+                self.run_step(rows, Strategy.OFF)
+        for rows in self._graphs.tree_sizes[1:]:
+            self.run_step(rows // 2, Strategy("eagle", 1, 1, 1))
+        if self.has_learned_drafter:
+            for requests in self._graphs.tree_sizes:
+                for strategy in drafts_at(requests) if requests <= self.max_batch else ():
+                    self.run_drafter(requests, strategy)

@@ -1,0 +1,153 @@
+"""Outputs of steps: sampled tokens are appended to their requests, and turned into rollouts when a request ends.
+
+Where an answer stops is a pure function of its tokens: it does not depend on how many of them one step brought.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from paceline.cache.store import PagedStore
+from paceline.engine.batch import StepBatch
+from paceline.engine.draft_outcomes import ObservedDrafts
+from paceline.engine.graphs import Timestamp
+from paceline.engine.request import Request, Status
+from paceline.engine.runner import Download
+from paceline.engine.scheduler import StepPlan
+from paceline.types import FeatureRecord, FinishReason, Rollout
+
+NOT_A_NUMBER = -1
+"""Token id that is sampled where the policy's logits are not numbers. It is one of every request's `stop_ids`."""
+
+
+class InFlight(NamedTuple):
+    """A step that has been launched and whose outputs have not been read."""
+
+    plan: StepPlan
+    batch: StepBatch
+    sampled: Download | None
+    """Tokens, log-probabilities, raw log-probabilities and numbers of tokens; None for a step of prefill only."""
+    version: int
+    """Version of the policy that the step was launched with."""
+    began: Timestamp
+    observed: ObservedDrafts | None
+    """The step's draft tokens, if their outcomes are observed."""
+    context: float
+    """Mean context length of the decode requests."""
+    launch_seconds: float
+    """Time that the host took to launch the step."""
+
+
+class Appended(NamedTuple):
+    """The tokens that one step added to its requests."""
+
+    tokens: dict[int, list[int]]
+    """New tokens by request id."""
+    ended: list[tuple[Request, FinishReason]]
+    """Requests that ended with these tokens."""
+    accepted: int
+    """Number of accepted draft tokens."""
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer to find stop strings."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+def append_outputs(step: InFlight, max_length: int, tokenizer: Tokenizer | None) -> Appended:
+    """Append the sampled tokens of a step to its requests, up to the token that ends an answer. Waits for the step if
+    necessary."""
+    if step.sampled is None:
+        return Appended({}, [], 0)
+    tokens, logprobs, raw, counts = step.sampled.lists()
+    requests, batch, finished = step.plan.decode, step.batch, Status.FINISHED
+    if batch.max_depth:
+        tokens, logprobs, raw = ([row[:num] for row, num in zip(rows, counts, strict=False)] for rows in (tokens, logprobs, raw))
+    appended: dict[int, list[int]] = {}
+    ended: list[tuple[Request, FinishReason]] = []
+    for request, new, chances in zip(requests, tokens, logprobs, strict=False):  # outputs of padding requests follow
+        if request.status is finished:  # it ended while this step was in flight
+            continue
+        taken, reason = append_tokens(request, new, max_length, tokenizer)
+        if reason is not None:
+            ended.append((request, reason))
+            new, chances = new[:taken], chances[:taken]
+        appended[request.id] = new
+        request.num_computed = len(request.tokens) - 1
+        request.logprobs += chances
+        request.versions += [step.version] * taken
+    for request, chances in zip(requests, raw, strict=False):
+        if request.params.raw_logprobs and request.id in appended:
+            request.raw_logprobs += chances[: len(appended[request.id])]
+    accepted = 0
+    for request, nodes, num in zip(requests, batch.num_nodes, counts, strict=False):
+        if nodes and request.id in appended:
+            accepted += num - 1
+            request.record_first_token(accepted=num > 1)
+    return Appended(appended, ended, accepted)
+
+
+def append_tokens(request: Request, tokens: list[int], max_length: int,
+                  tokenizer: Tokenizer | None) -> tuple[int, FinishReason | None]:
+    """Append tokens to a request up to the one that ends the answer. Return how many were appended, and why the answer ended,
+    if it did."""
+    own = request.tokens
+    end = len(own) + len(tokens)
+    if end < request.max_tokens and end < max_length and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
+        own += tokens
+        return len(tokens), None
+    for taken, token in enumerate(tokens, start=1):
+        if token == NOT_A_NUMBER:
+            request.error = f"request {request.id}: the policy's logits at position {len(own)} are not numbers"
+            return taken - 1, "error"
+        own.append(token)
+        if token in request.stop_ids or (request.params.stop and _ends_with_stop_string(request, tokenizer)):
+            return taken, "stop"
+        if len(own) >= request.max_tokens or len(own) >= max_length:
+            return taken, "length"
+    return len(tokens), None
+
+
+def make_rollout(request: Request, reason: FinishReason, tokenizer: Tokenizer | None, features: FeatureRecord | None) -> Rollout:
+    """Return a finished request's rollout."""
+    return Rollout(
+        request_id=request.id, sample=request.sample, prompt_ids=request.prompt_ids, token_ids=request.output_ids,
+        logprobs=request.logprobs, text=_final_text(request, tokenizer), finish_reason=reason, versions=request.versions,
+        seed=request.params.seed, error=request.error, features=features,
+        raw_logprobs=request.raw_logprobs if request.params.raw_logprobs else None, num_preemptions=request.num_preemptions)
+
+
+def failed_rollout(sample: int, error: str) -> Rollout:
+    """Return the rollout of a prompt that could not be served."""
+    return Rollout(request_id=-1, sample=sample, prompt_ids=[], token_ids=[], logprobs=[], text="", finish_reason="error",
+                   versions=[], error=error)
+
+
+def read_features(request: Request, store: PagedStore, layers: tuple[int, ...], columns: Any) -> FeatureRecord | None:
+    """Return the hidden states of these layers for every token that was fed, as they were stored while generating; None if
+    there are no such layers or the request has no slot. `columns`: index tensor of the layers' columns in the stored features."""
+    if not layers or store.features is None or request.slot < 0:
+        return None
+    features = store.features[store.slots(request.pages, request.num_computed)]
+    return FeatureRecord(request.tokens[: request.num_computed + 1], features[:, columns], layers, request.versions,
+                         len(request.prompt_ids))
+
+
+def _ends_with_stop_string(request: Request, tokenizer: Tokenizer | None) -> bool:
+    """Whether the text that ends with the newest token contains a stop string. Only the end of the answer is decoded: a character
+    consists of at most four byte-level tokens."""
+    assert tokenizer is not None, "stop strings need a tokenizer"
+    window = 4 * max(len(stop) for stop in request.params.stop) + 4
+    answer = request.tokens[max(len(request.prompt_ids), len(request.tokens) - window) :]
+    text = tokenizer.decode(answer, skip_special_tokens=False)
+    return any(stop in text for stop in request.params.stop)
+
+
+def _final_text(request: Request, tokenizer: Tokenizer | None) -> str:
+    """Return the answer without special tokens, cut before the first stop string."""
+    if tokenizer is None:
+        return ""
+    text = tokenizer.decode(request.output_ids, skip_special_tokens=True)
+    cuts = [text.find(stop) for stop in request.params.stop if stop in text]
+    return text[: min(cuts)] if cuts else text

@@ -1,0 +1,59 @@
+"""Weights of policy and drafter: replaced in place, laid out for the kernels, and offloaded to the host while an engine
+sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.drafters.eagle import Eagle
+from paceline.kernels import Ops
+from paceline.models.decoder import Decoder, Linear
+
+
+def offload(modules: Iterable[nn.Module]) -> None:
+    """Move parameters from the GPU to pinned host memory. They stay the same objects, and tied ones stay tied; new values may be
+    loaded while they are on the host."""
+    for parameter in _parameters(modules):
+        if parameter.device.type == "cuda":
+            parameter.data = torch.empty_like(parameter, device="cpu", pin_memory=True).copy_(parameter)
+
+
+def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move offloaded parameters back to the device."""
+    for parameter in _parameters(modules):
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device, non_blocking=True)
+
+
+def prepare_linears(modules: Iterable[nn.Module], ops: Ops) -> None:
+    """Tell the kernels that linear layers have new values, so that they can lay them out anew."""
+    parts = [part for module in modules for part in module.modules()]
+    ops.prepare([part.weight for part in parts if isinstance(part, Linear)])
+
+
+def copy_drafter(new: Eagle, into: Eagle) -> None:
+    """Copy a learned drafter's weights in place into another one of the same form."""
+    if new.config != into.config or not _equal(new.draft_ids, into.draft_ids):
+        raise ValueError("update_drafter: this drafter is of another form or for another policy")
+    with torch.no_grad():
+        for mine, theirs in zip(into.parameters(), new.parameters(), strict=True):
+            mine.copy_(theirs)
+
+
+def drafter_mismatch(drafter: Eagle, drafter_version: int, policy: Decoder, version: int) -> str | None:
+    """Return how the policy differs from the one that the drafter was trained for; None if it does not."""
+    found = drafter.policy_fingerprint.mismatch(policy) if drafter.policy_fingerprint else None
+    if found is None and drafter_version < version:
+        return f"the drafter follows policy version {drafter_version}, the policy is at {version}"
+    return found
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return list({id(p): p for module in modules for p in module.parameters()}.values())
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a.to(b.device), b))

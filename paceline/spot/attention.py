@@ -1,0 +1,223 @@
+"""Attention for training a drafter that is unrolled on its own outputs.
+
+A *path* starts at a row i of the generated text. Its step 0 is the row itself, computed from the policy's features; at step k the
+path is k tokens further and reads the drafter's own output of step k - 1, as it does when drafting. At step k path i attends to
+the step-0 keys of rows 0..i and to the keys of its own steps 1..k: causal attention over the rows plus k keys per row, which are
+found at the same row of each step. Rows are indexed by where their path starts, so nothing has to be shifted.
+
+The causal part is computed by a fused kernel that also returns its log-sum-exp, with which it is combined with the path's own
+keys into one softmax. `ReferenceCausalAttention` is the plain implementation that the fused ones are tested against.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.kernels import Ops, apply_rope
+from paceline.kernels.upload import upload
+from paceline.models.attend import AttentionShape
+from paceline.models.decoder import Rope
+
+
+class UnrolledAttend:
+    """The `Attend` of an unrolled drafter. It is called once per unroll step, in order, and keeps the keys and values of each."""
+
+    def __init__(self, ops: Ops, rope: Rope, positions: Tensor, lengths: tuple[int, ...],
+                 causal: CausalAttention | None = None) -> None:
+        """causal: Implementation of the causal part; None chooses the fastest one for the device and dtype."""
+        self.ops, self._rope, self._positions, self._lengths = ops, rope, positions, lengths
+        self._causal = causal
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
+        """[R, (H + 2 Hkv) D] -> [R, H D]."""
+        heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
+        # Paths that ran beyond the end of their text stay at the last known position; their outputs are never read.
+        positions = (self._positions + len(self._keys)).clamp_max(len(self._rope.cos) - 1)
+        cos, sin = self._rope(positions)
+        q, k = (apply_rope(x, cos, sin).to(qkv.dtype) for x in (q, k))
+        if self._causal is None:
+            self._causal = fastest_causal_attention(qkv, self._lengths)
+        self._keys.append(k)
+        self._values.append(v)
+        (k, *own_keys), (v, *own_values) = self._keys, self._values
+        return _JointSoftmax.apply(self._causal, dim**-0.5, q, k, v, *own_keys, *own_values).flatten(1)
+
+
+class _JointSoftmax(torch.autograd.Function):
+    """One softmax over two sets of keys: the causal ones, by a fused kernel, and the few keys of each row's own path."""
+
+    @staticmethod
+    def forward(ctx: Any, causal: CausalAttention, scale: float, q: Tensor, k: Tensor, v: Tensor, *path: Tensor) -> Tensor:
+        out, lse = causal.forward(q, k, v)
+        if path:
+            with torch.autocast(q.device.type, enabled=False):  # as in the backward pass
+                own = _PathKeys.build(q, path, scale)
+                total = torch.logaddexp(lse, own.scores.logsumexp(-1).flatten(1))  # [R, H]
+                weights = (own.scores - own.group_heads(total)[..., None]).exp()
+                out = (out * (lse - total).exp()[..., None] + (weights @ own.values).flatten(1, 2)).to(q.dtype)
+            lse = total
+        ctx.causal, ctx.scale = causal, scale
+        ctx.save_for_backward(q, k, v, out, lse, *path)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse, *path = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq, dk, dv = ctx.causal.backward(grad, q, k, v, out, lse)
+        if not path:
+            return None, None, dq, dk, dv
+        own = _PathKeys.build(q, tuple(path), ctx.scale)
+        weights = (own.scores - own.group_heads(lse)[..., None]).exp()
+        wide = grad.to(weights.dtype)
+        # grad · (value - out)
+        dweights = own.group_heads(wide) @ own.values.mT - own.group_heads((wide * out).sum(-1))[..., None]
+        dscores = weights * dweights * ctx.scale
+        dq = dq + (dscores @ own.keys).flatten(1, 2).to(dq.dtype)
+        dkeys, dvalues = dscores.mT @ own.queries, weights.mT @ own.group_heads(wide)  # [R, Hkv, n, D]: a group shares its key
+        return None, None, dq, dk, dv, *dkeys.to(k.dtype).unbind(2), *dvalues.to(v.dtype).unbind(2)
+
+
+class _PathKeys(NamedTuple):
+    """Keys of each row's own path and the scores of its queries, in float32 at least; G query heads share one of Hkv."""
+
+    queries: Tensor  # [R, Hkv, G, D]
+    keys: Tensor  # [R, Hkv, n, D]
+    values: Tensor  # [R, Hkv, n, D]
+    scores: Tensor  # [R, Hkv, G, n]
+
+    @classmethod
+    def build(cls, q: Tensor, path: tuple[Tensor, ...], scale: float) -> _PathKeys:
+        """path: The n keys of each row, then its n values, each [R, Hkv, D]."""
+        wide, half = torch.promote_types(torch.float32, q.dtype), len(path) // 2
+        keys, values = (torch.stack(part, dim=2).to(wide) for part in (path[:half], path[half:]))
+        queries = q.to(wide).unflatten(1, (keys.shape[1], -1))
+        return cls(queries, keys, values, queries @ keys.mT * scale)
+
+    def group_heads(self, x: Tensor) -> Tensor:
+        """[R, H, ...] -> [R, Hkv, G, ...]."""
+        return x.unflatten(1, self.queries.shape[1:3])
+
+
+# -- causal attention of packed sequences, with its log-sum-exp
+
+
+class CausalAttention(Protocol):
+    """Causal attention of packed sequences that can be one part of a larger softmax."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q [R, H, D], k and v [R, Hkv, D] -> output [R, H, D] and log-sum-exp of the scores [R, H]."""
+        ...
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v for attention weights exp(q k - lse). If `out` and `lse` are those of a larger
+        softmax, they are the share of these keys in its gradients."""
+        ...
+
+
+def fastest_causal_attention(rows: Tensor, lengths: tuple[int, ...]) -> CausalAttention:
+    """Returns the fastest implementation for the device and dtype of `rows`. lengths: Number of rows of each sequence."""
+    if rows.device.type == "cpu":
+        return CpuCausalAttention(lengths)
+    if rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float16):
+        return CudaCausalAttention(lengths, rows.device)
+    return ReferenceCausalAttention(lengths)
+
+
+class ReferenceCausalAttention:
+    """Plain torch implementation for any device and dtype."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self._lengths = lengths
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = [], []
+        for a, b, c in zip(*(x.split(self._lengths) for x in (q, k, v)), strict=True):
+            scores = self._scores(a, b)
+            lse.append(scores.logsumexp(-1))
+            out.append(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), _repeat_kv(c, a)))
+        return torch.cat(out), torch.cat([x.T for x in lse])
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: list[tuple[Tensor, ...]] = []
+        for g, a, b, c, o, n in zip(*(x.split(self._lengths) for x in (grad, q, k, v, out, lse)), strict=True):
+            weights = (self._scores(a, b) - n.T[..., None]).exp()
+            dweights = torch.einsum("nhd,mhd->hnm", g, _repeat_kv(c, a))
+            dscores = weights * (dweights - (g * o).sum(-1).T[..., None]) * a.shape[-1] ** -0.5
+            dk, dv = torch.einsum("hnm,nhd->mhd", dscores, a), torch.einsum("hnm,nhd->mhd", weights, g)
+            found.append((torch.einsum("hnm,mhd->nhd", dscores, _repeat_kv(b, a)), _sum_groups(dk, b.shape[1]),
+                          _sum_groups(dv, b.shape[1])))
+        dq, dk, dv = (torch.cat(part) for part in zip(*found, strict=True))
+        return dq, dk, dv
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.einsum("nhd,mhd->hnm", q, _repeat_kv(k, q)) * q.shape[-1] ** -0.5
+        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(later, -torch.inf)
+
+
+class CpuCausalAttention:
+    """torch's fused CPU kernel, one sequence after the other."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self._lengths = lengths
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty(q.shape), []
+        for o, a, b, c in zip(*(x.split(self._lengths) for x in (out, q, k, v)), strict=True):
+            heads_first = (x.transpose(0, 1)[None] for x in (a, _repeat_kv(b, a), _repeat_kv(c, a)))
+            found, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)
+            o.copy_(found[0].transpose(0, 1))
+            lse.append(norm[0].T)
+        return out, torch.cat(lse)
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: list[tuple[Tensor, ...]] = []
+        for g, a, b, c, o, n in zip(*(x.split(self._lengths) for x in (grad, q, k, v, out, lse)), strict=True):
+            heads_first = [x.transpose(0, 1)[None] for x in (g, a, _repeat_kv(b, a), _repeat_kv(c, a), o)]
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *heads_first, n.T[None].contiguous(), 0.0, True)
+            dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
+            found.append((dq, _sum_groups(dk, b.shape[1]), _sum_groups(dv, b.shape[1])))
+        dq, dk, dv = (torch.cat(part) for part in zip(*found, strict=True))
+        return dq, dk, dv
+
+
+class CudaCausalAttention:
+    """FlashAttention over all sequences at once, in half precision only."""
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self._ends = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
+        self._longest = max(lengths)
+        self._rng_state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *rng_state, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, self._ends, self._ends, self._longest, self._longest, 0.0, True, False)
+        self._rng_state = (rng_state[0], rng_state[1])  # unused without dropout, but the backward pass takes it
+        return out, lse.T  # [R, H]
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._rng_state is not None, "backward() before forward()"
+        lse = lse.T.contiguous()
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, self._ends, self._ends, self._longest, self._longest, 0.0, True, *self._rng_state)
+        return dq, dk, dv
+
+
+def _repeat_kv(x: Tensor, q: Tensor) -> Tensor:
+    """[n, Hkv, D] -> [n, H, D]: repeats each key or value for the query heads of its group."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """[n, H, D] -> [n, Hkv, D]: sums the gradients of the query heads that share a key."""
+    return x.unflatten(1, (kv_heads, -1)).sum(2)

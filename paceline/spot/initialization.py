@@ -1,0 +1,64 @@
+"""Initialization of a new drafter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.eagle import Eagle, EagleConfig, Form
+from paceline.models.decoder import Decoder
+from paceline.spot.scaling import measure_scales, to_plain_scale
+from paceline.types import FeatureRecord
+
+
+def capture_layers(config: EagleConfig) -> tuple[int, ...]:
+    """Returns the layers whose hidden states an engine must capture to train this drafter: those it reads, and the final one,
+    which is its target."""
+    return tuple(dict.fromkeys((*config.feature_layers, -1)))
+
+
+def fresh_eagle(policy: Decoder, form: Form = "eagle", records: Sequence[FeatureRecord] = (), draft_vocab: int = 0,
+                seed: int = 0) -> Eagle:
+    """Returns a new drafter for the policy, in its dtype and on its device.
+
+    A new EAGLE drafter predicts that the next hidden state equals the current one: its layer adds nothing yet.
+
+    Args:
+        policy: The policy to draft for.
+        form: Architecture of the drafter.
+        records: Captured answers, from which an EAGLE-3 drafter measures the scale of its inputs and a reduced vocabulary takes
+            its tokens.
+        draft_vocab: Number of tokens that the drafter can predict; 0 means all of the policy's.
+        seed: Seed of the random weights.
+    """
+    config = EagleConfig.for_policy(policy.config, form)
+    device, hidden = policy.norm.device, policy.config.hidden_size
+    ids = draft_vocabulary(records, draft_vocab, policy.config.vocab_size)
+    dtype = torch.promote_types(torch.float32, policy.norm.dtype)
+    module = Eagle.random(config, seed, hidden**-0.5, dtype, device, None if ids is None else ids.to(device))
+    with torch.no_grad():
+        if form == "eagle":
+            module.fc.weight[:, :hidden] *= 0.5
+            module.fc.weight[:, hidden:] = torch.eye(hidden, dtype=dtype, device=device)
+        else:
+            assert module.norm is not None
+            module.fc.weight *= len(config.feature_layers) ** -0.5
+            module.norm.fill_(policy.norm.double().square().mean().sqrt().item())  # logits of the same scale as the policy's
+        module.attention.o.weight.zero_()
+        module.mlp.down.weight.zero_()
+    scales = measure_scales(policy, config, records)
+    return to_plain_scale(module, dict(module.named_parameters()), scales, config, policy.norm.dtype)
+
+
+def draft_vocabulary(records: Sequence[FeatureRecord], size: int, vocab_size: int) -> Tensor | None:
+    """Returns the sorted ids [size] of a reduced vocabulary; None means all tokens. They are the most frequent tokens of the
+    records, filled up with the lowest ids, because tokenizers usually number merges in the order of their frequency."""
+    if size == 0 or size >= vocab_size:
+        return None
+    counts = Counter(token for record in records for token in record.token_ids)
+    best = [token for token, _ in counts.most_common(size)]
+    rest = (token for token in range(vocab_size) if token not in counts)
+    return torch.tensor(sorted([*best, *(next(rest) for _ in range(size - len(best)))]))

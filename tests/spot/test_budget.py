@@ -1,0 +1,77 @@
+"""When to train, and when to sound the alarm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.spot.alarms import AlarmConfig, DrafterFigures, alarms
+from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome, saved_seconds
+
+
+def test_seconds_saved_by_hand():
+    """From 2 to 2.5 tokens per verification: a fifth of the verifications less."""
+    assert saved_seconds(TrainingOutcome(1.0, 2.0, 2.5), 30.0) == pytest.approx(6.0)
+    assert saved_seconds(TrainingOutcome(1.0, 2.5, 2.0), 30.0) == pytest.approx(-7.5)
+
+
+def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
+    budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, longest_s=6, horizon=2, pause=3), 100)
+    lengths = []
+    for gain in (0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0):  # tokens per verification; generation takes 20 s
+        lengths.append(budget.next_seconds())
+        budget.update(TrainingOutcome(lengths[-1], 2.0, 2.0 + gain), 20.0)
+    assert lengths == [1, 2, 4, 6, 6, 3, 1.5]
+    assert budget.next_seconds() == 1
+    assert not budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
+    assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "tried again after a while"
+
+
+def test_a_share_of_generation_is_always_spent():
+    """What does not pay is tried again after a while; until then upkeep, which nobody measures."""
+    budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=2, upkeep=0.1), 100)
+    assert budget.next_seconds(20.0) == 2.0 and budget.measuring
+    budget.update(TrainingOutcome(2.0, 2.0, 2.0), 20.0)
+    assert budget.next_seconds(20.0) == 2.0 and not budget.measuring
+    assert budget.next_seconds(4.0) == pytest.approx(0.4) and not budget.measuring
+    assert budget.next_seconds(4.0) == 1.0 and budget.measuring
+    budget.update(TrainingOutcome(1.0, 2.0, 2.0), 4.0)
+    budget.end_pause()
+    assert budget.next_seconds(4.0) == 1.0 and budget.measuring, "an alarm ends the pause"
+
+
+def test_idle_time_costs_nothing():
+    assert TrainingBudget(TrainingBudgetConfig(), 100).update(TrainingOutcome(0.0, 2.0, 2.001), 1.0)
+
+
+def test_what_is_learned_at_the_end_of_a_run_serves_few_steps():
+    """A tenth of 10 s saved in each step that follows, for 3 s of training."""
+    for step, paid in ((1, True), (96, True), (97, False), (100, False)):
+        budget = TrainingBudget(TrainingBudgetConfig(horizon=32), 100)
+        budget.set_step(step)
+        assert budget.update(TrainingOutcome(3.0, 1.8, 2.0), 10.0) is paid
+    for step, seconds in ((98, 20.0), (99, 10.0), (100, 0.0)):
+        budget = TrainingBudget(TrainingBudgetConfig(shortest_s=25.0), 100)
+        budget.set_step(step)
+        assert budget.next_seconds(10.0) == seconds, "no more than the steps left could save"
+        assert budget.measuring is (seconds > 0)
+
+
+GOOD = DrafterFigures(3.0, policy_version=10, drafter_version=9, expected_hits=0.5, hits=0.48)
+
+
+def test_a_healthy_drafter_is_silent():
+    assert alarms([], AlarmConfig()) == []
+    assert alarms([GOOD] * 6, AlarmConfig()) == []
+    assert alarms([replace(GOOD, tokens_per_verification=1.0)] * 3, AlarmConfig()) == [], "nothing to lose"
+
+
+@pytest.mark.parametrize(("change", "name", "says"), [
+    ({"tokens_per_verification": 2.2}, "acceptance", "2.20 tokens per verification, 3.00 before"),
+    ({"policy_version": 30}, "age", "21 policy versions behind"),
+    ({"hits": 0.2}, "calibration", "0.20 of draft tokens accepted, 0.50 expected"),
+])
+def test_each_decay_is_said_aloud(change, name, says):
+    (alarm,) = alarms([GOOD] * 5 + [replace(GOOD, **change)], AlarmConfig())
+    assert alarm.name == name and says in alarm.message

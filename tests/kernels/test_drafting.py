@@ -131,7 +131,7 @@ def test_a_whole_tree_in_one_call_is_what_its_parts_make(form: str, kind: str, d
                 slots = torch.tensor([request.slot for request in engine.scheduler.running])
                 drafts = engine.drafting._draft(slots, Strategy("eagle", depth, width, budget))
                 made.append([*drafts, engine.store.layers[-1].k.clone(), engine.store.layers[-1].v.clone()])
-        assert engine.drafting.eagle._whole(engine.drafting._view(slots), torch.zeros(6, policy.config.hidden_size, dtype=dtype),
-                                            depth, width, budget) is not None
+        state = torch.zeros(6, policy.config.hidden_size, dtype=dtype)
+        assert engine.drafting.eagle._draft_fused(engine.drafting._view(slots), state, depth, width, budget) is not None
         for i, (parts, whole) in enumerate(zip(*made, strict=True)):
             torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-5, equal_nan=True, msg=str(i))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from paceline.kernels.cpu.jit.base import (
     ONE,
     ROUND,
     ROUND_BITS,
+    VECTOR_BITS,
     fast_exp,
     fold_lanes,
     inlined,
@@ -35,13 +37,19 @@ from paceline.kernels.cpu.jit.base import (
     narrow_lines,
     next_item,
     pointer,
+    prefetch,
     size_of,
     splat,
     vector_at,
     vector_constant,
     vector_type,
     widen_lines,
+    words_constant,
+    words_type,
 )
+
+_KEYS = 8 if VECTOR_BITS == 512 else 4
+"""Keys whose products with a query are summed at a time: as many sums as there are registers for."""
 
 
 def vector_dots(queries: int) -> Any:
@@ -58,8 +66,9 @@ def vector_dots(queries: int) -> Any:
             xs, outs = ([builder.add(base, builder.mul(pitch, ir.Constant(word, i))) for i in range(queries)]
                         for base, pitch in ((x, x_bytes), (out, out_bytes)))
             table, totals = builder.inttoptr(rows, word.as_pointer()), [[] for _ in range(queries)]
-            for first in range(0, vector.count, 8):  # as many addresses and sums as there are registers for
-                addresses = [builder.load(builder.gep(table, [ir.Constant(word, first + i)])) for i in range(8)]
+            keys = min(_KEYS, vector.count)
+            for first in range(0, vector.count, keys):
+                addresses = [builder.load(builder.gep(table, [ir.Constant(word, first + i)])) for i in range(keys)]
                 sums = [[cgutils.alloca_once(builder, vector) for _ in addresses] for _ in xs]
                 for query in sums:
                     for total in query:
@@ -75,7 +84,7 @@ def vector_dots(queries: int) -> Any:
                 for query, total in zip(totals, sums, strict=True):
                     query.append(lane_sums(builder, [builder.load(x) for x in total]))
             for query, place in zip(totals, outs, strict=True):
-                builder.store(lane_sums(builder, query, 8), builder.inttoptr(place, vector.as_pointer()), align=4)
+                builder.store(lane_sums(builder, query, keys), builder.inttoptr(place, vector.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6, store, acc), codegen
@@ -83,44 +92,63 @@ def vector_dots(queries: int) -> Any:
     return dots
 
 
+def _unrolled(builder: Any, count: Any, accumulators: list[Any], body: Callable[[Any, int], None]) -> None:
+    """Run body(index, number of the accumulator) for all indices below `count`, as many at a time as there are accumulators: what
+    depends on each other is far enough apart then. The remainder goes to the first accumulator."""
+    step = len(accumulators)
+    blocks = builder.udiv(count, ir.Constant(count.type, step))
+    with cgutils.for_range(builder, blocks) as loop:
+        first = builder.mul(loop.index, ir.Constant(count.type, step))
+        for i in range(step):
+            body(builder.add(first, ir.Constant(count.type, i)), i)
+    done = builder.mul(blocks, ir.Constant(count.type, step))
+    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+        body(builder.add(done, loop.index), 0)
+
+
 @intrinsic
-def vector_largest(typingctx, x, count, bits):  # type: ignore[no-untyped-def]
-    """Largest of `count` vectors of float32 at this address, of the elements whose bit is set; the others become -inf."""
+def vector_largest(typingctx, x, count):  # type: ignore[no-untyped-def]
+    """The largest element of `count` vectors of float32 at this address."""
     vector = vector_type(types.float32)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        nothing = vector_constant(vector, -math.inf)
-        best = cgutils.alloca_once(builder, vector)
-        builder.store(nothing, best)
-        with cgutils.for_range(builder, args[1]) as loop:
-            shift = builder.mul(loop.index, ir.Constant(ir.IntType(64), 16))
-            seen = builder.trunc(builder.lshr(args[2], shift), ir.IntType(16))
-            place = vector_at(builder, args[0], loop.index, vector)
-            s = builder.select(builder.bitcast(seen, ir.VectorType(ir.IntType(1), 16)), builder.load(place, align=4), nothing)
-            builder.store(s, place, align=4)
-            builder.store(larger(builder, s, builder.load(best)), best)
-        return fold_lanes(builder, builder.load(best), partial(larger, builder))
+        best = [cgutils.alloca_once_value(builder, vector_constant(vector, -math.inf)) for _ in range(4)]
 
-    return types.float32(types.int64, types.int64, types.uint64), codegen
+        def compare(index, i):  # type: ignore[no-untyped-def]
+            x = builder.load(vector_at(builder, args[0], index, vector), align=4)
+            builder.store(larger(builder, x, builder.load(best[i])), best[i])
+
+        for place in best:
+            builder.store(vector_constant(vector, -math.inf), place)
+        _unrolled(builder, args[1], best, compare)
+        found = [builder.load(place) for place in best]
+        return fold_lanes(builder, reduce(partial(larger, builder), found), partial(larger, builder))
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def count_ones(typingctx, bits):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), codegen
 
 
 @intrinsic
 def vector_exp(typingctx, x, count, top):  # type: ignore[no-untyped-def]
     """x = exp(x - top) for `count` vectors of float32 at this address; their sum. As `exp32`, but NaN stays."""
-    vector, words = vector_type(types.float32), ir.VectorType(ir.IntType(32), 16)
+    vector, words = vector_type(types.float32), words_type()
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         def constant(c):  # type: ignore[no-untyped-def]
             return vector_constant(vector, c)
 
-        def integer(c):  # type: ignore[no-untyped-def]
-            return ir.Constant(words, [int(c)] * 16)
-
         fused = partial(multiply_add, builder)
-        top, total = splat(builder, args[2], vector), cgutils.alloca_once(builder, vector)
-        builder.store(constant(0), total)
-        with cgutils.for_range(builder, args[1]) as loop:
-            place = vector_at(builder, args[0], loop.index, vector)
+        top, totals = splat(builder, args[2], vector), [cgutils.alloca_once(builder, vector) for _ in range(4)]
+
+        def exponential(index, i):  # type: ignore[no-untyped-def]
+            place = vector_at(builder, args[0], index, vector)
             x = builder.fsub(builder.load(place, align=4), top)
             low = builder.fcmp_ordered("<=", x, constant(EXP_MIN))
             c = builder.select(low, constant(EXP_MIN), x)
@@ -131,12 +159,16 @@ def vector_exp(typingctx, x, count, top):  # type: ignore[no-untyped-def]
             for coefficient in EXP_POLYNOMIAL[1:]:
                 p = fused(p, r, constant(coefficient))
             y = builder.fadd(fused(p, builder.fmul(r, r), r), constant(ONE))
-            power = builder.add(builder.bitcast(t, words), integer(127 - ROUND_BITS))
-            y = builder.fmul(y, builder.bitcast(builder.shl(power, integer(23)), vector))
+            power = builder.add(builder.bitcast(t, words), words_constant(127 - int(ROUND_BITS)))
+            y = builder.fmul(y, builder.bitcast(builder.shl(power, words_constant(23)), vector))
             y = builder.select(low, constant(0), y)
             builder.store(y, place, align=4)
-            builder.store(builder.fadd(builder.load(total), y), total)
-        return fold_lanes(builder, builder.load(total), builder.fadd)
+            builder.store(builder.fadd(builder.load(totals[i]), y), totals[i])
+
+        for total in totals:
+            builder.store(constant(0), total)
+        _unrolled(builder, args[1], totals, exponential)
+        return fold_lanes(builder, reduce(builder.fadd, [builder.load(total) for total in totals]), builder.fadd)
 
     return types.float32(types.int64, types.int64, types.float32), codegen
 
@@ -288,6 +320,7 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
     for start in range(0, end, KEY_BLOCK):
         size = min(KEY_BLOCK, end - start)
         find_block(a, store, slot, head, start, size, k, v, where)
+        prefetch_keys(a, store, slot, head, start + size, min(KEY_BLOCK, end - start - size))
         score_block(q, s, zeros, where, 0, n, size, lanes, lines, store, acc)
         for r in range(num_rows):
             if path:
@@ -300,7 +333,7 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
         mix_block(o, s, factors, where, 0, n, size, lines, store, acc)
     if path:
         for r in range(num_rows):
-            i, last = r * group, context + count_bits(mask[r, 0], mask[r, 1])
+            i, last = r * group, context + count_ones(mask[r, 0]) + count_ones(mask[r, 1])
             for start in range(end, last, KEY_BLOCK):
                 size = min(KEY_BLOCK, last - start)
                 find_path(a, store, slot, head, start, size, context, mask[r, 0], mask[r, 1], k, v, where)
@@ -321,9 +354,16 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
 
 
 @inlined
+def padded_size(size, lanes):  # type: ignore[no-untyped-def]
+    """Keys of a block with those of zeros behind them: whole vectors of scores, and fours, in which values are mixed."""
+    multiple = max(lanes, 4)
+    return (size + multiple - 1) // multiple * multiple
+
+
+@inlined
 def score_block(q, s, zeros, where, i, n, size, lanes, lines, store, acc):  # type: ignore[no-untyped-def]
     """Scores of query vectors i..n with a block's keys, zeros behind them up to a whole vector."""
-    wide, stride, used = q.strides[0], s.strides[0], (size + lanes - 1) // lanes * lanes
+    wide, stride, used = q.strides[0], s.strides[0], padded_size(size, lanes)
     for j in range(size, used):
         where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
     whole = i + (n - i) // 3 * 3
@@ -341,9 +381,10 @@ def score_block(q, s, zeros, where, i, n, size, lanes, lines, store, acc):  # ty
 def softmax_block(s, state, factors, first, group, size, lanes, seen, acc):  # type: ignore[no-untyped-def]
     """Online softmax: a block's scores of one row's query vectors become weights, and what came before is to be multiplied by
     `factors`."""
-    used = (size + lanes - 1) // lanes  # vectors of scores
+    used = padded_size(size, lanes) // lanes  # vectors of scores
     for i in range(first, first + group):
-        top = max(state[i, 0], block_largest(s[i], used, seen))
+        hide_unseen(s[i], used * lanes, seen)
+        top = max(state[i, 0], block_largest(s[i], used))
         if top == -np.inf:  # nothing of this block is visible, nor of those before
             factors[i] = acc(0)
             for j in range(KEY_BLOCK):
@@ -383,17 +424,6 @@ def span_bits(mask):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def count_bits(low, high):  # type: ignore[no-untyped-def]
-    """How many positions behind the context a row sees."""
-    count = 0
-    for word in (low, high):
-        while word:
-            word &= word - np.uint64(1)
-            count += 1
-    return count
-
-
-@inlined
 def low_bits(count):  # type: ignore[no-untyped-def]
     """The lowest `count` bits, none to all."""
     if count <= 0:
@@ -426,21 +456,44 @@ def copy_padded(address, out, d, store):  # type: ignore[no-untyped-def]
 
 @inlined
 def find_block(a, store, slot, head, start, size, k, v, where):  # type: ignore[no-untyped-def]
-    """Addresses of one head's keys and values start..start+size, through the page table. They stay where they are, unless
-    their size is odd: then they are copied to k and v first."""
-    stride, page_size, num_kv_heads, d = a.table_columns, a.page_size, a.num_kv_heads, a.head_dim
-    table = carray(pointer(a.page_table + slot * stride * 4), stride, np.int32)
-    page, rest = divmod(start, page_size)
-    for j in range(size):
-        offset = ((table[page] * page_size + rest) * num_kv_heads + head) * d * size_of(store)
-        rest += 1
-        if rest == page_size:
-            page, rest = page + 1, 0
-        where[0, j], where[1, j] = a.k + offset, a.v + offset
-        if d < k.shape[1]:
-            copy_padded(a.k + offset, k[j], d, store)
-            copy_padded(a.v + offset, v[j], d, store)
+    """Addresses of one head's keys and values start..start+size, through the page table. They stay where they are, unless a row
+    is not a whole number of lines: then they are copied to k and v first."""
+    columns, page_size, d = a.table_columns, a.page_size, a.head_dim
+    table = carray(pointer(a.page_table + slot * columns * 4), columns, np.int32)
+    stride, j = a.num_kv_heads * d * size_of(store), 0
+    page, rest = start // page_size, start % page_size
+    while j < size:
+        run = min(page_size - rest, size - j)  # they lie side by side within a page
+        offset = (np.int64(table[page]) * page_size + rest) * stride + head * d * size_of(store)
+        keys, values = where[0, j : j + run], where[1, j : j + run]
+        for i in range(run):
+            keys[i], values[i] = a.k + offset + i * stride, a.v + offset + i * stride
+        page, rest, j = page + 1, 0, j + run
+    for j in range(size):  # they are read after all scores of the block have been computed
+        for line in range(0, d * size_of(store), 64):
+            prefetch(where[1, j] + line)
+    if d < k.shape[1]:
+        for j in range(size):
+            copy_padded(where[0, j], k[j], d, store)
+            copy_padded(where[1, j], v[j], d, store)
             where[0, j], where[1, j] = k[j].ctypes.data, v[j].ctypes.data
+
+
+@inlined
+def prefetch_keys(a, store, slot, head, start, size):  # type: ignore[no-untyped-def]
+    """Fetch the keys of the next block while this one is computed."""
+    columns, page_size, d = a.table_columns, a.page_size, a.head_dim
+    table = carray(pointer(a.page_table + slot * columns * 4), columns, np.int32)
+    stride = a.num_kv_heads * d * size_of(store)
+    page, rest, left = start // page_size, start % page_size, size
+    while left > 0:
+        run = min(page_size - rest, left)
+        address = a.k + (np.int64(table[page]) * page_size + rest) * stride + head * d * size_of(store)
+        for _ in range(run):
+            for line in range(0, d * size_of(store), 64):
+                prefetch(address + line)
+            address += stride
+        page, rest, left = page + 1, 0, left - run
 
 
 @inlined
@@ -463,24 +516,34 @@ def find_path(a, store, slot, head, start, size, context, low, high, k, v, where
         j += 1
 
 
-def block_largest(s: Any, used: int, seen: Any) -> Any:
-    """Largest of the first `used` vectors of a block's scores, of those that are seen; the others become -inf."""
+@inlined
+def hide_unseen(s, total, seen):  # type: ignore[no-untyped-def]
+    """Scores whose bit is not set become -inf."""
+    if seen & (seen + np.uint64(1)) == 0:  # the lowest bits, as for every row that sees a plain context
+        for j in range(count_ones(seen), total):
+            s[j] = -np.inf
+        return
+    for j in range(total):
+        if (seen >> np.uint64(j)) & np.uint64(1) == 0:
+            s[j] = -np.inf
+
+
+def block_largest(s: Any, used: int) -> Any:
+    """The largest score of the first `used` vectors of a block."""
 
 
 def block_exp(s: Any, used: int, top: Any) -> Any:
-    """s = exp(s - top) in the first `used` vectors; their sum. More vectors of -inf leave the sum as it is."""
+    """s = exp(s - top) in the first `used` vectors; returns their sum. More vectors of -inf leave the sum as it is."""
 
 
 @overload(block_largest, jit_options=INLINE)
-def block_largest_impl(s, used, seen):  # type: ignore[no-untyped-def]
+def block_largest_impl(s, used):  # type: ignore[no-untyped-def]
     if s.dtype == types.float32:
-        return lambda s, used, seen: vector_largest(s.ctypes.data, used, seen)
+        return lambda s, used: vector_largest(s.ctypes.data, used)
 
-    def largest(s, used, seen):  # type: ignore[no-untyped-def]
+    def largest(s, used):  # type: ignore[no-untyped-def]
         best = -np.inf
-        for j in range(used * 8):
-            if (seen >> np.uint64(j)) & np.uint64(1) == 0:
-                s[j] = -np.inf
+        for j in range(used * lanes_of(np.float64)):
             best = s[j] if s[j] > best else best
         return best
 
@@ -494,7 +557,7 @@ def block_exp_impl(s, used, top):  # type: ignore[no-untyped-def]
 
     def exponentials(s, used, top):  # type: ignore[no-untyped-def]
         total = 0.0
-        for j in range(used * 8):
+        for j in range(used * lanes_of(np.float64)):
             s[j] = math.exp(s[j] - top)
             total += s[j]
         return total

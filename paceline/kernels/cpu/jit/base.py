@@ -1,4 +1,4 @@
-"""What numba lacks: pointers, atomics, bit casts, bfloat16, an exponential that vectorises, and 64-byte vectors.
+"""What numba lacks: pointers, atomics, bit casts, bfloat16, an exponential that vectorises, and vectors.
 
 Conventions of all compiled code: `store` is the element type in memory (uint16 stands for bfloat16), `acc` the type that is
 computed with. Addresses are int64.
@@ -7,13 +7,15 @@ computed with. Addresses are int64.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from llvmlite.binding import get_host_cpu_features
+from numba import carray, config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
@@ -47,6 +49,19 @@ def next_item(typingctx, block):  # type: ignore[no-untyped-def]
         return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(types.voidptr), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at this address, which will be read once soon."""
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [pointer, word, word, word]),
+                                                  "llvm.prefetch.p0i8")
+        builder.call(function, [builder.inttoptr(args[0], pointer), word(0), word(2), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 def bitcast(source: Any, target: Any) -> Any:
@@ -170,8 +185,30 @@ def max_of(x, n):  # type: ignore[no-untyped-def]
 
 
 
-def vector_type(scalar: Any) -> Any:
-    return ir.VectorType(ir.FloatType(), 16) if scalar == types.float32 else ir.VectorType(ir.DoubleType(), 8)
+def has_feature(name: str) -> bool:
+    """Whether the processor that numba compiles for has this instruction set: the host, unless numba is told otherwise."""
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+        return f"+{name}" in (config.CPU_FEATURES or "")
+    return bool(get_host_cpu_features().get(name, False))
+
+
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+VECTOR_BITS = 128 if IS_ARM else 512 if has_feature("avx512f") else 256
+"""Size of the vectors that attention computes with: a register of the processor."""
+LINE_BYTES = VECTOR_BITS // 8
+
+
+def vector_type(scalar: Any, bits: int = VECTOR_BITS) -> Any:
+    return ir.VectorType(ir.FloatType(), bits // 32) if scalar == types.float32 else ir.VectorType(ir.DoubleType(), bits // 64)
+
+
+def words_type(bits: int = VECTOR_BITS) -> Any:
+    """The same vector as 32-bit integers."""
+    return ir.VectorType(ir.IntType(32), bits // 32)
+
+
+def words_constant(x: int, bits: int = VECTOR_BITS) -> Any:
+    return ir.Constant(words_type(bits), [int(x)] * (bits // 32))
 
 
 def vector_at(builder: Any, address: Any, index: Any, vector: Any) -> Any:
@@ -183,13 +220,13 @@ def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def lanes_of(acc: Any) -> int:
-    """Elements of a vector of this type."""
+    """Elements of this type in a vector."""
     return 0
 
 
 @overload(lanes_of, jit_options=INLINE)
 def lanes_of_impl(acc):  # type: ignore[no-untyped-def]
-    lanes = 512 // acc.dtype.bitwidth
+    lanes = VECTOR_BITS // acc.dtype.bitwidth
     return lambda acc: lanes
 
 
@@ -223,9 +260,11 @@ def lane_sums(builder: Any, rows: list[Any], held: int = 1) -> Any:
     """Fold vectors in pairs to a single one, each holding partial sums of `held` rows. Once as many rows went in as there are
     lanes, lane i is the sum over all lanes of row i. Every row's sum is taken in the same order."""
     lanes = rows[0].type.count
-    quarter = lanes // 4  # lanes of 128 bits, within which shuffling is cheapest
+    quarter = lanes // 4  # of 512 bits: lanes of 128 bits, within which shuffling is cheapest
     while len(rows) > 1:
-        if held < quarter:
+        if VECTOR_BITS < 512:  # neighbours are added
+            first, second = list(range(0, 2 * lanes, 2)), list(range(1, 2 * lanes, 2))
+        elif held < quarter:
             half = quarter // 2 // held  # partial sums of a row to keep
             first, second = [], []
             for start in range(0, lanes, quarter):
@@ -242,7 +281,7 @@ def lane_sums(builder: Any, rows: list[Any], held: int = 1) -> Any:
     return rows[0]
 
 
-# A line is 64 bytes of stored elements: one vector, or two of bfloat16, that of its even elements and that of its odd ones.
+# A line is a vector's bytes of stored elements: one vector, or two of bfloat16, that of its even and that of its odd elements.
 # Queries and outputs are kept in this order, which costs less than restoring the other for each key and value.
 
 
@@ -253,10 +292,9 @@ def line_vectors(store: Any) -> int:
 def load_line(builder: Any, address: Any, index: Any, store: Any, vector: Any) -> list[Any]:
     if line_vectors(store) == 1:
         return [builder.load(vector_at(builder, address, index, vector), align=4)]
-    words = ir.VectorType(ir.IntType(32), 16)
-    pairs = builder.load(vector_at(builder, address, index, words), align=2)
-    even = builder.shl(pairs, ir.Constant(words, [16] * 16))
-    odd = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * 16))
+    pairs = builder.load(vector_at(builder, address, index, words_type()), align=2)
+    even = builder.shl(pairs, words_constant(16))
+    odd = builder.and_(pairs, words_constant(0xFFFF0000))
     return [builder.bitcast(even, vector), builder.bitcast(odd, vector)]
 
 
@@ -280,15 +318,14 @@ def widen_lines(typingctx, source, target, lines, factor, store):  # type: ignor
 @intrinsic
 def narrow_lines(typingctx, source, target, lines, factor, store):  # type: ignore[no-untyped-def]
     """The reverse, rounding as `to_store`."""
-    vector, per_line = vector_type(factor), line_vectors(store)
-    words = ir.VectorType(ir.IntType(32), 16)
+    vector, per_line, words = vector_type(factor), line_vectors(store), words_type()
 
     def rounded(builder, x):  # type: ignore[no-untyped-def]
         bits = builder.bitcast(x, words)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(words, [16] * 16)), ir.Constant(words, [1] * 16))
-        nearest = builder.add(builder.add(bits, ir.Constant(words, [0x7FFF] * 16)), odd)
-        nearest = builder.and_(nearest, ir.Constant(words, [0xFFFF0000] * 16))
-        return builder.select(builder.fcmp_ordered("==", x, x), nearest, ir.Constant(words, [0x7FC00000] * 16))
+        odd = builder.and_(builder.lshr(bits, words_constant(16)), words_constant(1))
+        nearest = builder.add(builder.add(bits, words_constant(0x7FFF)), odd)
+        nearest = builder.and_(nearest, words_constant(0xFFFF0000))
+        return builder.select(builder.fcmp_ordered("==", x, x), nearest, words_constant(0x7FC00000))
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         factor = splat(builder, args[3], vector)
@@ -300,7 +337,7 @@ def narrow_lines(typingctx, source, target, lines, factor, store):  # type: igno
             if per_line == 1:
                 builder.store(x[0], vector_at(builder, args[1], loop.index, vector), align=4)
             else:
-                even = builder.lshr(rounded(builder, x[0]), ir.Constant(words, [16] * 16))
+                even = builder.lshr(rounded(builder, x[0]), words_constant(16))
                 builder.store(builder.or_(even, rounded(builder, x[1])), vector_at(builder, args[1], loop.index, words), align=2)
         return context.get_dummy_value()
 

@@ -6,13 +6,11 @@ results do not depend on the batch, on any instruction set, and this kernel serv
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -20,8 +18,9 @@ from numba.extending import intrinsic, overload
 from paceline.kernels.cpu.arguments import GATED_LINEAR, LINEAR
 from paceline.kernels.cpu.jit.base import (
     INLINE,
+    IS_ARM,
+    has_feature,
     inlined,
-    lanes_of,
     multiply_add,
     next_item,
     permute,
@@ -36,11 +35,13 @@ from paceline.kernels.cpu.jit.base import (
 )
 from paceline.kernels.cpu.jit.elementwise import silu_times
 
-COLUMNS = 4 if get_host_cpu_features().get("avx512f", False) else 1
-"""Vectors of 64 bytes that a wide panel holds per row: as many sums as there are registers for (4 rows at a time)."""
+_BITS = 512
+"""Size of the vectors that panels are made of, which the compiler splits into registers."""
+COLUMNS = 4 if has_feature("avx512f") else 1
+"""Such vectors that a wide panel holds per row: as many sums as there are registers for (4 rows at a time)."""
 ROWS = 4
 """Rows that share the loading of a panel."""
-_LOG_UNROLL = 2 if platform.machine().lower() in ("aarch64", "arm64") else 0
+_LOG_UNROLL = 2 if IS_ARM else 0
 """On ARM four numbers of a row are loaded at once, because its multiply-add takes a factor from any lane; other processors
 broadcast from memory for free."""
 _ITEMS = 32
@@ -77,7 +78,7 @@ def _vector_tile(rows: int, columns: int) -> Any:
     def tile(typingctx, x, x_bytes, w, depth, out, out_bytes, store, acc):  # type: ignore[no-untyped-def]
         """out_i = sum of x_i[k] * w_k over k < depth. `x` and `out` are addresses of the first row; the next lie `x_bytes` and
         `out_bytes` further. The rows w_k of the panel lie side by side. x and out are of type `acc`."""
-        vector, word, half = vector_type(acc.dtype), ir.IntType(64), store.dtype == types.uint16
+        vector, word, half = vector_type(acc.dtype, _BITS), ir.IntType(64), store.dtype == types.uint16
         stored = ir.VectorType(ir.IntType(32), 8) if half else vector
 
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -166,6 +167,17 @@ def _panel(number, width, lanes):  # type: ignore[no-untyped-def]
     return column, min(lanes, width - column), False
 
 
+def _lanes_of(acc: Any) -> int:
+    """Columns of this type in a vector of a panel."""
+    return 0
+
+
+@overload(_lanes_of, jit_options=INLINE)
+def _lanes_of_impl(acc):  # type: ignore[no-untyped-def]
+    lanes = _BITS // acc.dtype.bitwidth
+    return lambda acc: lanes
+
+
 def _as_acc(x: Any, count: Any, store: Any, acc: Any) -> Any:
     """An array that holds `count` elements at this address converted to `acc`; empty where they are of that type already."""
 
@@ -188,7 +200,7 @@ def _as_acc_impl(x, count, store, acc):  # type: ignore[no-untyped-def]
 def linear(block, store, acc):  # type: ignore[no-untyped-def]
     """Work item: some panels. x [R, K], the weight's panels, bias [N] or 0, out [R, N]."""
     a = carray(block, 1, LINEAR)[0]
-    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, lanes_of(acc)
+    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, _lanes_of(acc)
     num_panels = _panel_count(width, lanes)
     chunk = max(1, num_panels // _ITEMS)
     first = next_item(block) * chunk
@@ -228,7 +240,7 @@ def linear(block, store, acc):  # type: ignore[no-untyped-def]
 def gated_linear(block, store, acc):  # type: ignore[no-untyped-def]
     """silu(gate) * up for the weight [2 N, K] = [gate; up]. Work item: some panels of the gate. out [R, N]."""
     a = carray(block, 1, GATED_LINEAR)[0]
-    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, lanes_of(acc)
+    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, _lanes_of(acc)
     num_panels = width // (COLUMNS * lanes)  # all of them wide, see `can_gate`
     chunk = max(1, num_panels // _ITEMS)
     first = next_item(block) * chunk

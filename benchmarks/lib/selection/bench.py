@@ -170,7 +170,7 @@ class Bench:
         on_gpu, learned = self._args.setting == "gpu", self._subject.drafter
         drafter = "none" if name == BARE else "suffix" if learned is None else deepcopy(learned)
         config = EngineConfig(max_batch=max_batch, kv_memory_gb=5.0 if on_gpu else 1.0, deterministic=not on_gpu,
-                              max_context=1024 if on_gpu else None, kernels="torch" if self._args.tiny else "auto",
+                              max_context=1024 if on_gpu else None, kernels="auto",
                               profile=not self._args.tiny)
         engine = TimedEngine(self._subject.model, None, drafter, "off" if name == BARE else name, config)
         if name in SELECTORS:

@@ -92,18 +92,19 @@ def vector_dots(queries: int) -> Any:
     return dots
 
 
-def _unrolled(builder: Any, count: Any, accumulators: list[Any], body: Callable[[Any, int], None]) -> None:
-    """Run body(index, number of the accumulator) for all indices below `count`, as many at a time as there are accumulators: what
-    depends on each other is far enough apart then. The remainder goes to the first accumulator."""
-    step = len(accumulators)
+def _unrolled(builder: Any, count: Any, step: int, body: Callable[[Any, int], None]) -> None:
+    """Run body(index, index % step) for all indices below `count`, `step` of them at a time. So `step` accumulators do not wait
+    for each other, and which one takes an element depends on its index alone, not on how many there are."""
     blocks = builder.udiv(count, ir.Constant(count.type, step))
     with cgutils.for_range(builder, blocks) as loop:
         first = builder.mul(loop.index, ir.Constant(count.type, step))
         for i in range(step):
             body(builder.add(first, ir.Constant(count.type, i)), i)
     done = builder.mul(blocks, ir.Constant(count.type, step))
-    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
-        body(builder.add(done, loop.index), 0)
+    for i in range(step - 1):
+        index = builder.add(done, ir.Constant(count.type, i))
+        with builder.if_then(builder.icmp_signed("<", index, count)):
+            body(index, i)
 
 
 @intrinsic
@@ -120,7 +121,7 @@ def vector_largest(typingctx, x, count):  # type: ignore[no-untyped-def]
 
         for place in best:
             builder.store(vector_constant(vector, -math.inf), place)
-        _unrolled(builder, args[1], best, compare)
+        _unrolled(builder, args[1], len(best), compare)
         found = [builder.load(place) for place in best]
         return fold_lanes(builder, reduce(partial(larger, builder), found), partial(larger, builder))
 
@@ -167,7 +168,7 @@ def vector_exp(typingctx, x, count, top):  # type: ignore[no-untyped-def]
 
         for total in totals:
             builder.store(constant(0), total)
-        _unrolled(builder, args[1], totals, exponential)
+        _unrolled(builder, args[1], len(totals), exponential)
         return fold_lanes(builder, reduce(builder.fadd, [builder.load(total) for total in totals]), builder.fadd)
 
     return types.float32(types.int64, types.int64, types.float32), codegen

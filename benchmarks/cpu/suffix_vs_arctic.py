@@ -1,6 +1,6 @@
 """The suffix drafter against arctic-inference's suffix decoding, which vLLM uses: accepted tokens and microseconds per draft.
 
-    python benchmarks/suffix_vs_arctic.py                                       # results/suffix_vs_arctic.json
+    python benchmarks/cpu/suffix_vs_arctic.py
 
 Needs `pip install arctic-inference` (its C++ extension; no vLLM). Both drafters replay the same responses: they draft, the
 longest path that equals the recorded tokens counts as accepted, and one more token follows, as in a verification step. The
@@ -20,32 +20,30 @@ one request, `extend_us` that of appending the accepted tokens; the engine calls
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file: the repository's root takes the place of this folder in the path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import numpy as np
 import torch
-from arctic_inference.suffix_decoding import SuffixDecodingCache
 
+from benchmarks.lib.results import Report, add_result_arguments, package_versions
 from paceline import Engine, SamplingParams
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.kernels.noise import gumbel
 from paceline.models.weights import load_model
 from paceline.tasks import make_task
 
-ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 16
+"""Maximum number of draft tokens per draft."""
 
 
 class Response(NamedTuple):
@@ -94,6 +92,8 @@ class Arctic:
     """arctic-inference's suffix decoding: a tree of each request's prompt and response, and one of all responses."""
 
     def __init__(self, tree: bool) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache  # only here: --help works without the package
+
         self._cache, self._tree = SuffixDecodingCache(), tree
 
     def start(self, request: int, response: Response) -> None:
@@ -127,25 +127,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=12, help="prompts of each stream")
     parser.add_argument("--group", type=int, default=8, help="responses per prompt")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "suffix_vs_arctic.json")
+    add_result_arguments(parser, "cpu/suffix_vs_arctic")
     args = parser.parse_args()
+    peers = package_versions(["arctic-inference"])
+    if "arctic-inference" not in peers:
+        raise SystemExit("arctic-inference is not installed: pip install arctic-inference")
     torch.set_num_threads(1)
-    git = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "paceline": version("paceline"),
-                "arctic_inference": version("arctic-inference"), "revision": git.stdout.strip() or "unknown"}
-    content: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/suffix_vs_arctic.py", *sys.argv[1:]]), "versions": versions,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "device": platform.machine(), "budget": BUDGET, "prompts": args.prompts,
-        "group": args.group, "streams": {}}
+    report = Report(args, peer_versions=peers, threads=1, budget=BUDGET, prompts=args.prompts, group=args.group, streams={})
     for name, make in (("collatz", collatz), ("phrases_greedy", phrases_greedy), ("phrases_sampled", phrases_sampled)):
         groups = make(args.prompts, args.group)
         for build in DRAFTERS.values():
             replay(build(), groups[:1])  # compiles, and warms the caches up
         found = {drafter: replay(build(), groups) for drafter, build in DRAFTERS.items()}
         tokens = sum(len(response.tokens) for group in groups for response in group)
-        content["streams"][name] = {"tokens": tokens, "drafters": found}
+        report.content["streams"][name] = {"tokens": tokens, "drafters": found}
         show(name, tokens, found)
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        report.save()
+    print(report.file)
 
 
 def replay(drafter: Ours | Arctic, groups: Iterable[Sequence[Response]]) -> dict[str, float]:

@@ -153,6 +153,19 @@ def suffix_drafting(content: Content, _: str) -> Table:
                  ("text", "batch", "strategy", "× off", "× off by CPU time"), rows)
 
 
+def suffix_vs_arctic(content: Content, _: str) -> Table:
+    rows = [(stream, name, f"{cell['accepted_per_draft']:.2f}", f"{cell['drafted_per_draft']:.2f}", f"{cell['draft_us']:.1f}",
+             f"{cell['extend_us']:.1f}") for stream, found in content["streams"].items()
+            for name, cell in found["drafters"].items()]
+    accepted = [(stream, *(f"{found['drafters'][name]['accepted_per_draft']:.2f}" for name in (
+        "ours tree, noise, shared history", "arctic tree", "ours tree, noise"))) for stream, found in content["streams"].items()]
+    parts = [f"{shared} against {arctic} on `{stream}` ({own})" for stream, shared, arctic, own in accepted]
+    return Table("The suffix drafter against arctic-inference's suffix decoding",
+                 f"Accepted draft tokens per draft, both with a history of all responses: {', '.join(parts)}; in brackets ours with "
+                 f"one history per prompt, its default. At most {content['budget']} draft tokens for one request at a time.",
+                 ("responses", "drafter", "accepted per draft", "drafted", "µs per draft", "µs to append"), rows)
+
+
 # --- drafters
 
 
@@ -254,7 +267,8 @@ def kernels(content: Content, _: str) -> Table:
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "rl_step": rl_step, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
-    "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive, "background_training": background_training,
+    "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
+    "background_training": background_training,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
 }
 

@@ -5,7 +5,7 @@ history, everything generated before. There is one suffix automaton per distinct
 come, so the state to draft from is always at hand and the cost per token does not grow with the history.
 
 It is our own rather than a library's suffix tree because continuations are ranked by their counts together with the noise that
-the policy will sample with, which needs all counts of a context and not a finished draft. `benchmarks/suffix_vs_arctic.py`
+the policy will sample with, which needs all counts of a context and not a finished draft. `benchmarks/cpu/suffix_vs_arctic.py`
 compares it with arctic-inference's suffix decoding.
 
 The drafter owns its texts and automata. It knows nothing of the policy, the engine or torch tensors.

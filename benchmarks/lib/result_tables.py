@@ -161,8 +161,8 @@ def suffix_vs_arctic(content: Content, _: str) -> Table:
         "ours tree, noise, shared history", "arctic tree", "ours tree, noise"))) for stream, found in content["streams"].items()]
     parts = [f"{shared} against {arctic} on `{stream}` ({own})" for stream, shared, arctic, own in accepted]
     return Table("The suffix drafter against arctic-inference's suffix decoding",
-                 f"Accepted draft tokens per draft, both with a history of all responses: {', '.join(parts)}; in brackets ours with "
-                 f"one history per prompt, its default. At most {content['budget']} draft tokens for one request at a time.",
+                 f"Accepted draft tokens per draft, both with a history of all responses: {', '.join(parts)}; in brackets ours "
+                 f"with one history per prompt, its default. At most {content['budget']} draft tokens for one request at a time.",
                  ("responses", "drafter", "accepted per draft", "drafted", "µs per draft", "µs to append"), rows)
 
 

@@ -97,7 +97,9 @@ class Learner:
 
     def _optimizer_step(self, samples: Sequence[Sample], difference: _LogprobDifference | None) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
-        for batch in self._packed(samples, self.algorithm.weights([s.num_answer for s in samples])):
+        weights = self.algorithm.weights([s.num_answer for s in samples])
+        samples, weights, share = self._with_gradient(samples, weights)
+        for batch in self._packed(samples, weights):
             logprobs, entropy = self.policy.logprobs(batch, self.temperature)
             loss = self.algorithm.loss(logprobs, batch)
             loss.total.backward()
@@ -112,7 +114,26 @@ class Learner:
             if difference is not None:
                 difference.add(logprobs.detach(), batch.sampled)
         metrics = {name: float(value) for name, value in sums.items()}
+        if "entropy" in metrics:
+            metrics["entropy"] /= share
         return {**metrics, **self._apply(metrics)}
+
+    def _with_gradient(self, samples: Sequence[Sample], weights: list[float]) -> tuple[Sequence[Sample], list[float], float]:
+        """The samples that contribute to the gradient, their weights, and the share of all weight that they have. Where every
+        answer of a group earned the same reward, advantages are zero, and so is the gradient, unless a KL term or a critic adds
+        to the loss: such samples need no forward and backward pass, and leaving them out changes no weight."""
+        if self.reference is not None or self.critic is not None:
+            return samples, weights, 1.0
+        kept = [i for i, sample in enumerate(samples) if sample.advantages is None or bool(sample.advantages.any())]
+        if not kept:  # the optimizer still makes its step, with what momentum it has
+            for parameter in self.policy.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            return [], [], 1.0
+        lengths = [sample.num_answer for sample in samples]
+        total = sum(weight * length for weight, length in zip(weights, lengths, strict=True))
+        share = sum(weights[i] * lengths[i] for i in kept) / total if total else 1.0
+        return [samples[i] for i in kept], [weights[i] for i in kept], share
 
     def _apply(self, losses: dict[str, float]) -> dict[str, float]:
         """Clips the gradients and makes the optimizers' step. If a loss or gradient norm is not finite, raises and changes no

@@ -1,6 +1,6 @@
-"""Drafting in plain torch: ranking draft tokens, catching up on committed tokens, the beam of a tree level, and the final choice of
-nodes. The compiled backends must return the same, except for the order of equal scores. Nothing here synchronises with the device,
-so all of it can be captured in a CUDA graph."""
+"""Drafting in plain torch: ranking draft tokens, catching up on committed tokens, the beam of a tree level, and the final choice
+of nodes. The compiled backends must return the same, except for the order of equal scores. Nothing here synchronises with the
+device, so all of it can be captured in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from paceline.kernels.base import (
     cache_index,
 )
 from paceline.kernels.noise import gumbel, gumbel_all
-from paceline.kernels.reference import drafting, tree as trees
+from paceline.kernels.reference import drafting
+from paceline.kernels.reference import tree as tree_ops
 
 
 class TorchOps:
@@ -99,14 +100,14 @@ class TorchOps:
 
     def flatten_drafts(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree,
                        max_depth: int) -> None:
-        trees.flatten_drafts(tokens, parents, depths, draft, tree, max_depth)
+        tree_ops.flatten_drafts(tokens, parents, depths, draft, tree, max_depth)
 
     def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
-        return trees.build_rows(slots, tree, of)
+        return tree_ops.build_rows(slots, tree, of)
 
     def verify(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
                max_depth: int) -> SampledTokens:
-        return trees.verify(slots, tree, of, sampled, logprobs, raw, max_depth)
+        return tree_ops.verify(slots, tree, of, sampled, logprobs, raw, max_depth)
 
     def movable(self, tensors: list[Tensor]) -> Any:
         return tensors
@@ -204,7 +205,7 @@ def visibility(segments: Segments, i: int) -> Tensor:
 
 
 def span(segments: Segments, i: int) -> int:
-    """Number of positions after the context that segment i can attend to: its own rows, or up to the highest bit of their masks."""
+    """Number of positions behind the context that segment i can attend to: its rows, or up to the highest bit of their masks."""
     row, length = int(segments.row[i]), int(segments.length[i])
     if bool(segments.causal[i]):
         return length

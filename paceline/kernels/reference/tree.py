@@ -1,5 +1,5 @@
-"""Draft trees in plain torch: writing drafts into rows, building a step's rows, and verification. The compiled backends must return
-exactly the same tensors. Nothing here synchronises with the device, so all of it can be captured in a CUDA graph."""
+"""Draft trees in plain torch: writing drafts into rows, building a step's rows, and verification. The compiled backends must
+return exactly the same tensors. Nothing here synchronises with the device, so all of it can be captured in a CUDA graph."""
 
 from __future__ import annotations
 

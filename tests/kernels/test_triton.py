@@ -372,7 +372,7 @@ def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], 
 
 
 @pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1)])
-def test_follow_rows(ops: TritonOps, counts: list[int], least: int) -> None:
+def test_catch_up_rows(ops: TritonOps, counts: list[int], least: int) -> None:
     """Windows longer than a text, nothing at all, contexts that end where sharing does."""
     batch = len(counts)
     requests, stored = random_requests(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
@@ -380,7 +380,7 @@ def test_follow_rows(ops: TritonOps, counts: list[int], least: int) -> None:
     request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
     back = torch.cat([torch.arange(count, 0, -1) for count in counts])
     args = (requests, stored, cache, request, back, torch.tensor(counts), least, 77)
-    assert_same_rows(ops.catch_up_rows(*args), TORCH.follow_rows(*args))
+    assert_same_rows(ops.catch_up_rows(*args), TORCH.catch_up_rows(*args))
 
 
 @pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (3, 20, 127), (2, 40, 99), (18, 7, 50)])

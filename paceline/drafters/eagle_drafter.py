@@ -124,7 +124,7 @@ class EagleDrafter:
         return self._run_committed(view, *rows, least=1)[window - 1 :: window].contiguous()
 
     def _run_committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
-        """Runs the drafter over committed positions, see `Ops.follow_rows` for the arguments. Returns its outputs [R, H]."""
+        """Runs the drafter over committed positions, see `Ops.catch_up_rows` for the arguments. Returns its outputs [R, H]."""
         rows = self.ops.catch_up_rows(view.requests, view.tokens, view.cache, request, back, counts, least, view.spare)
         features = view.features.index_select(0, rows.write)
         if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):

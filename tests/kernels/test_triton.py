@@ -1,4 +1,4 @@
-"""The Triton kernels against their torch twins: natively on a GPU, elsewhere through Triton's interpreter."""
+"""The Triton kernels against the torch reference: natively on a GPU, elsewhere through Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from paceline.spot.losses import Heads, target_loss  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 TORCH = TorchOps()
-# The interpreter multiplies bfloat16 matrices as if they were integers.
+# Triton's interpreter multiplies bfloat16 matrices as if they were integers.
 HALF = torch.bfloat16 if CUDA else torch.float16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -51,7 +51,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_default_device(DEVICE)
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's opinion of infinities
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy warns about infinities
     yield
     torch.set_default_device("cpu")
 
@@ -129,7 +129,7 @@ def test_draft_topk(ops: TritonOps, reduced: bool) -> None:
         torch.testing.assert_close(ours.logsumexp, theirs.logsumexp, rtol=1e-5, atol=1e-5)
 
 
-# -- between the products
+# -- elementwise operations
 
 
 @DTYPES
@@ -161,7 +161,7 @@ def test_rope_write(ops: TritonOps, dtype: torch.dtype, heads: int, kv_heads: in
 
 
 def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, PagedCache, Segments]:
-    """A plain row behind a long context, a tree, a causal chunk, a drafter's level (bits beyond its rows), padding."""
+    """A single token with a long context, a tree, a prompt chunk, a tree level of a drafter (mask bits beyond its rows), and padding."""
     lengths, contexts = [1, 7, 4, 2, 0], [290, 37, 0, 129, 0]
     masks = [[1, 0]] + _tree_mask([0, 0, 0, 1, 2, 2, 5]) + 4 * [[0, 0]] + [[1 | 1 << 40, 1 << 3], [2 | 1 << 41, -(2**63)]]
     segments = Segments(row=_int32([0, 1, 8, 12, 0]), length=_int32(lengths), slot=_int32([2, 0, 3, 1, 0]),
@@ -184,7 +184,7 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, bloc
 
 @DTYPES
 @pytest.mark.parametrize(("block_n", "one_loop", "splits"), [(32, False, 4), (32, True, 1), (64, True, 4)])
-def test_attention_of_plain_rows_however_it_is_compiled(dtype: torch.dtype, block_n: int, one_loop: bool, splits: int) -> None:
+def test_attention_without_trees_for_all_launch_options(dtype: torch.dtype, block_n: int, one_loop: bool, splits: int) -> None:
     contexts = [290, 0, 63, 64, 127]
     segments = Segments(row=_int32([0, 1, 2, 3, 4]), length=_int32([1] * 5), slot=_int32([2, 0, 3, 1, 4]),
                         context=_int32(contexts), causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 5))
@@ -373,7 +373,7 @@ def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], 
 
 @pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1)])
 def test_catch_up_rows(ops: TritonOps, counts: list[int], least: int) -> None:
-    """Windows longer than a text, nothing at all, contexts that end where sharing does."""
+    """Windows longer than the context, empty windows, and contexts that end with the shared pages."""
     batch = len(counts)
     requests, stored = random_requests(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
     cache = random_cache(8, slots=6)
@@ -389,7 +389,7 @@ def test_a_tree_grows_and_is_chosen(ops: TritonOps, depth: int, width: int, budg
     assert_same_growth(ops, TORCH, depth, width, budget, reduced, batch=3)
 
 
-def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
+def test_drafting_survives_nan_logits(ops: TritonOps) -> None:
     """Columns stay within the vocabulary and parents within the tree, whatever the logits were."""
     logits = torch.randn(3, 2100)
     logits[1], logits[2, 7] = torch.nan, torch.nan
@@ -404,7 +404,7 @@ def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
     assert ops.select_nodes(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 3
 
 
-# -- moving
+# -- moving accepted tokens
 
 
 def test_move_tokens(ops: TritonOps) -> None:
@@ -422,8 +422,8 @@ def test_move_tokens(ops: TritonOps) -> None:
 
 @pytest.mark.parametrize("objective", ["agreement", "cross_entropy"])
 @pytest.mark.parametrize(("vocabulary", "spread"), [(50, 3.0), (5000, 3.0), (2048, 60.0)])
-def test_a_drafters_loss_by_the_kernel_is_that_of_torch(objective, vocabulary, spread):
-    """Value, gradient and measures; distributions that hardly overlap and rows of no weight included."""
+def test_drafter_loss(objective, vocabulary, spread):
+    """Loss, gradient and metrics, including distributions that hardly overlap and rows of weight 0."""
     own, wanted = spread * torch.randn(3, 5, 16) / 4, spread * torch.randn(5, 16) / 4
     own[0, :2] = wanted[:2]
     head = torch.randn(vocabulary, 16).to(HALF)

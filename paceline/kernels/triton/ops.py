@@ -69,6 +69,7 @@ class TritonOps(TorchOps):
         self._counters = torch.zeros(linear.MAX_TILES, dtype=torch.int32, device=device)
 
     def _uses_pdl(self, rows: Tensor) -> bool:
+        """Whether a step of so many rows uses programmatic dependent launch."""
         return self.pdl and rows.shape[0] <= 2 * self.fused_rows
 
     # -- matrix products

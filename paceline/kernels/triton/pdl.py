@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 LINE_COLUMNS = 128
-"""Number of prefetched columns is a multiple of this, so that whole cache lines are prefetched."""
+"""The number of prefetched columns is a multiple of this, so that whole cache lines are prefetched."""
 
 
 def supports_pdl(device: torch.device | str) -> bool:

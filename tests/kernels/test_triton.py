@@ -161,7 +161,7 @@ def test_rope_write(ops: TritonOps, dtype: torch.dtype, heads: int, kv_heads: in
 
 
 def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, PagedCache, Segments]:
-    """A single token with a long context, a tree, a prompt chunk, a tree level of a drafter (mask bits beyond its rows), and padding."""
+    """A single token with a long context, a tree, a prompt chunk, a drafter level (mask bits beyond its rows), and padding."""
     lengths, contexts = [1, 7, 4, 2, 0], [290, 37, 0, 129, 0]
     masks = [[1, 0]] + _tree_mask([0, 0, 0, 1, 2, 2, 5]) + 4 * [[0, 0]] + [[1 | 1 << 40, 1 << 3], [2 | 1 << 41, -(2**63)]]
     segments = Segments(row=_int32([0, 1, 8, 12, 0]), length=_int32(lengths), slot=_int32([2, 0, 3, 1, 0]),

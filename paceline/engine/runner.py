@@ -134,7 +134,7 @@ class Runner:
     def _sample_and_accept(self, inputs: DecodeInputs, rows: DecodeRows, hidden: Tensor, depth: int,
                            want_raw: bool) -> SampledTokens:
         """Sample the policy's token after every decode row, accept the draft tokens that equal these samples on the way from
-        the root (`Ops.advance`), and move the accepted tokens' keys and values to their final places."""
+        the root (`Ops.verify`), and move the accepted tokens' keys and values to their final places."""
         logits = self.model.logits(hidden[: len(rows.sampling.seed)], self.ops)
         sampled, logprobs = self.ops.sample(logits, rows.sampling)
         raw = _raw_logprobs(logits, sampled) if want_raw else None

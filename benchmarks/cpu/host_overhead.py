@@ -25,7 +25,7 @@ from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.batch import StepBatch
 from paceline.engine.graphs import GRAPH_SIZES
-from paceline.kernels import Drawn
+from paceline.kernels import SampledTokens
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 
@@ -85,7 +85,7 @@ class StandIn:
         self._words = torch.from_numpy(np.where(self._draw.random(words.shape) < 0.5, words % 200, words))
         assert batch <= max(GRAPH_SIZES)
 
-    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> Drawn | None:
+    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> SampledTokens | None:
         began = time.thread_time()
         if not batch.num_requests:
             return None
@@ -95,7 +95,7 @@ class StandIn:
         most[: len(batch.most_accepted)] = batch.most_accepted
         tokens = self._words[self._steps % len(self._words), torch.arange(lines) % max(GRAPH_SIZES), : depth + 1]
         counts = torch.from_numpy(1 + np.minimum(most, self._draw.integers(0, 3, lines)))
-        drawn = Drawn(tokens, torch.zeros(tokens.shape), None, counts, tokens, tokens)
+        drawn = SampledTokens(tokens, torch.zeros(tokens.shape), None, counts, tokens, tokens)
         self.seconds += time.thread_time() - began
         return drawn
 

@@ -117,11 +117,10 @@ def _step(shape: Shape, requests: int, rows: int, context: int, copies: int = 1,
 
 
 def section_check(bench: Bench, _: str) -> None:
-    from paceline.kernels.reference.draft_rank import draft_topk
-    from paceline.kernels.triton import attention as triton_attention
-    from paceline.kernels.triton import plan as triton_plan
-    from paceline.kernels.triton.move import movables
+    from paceline.kernels.reference.drafting import draft_topk
+    from paceline.kernels.triton import attention, attention_plan
     from paceline.kernels.triton.ops import TritonOps
+    from paceline.kernels.triton.tree import movables
 
     ops, fixed, twin = TritonOps(), TritonOps(deterministic=True, max_context=4096), TorchOps()
     torch.manual_seed(0)
@@ -129,10 +128,10 @@ def section_check(bench: Bench, _: str) -> None:
     def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
 
-    def attention(shape: Shape, requests: int, rows: int, context: int, block_m: int, fused: bool) -> float:
+    def attention_error(shape: Shape, requests: int, rows: int, context: int, block_m: int, fused: bool) -> float:
         q, (cache,), segments = _step(shape, requests, rows, context)
-        plan = triton_plan.make_plan(segments, len(q), shape.heads, shape.kv_heads, block_m, 16)
-        ours = triton_attention.attention(q, cache, segments, plan, shape.dim**-0.5, fused)
+        plan = attention_plan.make_plan(segments, len(q), shape.heads, shape.kv_heads, block_m, 16)
+        ours = attention.attention(q, cache, segments, plan, shape.dim**-0.5, fused)
         wide = cache._replace(k=cache.k.double(), v=cache.v.double())
         return error(ours, twin.attention(q.double(), wide, segments, shape.dim**-0.5))
 
@@ -141,7 +140,7 @@ def section_check(bench: Bench, _: str) -> None:
             for block_m in (16, 32, 64):
                 for fused in (True, False):
                     bench.check(f"attention {name} {requests}x{rows} behind {context}, tile {block_m}, fused {fused}",
-                                lambda a=(shape, requests, rows, context, block_m, fused): attention(*a))
+                                lambda a=(shape, requests, rows, context, block_m, fused): attention_error(*a))
 
     def same_as_committed() -> bool:
         """Whether a tree node's row equals, bit for bit, the row of the same token after its path was committed."""
@@ -233,7 +232,7 @@ def section_check(bench: Bench, _: str) -> None:
     def prefilled() -> float:
         shape = SHAPES["7B"]
         _, (cache,), _ = _step(shape, 2, 1, 900)
-        prefill = triton_plan.prefill_chunks(0, [(0, 0, 300), (1, 400, 200)], cache)
+        prefill = attention_plan.prefill_chunks(0, [(0, 0, 300), (1, 400, 200)], cache)
         q = torch.randn(500, shape.heads, shape.dim, device="cuda").bfloat16()
         chunks = Segments(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 300], [300, 200], [0, 1], [0, 400])),
                           torch.ones(2, dtype=torch.bool, device="cuda"), torch.zeros(500, 2, dtype=torch.int64, device="cuda"))
@@ -243,10 +242,8 @@ def section_check(bench: Bench, _: str) -> None:
 
 
 def section_attention(bench: Bench, name: str) -> None:
-    from paceline.kernels.triton import attention as triton_attention
-    from paceline.kernels.triton import attention_fixed as triton_attention_fixed
-    from paceline.kernels.triton import plan as triton_plan
-    from paceline.kernels.triton.plan import Launch
+    from paceline.kernels.triton import attention, attention_plan
+    from paceline.kernels.triton.attention_plan import Launch
 
     shape = SHAPES[name]
     first = Launch(max_registers=168 if shape.dim > 64 else None)
@@ -257,25 +254,25 @@ def section_attention(bench: Bench, name: str) -> None:
     cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8), (64, 4)) for c in CONTEXTS]
     if bench.warm:
         cases = [*((rows, 1, 128) for rows in ROWS), (1, 16, 128), (8, 8, 128), (32, 8, 128)]
-    chunk = triton_plan.fixed_chunk(4096)
+    chunk = attention_plan.deterministic_chunk(4096)
     for requests, rows, context in cases:
         num_bytes = requests * context * shape.kv_heads * shape.dim * 4
         q, caches, segments = _step(shape, requests, rows, context, 1 if bench.warm else _copies(num_bytes, 24))
         scale, size = shape.dim**-0.5, (len(q), shape.heads, shape.kv_heads)
-        splits = triton_plan.default_splits(len(q), shape.kv_heads)
+        splits = attention_plan.default_splits(len(q), shape.kv_heads)
         cell: Cell = {"kernel": "attention", "shape": name, "requests": requests, "rows each": rows, "context": context,
                       "bytes": num_bytes}
-        chosen = (triton_plan.tile_size(len(q), rows > 1), triton_plan.launch_for(len(q), *shape[2:4], rows > 1))
+        chosen = (attention_plan.tile_size(len(q), rows > 1), attention_plan.launch_for(len(q), *shape[2:4], rows > 1))
         for label, (block_m, launch) in {**(plain if rows == 1 else trees), "chosen": chosen}.items():
-            plan = triton_plan.make_plan(segments, *size, block_m, splits)
+            plan = attention_plan.make_plan(segments, *size, block_m, splits)
             cell[label] = bench.time_us(f"attention {label} {name} {size} {context}", [
-                lambda c=c, q=q, g=segments, p=plan, z=scale, at=launch: triton_attention.attention(q, c, g, p, z, launch=at)
+                lambda c=c, q=q, g=segments, p=plan, z=scale, at=launch: attention.attention(q, c, g, p, z, launch=at)
                 for c in caches])
-        plan = triton_plan.make_plan(segments, *size, triton_attention_fixed.BLOCK_M, -(-(4096 + 128) // chunk), chunk)
+        plan = attention_plan.make_plan(segments, *size, attention.DETERMINISTIC_BLOCK_M, -(-(4096 + 128) // chunk), chunk)
         cell["fixed"] = bench.time_us(f"attention fixed {name} {size}", [
-            lambda c=c, q=q, s=segments, p=plan, z=scale: triton_attention_fixed.attention(q, c, s, p, z) for c in caches])
+            lambda c=c, q=q, s=segments, p=plan, z=scale: attention.deterministic_attention(q, c, s, p, z) for c in caches])
         cell["plan"] = bench.time_us(f"plan {name}", [
-            lambda s=segments, z=size, n=splits: triton_plan.make_plan(s, *z, 16, n)])
+            lambda s=segments, z=size, n=splits: attention_plan.make_plan(s, *z, 16, n)])
         if rows == 1 and requests * context <= 1 << 17:
             dense = [tuple(x.view(requests, -1, shape.kv_heads, shape.dim).transpose(1, 2)[:, :, :context] for x in (c.k, c.v))
                      for c in caches]
@@ -286,8 +283,8 @@ def section_attention(bench: Bench, name: str) -> None:
 
 
 def section_small(bench: Bench, name: str) -> None:
-    from paceline.kernels.triton.move import movables
     from paceline.kernels.triton.ops import TritonOps
+    from paceline.kernels.triton.tree import movables
 
     shape, ops, twin = SHAPES[name], TritonOps(), TorchOps()
     for rows in ROWS:
@@ -323,7 +320,7 @@ def _sampling(rows: int) -> dict[str, SamplingTensors]:
 
 
 def section_sample(bench: Bench, _: str) -> None:
-    from paceline.kernels.triton import sample as triton_sample
+    from paceline.kernels.triton import sampling
     from paceline.kernels.triton.ops import TritonOps
 
     ops, ids = TritonOps(), torch.randperm(VOCAB, device="cuda")[:32000].sort().values
@@ -335,7 +332,7 @@ def section_sample(bench: Bench, _: str) -> None:
                 cell[name] = bench.time_us(f"sample {name} {rows}", [lambda x=x, p=params: ops.sample(x, p) for x in logits])
             params = _sampling(rows)["plain"]
             cell["told plain"] = bench.time_us("sample told plain", [
-                lambda x=x, p=params: triton_sample.sample(x, p, filtered=False) for x in logits])
+                lambda x=x, p=params: sampling.sample(x, p, filtered=False) for x in logits])
             for k in (1, 4, 8):
                 cell[f"draft k={k}"] = bench.time_us(f"draft_topk {rows} {k}", [lambda x=x, p=params, k=k: ops.draft_topk(
                     x, p.seed, p.position, p.temperature, 0.35, k) for x in logits])

@@ -284,7 +284,7 @@ TUNED_ROWS = (8, 32, 64, 128, 256)
 
 def candidates(kind: str, rows: int, shape: Shape, half: int) -> list[Any]:
     """At most ten tile shapes, each with enough programs to fill the GPU."""
-    from paceline.kernels.triton.linear import PROCESSORS, Config, first_guess
+    from paceline.kernels.triton.linear import PROCESSORS, TileConfig, first_guess
 
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
     pair = kind in ("qkv", "gated")
@@ -309,7 +309,7 @@ def candidates(kind: str, rows: int, shape: Shape, half: int) -> list[Any]:
         most = max(1, shape.in_features // block_k // 2)
         splits = {1} if tiles >= 2 * PROCESSORS or kind == "linear" else {max(1, min(PROCESSORS // tiles, most, 12)),
                                                                          max(1, min(2 * PROCESSORS // tiles, most, 12))}
-        found += [Config(block_m, block_n, block_k, split, warps, stages, swap, tma) for split in sorted(splits)]
+        found += [TileConfig(block_m, block_n, block_k, split, warps, stages, swap, tma) for split in sorted(splits)]
     return list(dict.fromkeys(found))[: 10 if rows <= 64 else 6]
 
 
@@ -337,17 +337,16 @@ class Product:
         self.ops, self.counters = TritonOps("cuda"), torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def ours(self, config: Any, weight: torch.Tensor) -> Any:
-        from paceline.kernels.triton import fused as triton_fused
-        from paceline.kernels.triton import linear as triton_linear
+        from paceline.kernels.triton import fused_linear, linear
 
         options = {"config": config, "counters": self.counters, "pdl": True, "ahead": 16 << 20}
         if self.kind == "linear":
-            return triton_linear.linear(self.x, weight, None, **options)
+            return linear.linear(self.x, weight, None, **options)
         if self.kind == "linear_norm":
-            return triton_fused.linear_norm(self.x, weight, None, self.residual, self.norm, 1e-6, **options)
+            return fused_linear.linear_norm(self.x, weight, None, self.residual, self.norm, 1e-6, **options)
         if self.kind == "gated":
-            return triton_fused.gated(self.normed, weight, None, **options)
-        return triton_fused.qkv_rope(self.normed, weight, None, self.config.num_heads, self.angle, self.angle, self.write,
+            return fused_linear.gated_linear(self.normed, weight, None, **options)
+        return fused_linear.qkv_rope(self.normed, weight, None, self.config.num_heads, self.angle, self.angle, self.write,
                                      self.cache, **options)
 
     def library(self, weight: torch.Tensor) -> Any:
@@ -405,7 +404,7 @@ def tune(shapes: list[str], report: Report, left: Callable[[], float]) -> None:
     for cell in found:
         if cell["us"] < cell["library_us"]:
             padded = max(16, 1 << (cell["rows"] - 1).bit_length())
-            print(f'    ("{cell["kind"]}", {padded}, {cell["N"]}, {cell["K"]}): Config({", ".join(map(str, cell["best"]))}),')
+            print(f'    ("{cell["kind"]}", {padded}, {cell["N"]}, {cell["K"]}): TileConfig({", ".join(map(str, cell["best"]))}),')
 
 
 if __name__ == "__main__":

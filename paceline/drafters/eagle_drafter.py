@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
-from paceline.kernels import Candidates, DraftLayer, DraftRows, Lines, Ops, PagedCache, SlotTensors
-from paceline.kernels.reference.draft_rank import Ranked
+from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, Ops, PagedCache, SlotTensors
+from paceline.kernels.base import RankedTokens, cache_index
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -27,16 +27,16 @@ MAX_CATCH_UP_ROWS = 8192
 class DraftView(NamedTuple):
     """Inputs of drafting for a batch of requests."""
 
-    lines: Lines  # the requests
+    requests: DraftRequests
     tokens: Tensor  # [T] int64 committed token of every token slot of the paged cache
     features: Tensor  # [T, F] the policy's hidden states of every token slot
     cache: PagedCache  # KV cache of the drafter's layer
     spare: int  # a token slot that is never read, for writes of padding rows
 
 
-def lines_of(slots: Tensor, state: SlotTensors) -> Lines:
+def draft_requests(slots: Tensor, state: SlotTensors) -> DraftRequests:
     """Gathers what drafting needs to know of the requests in these slots."""
-    return Lines(slots, *(field.index_select(0, slots) for field in
+    return DraftRequests(slots, *(field.index_select(0, slots) for field in
                           (state.context, state.last_token, state.seed, state.temperature, state.shared)))
 
 
@@ -79,33 +79,33 @@ class EagleDrafter:
             width: Number of children per node, and of nodes expanded per level.
             budget: Number of nodes to keep.
         """
-        lines, width = view.lines, min(width, self._vocab_size())
-        batch, device = len(lines.slots), lines.slots.device
+        requests, width = view.requests, min(width, self._vocab_size())
+        batch, device = len(requests.slots), requests.slots.device
         state = self._run_window(view, window)  # [B, H] of the roots
         tree = self._draft_fused(view, state, depth, width, budget)
         if tree is not None:
             tokens, parents, depths, survival = tree
             return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
         found = _empty_candidates(batch, width + (depth - 1) * width * width, device)
-        ranked = self._rank(state, lines.seed, lines.context + 1, lines.temperature, width)
-        self.ops.collect(ranked, torch.zeros(batch, 1, device=device), torch.full((batch, 1), -1, device=device),
-                         self.module.draft_ids, found, 0)
+        ranked = self._rank(state, requests.seed, requests.context + 1, requests.temperature, width)
+        self.ops.add_candidates(ranked, torch.zeros(batch, 1, device=device), torch.full((batch, 1), -1, device=device),
+                                self.module.draft_ids, found, 0)
         bits = torch.zeros(batch, 1, 2, dtype=torch.int64, device=device)
         first = 0  # index of the first candidate of the newest level
         for d in range(1, depth):
-            beam = self.ops.grow(found, first, bits, lines, view.cache, d, width)
+            beam = self.ops.select_beam(found, first, bits, requests, view.cache, d, width)
             bits = beam.rows.segments.mask.view(batch, width, 2)
             state = self._run(beam.rows, state, beam.above, view.cache)  # [B * W, H]
             ranked = self._rank(state, beam.seed, beam.next_position, beam.temperature, width)
             first += width if d == 1 else width * width
-            self.ops.collect(ranked, beam.scores, beam.origin, self.module.draft_ids, found, first)
-        tokens, parents, depths, survival = self.ops.choose(found, width, budget)
+            self.ops.add_candidates(ranked, beam.scores, beam.origin, self.module.draft_ids, found, first)
+        tokens, parents, depths, survival = self.ops.select_nodes(found, width, budget)
         return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
 
     def catch_up(self, view: DraftView, missing: list[int]) -> None:
         """Fills in the drafter's KV cache for committed positions. missing: Upper bound of their number, per request."""
         chunk = max(1, MAX_CATCH_UP_ROWS // len(missing))
-        bounds, device = np.array(missing), view.lines.slots.device
+        bounds, device = np.array(missing), view.requests.slots.device
         for behind in range((max(missing) - 1) // chunk * chunk, -1, -chunk):  # oldest positions first
             counts = np.clip(bounds - behind, 0, chunk)
             request = np.repeat(np.arange(len(counts)), counts)
@@ -115,7 +115,7 @@ class EagleDrafter:
 
     def _run_window(self, view: DraftView, window: int) -> Tensor:
         """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
-        batch, device = len(view.lines.slots), view.lines.slots.device
+        batch, device = len(view.requests.slots), view.requests.slots.device
         rows = self._windows.get((batch, window))
         if rows is None:  # never freed, because captured CUDA graphs read them
             rows = (torch.arange(batch, device=device).repeat_interleave(window),
@@ -124,8 +124,8 @@ class EagleDrafter:
         return self._run_committed(view, *rows, least=1)[window - 1 :: window].contiguous()
 
     def _run_committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
-        """Runs the drafter over committed positions, see `Ops.follow_rows` for the arguments. Returns its outputs [R, H]."""
-        rows = self.ops.follow_rows(view.lines, view.tokens, view.cache, request, back, counts, least, view.spare)
+        """Runs the drafter over committed positions, see `Ops.catch_up_rows` for the arguments. Returns its outputs [R, H]."""
+        rows = self.ops.catch_up_rows(view.requests, view.tokens, view.cache, request, back, counts, least, view.spare)
         features = view.features.index_select(0, rows.write)
         if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):
             features = features[:, self._columns]
@@ -136,7 +136,7 @@ class EagleDrafter:
         """Grows the whole tree in one kernel; None if the kernels have no such one."""
         if self._layer is None:
             return None
-        return self.ops.draft_tree(self._layer, view.lines, state, view.cache, self.tau, depth, width, budget)
+        return self.ops.draft_tree(self._layer, view.requests, state, view.cache, self.tau, depth, width, budget)
 
     def _run(self, rows: DraftRows, state: Tensor, above: Tensor | None, cache: PagedCache) -> Tensor:
         """Runs the drafter's layer and returns its outputs [R, H]. above: [R] index of the state that each row continues; None
@@ -150,7 +150,7 @@ class EagleDrafter:
         attend = PagedAttend(self.ops, [cache], cos, sin, rows.write, rows.segments, plan)
         return self.module(self.policy.embed(rows.tokens), state, attend)
 
-    def _rank(self, state: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, width: int) -> Ranked:
+    def _rank(self, state: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, width: int) -> RankedTokens:
         """Ranks the children of nodes with these states [N, H] and returns the first `width` of each."""
         logits = self.module.logits(state, self.policy, self.ops)
         return self.ops.draft_topk(logits, seed, position, temperature, self.tau, width, self.module.draft_ids)
@@ -187,7 +187,7 @@ def _rewind(view: DraftView, steps: int) -> DraftView:
     """Returns the view of the same requests as they were `steps` tokens ago."""
     if steps == 0:
         return view
-    lines, (_, _, table, size) = view.lines, view.cache
-    context = (lines.context - steps).clamp_min(0)
-    last = view.tokens[table[lines.slots, context // size].long() * size + context % size]
-    return view._replace(lines=lines._replace(context=context, last_token=last))
+    requests = view.requests
+    context = (requests.context - steps).clamp_min(0)
+    last = view.tokens[cache_index(view.cache, requests.slots, context)]
+    return view._replace(requests=requests._replace(context=context, last_token=last))

@@ -22,7 +22,7 @@ from paceline.engine.graphs import CudaGraphs
 from paceline.engine.scheduler import Prefill, StepPlan
 from paceline.engine.state import SlotState
 from paceline.kernels import DecodeRows, Ops, Segments
-from paceline.kernels.reference.tree_rows import cache_index
+from paceline.kernels.base import cache_index
 from paceline.kernels.upload import upload, upload_into
 from paceline.types import Strategy
 
@@ -105,7 +105,7 @@ class BatchBuilder:
         most_accepted = [count if count < depth else depth for count in num_nodes]
         if inputs.fixed:  # A captured step is also keyed by its depth: one depth serves all usual trees.
             depth = max(_USUAL_DEPTH, 1 << (depth - 1).bit_length())
-        self._ops.flatten(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
+        self._ops.flatten_drafts(drafts.tokens, drafts.parents, drafts.depths, inputs.draft, inputs.tree, depth)
         return StepBatch(inputs, prefill, num_nodes, most_accepted, depth, lines, drafts.survival)
 
     def roots(self, slots: list[int]) -> DecodeInputs:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.store import PagedStore
-from paceline.drafters.eagle_drafter import DraftView, EagleDrafter, lines_of
+from paceline.drafters.eagle_drafter import DraftView, EagleDrafter, draft_requests
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.tree import Drafts, merge
 from paceline.engine.graphs import CudaGraphs
@@ -174,7 +174,7 @@ class Drafting:
         host = np.array([(request.slot, start + count, request.tokens[start + count]) for request, start, count in chunks])
         slots, ends, next_tokens = upload(np.ascontiguousarray(host.T), self._state.device)
         view = self._view(slots)
-        view = view._replace(lines=view.lines._replace(context=ends, last_token=next_tokens))
+        view = view._replace(requests=view.requests._replace(context=ends, last_token=next_tokens))
         eagle.catch_up(view, [count for _, _, count in chunks])
         for request, _, _ in chunks:
             self._max_missing[request.id] = 0
@@ -213,7 +213,7 @@ class Drafting:
         state, store = self._state.tensors, self._store
         assert store.features is not None
         cache = PagedCache(store.layers[-1].k, store.layers[-1].v, state.page_table, store.page_size)
-        return DraftView(lines_of(slots, state), store.tokens, store.features, cache, store.spare_page * store.page_size)
+        return DraftView(draft_requests(slots, state), store.tokens, store.features, cache, store.spare_page * store.page_size)
 
 
 def _window(strategy: Strategy) -> int:

@@ -30,7 +30,7 @@ from paceline.engine.stats import Counters
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.weights import copy_drafter, drafter_mismatch, offload, prepare_linears, restore
 from paceline.models.decoder import Decoder
-from paceline.models.names import load_state
+from paceline.models.state_dict import load_state
 from paceline.models.weights import load_model
 from paceline.strategy import CostCurve, Selector, compile_loops
 from paceline.types import (

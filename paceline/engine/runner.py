@@ -18,7 +18,7 @@ from paceline.engine.graphs import CudaGraphs
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Prefill, StepPlan
 from paceline.engine.state import SlotState
-from paceline.kernels import DecodeRows, Drawn, Ops, PagedCache
+from paceline.kernels import DecodeRows, Ops, PagedCache, SampledTokens
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -95,14 +95,14 @@ class Runner:
             self.ops.move_tokens(self._movable, source, target)
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> Drawn | None:
+    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> SampledTokens | None:
         """Queue one step on the device and return its sampled tokens, or None for a step of prefill only. The results of padding
         requests follow those of the batch. A step without prefill runs as a captured graph where possible, keyed by the number of
         rows and the depth of the trees. `want_raw`: also compute log-probabilities of the unfiltered distribution. `capture_now`:
         capture the step at once if it has no graph yet."""
         inputs, prefill, depth, has_decode = batch.inputs, batch.prefill, batch.max_depth, batch.num_requests > 0
 
-        def step() -> Drawn | None:
+        def step() -> SampledTokens | None:
             rows = inputs.rows(prefill, self.ops, self.state)
             hidden = self._forward(rows, prefill, depth > 0)
             return self._sample_and_accept(inputs, rows, hidden, depth, want_raw) if has_decode else None
@@ -131,13 +131,14 @@ class Runner:
             self.store.features.index_copy_(0, rows.write, hidden.features)
         return hidden.final
 
-    def _sample_and_accept(self, inputs: DecodeInputs, rows: DecodeRows, hidden: Tensor, depth: int, want_raw: bool) -> Drawn:
+    def _sample_and_accept(self, inputs: DecodeInputs, rows: DecodeRows, hidden: Tensor, depth: int,
+                           want_raw: bool) -> SampledTokens:
         """Sample the policy's token after every decode row, accept the draft tokens that equal these samples on the way from
-        the root (`Ops.advance`), and move the accepted tokens' keys and values to their final places."""
+        the root (`Ops.verify`), and move the accepted tokens' keys and values to their final places."""
         logits = self.model.logits(hidden[: len(rows.sampling.seed)], self.ops)
         sampled, logprobs = self.ops.sample(logits, rows.sampling)
         raw = _raw_logprobs(logits, sampled) if want_raw else None
-        drawn = self.ops.advance(inputs.slots, inputs.tree, self.state.tensors, sampled, logprobs, raw, depth)
+        drawn = self.ops.verify(inputs.slots, inputs.tree, self.state.tensors, sampled, logprobs, raw, depth)
         if depth:
             self.ops.move_tokens(self._movable, drawn.source, drawn.target)
         return drawn

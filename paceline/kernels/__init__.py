@@ -13,14 +13,14 @@ from paceline.kernels.base import (
     DecodeRows,
     DecoderWeights,
     DraftLayer,
+    DraftRequests,
     DraftRows,
     DraftTree,
-    Drawn,
     LayerWeights,
-    Lines,
     Normed,
     Ops,
     PagedCache,
+    SampledTokens,
     SamplingTensors,
     Segments,
     SlotTensors,
@@ -28,9 +28,9 @@ from paceline.kernels.base import (
 from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
-    "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRows", "DraftTree", "Drawn", "LayerWeights",
-    "Lines", "Normed", "Ops", "PagedCache", "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope",
-    "choose_backend", "ops_for",
+    "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests", "DraftRows", "DraftTree",
+    "LayerWeights", "Normed", "Ops", "PagedCache", "SampledTokens", "SamplingTensors", "Segments", "SlotTensors", "TorchOps",
+    "apply_rope", "choose_backend", "ops_for",
 ]
 
 KERNELS_VARIABLE = "PACELINE_KERNELS"

@@ -1,123 +1,143 @@
-"""What every kernel family offers. One object per device, chosen once (`kernels.ops_for`) and handed to the model.
+"""The interface of the kernel backends (`Ops`) and the tensors that pass through it.
 
-A step is a flat list of rows. Rows of one request lie side by side and form a *segment*: its last token and the nodes of
-its draft tree, or a chunk of its prompt. Every row's key and value are written into the paged cache before attention
-reads it, so a segment's rows see the committed context through the page table and each other through the mask.
+There is one implementation per device: plain torch (`reference`), numba (`cpu`) and Triton (`triton`). `kernels.ops_for` chooses
+one when the engine is built, and the model and the runner call it through `Ops`.
+
+Vocabulary:
+
+- A *step* is one forward pass over a flat list of *rows*; a row is one token. The rows of one request are adjacent and form a
+  *segment*: either the request's last token followed by the nodes of its draft tree, or a chunk of its prompt (chunked prefill).
+- A *slot* is the place of a running request in the batch: its row of the page table and of `SlotTensors`.
+- A *cache index* is the index of one token in the flat KV cache [T, Hkv, D] (vLLM calls this the slot mapping); `cache_index`
+  computes it.
+
+The keys and values of every row are written to the KV cache before attention reads it, so a row sees the committed tokens of its
+request through the page table and the other rows of its segment through the mask.
+
+Letters in shape comments: R rows, B requests, S segments, V vocabulary, H heads (or the hidden size), Hkv key/value heads, D head
+dimension (in `[B, D + 1]`: tree depth), T tokens the cache can hold, W width of the draft tree, N nodes or output features,
+K input features.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paceline.kernels.reference.draft_rank import Ranked
-
 
 class Segments(NamedTuple):
-    """Which rows belong together, and what they may see. Padding segments have length 0."""
+    """The rows of each request in a step, and which keys they may attend to. Padding segments have length 0."""
 
-    row: Tensor  # [S] int32 first row
+    row: Tensor  # [S] int32 index of the first row
     length: Tensor  # [S] int32 number of rows
     slot: Tensor  # [S] int32 row of the page table
-    context: Tensor  # [S] int32 committed tokens before the first row
-    causal: Tensor  # [S] bool: row j sees rows 0..j of its segment; otherwise the mask says
-    # [R, 2] int64: bit i of word i // 64 is set when this row sees logical position context + i. For a tree in one step that
-    # is row i of its segment; a drafter going level by level also sees rows of earlier levels, so i may exceed `length`.
+    context: Tensor  # [S] int32 number of committed tokens before the first row; all rows attend to them
+    causal: Tensor  # [S] bool: True if row j attends to rows 0..j of its segment (prompt chunks), False if `mask` decides (trees)
+    # [R, 2] int64 bit mask of 128 bits: bit i of word i // 64 is set when this row attends to logical position context + i. For a
+    # tree verified in one step that is row i of its segment. A drafter that runs level by level also attends to rows of earlier
+    # levels, so i may exceed `length`.
     mask: Tensor
 
 
 class PagedCache(NamedTuple):
-    """One layer's keys and values. Logical position p of a slot lies at page_table[slot, p // size] * size + p % size."""
+    """The paged KV cache of one layer. `cache_index` maps (slot, position) to an index of dimension T."""
 
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
     page_table: Tensor  # [slots, pages] int32
-    page_size: int
+    page_size: int  # tokens per page
 
 
 class SlotTensors(NamedTuple):
-    """What the device knows of every running request, one row per slot. The last slot is padding: a request that never ends,
-    whose rows fill a step up to a size; it stays at context 0."""
+    """State of all running requests on the device, one row per slot. The last slot belongs to a padding request that never ends:
+    its rows pad a step to the size of a captured graph, and its context stays 0."""
 
-    context: Tensor  # [slots] int64 committed tokens in the cache
-    last_token: Tensor  # [slots] int64 drawn, not yet fed
-    seed: Tensor  # [slots] int64
+    context: Tensor  # [slots] int64 number of committed tokens in the KV cache
+    last_token: Tensor  # [slots] int64 token that was sampled last and is not in the KV cache yet
+    seed: Tensor  # [slots] int64 sampling seed
     temperature: Tensor  # [slots] float32
     top_k: Tensor  # [slots] int32
     top_p: Tensor  # [slots] float32
     min_p: Tensor  # [slots] float32
-    shared: Tensor  # [slots] int64 leading positions that lie on pages of other requests
+    shared: Tensor  # [slots] int64 number of leading positions on pages that are shared with other requests (prefix sharing)
     page_table: Tensor  # [slots, pages] int32
-    page_size: int
+    page_size: int  # tokens per page
+
+
+def cache_index(pages: PagedCache | SlotTensors, slots: Tensor | int, positions: Tensor) -> Tensor:
+    """Index in the flat KV cache of token `positions` of the requests in `slots`, element by element, as int64."""
+    return pages.page_table[slots, positions // pages.page_size].long() * pages.page_size + positions % pages.page_size
 
 
 class DraftTree(NamedTuple):
-    """The decode rows of one step. Row order: requests as planned, root first, then nodes, parents before children."""
+    """The draft trees of all decode requests of one step as rows. The requests follow each other in scheduling order; within a
+    request the root (its last token) comes first and parents come before their children."""
 
-    tokens: Tensor  # [R] int64; roots hold anything (the device knows each request's last token)
-    parents: Tensor  # [R] int64 absolute row of the parent; a root is its own
-    depths: Tensor  # [R] int64; 0 = root
-    node: Tensor  # [R] int64 place within the request's rows; 0 = root
-    request: Tensor  # [R] int64 which of the step's decode requests
-    mask: Tensor  # [R, 2] int64 rows of the same request that this row sees
+    tokens: Tensor  # [R] int64 draft tokens; the value at a root is ignored, since the device knows each request's last token
+    parents: Tensor  # [R] int64 row of the parent; a root is its own parent
+    depths: Tensor  # [R] int64 depth in the tree; 0 for a root
+    node: Tensor  # [R] int64 index of the row within its request; 0 for a root
+    request: Tensor  # [R] int64 index of the request among the step's decode requests
+    mask: Tensor  # [R, 2] int64 rows of the same request that this row attends to; see `Segments.mask`
     first: Tensor  # [B] int64 row of each request's root; 0 for a request without rows
-    length: Tensor  # [B] int64 rows of each request
+    length: Tensor  # [B] int64 number of rows of each request
 
 
 class SamplingTensors(NamedTuple):
-    """Per row to be sampled."""
+    """Sampling parameters of every row whose next token is sampled."""
 
     seed: Tensor  # [R] int64
-    position: Tensor  # [R] int64 position of the token being drawn
-    temperature: Tensor  # [R] float32; 0 = greedy
-    top_k: Tensor  # [R] int32; 0 = all
+    position: Tensor  # [R] int64 position of the token being sampled
+    temperature: Tensor  # [R] float32; 0 is greedy
+    top_k: Tensor  # [R] int32; 0 keeps all tokens
     top_p: Tensor  # [R] float32
     min_p: Tensor  # [R] float32
 
 
 class DecodeRows(NamedTuple):
-    """A step's decode rows, ready for the forward pass and the sampler."""
+    """The decode rows of a step in the form that the model and the sampler read."""
 
     tokens: Tensor  # [R] int64
     positions: Tensor  # [R] int64
-    write: Tensor  # [R] int64 token slot where this row's key, value and features go
+    write: Tensor  # [R] int64 cache index where the key, value and captured features of the row are stored
     segments: Segments
     sampling: SamplingTensors
 
 
-class Drawn(NamedTuple):
-    """What a step drew. Column d is the token drawn after the accepted node at depth d; columns beyond `num_drawn` repeat the
-    root's."""
+class SampledTokens(NamedTuple):
+    """The tokens that every decode request gained in a step: column d is the token sampled after the accepted node at depth d.
+    Columns at and beyond `num_drawn` repeat the root's values and must be ignored."""
 
-    tokens: Tensor  # [B, D + 1] int64; -1: the logits were not numbers
+    tokens: Tensor  # [B, D + 1] int64; -1 where the logits were NaN or infinite
     logprobs: Tensor  # [B, D + 1]
-    raw_logprobs: Tensor | None
-    num_drawn: Tensor  # [B] int64 columns that are real: accepted rows, the root included
-    source: Tensor  # [B, D + 1] int64 token slots to be moved together: accepted nodes …
-    target: Tensor  # … and where they belong; equal where nothing moves
+    raw_logprobs: Tensor | None  # [B, D + 1] log-probabilities at temperature 1 without filters, if they were asked for
+    num_drawn: Tensor  # [B] int64 number of valid columns: accepted rows including the root
+    source: Tensor  # [B, D + 1] int64 cache indices of the accepted nodes, whose keys and values `move_tokens` copies to …
+    target: Tensor  # [B, D + 1] int64 … the positions right after the context; equal to `source` where nothing has to move
 
 
-class Lines(NamedTuple):
-    """What drafting reads of the requests it drafts for, a line each. Padding has no committed token."""
+class DraftRequests(NamedTuple):
+    """The requests that the learned drafter drafts for, one row each. A padding request has context 0."""
 
     slots: Tensor  # [B] int64
-    context: Tensor  # [B] int64 committed tokens
-    last_token: Tensor  # [B] int64 the token at position `context`
+    context: Tensor  # [B] int64 number of committed tokens
+    last_token: Tensor  # [B] int64 token at position `context`: sampled, not in the KV cache yet
     seed: Tensor  # [B] int64
     temperature: Tensor  # [B] float32
-    shared: Tensor  # [B] int64 leading positions on other requests' pages: complete, and not to be written
+    shared: Tensor  # [B] int64 leading positions on shared pages: the drafter's cache is complete there and must not be written
 
 
 class Normed(NamedTuple):
-    """Rows behind an RMS norm, perhaps without their row's factor, which the product they enter can apply later."""
+    """Hidden states after an RMS norm. A fused kernel may leave out the factor 1 / rms of each row, which the next matrix product
+    then applies to its result."""
 
     rows: Tensor  # [R, H]
-    squares: Tensor | None = None  # [P, R] float32 parts of each row's sum of squares before the norm; None: rows are complete
+    squares: Tensor | None = None  # [P, R] float32 partial sums of squares of each row before the norm; None: rows are complete
     eps: float = 0.0
 
     def complete(self) -> Tensor:
+        """The normalised rows [R, H] with the missing factor applied."""
         if self.squares is None:
             return self.rows
         factor = (self.squares.sum(dim=0) / self.rows.shape[1] + self.eps).rsqrt()
@@ -125,12 +145,12 @@ class Normed(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One decoder layer. Matrices [N, K]; norms and biases [N]."""
+    """Weights of one decoder layer. Matrices are [N, K] as in `nn.Linear`; norms and biases are [N]."""
 
     attention_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [D] per head
+    q_norm: Tensor | None  # [D] shared by all heads
     k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
@@ -142,7 +162,7 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """A decoder without its head, for `decode`."""
+    """Weights of a decoder without its LM head, for `Ops.decode`."""
 
     embed: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
@@ -152,185 +172,229 @@ class DecoderWeights(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """Rows of one pass of the drafter."""
+    """Input rows of one forward pass of the drafter."""
 
     tokens: Tensor  # [R] int64
     positions: Tensor  # [R] int64
-    write: Tensor  # [R] int64
+    write: Tensor  # [R] int64 index in the drafter's KV cache
     segments: Segments
 
 
 class DraftLayer(NamedTuple):
-    """A drafter's one layer, for `draft_layer`. Matrices [N, K]."""
+    """Weights of the one-layer drafter, for `Ops.draft_layer` and `Ops.draft_tree`. Matrices are [N, K]."""
 
-    embed: Tensor  # [V, H] the policy's
-    fc: Tensor | None  # [H, 2 H]; None: EAGLE-3, whose layer takes both halves as they are
+    embed: Tensor  # [V, H] the policy's embedding
+    fc: Tensor | None  # [H, 2 H] projects embedding and feature to H; None for EAGLE-3, whose layer takes both side by side
     qkv: Tensor
     o: Tensor
     gate_up: Tensor
     down: Tensor
     mlp_norm: Tensor  # [H]
-    input_norm: Tensor | None  # [H] EAGLE-3's
-    hidden_norm: Tensor | None
+    input_norm: Tensor | None  # [H] only EAGLE-3
+    hidden_norm: Tensor | None  # [H] only EAGLE-3
     cos: Tensor  # [positions, D/2]
     sin: Tensor
-    norm: Tensor | None  # [H] EAGLE-3's, before the head
-    head: Tensor | None  # [V, H]; None: it is gathered anew now and then
-    draft_ids: Tensor | None
+    norm: Tensor | None  # [H] only EAGLE-3: final norm before the LM head
+    head: Tensor | None  # [V, H]; None if the head is a slice of the policy's that is gathered again from time to time
+    draft_ids: Tensor | None  # token ids of a reduced draft vocabulary; None if the head covers all tokens
     num_heads: int
     eps: float
 
 
+class RankedTokens(NamedTuple):
+    """The k highest-ranked draft tokens of every row; see `Ops.draft_topk`."""
+
+    values: Tensor  # [R, k] ranking scores in descending order
+    columns: Tensor  # [R, k] int64 columns of the logits (token ids only if the vocabulary is not reduced)
+    logsumexp: Tensor  # [R] over the scores of the whole row: exp(value - logsumexp) is the probability of a token
+
+
 class Candidates(NamedTuple):
-    """Nodes that a tree is chosen from: W children of the root, then W * W of every level."""
+    """All nodes that the drafter proposed for a tree: W children of the root, then W * W per further level."""
 
     tokens: Tensor  # [B, C] int64
-    parents: Tensor  # [B, C] int64 candidate, -1 the root
-    scores: Tensor  # [B, C] float32 log-survival; a child's is lower than its parent's
+    parents: Tensor  # [B, C] int64 index of the parent candidate; -1 for the root
+    scores: Tensor  # [B, C] float32 log-probability that the node is accepted; a child's is lower than its parent's
 
 
 class Beam(NamedTuple):
-    """The likeliest nodes of a level, W per line: the drafter's next rows."""
+    """The W most likely nodes of one tree level per request: the drafter's next input rows."""
 
     rows: DraftRows
-    above: Tensor  # [B * W] int64 row of the parent among the last level's
-    scores: Tensor  # [B, W] float32
-    origin: Tensor  # [B, W] int64 their places among the candidates
-    seed: Tensor  # [B * W] int64, and so on: what their children are drawn with
-    next_position: Tensor  # [B * W] int64
-    temperature: Tensor  # [B * W] float32
+    above: Tensor  # [B * W] int64 row of the parent in the previous level's pass
+    scores: Tensor  # [B, W] float32 the nodes' candidate scores
+    origin: Tensor  # [B, W] int64 the nodes' indices among the candidates
+    seed: Tensor  # [B * W] int64 seed …
+    next_position: Tensor  # [B * W] int64 … position …
+    temperature: Tensor  # [B * W] float32 … and temperature with which the nodes' children will be sampled
 
 
 class Ops(Protocol):
-    """Same names and signatures in torch (reference, any device, differentiable), numba (CPU) and Triton (CUDA)."""
+    """The operations that every kernel backend implements under the same names and signatures: torch (reference: any device,
+    differentiable), numba (CPU) and Triton (CUDA)."""
 
     name: str
 
+    # -- matrix products and elementwise operations
+
     def prepare(self, weights: list[Tensor]) -> None:
-        """These matrices [N, K] have new values and will be multiplied with often: lay them out anew if that pays."""
+        """Announce that these matrices [N, K] have new values and will be multiplied with many times. A backend may repack
+        them."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [R, K] @ weight [N, K]ᵀ + bias [N] -> [R, N]."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32 at least."""
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Add the residual stream and normalise: returns (rms_norm(x + residual), x + residual)."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[R, 2I] -> [R, I]: silu(first half) * second half."""
+        """The gated activation: [R, 2I] -> [R, I], silu(first half) * second half."""
         ...
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
-        """Split qkv [R, (H + 2 Hkv) D], normalise heads if asked, rotate q and k, store k and v at cache index `write`
-        [R] int64, return q [R, H, D]. cos, sin: [R, D/2] float32 (float64 for a float64 model)."""
+        """Split qkv [R, (H + 2 Hkv) D], normalise the heads of q and k where a norm is given, apply the rotary embedding to q and
+        k, store k and v at cache index `write` [R] int64, and return q [R, H, D]. cos and sin are [R, D/2] float32 (float64 for a
+        float64 model)."""
         ...
 
-    def fuses(self, num_rows: int, hidden: int, head_dim: int) -> bool:
-        """Whether the next three are worth calling, with so many rows of that width, instead of what they are made of."""
+    # -- fused products
+
+    def should_fuse(self, num_rows: int, hidden: int, head_dim: int) -> bool:
+        """Whether `linear_norm`, `gated_linear` and `qkv_rope` are faster than the operations they consist of, for a step of
+        `num_rows` rows of width `hidden`."""
         ...
 
     def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
                     eps: float) -> tuple[Normed, Tensor]:
-        """add_rms_norm(linear(x, weight, bias), residual, norm, eps)."""
+        """Fused add_rms_norm(linear(x, weight, bias), residual, norm, eps)."""
         ...
 
     def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """silu_mul(linear(x, weight, bias))."""
+        """Fused silu_mul(linear(x, weight, bias))."""
         ...
 
     def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
                  cache: PagedCache) -> Tensor:
-        """rope_write(linear(x, weight, bias), num_heads, None, None, …)."""
+        """Fused rope_write(linear(x, weight, bias), num_heads, None, None, …), for models without q and k norms."""
         ...
 
     def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
                segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """All layers over a step's rows in one call: final hidden states [R, H] and captured features. None: the caller runs them
-        operation by operation. cos, sin: [positions, D/2], or [R, D/2] where there are no positions [R]."""
+        """Run all decoder layers over the rows of a step in one call. Returns the final hidden states [R, H] and the features
+        captured at the layers `capture`, or None if the backend has no such call and the caller has to run the layers operation
+        by operation. cos and sin are [positions, D/2], or [R, D/2] if `positions` [R] is None."""
         ...
+
+    # -- attention
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
                   chunks: list[tuple[int, int, int]], trees: bool = False) -> Any:
-        """What `attention` wants worked out once for all layers of a step. chunks: (slot, start, rows) of the prompt chunks,
-        whose segments come last. trees: neighbouring rows are of one request, and share most of their keys."""
+        """Metadata that `attention` needs and that is the same for all layers of a step. `chunks` lists (slot, start, rows) of
+        the prompt chunks, whose segments come last. `trees` says that adjacent rows belong to one request and share most of their
+        keys."""
         ...
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
-        """q [R, H, D] -> [R, H, D]; rows outside every segment come back as anything finite."""
+        """Attention over the paged KV cache with causal or tree masks: q [R, H, D] -> [R, H, D]. Rows that belong to no segment
+        (padding) return arbitrary finite values."""
         ...
 
-    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
-        """Drafted nodes [N, n] int64 (parents: node of the same line, -1 the root) -> the rows of `tree`, whose `node`,
-        `request`, `first` and `length` say where they go. draft [B] int64: which line speaks of a request."""
+    # -- draft trees: rows before the forward pass, verification after it
+
+    def flatten_drafts(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree,
+                       max_depth: int) -> None:
+        """Write drafted nodes into the rows of `tree`, whose `node`, `request`, `first` and `length` say where they go. tokens,
+        parents and depths are [N, n] int64, one line per drafted request; a parent is a node of the same line, or -1 for the
+        root. draft [B] int64 is the line that holds a request's draft."""
         ...
 
     def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
-        """slots [B] int64: those of the requests that `tree` speaks of. A node's row is written at context + node."""
+        """Turn draft trees into the rows of a step: tokens, positions, cache indices, segments and sampling parameters.
+        slots [B] int64 are the slots of the tree's requests. The key and value of node i are written at position context + i."""
         ...
 
-    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
-                max_depth: int) -> Drawn:
-        """Verification is one comparison: from the root, through children that equal the policy's own samples. sampled [R]: what
-        the policy draws after each row. Context and last token of `of` move on behind what was accepted."""
+    def verify(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+               max_depth: int) -> SampledTokens:
+        """Accept the longest path from the root on which every draft token equals the token that the policy sampled after its
+        parent. sampled [R] is the token that the policy samples after each row. Updates `context` and `last_token` of `of` in
+        place."""
         ...
 
     def movable(self, tensors: list[Tensor]) -> Any:
-        """Tensors [T, ...] indexed by token slot, for `move_tokens`; made anew whenever one of them is."""
+        """Handle for `move_tokens` on these tensors [T, ...], which are indexed by cache index. It becomes invalid when one of
+        the tensors is reallocated."""
         ...
 
     def move_tokens(self, what: Any, source: Tensor, target: Tensor) -> None:
-        """Token slots [B, M] -> [B, M] in all of them; pairs of equal slots are left alone. Within a line all are read before any
-        is written; lines (requests) do not touch each other's slots."""
+        """Copy cache indices source [B, M] to target [B, M] in all tensors of the handle `what`; pairs of equal indices are
+        skipped. Within one request all sources are read before any target is written; requests must not touch each other's
+        indices."""
         ...
+
+    # -- sampling
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Shared-noise sampling: logits [R, V] -> (token [R] int64, log-probability [R] of logits' precision)."""
+        """Sample with Gumbel noise that depends only on (seed, position, token id): logits [R, V] -> (token [R] int64,
+        log-probability [R] in the precision of the logits)."""
         ...
+
+    def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
+        """The Gumbel noise G(seed, position, token) of `kernels.noise`: [R], [R], [V] int64 -> [R, V] float32."""
+        ...
+
+    # -- drafting
 
     def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
-                   token_ids: Tensor | None = None) -> Ranked:
-        """The k likeliest to be drawn after each row: largest log q / tau + G; see `draft_rank`."""
+                   token_ids: Tensor | None = None) -> RankedTokens:
+        """The k tokens of each row that the policy is most likely to sample: the largest log q / tau + G(seed, position, token),
+        where q = softmax(logits / temperature). Greedy rows, and all rows if tau is 0, rank by log q alone. logits [R, V];
+        token_ids [V] are the token ids of the columns (None: columns are token ids)."""
         ...
 
-    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
-                    least: int, spare: int) -> DraftRows:
-        """The drafter's rows for committed positions, `back` [R] from the end of the context of line `request` [R], in order;
-        counts [B]: rows of each line. Rows before a line's own beginning are nobody's and go to token slot `spare`, but the last
-        `least` are always computed. stored [T]: the token of every token slot. A row feeds the token behind its position."""
+    def catch_up_rows(self, requests: DraftRequests, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor,
+                      counts: Tensor, least: int, spare: int) -> DraftRows:
+        """The drafter's rows for committed tokens that are not in its KV cache yet. Row i belongs to the request request[i] [R]
+        and lies back[i] [R] positions before the end of its context; rows are in order, counts [B] rows per request. Its input is
+        the token after its position; stored [T] is the token at every cache index. Rows on shared pages, or before the beginning
+        of the text, are padding and write to cache index `spare`; the last `least` rows of a request are always computed."""
         ...
 
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:
-        """The drafter's layer over these rows in one call -> [R, H]; None: it is to be run operation by operation. state [N, H];
-        above [R] int64: which of them a row continues (None: row i state i)."""
+        """Run the drafter's layer over these rows in one call -> [R, H], or return None if the caller has to run it operation by
+        operation. state [N, H] holds features or drafter outputs; above [R] int64 is the entry each row continues (None: row i
+        continues entry i)."""
         ...
 
-    def draft_tree(self, layer: DraftLayer, lines: Lines, state: Tensor, cache: PagedCache, tau: Tensor, depth: int, width: int,
-                   budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """A whole tree from the drafter's output at the roots, state [B, H], as `choose` gives it, in one call; None: it is to be
-        grown level by level."""
+    def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
+                   width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Draft whole trees in one call, starting from the drafter's output at the roots, state [B, H]. Returns the same as
+        `select_nodes`, or None if the caller has to draft level by level."""
         ...
 
-    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
-        """The children of N nodes per line (ranked: [B * N, W]) as candidates first, first + 1, …; scores, origin [B, N]: the
-        nodes'. A child's score is its share of all ranked, shrunk a little so that children lose to parents."""
+    def add_candidates(self, ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,
+                       first: int) -> None:
+        """Write the children of N nodes per request (ranked: [B * N, W]) into the candidates from index `first` on. scores and
+        origin [B, N] are the nodes' own scores and candidate indices. A child's score is its parent's plus the child's
+        log-probability, minus a small constant so that a child always ranks below its parent."""
         ...
 
-    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
-        """The `width` likeliest of the candidates from `first` on, all at `depth`. They lie behind the context, levels side by
-        side; bits [B, N, 2]: what their parents see of that."""
+    def select_beam(self, found: Candidates, first: int, bits: Tensor, requests: DraftRequests, cache: PagedCache, depth: int,
+                    width: int) -> Beam:
+        """The `width` most likely candidates per request among those from index `first` on, which are all at `depth`. The
+        drafter's keys and values of level d are written behind the context, `width` positions per level; bits [B, N, 2] are the
+        attention masks of the candidates' parents over these positions."""
         ...
 
-    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The `budget` likeliest candidates in that order, so parents before children: tokens, parents (-1: the root), depths
-        [B, n] int64, survival [B, n] float32."""
-        ...
-
-    def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-        """G(seed, position, token): [R], [R], [V] int64 -> [R, V] float32."""
+    def select_nodes(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The `budget` most likely candidates per request in descending order, hence parents before children. Returns tokens,
+        parents (-1: the root) and depths [B, n] int64, and the probability of acceptance [B, n] float32."""
         ...

@@ -1,11 +1,13 @@
-"""The noise G(seed, position, token), by definition: Philox 4x32-10 bits turned into a standard Gumbel number.
+"""Definition of the sampling noise G(seed, position, token): standard Gumbel noise from the counter-based generator Philox
+4x32-10.
 
     key = the seed's two 32-bit halves (low, high)        counter = (token // 4, position mod 2^32, 0, 0)
     x   = output word token % 4, a uint32
     w   = min((float32(x) + 0.5) * 2^-32, 1 - 2^-24)      E = -log(1 - w)      G = -log(E)
 
-Only IEEE float32 additions, subtractions and multiplications, each rounded by itself (no fused multiply-add), comparisons
-and bit operations occur, in the order written here, so torch, numba and Triton agree bit for bit. G lies in (-2.9, 22.9).
+The computation uses only IEEE float32 additions, subtractions and multiplications, each rounded separately (no fused
+multiply-add), comparisons and bit operations, in the order written here. So the torch, numba and Triton versions agree bit for
+bit. G is in (-2.9, 22.9).
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ MASK32 = 0xFFFFFFFF
 W_SCALE = 2.0**-32
 W_MAX = 1.0 - 2.0**-24
 W_NEAR = 0.29
-"""Below this 1 - w lies within [sqrt(1/2), 1], and log(1 - w) is the polynomial in -w itself: no digits are lost."""
+"""Below this bound 1 - w is in [sqrt(1/2), 1], and log(1 - w) is evaluated as a polynomial in -w, without cancellation."""
 
-# Cephes logf: log(1 + f) = f - f²/2 + f³ P(f) for 1 + f in [sqrt(1/2), sqrt(2)), and ln 2 in two parts.
+# Coefficients of Cephes logf: log(1 + f) = f - f²/2 + f³ P(f) for 1 + f in [sqrt(1/2), sqrt(2)), and ln 2 split in two parts.
 LOG_P = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
          2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
 LN2_LOW, LN2_HIGH = -2.12194440e-4, 0.693359375
@@ -30,7 +32,7 @@ SQRT_HALF_BITS = 0x3F3504F3
 
 
 def gumbel(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-    """G of each row at each token: [R], [R], [V] int64 -> [R, V] float32."""
+    """The noise of each row at each token id: seed [R], position [R], token_ids [V] int64 -> [R, V] float32."""
     vocab = token_ids.shape[0]
     if torch.equal(token_ids, torch.arange(vocab, device=token_ids.device)):
         return gumbel_all(seed, position, vocab)
@@ -40,14 +42,14 @@ def gumbel(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel_all(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """G of each row at tokens 0..vocab-1: one Philox call gives four neighbours."""
+    """The noise of each row at tokens 0..vocab-1: [R, vocab] float32. One Philox call serves four adjacent tokens."""
     counters = torch.arange((vocab + 3) // 4, device=seed.device)
     words = torch.stack(_words(seed, position, counters), dim=-1)  # [R, V / 4, 4]
     return gumbel_from_bits(words.flatten(1)[:, :vocab])
 
 
 def gumbel_from_bits(x: Tensor) -> Tensor:
-    """uint32 in int64 -> standard Gumbel, float32."""
+    """Standard Gumbel noise in float32 from uniform uint32 bits held in int64."""
     w = ((x.to(torch.float32) + 0.5) * W_SCALE).clamp(max=W_MAX)
     k, f = _split(1.0 - w)
     near = w < W_NEAR
@@ -56,11 +58,11 @@ def gumbel_from_bits(x: Tensor) -> Tensor:
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32 of ten rounds; every word is a uint32 held in an int64 tensor, shapes broadcast."""
+    """Philox 4x32 with ten rounds. Every word is a uint32 held in an int64 tensor; shapes broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The products need 64 unsigned bits: int64 wraps around, and the mask repairs the sign of the upper half.
+        # The products need 64 unsigned bits. int64 wraps around, and the mask removes the sign extension of the upper half.
         p0, p1 = c0 * PHILOX_M[0], c2 * PHILOX_M[1]
         c0, c1, c2, c3 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, p1 & MASK32, ((p0 >> 32) & MASK32) ^ c3 ^ k1, p0 & MASK32
         k0, k1 = (k0 + PHILOX_W[0]) & MASK32, (k1 + PHILOX_W[1]) & MASK32
@@ -68,22 +70,21 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
 
 
 def _words(seed: Tensor, position: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
-    """Philox output for [R] seeds and positions at [C] counters: four tensors [R, C]."""
+    """Philox output words for seeds and positions [R] at counters [C]: four tensors [R, C]."""
     seed, position = seed[:, None], position[:, None] & MASK32
     zero = torch.zeros_like(position)
-    out = philox4x32((counter[None, :] + zero, position, zero, zero), (seed & MASK32, (seed >> 32) & MASK32))
-    return out
+    return philox4x32((counter[None, :] + zero, position, zero, zero), (seed & MASK32, (seed >> 32) & MASK32))
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)): (k, f), both float32. x is positive and normal."""
+    """Decompose a positive normal x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); returns (k, f), both float32."""
     bits = x.view(torch.int32)
     k = (bits - SQRT_HALF_BITS) >> 23
     return k.to(torch.float32), (bits - (k << 23)).view(torch.float32) - 1.0
 
 
 def _log_reduced(k: Tensor, f: Tensor) -> Tensor:
-    """log(2^k (1 + f)). Every line is one rounding per operation; do not regroup."""
+    """log(2^k (1 + f)). The order of operations is part of the definition: do not regroup them."""
     z = f * f
     p = torch.full_like(f, LOG_P[0])
     for c in LOG_P[1:]:

@@ -1,7 +1,7 @@
-"""How rows see each other: the part of a decoder layer that differs between generating and training.
+"""The attention of a decoder layer, which is the part that differs between generation and training.
 
-A layer hands its fused qkv to an `Attend` and gets the heads' outputs back. The engine passes `PagedAttend` (keys and
-values live in the paged cache), a trainer `PackedAttend` (sequences side by side, no cache).
+A layer passes its fused qkv to an `Attend` object and gets the outputs of the heads back. The engine passes a `PagedAttend` (keys
+and values are in the paged KV cache), a trainer a `PackedAttend` (packed sequences, no cache).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated
 
 
 class AttentionShape(Protocol):
-    """What an `Attend` needs to know of the layer it serves."""
+    """The properties of a layer that an `Attend` object reads."""
 
     index: int
     num_heads: int
@@ -29,25 +29,27 @@ class AttentionShape(Protocol):
 
 
 class Attend(Protocol):
+    """Attention of all rows of one forward pass, called once per layer."""
+
     ops: Ops
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
-        """[R, (H + 2 Hkv) D] -> [R, H D]."""
+        """The attention of a layer: qkv [R, (H + 2 Hkv) D] -> outputs of the heads [R, H D]."""
         ...
 
 
 @dataclass(slots=True)
 class PagedAttend:
-    """One step's rows over the paged cache."""
+    """Attention of a step's rows over the paged KV cache; see `kernels.base`."""
 
     ops: Ops
-    layers: list[PagedCache]
-    cos: Tensor  # [R, D/2], or [positions, D/2] if there are positions
+    layers: list[PagedCache]  # the KV cache of every layer
+    cos: Tensor  # [R, D/2], or [positions, D/2] if `positions` is given
     sin: Tensor
     write: Tensor  # [R] int64 cache index of each row's key and value
     segments: Segments
-    plan: Any = None  # what the kernels worked out once for all layers
-    positions: Tensor | None = None  # [R] int64
+    plan: Any = None  # result of `Ops.plan_step`
+    positions: Tensor | None = None  # [R] int64 row of cos and sin for every row; None: they are given per row
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
         cache = self.layers[layer.index]
@@ -56,24 +58,24 @@ class PagedAttend:
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
     def from_normed(self, layer: AttentionShape, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with the projection to qkv in front: [R, hidden] -> [R, H D]. For heads without norms."""
+        """Projection to qkv and attention in fused kernels: x [R, hidden] -> [R, H D]. For models without q and k norms."""
         cache = self.layers[layer.index]
         cos, sin = self._angles()
         q = self.ops.qkv_rope(x, weight, bias, layer.num_heads, cos, sin, self.write, cache)
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
     def _angles(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of every row, looked up by position once for all layers."""
+        """cos and sin of every row. They are looked up by position once, for all layers."""
         if self.positions is not None:
             self.cos, self.sin, self.positions = self.cos[self.positions], self.sin[self.positions], None
         return self.cos, self.sin
 
 
 class PackedAttend:
-    """Whole sequences side by side in one list of rows; none sees another."""
+    """Causal attention over packed sequences: the rows of all sequences are concatenated, and no sequence attends to another."""
 
     def __init__(self, ops: Ops, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> None:
-        """cos, sin [R, D/2]."""
+        """cos and sin are [R, D/2]; lengths are the numbers of rows of the sequences."""
         self.ops, self.cos, self.sin, self.plan = ops, cos, sin, PackedPlan(lengths, cos.device)
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a policy looks like: one frozen record for Llama, Qwen2 and Qwen3, read from a Hugging Face configuration."""
+"""The architecture of a policy: one frozen record for Llama, Qwen2 and Qwen3, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
-    # reward models: the same trunk under a scalar head
+    # Reward models: the same decoder with a scalar head.
     "LlamaForSequenceClassification": "llama", "Qwen2ForSequenceClassification": "qwen2",
     "Qwen3ForSequenceClassification": "qwen3",
 }
@@ -17,17 +17,22 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """Parameters of the rotary position embedding, named as in Hugging Face's `rope_parameters`."""
+
     theta: float = 10000.0
+    """Base of the frequencies (`rope_theta`)."""
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    """Scaling method (`rope_type`)."""
     factor: float = 1.0
+    """Context extension factor of the scaling."""
     original_context: int = 0
-    """Context the model was trained for before scaling (llama3, yarn)."""
+    """Context length of the model before scaling (`original_max_position_embeddings`; llama3 and yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """yarn: multiplies cos and sin; None derives it from the factor."""
+    """Factor on cos and sin (yarn); None derives it from `factor`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -35,6 +40,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """Shapes and features of a decoder."""
+
     architecture: Literal["llama", "qwen2", "qwen3"]
     vocab_size: int
     hidden_size: int
@@ -61,7 +68,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """From the contents of a `config.json` (old `rope_scaling` or new `rope_parameters` spelling)."""
+        """The configuration in the contents of a `config.json`, with either `rope_scaling` (old) or `rope_parameters` (new)."""
         names = raw.get("architectures") or [f"(model_type {raw.get('model_type')})"]
         kind = ARCHITECTURES.get(names[0])
         if kind is None:

@@ -1,5 +1,6 @@
-"""The one decoder: Llama, Qwen2 and Qwen3 differ by flags. It knows rows, not requests: what a row may see is `attend`'s
-business, so the same module serves generation (paged cache) and training (packed sequences)."""
+"""The decoder for all supported models: Llama, Qwen2 and Qwen3 differ by flags of `ModelConfig`. It works on a flat list of rows
+and leaves attention to an `Attend` object, so the same module serves generation (paged KV cache) and training (packed
+sequences)."""
 
 from __future__ import annotations
 
@@ -15,19 +16,21 @@ from paceline.models.rope import rope_table
 
 
 class Hidden(NamedTuple):
-    final: Tensor  # [R, hidden] after the final norm
-    features: Tensor | None  # [R, hidden * captured layers]
+    """Output of the decoder."""
+
+    final: Tensor  # [R, hidden] hidden states after the final norm
+    features: Tensor | None  # [R, hidden * captured layers] hidden states captured for the drafter
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose product is the kernel family's; a LoRA wrapper passes `ops` through."""
+    """An nn.Linear that multiplies with the kernel backend `ops`. A LoRA wrapper passes `ops` on."""
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:  # type: ignore[override]
         return ops.linear(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
-    """Projections around `attend`. `input_size` differs from hidden_size only in drafters."""
+    """The projections before and after attention. `input_size` differs from the hidden size only in drafters."""
 
     def __init__(self, config: ModelConfig, index: int, input_size: int | None = None) -> None:
         super().__init__()
@@ -44,6 +47,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The gated MLP, with gate and up projection fused into one matrix."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
@@ -54,6 +59,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each after an RMS norm."""
+
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.eps = config.rms_eps
@@ -63,7 +70,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The sum x + residual is the stream; it is added up inside the norm kernel."""
+        """Returns (output of the MLP, residual stream before it). Their sum is the input of the next layer; the addition is left
+        to its first norm, which fuses both."""
         ops = attend.ops
         if residual is None:
             residual, x = x, ops.rms_norm(x, self.attention_norm, self.eps)
@@ -73,7 +81,8 @@ class Layer(nn.Module):
         return self.mlp(x, ops), residual
 
     def fused(self, x: Normed, residual: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
-        """The same from the first norm's output up to the gated activation, in fewer launches; `Decoder` goes on from there."""
+        """The layer from the output of its first norm up to the gated activation, with fused products. The down projection is
+        left to `Decoder`, which fuses it with the next layer's norm."""
         ops, attention = attend.ops, self.attention
         heads = attend.from_normed(attention, x, attention.qkv.weight, attention.qkv.bias)
         x, residual = ops.linear_norm(heads, attention.o.weight, attention.o.bias, residual, self.mlp_norm, self.eps)
@@ -81,17 +90,19 @@ class Layer(nn.Module):
 
     @property
     def has_plain_products(self) -> bool:
-        """Nothing wraps its products, as a LoRA adapter would."""
+        """Whether no projection is wrapped, as a LoRA adapter would."""
         products = (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
         return all(type(product) is Linear for product in products)
 
     @property
     def plain(self) -> bool:
-        """Nothing wraps its products, and heads have no norms."""
+        """Whether the fused products can be used: no projection is wrapped, and there are no q and k norms."""
         return self.attention.q_norm is None and self.has_plain_products
 
 
 class Decoder(nn.Module):
+    """A decoder-only language model."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -101,12 +112,12 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
-        self._weights: DecoderWeights | None = None  # for `Ops.decode`; parameters stay the same objects
+        self._weights: DecoderWeights | None = None  # for `Ops.decode`; built once, since weights are updated in place
 
     @classmethod
     def random(cls, config: ModelConfig, seed: int = 0, std: float = 0.02, dtype: torch.dtype = torch.float32,
                device: torch.device | str = "cpu") -> Decoder:
-        """Random weights: for tests, benchmarks and training from nothing."""
+        """A decoder with random weights, for tests, benchmarks and training from scratch."""
         with torch.device(device):
             model = cls(config).to(dtype)
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -119,14 +130,15 @@ class Decoder(nn.Module):
         return model.requires_grad_(False)
 
     def forward(self, tokens: Tensor, attend: Attend, capture: tuple[int, ...] = ()) -> Hidden:
-        """tokens [R] -> final hidden states [R, H]; `capture` lists layers whose input is wanted too (-1: final)."""
+        """Hidden states of tokens [R]. `capture` lists the layers whose input is returned as features; -1 is the final hidden
+        state."""
         if isinstance(attend, PagedAttend):
             whole = self._in_one_call(tokens, attend, capture)
             if whole is not None:
                 return whole
         x: Tensor = self.embed(tokens)
         sizes = len(tokens), self.config.hidden_size, self.config.head_dim
-        if isinstance(attend, PagedAttend) and attend.ops.fuses(*sizes) and self._plain():
+        if isinstance(attend, PagedAttend) and attend.ops.should_fuse(*sizes) and self._plain():
             return self._fused(x, attend, capture)
         residual: Tensor | None = None
         kept: dict[int, Tensor] = {}
@@ -140,7 +152,7 @@ class Decoder(nn.Module):
         return Hidden(final, torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
 
     def _in_one_call(self, tokens: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden | None:
-        """All layers at once, where the kernels can."""
+        """Run all layers with one call of `Ops.decode`; None if the backend or a wrapped projection does not allow it."""
         if self._weights is None:
             if not all(layer.has_plain_products for layer in self.layers):
                 return None
@@ -150,6 +162,7 @@ class Decoder(nn.Module):
         return None if found is None else Hidden(*found)
 
     def _decoder_weights(self) -> DecoderWeights:
+        """The weights in the form that `Ops.decode` takes."""
         layers = []
         for layer in cast("list[Layer]", list(self.layers)):
             attention, mlp = layer.attention, layer.mlp
@@ -160,7 +173,8 @@ class Decoder(nn.Module):
         return DecoderWeights(self.embed.weight, tuple(layers), self.norm, self.config.num_heads, self.config.rms_eps)
 
     def _fused(self, residual: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden:
-        """Few rows: every product takes along what stands beside it, the last norm excepted. residual: the embedded tokens."""
+        """Run all layers with fused products, which pays for few rows; only the final norm is not fused. residual: the embedded
+        tokens."""
         ops, eps = attend.ops, self.config.rms_eps
         layers = cast("list[Layer]", list(self.layers))
         kept: dict[int, Tensor] = {}
@@ -180,12 +194,12 @@ class Decoder(nn.Module):
         return all(layer.plain for layer in self.layers)
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
-        """[R, H] -> [R, V]."""
+        """The logits [R, V] of hidden states [R, H]."""
         return self.head(hidden, ops)
 
 
 class Rope(nn.Module):
-    """cos and sin by position, in the precision the kernels compute in; not part of any checkpoint."""
+    """The cos and sin tables of the rotary embedding, in the precision that the kernels compute in; not part of checkpoints."""
 
     def __init__(self, config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Policies from GGUF files: metadata, names and quantised tensors, one at a time."""
+"""Reading GGUF checkpoints of llama.cpp: metadata, tensor names, and dequantisation, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ARCHITECTURES, ModelConfig, RopeConfig
-from paceline.models.files import load_tokenizer, named, one_line
-from paceline.models.names import gguf_to_hf
+from paceline.models.huggingface import load_tokenizer, one_line, with_file_name
 from paceline.models.rope import inverse_frequencies
+from paceline.models.state_dict import gguf_to_hf
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 
 
 class GgufCheckpoint:
+    """A GGUF file as a `weights.Checkpoint`."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = _read_gguf(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        metadata = named(path, GgufMetadata, self._reader)
-        self.config = named(path, gguf_config, metadata, self._tensors)
+        metadata = with_file_name(path, GgufMetadata, self._reader)
+        self.config = with_file_name(path, gguf_config, metadata, self._tensors)
         self._has_tokenizer = "tokenizer.ggml.tokens" in self._reader.fields
         factors = self._tensors.pop("rope_freqs.weight", None)
         if factors is not None:
-            rope = named(path, llama3_rope, self.config, _dequantised(factors))
+            rope = with_file_name(path, llama3_rope, self.config, _dequantised(factors))
             self.config = replace(self.config, rope=rope)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -40,7 +42,7 @@ class GgufCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors.items():
-            yield gguf_to_hf(name), self._unpermuted(name, named(self.path, _dequantised, tensor))
+            yield gguf_to_hf(name), self._unpermuted(name, with_file_name(self.path, _dequantised, tensor))
 
     def own_dtype(self, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -49,7 +51,8 @@ class GgufCheckpoint:
         return load_tokenizer(self.path.parent, gguf_file=self.path.name) if self._has_tokenizer else None
 
     def _unpermuted(self, name: str, tensor: Tensor) -> Tensor:
-        """llama.cpp interleaves the two halves of each rotary pair in its llama architecture, and only there."""
+        """Undo llama.cpp's permutation of q and k, which it applies to the llama architecture only: the two elements of a rotary
+        pair are adjacent there."""
         part = name.split(".")[-2]
         if self.config.architecture != "llama" or part not in ("attn_q", "attn_k"):
             return tensor
@@ -58,7 +61,7 @@ class GgufCheckpoint:
 
 
 class GgufMetadata:
-    """Values of a GGUF header by name; a key that starts with a dot belongs to the architecture."""
+    """The metadata of a GGUF file by key. A key that starts with a dot is prefixed with the name of the architecture."""
 
     def __init__(self, reader: GGUFReader) -> None:
         self._fields, self.arch = reader.fields, ""
@@ -81,7 +84,7 @@ class GgufMetadata:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Stored as float32: the short decimal that is meant, 1e-05 and not 9.9999997e-06."""
+        """A float32 value as the shortest decimal number that it stands for: 1e-05 instead of 9.9999997e-06."""
         return float(f"{self.get(key, default):.7g}")
 
     def _full(self, key: str) -> str:
@@ -89,6 +92,7 @@ class GgufMetadata:
 
 
 def gguf_config(metadata: GgufMetadata, tensors: Mapping[str, ReaderTensor]) -> ModelConfig:
+    """The model configuration in the metadata of a GGUF file."""
     kind = metadata.arch
     if kind not in ARCHITECTURES.values():
         known = ", ".join(dict.fromkeys(ARCHITECTURES.values()))
@@ -124,7 +128,7 @@ def _gguf_rope(metadata: GgufMetadata) -> RopeConfig:
         return RopeConfig(theta=theta, kind="linear", factor=factor, original_context=original)
     if kind != "yarn":
         raise ValueError(f"{metadata.arch}.rope.scaling.type: {kind} is not supported; known: none, linear, yarn")
-    # llama.cpp's attn_factor multiplies what yarn derives from the factor; ours (Hugging Face's) replaces it.
+    # llama.cpp's attn_factor multiplies the value that yarn derives from the factor; Hugging Face's attention_factor replaces it.
     extra, derived = metadata.number(".rope.scaling.attn_factor", 1.0), 0.1 * math.log(max(factor, 1.0)) + 1.0
     return RopeConfig(
         theta=theta, kind="yarn", factor=factor, original_context=original,
@@ -135,10 +139,10 @@ def _gguf_rope(metadata: GgufMetadata) -> RopeConfig:
 
 
 def llama3_rope(config: ModelConfig, divisors: Tensor) -> RopeConfig:
-    """The llama3 scaling behind `rope_freqs.weight`, which holds only what each frequency is divided by.
+    """Recover the llama3 scaling from `rope_freqs.weight`, which only holds the divisor d of each frequency.
 
-    Between its two corners the rule is 1/d = (1 - s)/factor + s with s = (original/wavelength - low)/(high - low).
-    Only original/low and original/high can be told from it, so low = 1 and high = 4 (as published) fix `original`.
+    Between the low and high frequency bounds, 1/d = (1 - s)/factor + s with s = (original/wavelength - low)/(high - low).
+    The divisors determine only original/low and original/high, so low = 1 and high = 4, as published, are assumed.
     """
     plain = replace(config.rope, kind="default", factor=1.0)
     frequencies, _ = inverse_frequencies(plain, config.head_dim)
@@ -182,5 +186,5 @@ def _dequantised(tensor: ReaderTensor) -> Tensor:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         raise ValueError(f"tensor {tensor.name}: {tensor.tensor_type.name} is not supported") from None
-    # A copy only where needed: float32 data is the file itself, read-only.
+    # Copies only if needed: float32 data is a read-only view of the file.
     return torch.from_numpy(numpy.require(values, numpy.float32, ["C", "W"]))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, with the scalings that published models use. Mathematics only."""
+"""Rotary position embedding: frequencies and cos/sin tables, with the scaling methods that published models use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.models.config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, head_dim / 2] float32."""
+    """The tables (cos, sin) for positions 0..length-1, each [length, head_dim / 2] float32."""
     inverse, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
     return angles.cos() * factor, angles.sin() * factor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """([head_dim / 2] float32, what cos and sin are multiplied with)."""
+    """Returns the inverse frequencies [head_dim / 2] float32 and the factor that multiplies cos and sin."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponent
     if rope.kind == "linear":
@@ -31,7 +31,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    """Llama 3 scaling: low frequencies are divided by the factor, high ones are kept, and those between are interpolated."""
     wavelength = 2 * math.pi / plain
     low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
     share = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -40,7 +40,8 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
-    """NTK-by-parts: dimensions that turn more than beta_fast times stay, fewer than beta_slow are divided."""
+    """YaRN (NTK-by-parts): dimensions with more than beta_fast rotations within the original context are kept, those with fewer
+    than beta_slow are divided by the factor, and those between are interpolated."""
 
     def dimension(rotations: float) -> float:
         turns = rope.original_context / (rotations * 2 * math.pi)
@@ -57,6 +58,8 @@ def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float
 
 
 def _yarn_attention(rope: RopeConfig) -> float:
+    """The factor of YaRN on cos and sin."""
+
     def mscale(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 

@@ -1,4 +1,4 @@
-"""Policies to disk: a folder that transformers, vLLM and SGLang load."""
+"""Saving a policy as a Hugging Face folder that transformers, vLLM and SGLang load."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
-from paceline.models.names import export_state
-from paceline.models.weights import INDEX_FILE, SINGLE_FILE
+from paceline.models.huggingface import INDEX_FILE, SINGLE_FILE
+from paceline.models.state_dict import export_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,8 @@ _SHARD_BYTES = 2 << 30
 
 def save_model(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path,
                max_shard_bytes: int = _SHARD_BYTES, overwrite: bool = False) -> None:
-    """A folder that transformers (and `load_model`) loads. It appears whole or not at all: written beside, renamed."""
+    """Save a model and its tokenizer as a Hugging Face folder. The folder is written next to its destination and renamed, so it
+    is never incomplete."""
     folder = Path(folder).absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
         raise ValueError(f"{folder}: exists and is not an empty folder")
@@ -35,7 +36,7 @@ def save_model(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        fresh = scratch / "new"  # not scratch itself, which only its owner may read
+        fresh = scratch / "new"  # a subfolder, because the temporary folder itself is readable by its owner only
         fresh.mkdir()
         _write_folder(model, tokenizer, fresh, raw, max_shard_bytes)
         _put_in_place(fresh, folder, scratch / "old")
@@ -74,7 +75,7 @@ def _write_folder(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, fol
 
 
 def _shards(state: Mapping[str, Tensor], max_shard_bytes: int) -> Iterator[list[str]]:
-    """Names in order, cut where a file would pass the limit; a tensor larger than it gets its own."""
+    """The tensor names of each shard, in order. A tensor larger than the limit gets a shard of its own."""
     names: list[str] = []
     size_bytes = 0
     for name, tensor in state.items():
@@ -87,7 +88,7 @@ def _shards(state: Mapping[str, Tensor], max_shard_bytes: int) -> Iterator[list[
 
 
 def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The `config.json` of this model, rope in the new spelling and in the one before transformers 5."""
+    """The `config.json` of a model, with the rotary embedding in the spelling of transformers 5 and in the one before."""
     architecture = next(name for name, kind in ARCHITECTURES.items() if kind == config.architecture)
     rope = _hf_rope(config.rope)
     eos = list(config.eos_token_ids)
@@ -99,7 +100,7 @@ def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rms_norm_eps": config.rms_eps, "rope_theta": config.rope.theta, "rope_parameters": rope,
         "rope_scaling": None if config.rope.kind == "default" else rope,
         "attention_bias": config.o_bias, "mlp_bias": config.mlp_bias, "tie_word_embeddings": config.tie_embeddings,
-        # A model loaded with a lower max_context still is what it was trained to be.
+        # A model that was loaded with a lower max_context keeps the context length it was trained for.
         "max_position_embeddings": max(config.max_context, config.rope.original_context),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None, "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -111,7 +112,7 @@ def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _hf_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Only what the kind knows: transformers warns about the rest."""
+    """Parameters of the rotary embedding. Only those of its scaling method, since transformers warns about others."""
     keys = {
         "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),

@@ -1,28 +1,25 @@
-"""Policies from disk or hub into the one decoder: Hugging Face folders (safetensors), hub ids and GGUF files.
+"""Loading a policy from a Hugging Face folder, the Hugging Face hub or a GGUF file.
 
-A checkpoint says its shapes first, so everything is checked before the first byte is copied; then its tensors come one
-at a time into parameters that already exist, so the peak is the weights plus one tensor.
+The shapes of a checkpoint are checked before any tensor is read. Then its tensors are copied one at a time into parameters that
+are already allocated, so peak memory is the model plus one tensor.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.files import load_tokenizer, named, one_line, read_json
 from paceline.models.gguf import GgufCheckpoint
-from paceline.models.names import check_shapes, load_state
+from paceline.models.huggingface import FolderCheckpoint, download_from_hub
+from paceline.models.state_dict import check_shapes, load_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,35 +28,45 @@ _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "float64": torch.float64, "fp64": torch.float64,
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
 }
-_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _CACHED_BYTES = 32 << 20
-"""Half precision saves reading weights from memory; where none are read it only costs conversions: two to three times as long."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-_HUB_PATTERNS = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+"""Models whose float32 weights are smaller than this (they fit into the CPU's cache) run in float32 on a CPU: half precision only
+saves memory traffic, and without any its conversions make a step two to three times as long."""
 
 
 class Checkpoint(Protocol):
-    """What `load_model` asks of a source."""
+    """A checkpoint that `load_model` can read."""
 
     path: Path
     config: ModelConfig
 
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors under Hugging Face's names."""
+        ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors under Hugging Face's names, one at a time."""
+        ...
 
-    def own_dtype(self, device: torch.device) -> torch.dtype: ...
+    def own_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype that "auto" selects on this device."""
+        ...
 
-    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer stored with the weights, if there is one."""
+        ...
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto",
                max_context: int | None = None) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
-    """A policy from a Hugging Face folder, a `.gguf` file or a hub id, without gradients; None: no tokenizer there.
+    """Load a policy from a Hugging Face folder, a `.gguf` file or a hub id. Returns the model, whose parameters require no
+    gradients, and its tokenizer (None if the checkpoint has none).
 
-    `dtype` "auto" is the checkpoint's own, but float32 on a CPU for a model that fits into its cache either way; GGUF becomes
-    float32 on a CPU and bfloat16 elsewhere. `max_context` lowers the longest sequence the model says it can take.
+    Args:
+        source: Folder, `.gguf` file or hub id.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. "auto" takes the checkpoint's own, but float32 for a small model on a CPU; GGUF files
+            become float32 on a CPU and bfloat16 elsewhere.
+        max_context: Reduces the longest sequence that the model accepts.
     """
     device = torch.device(device)
     wanted = parse_dtype(dtype)
@@ -77,7 +84,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Reads the configuration, no weights yet."""
+    """Open a checkpoint and read its configuration, but no weights."""
     path = Path(source).expanduser()
     if path.is_dir():
         return FolderCheckpoint(path)
@@ -85,11 +92,11 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         return GgufCheckpoint(path)
     if path.exists():
         raise ValueError(f"{path}: neither a model folder nor a .gguf file")
-    return FolderCheckpoint(_from_hub(str(source)))
+    return FolderCheckpoint(download_from_hub(str(source)))
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """None for "auto"."""
+    """The dtype of a name such as "bfloat16" or "bf16"; None for "auto"."""
     if dtype == "auto":
         return None
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -109,7 +116,7 @@ def check_device(device: str) -> None:
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """Parameters allocated once and not initialised; tied ones stay one tensor."""
+    """A decoder with uninitialised parameters on `device`. Tied parameters stay one tensor."""
     with torch.device("meta"):
         model = Decoder(config)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -127,99 +134,3 @@ def _limit_context(config: ModelConfig, max_context: int | None) -> ModelConfig:
     if not 0 < max_context <= config.max_context:
         raise ValueError(f"max_context: {max_context} is not within 1 .. {config.max_context}, what the model takes")
     return replace(config, max_context=max_context)
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ValueError(f"{name}: no such folder or file, and not a hub id")
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"]))
-    except GatedRepoError:
-        raise ValueError(f"{name}: this hub repository asks for a licence to be accepted and for a login") from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"{name}: no such folder here and no such repository on the hub") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, ConnectionError):
-        raise ValueError(f"{name}: no such folder here, not in the hub's cache, and the hub is not reached "
-                         "(offline, or HF_HUB_OFFLINE is set)") from None
-
-
-class FolderCheckpoint:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        raw = read_json(path / "config.json")
-        if raw.get("quantization_config"):
-            raise ValueError(f"{path / 'config.json'}: quantization_config: quantised folders are not read, only GGUF")
-        self.config = _with_generation_eos(named(path / "config.json", ModelConfig.from_hf, raw), path)
-        self._files = self._find_files()
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file, names in self._files.items():
-            with _opened(file) as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        return shapes
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for file, names in self._files.items():
-            with _opened(file) as tensors:
-                for name in names:
-                    yield name, tensors.get_tensor(name)
-
-    def own_dtype(self, device: torch.device) -> torch.dtype:
-        """As the first matrix is stored."""
-        for file, names in self._files.items():
-            with _opened(file) as tensors:
-                for part in map(tensors.get_slice, names):
-                    if len(part.get_shape()) == 2 and part.get_dtype() in _SAFETENSORS_DTYPES:
-                        return _SAFETENSORS_DTYPES[part.get_dtype()]
-        raise ValueError(f"{self.path}: no matrix of {', '.join(_SAFETENSORS_DTYPES)}; name the dtype")
-
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        if not any((self.path / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        return load_tokenizer(self.path)
-
-    def _find_files(self) -> dict[Path, list[str]]:
-        """File -> names of its tensors."""
-        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
-        if single.is_file():
-            with _opened(single) as tensors:
-                return {single: list(tensors.keys())}
-        if not index.is_file():
-            raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read")
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: weight_map is missing")
-        files: dict[Path, list[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(self.path / Path(file).name, []).append(name)
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{file}: this shard is named in {INDEX_FILE} and missing")
-        return files
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise ValueError(f"{file}: truncated, or not what its index says ({one_line(error)})") from None
-
-
-def _with_generation_eos(config: ModelConfig, path: Path) -> ModelConfig:
-    file = path / "generation_config.json"
-    eos = read_json(file).get("eos_token_id") if file.is_file() else None
-    more = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

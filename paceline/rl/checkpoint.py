@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.models.decoder import Decoder
-from paceline.models.names import load_state
 from paceline.models.save import save_model
+from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
 from paceline.rl.learner import Learner
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from paceline.kernels.reference.train_ops import TrainOps
+from paceline.kernels.reference.training import TrainOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Layer, Rope
-from paceline.models.names import load_state
+from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model, open_checkpoint
 from paceline.rl.batch import MicroBatch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.kernels import TorchOps
-from paceline.kernels.reference.draft_rank import rank
+from paceline.kernels.reference.drafting import rank_tokens
 from paceline.models.decoder import Decoder, Rope
 from paceline.packing import first_fit_decreasing
 from paceline.spot.attention import UnrolledAttend
@@ -115,7 +115,7 @@ class _Ranks:
         for o, t, token in zip(out.split(size), targets.split(size), sampled.split(size), strict=True):
             logits = self._drafter.logits(o, self._policy, self.ops)
             temperature = torch.full((len(o),), self._temperature, device=o.device)
-            candidates = rank(logits, self._noise(t, token, logits), temperature, self._tau, self._most).columns
+            candidates = rank_tokens(logits, self._noise(t, token, logits), temperature, self._tau, self._most).columns
             ids = self._drafter.draft_ids
             hit = (candidates if ids is None else ids[candidates]) == token[:, None]
             found.append(torch.where(hit.any(1), hit.int().argmax(1), self._most))

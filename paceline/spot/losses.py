@@ -266,6 +266,6 @@ def _plain(q: Tensor, p: Tensor, weight: Tensor, temperature: float, objective: 
 
 def _fused(q: Tensor, p: Tensor, weight: Tensor, temperature: float, objective: str) -> tuple[Tensor, ...]:
     """The same as `_plain` in one Triton kernel, which writes the gradient over q."""
-    from paceline.kernels.triton.loss import pull_  # imported here because Triton may be missing
+    from paceline.kernels.triton.drafter_loss import drafter_loss_  # imported here because Triton may be missing
 
-    return q, *pull_(q, p, weight, temperature, objective == "agreement")
+    return q, *drafter_loss_(q, p, weight, temperature, objective == "agreement")

@@ -13,7 +13,7 @@ from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
-from paceline.models.names import export_state, load_state
+from paceline.models.state_dict import export_state, load_state
 from paceline.models.weights import empty_model, load_model, parse_dtype
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import plain_policy, policy_folder, restore

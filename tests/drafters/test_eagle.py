@@ -53,7 +53,7 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
 
     def spy(view, missing, *sizes):
         drafts = real(view, missing, *sizes)
-        (request,) = [r for r in engine.scheduler.running if r.slot == int(view.lines.slots[0])]
+        (request,) = [r for r in engine.scheduler.running if r.slot == int(view.requests.slots[0])]
         made.append((list(request.tokens), drafts.tokens[0].tolist()))
         return drafts
 
@@ -84,7 +84,7 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
 
     def spy(view, window, *sizes):
         drafts = real(view, window, *sizes)
-        for line, (slot, context) in enumerate(zip(view.lines.slots.tolist(), view.lines.context.tolist(), strict=True)):
+        for line, (slot, context) in enumerate(zip(view.requests.slots.tolist(), view.requests.context.tolist(), strict=True)):
             text = texts[slot]
             made.append((text[: context + 1], drafts.tokens[line].tolist()))
             if rng.random() < 0.7:

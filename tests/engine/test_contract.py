@@ -12,7 +12,7 @@ from tiny import VOCAB, captured, eagle, model
 
 from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.config import EngineConfig
-from paceline.models.names import export_state
+from paceline.models.state_dict import export_state
 from paceline.types import StepView
 
 SHARED = [5, 9, 9, 2, 40, 17, 3, 3, 8]

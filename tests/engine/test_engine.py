@@ -14,7 +14,7 @@ from paceline.engine.prompts import derive_seed
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
-from paceline.models.names import export_state
+from paceline.models.state_dict import export_state
 
 
 def small(**options) -> EngineConfig:

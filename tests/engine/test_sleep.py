@@ -8,7 +8,7 @@ from tiny import eagle, model
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.engine.graphs import GraphReport
-from paceline.models.names import export_state
+from paceline.models.state_dict import export_state
 
 PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3]]
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.3, seed=2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import eagle, model
-from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_lines
+from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_requests
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
@@ -52,14 +52,14 @@ def test_move_tokens() -> None:
 
 
 @pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1), ([0, 0], 0)])
-def test_follow_rows(counts: list[int], least: int) -> None:
+def test_catch_up_rows(counts: list[int], least: int) -> None:
     """Windows longer than a text, nothing at all, contexts that end where sharing does."""
     batch = len(counts)
-    lines, stored, cache = random_lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,)), random_cache(8, slots=6)
+    requests, stored, cache = random_requests(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,)), random_cache(8, slots=6)
     request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
     back = torch.cat([torch.arange(count, 0, -1) for count in counts])
-    args = (lines, stored, cache, request, back, torch.tensor(counts), least, 77)
-    assert_same_rows(CPU.follow_rows(*args), TORCH.follow_rows(*args))
+    args = (requests, stored, cache, request, back, torch.tensor(counts), least, 77)
+    assert_same_rows(CPU.catch_up_rows(*args), TORCH.catch_up_rows(*args))
 
 
 @pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (5, 1, 9), (6, 4, 16), (3, 20, 127),
@@ -103,10 +103,11 @@ def test_drafting_survives_what_is_no_number() -> None:
     assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 2100 for row in ranked.columns.tolist())
     assert set(ranked.columns[3, :2].tolist()) == {0, 1}
     room = Candidates(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4))
-    CPU.collect(ranked, torch.zeros(4, 1), torch.full((4, 1), -1), None, room, 0)
-    beam = CPU.grow(room, 0, torch.zeros(4, 1, 2, dtype=torch.int64), random_lines(4, 6), random_cache(8, slots=6), 1, 4)
+    CPU.add_candidates(ranked, torch.zeros(4, 1), torch.full((4, 1), -1), None, room, 0)
+    beam = CPU.select_beam(room, 0, torch.zeros(4, 1, 2, dtype=torch.int64), random_requests(4, 6), random_cache(8, slots=6), 1,
+                           4)
     assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 4
-    assert CPU.choose(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 4
+    assert CPU.select_nodes(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 4
 
 
 # -- a small drafter in one call

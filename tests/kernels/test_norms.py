@@ -57,7 +57,7 @@ def test_fused_products_fall_back_to_their_parts():
     weight, other = normal(24, 32, dtype=dtype, seed=3), normal(96, 24, dtype=dtype, seed=4)
     got, total = ops.linear_norm(x, weight, None, residual, norm, 1e-5)
     expected, expected_total = REFERENCE.add_rms_norm(F.linear(x, weight), residual, norm, 1e-5)
-    assert not ops.fuses(5, 64, 16) and torch.allclose(total, expected_total, atol=1e-5)
+    assert not ops.should_fuse(5, 64, 16) and torch.allclose(total, expected_total, atol=1e-5)
     assert torch.allclose(got.complete(), expected, atol=1e-4)
     half_done = Normed(total * norm, total.square().sum(dim=1)[None], 1e-5)
     assert torch.allclose(half_done.complete(), expected, atol=1e-4)

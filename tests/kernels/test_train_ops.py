@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from packed import HEADS, KV_HEADS, assert_same, normal, rows_of, tables
 
 from paceline.kernels import TorchOps, apply_rope
-from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention, similar
-from paceline.kernels.reference.train_ops import TrainOps
+from paceline.kernels.reference.packed_attention import PackedPlan, group_by_length, join_rotated, packed_attention
+from paceline.kernels.reference.training import TrainOps
 
 LENGTHS = (5, 1, 30, 5, 29, 2, 31, 140, 7)
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -69,7 +69,7 @@ def test_sequences_do_not_see_each_other():
 
 def test_groups_hold_all_and_waste_little():
     lengths = [int(x) for x in torch.randint(1, 400, (200,), generator=torch.Generator().manual_seed(0))]
-    groups = similar(lengths)
+    groups = group_by_length(lengths)
     assert sum(group.size for group in groups) == len(lengths)
     assert sum(group.size * group.longest for group in groups) < 1.5 * sum(lengths)
     assert len(groups) < 20

@@ -1,4 +1,4 @@
-"""The Triton kernels against their torch twins: natively on a GPU, elsewhere through Triton's interpreter."""
+"""The Triton kernels against the torch reference: natively on a GPU, elsewhere through Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import warnings
 
 import pytest
 import torch
-from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_lines
+from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_requests
 
 from paceline.kernels import Candidates, Normed, PagedCache, SamplingTensors, Segments, TorchOps
-from paceline.kernels.reference.draft_rank import draft_topk
+from paceline.kernels.reference.drafting import draft_topk
 
 CUDA = torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
@@ -32,10 +32,7 @@ if not CUDA:
 
     interpreter._patch_lang_tensor = _patch_index
 
-from paceline.kernels.triton import attention as triton_attention  # noqa: E402
-from paceline.kernels.triton import fused as triton_fused  # noqa: E402
-from paceline.kernels.triton import linear as triton_linear  # noqa: E402
-from paceline.kernels.triton import plan as triton_plan  # noqa: E402
+from paceline.kernels.triton import attention, attention_plan, fused_linear, linear  # noqa: E402
 from paceline.kernels.triton.ops import TritonOps  # noqa: E402
 from paceline.models.attend import PagedAttend  # noqa: E402
 from paceline.models.config import ModelConfig  # noqa: E402
@@ -44,7 +41,7 @@ from paceline.spot.losses import Heads, target_loss  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 TORCH = TorchOps()
-# The interpreter multiplies bfloat16 matrices as if they were integers.
+# Triton's interpreter multiplies bfloat16 matrices as if they were integers.
 HALF = torch.bfloat16 if CUDA else torch.float16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -54,7 +51,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_default_device(DEVICE)
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's opinion of infinities
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy warns about infinities
     yield
     torch.set_default_device("cpu")
 
@@ -132,7 +129,7 @@ def test_draft_topk(ops: TritonOps, reduced: bool) -> None:
         torch.testing.assert_close(ours.logsumexp, theirs.logsumexp, rtol=1e-5, atol=1e-5)
 
 
-# -- between the products
+# -- elementwise operations
 
 
 @DTYPES
@@ -164,7 +161,7 @@ def test_rope_write(ops: TritonOps, dtype: torch.dtype, heads: int, kv_heads: in
 
 
 def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, PagedCache, Segments]:
-    """A plain row behind a long context, a tree, a causal chunk, a drafter's level (bits beyond its rows), padding."""
+    """A single token with a long context, a tree, a prompt chunk, a drafter level (mask bits beyond its rows), and padding."""
     lengths, contexts = [1, 7, 4, 2, 0], [290, 37, 0, 129, 0]
     masks = [[1, 0]] + _tree_mask([0, 0, 0, 1, 2, 2, 5]) + 4 * [[0, 0]] + [[1 | 1 << 40, 1 << 3], [2 | 1 << 41, -(2**63)]]
     segments = Segments(row=_int32([0, 1, 8, 12, 0]), length=_int32(lengths), slot=_int32([2, 0, 3, 1, 0]),
@@ -177,8 +174,8 @@ def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tupl
     (torch.float32, 6, 2, 16, 16, 1, True), (torch.float32, 7, 1, 40, 32, 4, True), (HALF, 4, 2, 32, 16, 4, False)])
 def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_m: int, splits: int, fused: bool) -> None:
     q, cache, segments = _mixed_step(dtype, heads, kv_heads, dim)
-    plan = triton_plan.make_plan(segments, len(q), heads, kv_heads, block_m, splits)
-    ours = triton_attention.attention(q, cache, segments, plan, dim**-0.5, fused)
+    plan = attention_plan.make_plan(segments, len(q), heads, kv_heads, block_m, splits)
+    ours = attention.attention(q, cache, segments, plan, dim**-0.5, fused)
     _close(ours[:14], TORCH.attention(q, cache, segments, dim**-0.5)[:14])
     assert bool(ours.isfinite().all())
     assert not bool(plan.counter.any())
@@ -187,20 +184,20 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, bloc
 
 @DTYPES
 @pytest.mark.parametrize(("block_n", "one_loop", "splits"), [(32, False, 4), (32, True, 1), (64, True, 4)])
-def test_attention_of_plain_rows_however_it_is_compiled(dtype: torch.dtype, block_n: int, one_loop: bool, splits: int) -> None:
+def test_attention_without_trees_for_all_launch_options(dtype: torch.dtype, block_n: int, one_loop: bool, splits: int) -> None:
     contexts = [290, 0, 63, 64, 127]
     segments = Segments(row=_int32([0, 1, 2, 3, 4]), length=_int32([1] * 5), slot=_int32([2, 0, 3, 1, 4]),
                         context=_int32(contexts), causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 5))
     q, cache = torch.randn(5, 6, 32).to(dtype), random_cache(20, 5, 2, 32, dtype)
-    plan = triton_plan.make_plan(segments, 5, 6, 2, 16, splits)
-    launch = triton_plan.Launch(block_n=block_n, one_loop=one_loop)
+    plan = attention_plan.make_plan(segments, 5, 6, 2, 16, splits)
+    launch = attention_plan.Launch(block_n=block_n, one_loop=one_loop)
     expected = TORCH.attention(q, cache, segments, 0.2)
     used = torch.zeros(len(cache.k), dtype=torch.bool)
     for slot, context in zip([2, 0, 3, 1, 4], contexts, strict=True):
         position = torch.arange(context + 1)
         used[cache.page_table[slot].long()[position // 16] * 16 + position % 16] = True
     cache.k[~used], cache.v[~used] = torch.nan, torch.nan
-    _close(triton_attention.attention(q, cache, segments, plan, 0.2, launch=launch), expected)
+    _close(attention.attention(q, cache, segments, plan, 0.2, launch=launch), expected)
 
 
 def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
@@ -222,7 +219,7 @@ def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     segments = Segments(row=_int32([0, 2, 11]), length=_int32([2, 9, 20]), slot=_int32([0, 1, 2]),
                         context=_int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
                         mask=torch.zeros(31, 2, dtype=torch.int64))
-    prefill = triton_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
+    prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
     plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
     _close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
 
@@ -257,19 +254,19 @@ def test_deterministic_attention_does_not_see_the_tree(dtype: torch.dtype, conte
 # -- matrix products
 
 
-CONFIGS = [triton_linear.Config(16, 32, 64), triton_linear.Config(16, 32, 64, split_k=3),
-           triton_linear.Config(16, 64, 32, split_k=2, swap=True),
-           triton_linear.Config(16, 64, 64, split_k=2, swap=True, tma=True)]
+CONFIGS = [linear.TileConfig(16, 32, 64), linear.TileConfig(16, 32, 64, split_k=3),
+           linear.TileConfig(16, 64, 32, split_k=2, swap=True),
+           linear.TileConfig(16, 64, 64, split_k=2, swap=True, tma=True)]
 
 
 @DTYPES
 @pytest.mark.parametrize("config", CONFIGS)
-def test_linear(dtype: torch.dtype, config: triton_linear.Config) -> None:
+def test_linear(dtype: torch.dtype, config: linear.TileConfig) -> None:
     counters = torch.zeros(64, dtype=torch.int32)
     for rows, inputs in ((1, 256), (20, 208)):
         x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((rows, inputs), (70, inputs), (70,)))
         expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-        _close(triton_linear.linear(x, weight, bias, config, counters), expected)
+        _close(linear.linear(x, weight, bias, config, counters), expected)
     assert not bool(counters.any())
 
 
@@ -279,12 +276,12 @@ def _matrices(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor
 
 @DTYPES
 @pytest.mark.parametrize("config", CONFIGS)
-def test_linear_norm(dtype: torch.dtype, config: triton_linear.Config) -> None:
+def test_linear_norm(dtype: torch.dtype, config: linear.TileConfig) -> None:
     """Product, residual and norm: the norm's last factor is left to the next product."""
     counters = torch.zeros(64, dtype=torch.int32)
     for rows, inputs, width in ((1, 256, 128), (20, 208, 70)):
         x, weight, bias, residual, norm = _matrices(dtype, (rows, inputs), (width, inputs), (width,), (rows, width), (width,))
-        ours, total = triton_fused.linear_norm(x, weight, bias, residual, norm, 1e-5, config, counters)
+        ours, total = fused_linear.linear_norm(x, weight, bias, residual, norm, 1e-5, config, counters)
         theirs, expected = TORCH.linear_norm(x.double(), weight.double(), bias.double(), residual.double(), norm.double(), 1e-5)
         _close(total, expected)
         _close(ours.complete(), theirs.rows)
@@ -300,7 +297,7 @@ def _half_normed(dtype: torch.dtype, rows: int, width: int) -> Normed:
 
 @DTYPES
 @pytest.mark.parametrize("config", CONFIGS)
-def test_gated_linear(dtype: torch.dtype, config: triton_linear.Config) -> None:
+def test_gated_linear(dtype: torch.dtype, config: linear.TileConfig) -> None:
     counters = torch.zeros(64, dtype=torch.int32)
     for rows, inputs, width in ((1, 256, 128), (20, 208, 70)):
         weight, bias = _matrices(dtype, (2 * width, inputs), (2 * width,))
@@ -308,20 +305,20 @@ def test_gated_linear(dtype: torch.dtype, config: triton_linear.Config) -> None:
         for normed in (x, Normed(x.rows)):
             wide = Normed(normed.complete() if normed.squares is None else Normed(x.rows.double(), x.squares, 1e-5).complete())
             expected = TORCH.gated_linear(Normed(wide.rows.double()), weight.double(), bias.double())
-            _close(triton_fused.gated(normed, weight, bias, config, counters), expected)
+            _close(fused_linear.gated_linear(normed, weight, bias, config, counters), expected)
     assert not bool(counters.any())
 
 
 @DTYPES
 @pytest.mark.parametrize(("dim", "config"), [(64, CONFIGS[0]), (64, CONFIGS[1]), (128, CONFIGS[2]), (128, CONFIGS[3])])
-def test_qkv_rope(dtype: torch.dtype, dim: int, config: triton_linear.Config) -> None:
+def test_qkv_rope(dtype: torch.dtype, dim: int, config: linear.TileConfig) -> None:
     heads, kv_heads, inputs, counters = 2, 1, 192, torch.zeros(64, dtype=torch.int32)
     for rows in (1, 20):
         weight, bias = _matrices(dtype, ((heads + 2 * kv_heads) * dim, inputs), ((heads + 2 * kv_heads) * dim,))
         x, angles, write = _half_normed(dtype, rows, inputs), torch.rand(rows, dim // 2), torch.randperm(32)[:rows]
         ours = PagedCache(*(torch.zeros(32, kv_heads, dim, dtype=dtype) for _ in "kv"), _int32([0]), 16)
         theirs = PagedCache(*(torch.zeros(32, kv_heads, dim, dtype=torch.float64) for _ in "kv"), _int32([0]), 16)
-        q = triton_fused.qkv_rope(x, weight, bias, heads, angles.cos(), angles.sin(), write, ours, config, counters)
+        q = fused_linear.qkv_rope(x, weight, bias, heads, angles.cos(), angles.sin(), write, ours, config, counters)
         wide = Normed(Normed(x.rows.double(), x.squares, 1e-5).complete())
         expected = TORCH.qkv_rope(wide, weight.double(), bias.double(), heads, angles.cos(), angles.sin(), write, theirs)
         for a, b in ((q, expected), (ours.k, theirs.k), (ours.v, theirs.v)):
@@ -375,15 +372,15 @@ def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], 
 
 
 @pytest.mark.parametrize(("counts", "least"), [([5, 5, 5, 5, 5], 1), ([0, 2, 4, 300, 1], 0), ([1], 1)])
-def test_follow_rows(ops: TritonOps, counts: list[int], least: int) -> None:
-    """Windows longer than a text, nothing at all, contexts that end where sharing does."""
+def test_catch_up_rows(ops: TritonOps, counts: list[int], least: int) -> None:
+    """Windows longer than the context, empty windows, and contexts that end with the shared pages."""
     batch = len(counts)
-    lines, stored = random_lines(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
+    requests, stored = random_requests(batch, 6), torch.randint(0, 1000, (6 * 8 * 16,))
     cache = random_cache(8, slots=6)
     request = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
     back = torch.cat([torch.arange(count, 0, -1) for count in counts])
-    args = (lines, stored, cache, request, back, torch.tensor(counts), least, 77)
-    assert_same_rows(ops.follow_rows(*args), TORCH.follow_rows(*args))
+    args = (requests, stored, cache, request, back, torch.tensor(counts), least, 77)
+    assert_same_rows(ops.catch_up_rows(*args), TORCH.catch_up_rows(*args))
 
 
 @pytest.mark.parametrize(("depth", "width", "budget"), [(4, 3, 12), (1, 1, 1), (5, 1, 5), (3, 20, 127), (2, 40, 99), (18, 7, 50)])
@@ -392,7 +389,7 @@ def test_a_tree_grows_and_is_chosen(ops: TritonOps, depth: int, width: int, budg
     assert_same_growth(ops, TORCH, depth, width, budget, reduced, batch=3)
 
 
-def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
+def test_drafting_survives_nan_logits(ops: TritonOps) -> None:
     """Columns stay within the vocabulary and parents within the tree, whatever the logits were."""
     logits = torch.randn(3, 2100)
     logits[1], logits[2, 7] = torch.nan, torch.nan
@@ -400,14 +397,14 @@ def test_drafting_survives_what_is_no_number(ops: TritonOps) -> None:
     ranked = ops.draft_topk(logits, zeros, zeros, torch.ones(3), 0.35, 4)
     assert bool(((ranked.columns >= 0) & (ranked.columns < 2100)).all())
     room = Candidates(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4))
-    ops.collect(ranked, torch.zeros(3, 1), torch.full((3, 1), -1), None, room, 0)
+    ops.add_candidates(ranked, torch.zeros(3, 1), torch.full((3, 1), -1), None, room, 0)
     cache = random_cache(8, slots=6)
-    beam = ops.grow(room, 0, torch.zeros(3, 1, 2, dtype=torch.int64), random_lines(3, 6), cache, 1, 4)
+    beam = ops.select_beam(room, 0, torch.zeros(3, 1, 2, dtype=torch.int64), random_requests(3, 6), cache, 1, 4)
     assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 3
-    assert ops.choose(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 3
+    assert ops.select_nodes(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 3
 
 
-# -- moving
+# -- moving accepted tokens
 
 
 def test_move_tokens(ops: TritonOps) -> None:
@@ -425,8 +422,8 @@ def test_move_tokens(ops: TritonOps) -> None:
 
 @pytest.mark.parametrize("objective", ["agreement", "cross_entropy"])
 @pytest.mark.parametrize(("vocabulary", "spread"), [(50, 3.0), (5000, 3.0), (2048, 60.0)])
-def test_a_drafters_loss_by_the_kernel_is_that_of_torch(objective, vocabulary, spread):
-    """Value, gradient and measures; distributions that hardly overlap and rows of no weight included."""
+def test_drafter_loss(objective, vocabulary, spread):
+    """Loss, gradient and metrics, including distributions that hardly overlap and rows of weight 0."""
     own, wanted = spread * torch.randn(3, 5, 16) / 4, spread * torch.randn(5, 16) / 4
     own[0, :2] = wanted[:2]
     head = torch.randn(vocabulary, 16).to(HALF)

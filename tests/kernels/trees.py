@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.engine.batch import INPUTS_PER_ROW, BatchBuilder
 from paceline.engine.graphs import CudaGraphs
-from paceline.kernels import Candidates, DraftRows, DraftTree, Lines, PagedCache, Segments, SlotTensors, TorchOps
-from paceline.kernels.reference.draft_rank import Ranked
+from paceline.kernels import Candidates, DraftRequests, DraftRows, DraftTree, PagedCache, Segments, SlotTensors, TorchOps
+from paceline.kernels.base import RankedTokens
 
 _SLOTS = 9
 
@@ -40,11 +40,11 @@ def random_drafts(lines: int, nodes: int, depth: int, vocab: int) -> tuple[Tenso
     return tokens.contiguous(), parents.contiguous(), depths.contiguous()
 
 
-def random_lines(batch: int, slots: int) -> Lines:
+def random_requests(batch: int, slots: int) -> DraftRequests:
     """The second has no committed token: padding."""
     context = torch.tensor([9, 0, 3, 17, 1][:batch])
-    return Lines(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)), torch.randint(-(2**60), 2**60, (batch,)),
-                 torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
+    return DraftRequests(torch.randperm(slots)[:batch], context, torch.randint(0, 50, (batch,)),
+                         torch.randint(-(2**60), 2**60, (batch,)), torch.rand(batch), torch.tensor([4, 0, 3, 0, 0][:batch]))
 
 
 def random_cache(num_pages: int, slots: int = 1, kv_heads: int = 1, dim: int = 16,
@@ -84,14 +84,14 @@ def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tenso
     mine = [3, 0, 7, 5, _SLOTS - 1, _SLOTS - 1][:batch]
     step = builder.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else builder.roots(mine)
     if drafts is not None:
-        family.flatten(*drafts, step.draft, step.tree, depth)
+        family.flatten_drafts(*drafts, step.draft, step.tree, depth)
     tree = DraftTree(*(x.clone() for x in step.tree))
     rows = family.build_rows(step.slots, tree, state)
     torch.manual_seed(1)
     num_rows = len(tree.tokens)
     sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows, dtype=dtype), torch.rand(num_rows)
     sampled[num_rows // 2] = -1
-    drawn = family.advance(step.slots, tree, state, sampled, logprobs, raw if with_raw else None, depth)
+    drawn = family.verify(step.slots, tree, state, sampled, logprobs, raw if with_raw else None, depth)
     state.last_token[-1] = 0  # of padding: whatever
     moved = [drawn.source, drawn.target] if depth else []
     left = [*tree, *rows[:3], *rows.segments, *rows.sampling, drawn.tokens, drawn.logprobs, drawn.num_drawn, *moved, *state[:8],
@@ -102,7 +102,7 @@ def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tenso
 def assert_same_growth(ours: TorchOps, theirs: TorchOps, depth: int, width: int, budget: int, reduced: bool,
                        dtype: torch.dtype = torch.float32, batch: int = 5) -> None:
     """Both grow trees level by level from the same random ranks, and choose the same nodes of them."""
-    lines, cache = random_lines(batch, 6), random_cache(12, slots=6)
+    requests, cache = random_requests(batch, 6), random_cache(12, slots=6)
     ids = torch.randperm(5000)[:400] if reduced else None
     total = width + (depth - 1) * width**2
     rooms = [Candidates(*(torch.zeros(batch, total, dtype=t) for t in (torch.int64, torch.int64, torch.float32))) for _ in "ab"]
@@ -110,20 +110,20 @@ def assert_same_growth(ours: TorchOps, theirs: TorchOps, depth: int, width: int,
     scores, origin = torch.zeros(batch, 1), torch.full((batch, 1), -1)
     for d in range(1, depth + 1):
         rows = batch * nodes
-        ranked = Ranked(torch.randn(rows, width, dtype=dtype), torch.randint(0, 400, (rows, width)),
+        ranked = RankedTokens(torch.randn(rows, width, dtype=dtype), torch.randint(0, 400, (rows, width)),
                         torch.full((rows,), 9.0, dtype=dtype))
         for family, room in zip((ours, theirs), rooms, strict=True):
-            family.collect(ranked, scores, origin, ids, room, first)
+            family.add_candidates(ranked, scores, origin, ids, room, first)
         if d < depth:
-            beam, twin = (family.grow(room, first, bits, lines, cache, d, width)
+            beam, twin = (family.select_beam(room, first, bits, requests, cache, d, width)
                           for family, room in zip((ours, theirs), rooms, strict=True))
             assert_same_rows(beam.rows, twin.rows)
             assert all(torch.equal(a, b) for a, b in zip(beam[1:], twin[1:], strict=True)), d
             first += nodes * width
             nodes, bits, scores, origin = width, beam.rows.segments.mask.view(batch, width, 2), beam.scores, beam.origin
     assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
-    *chosen, survival = ours.choose(rooms[0], width, budget)
-    *expected, expected_survival = theirs.choose(rooms[0], width, budget)
+    *chosen, survival = ours.select_nodes(rooms[0], width, budget)
+    *expected, expected_survival = theirs.select_nodes(rooms[0], width, budget)
     assert_same_tensors(chosen, expected)
     torch.testing.assert_close(survival, expected_survival)
     tokens, parents, depths = chosen

@@ -19,8 +19,8 @@ from paceline.kernels.reference.ops import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder, Rope
-from paceline.models.names import export_state, gguf_to_hf, hf_layout, load_state
 from paceline.models.save import save_model
+from paceline.models.state_dict import export_state, gguf_to_hf, hf_layout, load_state
 from paceline.models.weights import empty_model, load_model
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4,

@@ -9,7 +9,7 @@ from tiny import eagle, model
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.eagle_drafter import DraftView, EagleDrafter
-from paceline.kernels import Lines, PagedCache
+from paceline.kernels import DraftRequests, PagedCache
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
 from paceline.packing import first_fit_decreasing
@@ -67,9 +67,9 @@ def test_paths_equal_what_the_engines_drafter_computes(form):
     stored[:context] = features_of(policy, tokens, drafter.config.feature_layers)
     known = torch.zeros(64, dtype=torch.int64)
     known[:context] = torch.tensor(tokens[:-1])
-    lines = Lines(torch.tensor([0]), torch.tensor([context]), torch.tensor(tokens[-1:]), torch.tensor([1]), torch.tensor([0.0]),
-                  torch.tensor([0]))
-    view = DraftView(lines, known, stored, cache, spare=63)
+    requests = DraftRequests(torch.tensor([0]), torch.tensor([context]), torch.tensor(tokens[-1:]), torch.tensor([1]),
+                             torch.tensor([0.0]), torch.tensor([0]))
+    view = DraftView(requests, known, stored, cache, spare=63)
     seen: list[torch.Tensor] = []
     rope = Rope(policy.config, 256, torch.float64, "cpu")
     drafting = EagleDrafter(drafter, policy, rope, OPS, None, 0.0)

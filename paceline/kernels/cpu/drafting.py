@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DraftLayer, DraftRows, Lines, PagedCache
+from paceline.kernels.base import DraftLayer, DraftRequests, DraftRows, PagedCache
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, RowOps, segment_addresses
-from paceline.kernels.reference import draft_rows
+from paceline.kernels.reference import drafting
 
 PARALLEL_ROWS = 8
 """Up to so many rows of a level, one thread drafts."""
@@ -52,14 +52,14 @@ class DraftOps(RowOps, ABC):
                                 lambda: _LayerProgram(layer, cache, self.weights, size))
         return program.run(_threads(num_rows), rows, state, above)
 
-    def draft_tree(self, layer: DraftLayer, lines: Lines, state: Tensor, cache: PagedCache, tau: Tensor, depth: int, width: int,
-                   budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        batch = len(lines.slots)
+    def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
+                   width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        batch = len(requests.slots)
         if layer.head is None or not self._serves(layer, state, cache, batch * width) or self.weights.panels(layer.head) is None:
             return None
         program = self._program(("tree", batch, depth, width, budget, tau.data_ptr(), *_identity(layer, cache)),
                                 lambda: _TreeProgram(layer, cache, self.weights, tau, batch, depth, width, budget))
-        return program.run(_threads(batch * width), lines, state)
+        return program.run(_threads(batch * width), requests, state)
 
     def _serves(self, layer: DraftLayer, state: Tensor, cache: PagedCache, num_rows: int) -> bool:
         matrices = [weight for weight in (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
@@ -142,7 +142,7 @@ class _TreeProgram:
                         logsumexp=room["logsumexp"].data_ptr(), scores=scores, origin=origins,
                         draft_ids=address(INT, layer.draft_ids), tokens=found["tokens"], parents=found["parents"],
                         candidate_scores=found["scores"], num_lines=batch, num_nodes=nodes, width=width, first=first,
-                        num_candidates=total, wide_values=acc == torch.float64, shrink=draft_rows.SHRINK)
+                        num_candidates=total, wide_values=acc == torch.float64, shrink=drafting.SHRINK)
 
         rank("state", batch, "seed", "next_position", "temperature")
         collect(room["root_scores"].data_ptr(), room["root_origin"].data_ptr(), 1, 0)
@@ -166,12 +166,12 @@ class _TreeProgram:
                     out_tokens="out_tokens", out_parents="out_parents", out_depths="out_depths", survival="survival",
                     num_lines=batch, num_candidates=total, num_kept=self._count, width=width)
 
-    def run(self, threads: int, lines: Lines, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def run(self, threads: int, requests: DraftRequests, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens, parents, depths = torch.empty(3, self._batch, self._count, dtype=INT).unbind()
-        survival, following = torch.empty(self._batch, self._count), lines.context + 1
-        self._program.run(threads, state=address(state.dtype, state), slots=address(INT, lines.slots),
-                          context=address(INT, lines.context), seed=address(INT, lines.seed),
-                          next_position=address(INT, following), temperature=address(REAL, lines.temperature),
+        survival, following = torch.empty(self._batch, self._count), requests.context + 1
+        self._program.run(threads, state=address(state.dtype, state), slots=address(INT, requests.slots),
+                          context=address(INT, requests.context), seed=address(INT, requests.seed),
+                          next_position=address(INT, following), temperature=address(REAL, requests.temperature),
                           out_tokens=tokens.data_ptr(), out_parents=parents.data_ptr(), out_depths=depths.data_ptr(),
                           survival=survival.data_ptr())
         return tokens, parents, depths, survival

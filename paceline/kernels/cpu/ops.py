@@ -18,7 +18,7 @@ from paceline.kernels.cpu.decoder import DecoderProgram, program_key
 from paceline.kernels.cpu.drafting import DraftOps
 from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
-from paceline.kernels.reference.ops import cache_index, visibility
+from paceline.kernels.reference.ops import segment_cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
 """Elementwise kernels touch fewer elements than this on one thread: waking the others costs more."""
@@ -220,7 +220,7 @@ def _threads_for(num_elements: int) -> int:
 
 def _attend_long(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale: float) -> Tensor:
     """A prompt's chunk: gather keys and values once, then torch's own blocked attention."""
-    index = cache_index(cache, segments, i)
+    index = segment_cache_index(cache, segments, i)
     k, v = (x.index_select(0, index).transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, Hkv, L, D]
     square = int(segments.context[i]) == 0
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, None if square else visibility(segments, i),

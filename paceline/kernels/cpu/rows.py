@@ -1,6 +1,6 @@
 """Trees as rows and the choice of draft tokens on a CPU, one call each.
 
-The reference is `kernels/reference/{tree_rows,draft_rows,draft_rank}.py`. Where scores are equal the lower candidate wins; a
+The reference is `kernels/reference/{tree,drafting}.py`. Where scores are equal the lower candidate wins; a
 score that is not a number counts as the worst.
 """
 
@@ -15,18 +15,18 @@ from paceline.kernels.base import (
     Beam,
     Candidates,
     DecodeRows,
+    DraftRequests,
     DraftRows,
     DraftTree,
-    Drawn,
-    Lines,
     PagedCache,
+    RankedTokens,
+    SampledTokens,
     SamplingTensors,
     Segments,
     SlotTensors,
 )
 from paceline.kernels.cpu.call import address, run
-from paceline.kernels.reference import draft_rows
-from paceline.kernels.reference.draft_rank import Ranked
+from paceline.kernels.reference import drafting
 from paceline.kernels.reference.ops import TorchOps
 
 PARALLEL_NOISE = 1 << 12
@@ -47,7 +47,8 @@ class Movable(NamedTuple):
 class RowOps(TorchOps):
     """The part of `base.Ops` between matrix products."""
 
-    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+    def flatten_drafts(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree,
+                       max_depth: int) -> None:
         num_rows = len(tree.tokens)
         if not num_rows:
             return
@@ -76,13 +77,13 @@ class RowOps(TorchOps):
         return DecodeRows(tokens, positions, write, segments,
                           SamplingTensors(seed, following, temperature, top_k, top_p, min_p))
 
-    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
-                max_depth: int) -> Drawn:
+    def verify(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+               max_depth: int) -> SampledTokens:
         batch, columns, num_rows = len(slots), max_depth + 1, len(tree.tokens)
         if num_rows == 0 or logprobs.element_size() < 4 or (raw is not None and raw.element_size() < 4):
-            return super().advance(slots, tree, of, sampled, logprobs, raw, max_depth)
+            return super().verify(slots, tree, of, sampled, logprobs, raw, max_depth)
         tokens, source, target = torch.empty(3, batch, columns, dtype=INT).unbind()
-        drawn = Drawn(tokens, logprobs.new_empty(batch, columns), None if raw is None else raw.new_empty(batch, columns),
+        drawn = SampledTokens(tokens, logprobs.new_empty(batch, columns), None if raw is None else raw.new_empty(batch, columns),
                       torch.empty(batch, dtype=INT), source, target)
         logprobs, raw = logprobs.contiguous(), None if raw is None else raw.contiguous()
         run("advance", INT, 1, slots=address(INT, slots), first=address(INT, tree.first), length=address(INT, tree.length),
@@ -107,13 +108,13 @@ class RowOps(TorchOps):
             target=address(INT, target), num_tensors=len(what.tensors), num_lines=num_lines, num_columns=num_columns)
 
     def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
-                   token_ids: Tensor | None = None) -> Ranked:
+                   token_ids: Tensor | None = None) -> RankedTokens:
         wide = WIDE.get(logits.dtype)
         num_rows, vocab = logits.shape
         if wide is None or num_rows == 0 or not 0 < k <= vocab:
             return super().draft_topk(logits, seed, position, temperature, tau, k, token_ids)
         logits = logits.contiguous()
-        ranked = Ranked(torch.empty(num_rows, k, dtype=wide), torch.empty(num_rows, k, dtype=INT),
+        ranked = RankedTokens(torch.empty(num_rows, k, dtype=wide), torch.empty(num_rows, k, dtype=INT),
                         torch.empty(num_rows, dtype=wide))
         threads = 1 if num_rows * vocab < PARALLEL_NOISE else min(num_rows, torch.get_num_threads())
         tau_address, tau_value = (address(REAL, tau), 0.0) if isinstance(tau, Tensor) else (0, tau)
@@ -123,36 +124,38 @@ class RowOps(TorchOps):
             num_rows=num_rows, vocab=vocab, k=k, tau=tau_address, tau_value=tau_value)
         return ranked
 
-    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
-                    least: int, spare: int) -> DraftRows:
+    def catch_up_rows(self, requests: DraftRequests, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor,
+                      counts: Tensor, least: int, spare: int) -> DraftRows:
         num_rows, num_lines = len(request), len(counts)
         tokens, positions, write = torch.empty(3, num_rows, dtype=INT).unbind()
         segments = _segments(num_lines, torch.empty(num_rows, 2, dtype=INT))
-        run("follow_rows", INT, 1, slots=address(INT, lines.slots), context=address(INT, lines.context),
-            last_token=address(INT, lines.last_token), shared=address(INT, lines.shared), stored=address(INT, stored),
+        run("follow_rows", INT, 1, slots=address(INT, requests.slots), context=address(INT, requests.context),
+            last_token=address(INT, requests.last_token), shared=address(INT, requests.shared), stored=address(INT, stored),
             page_table=address(HALF, cache.page_table), request=address(INT, request), back=address(INT, back),
             counts=address(INT, counts), tokens=tokens.data_ptr(), positions=positions.data_ptr(), write=write.data_ptr(),
             mask=segments.mask.data_ptr(), **segment_addresses(segments), num_rows=num_rows, num_lines=num_lines, least=least,
             spare=spare, page_size=cache.page_size, table_columns=cache.page_table.shape[1])
         return DraftRows(tokens, positions, write, segments)
 
-    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
+    def add_candidates(self, ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,
+                       first: int) -> None:
         (batch, nodes), width = scores.shape, ranked.columns.shape[1]
         assert ranked.values.dtype == ranked.logsumexp.dtype and ranked.values.is_contiguous()
         run("collect", INT, 1, values=ranked.values.data_ptr(), columns=address(INT, ranked.columns),
             logsumexp=ranked.logsumexp.data_ptr(), scores=address(REAL, scores), origin=address(INT, origin),
             draft_ids=address(INT, ids), tokens=address(INT, into.tokens), parents=address(INT, into.parents),
             candidate_scores=address(REAL, into.scores), num_lines=batch, num_nodes=nodes, width=width, first=first,
-            num_candidates=into.tokens.shape[1], wide_values=ranked.values.element_size() == 8, shrink=draft_rows.SHRINK)
+            num_candidates=into.tokens.shape[1], wide_values=ranked.values.element_size() == 8, shrink=drafting.SHRINK)
 
-    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
-        batch, nodes = len(lines.slots), bits.shape[1]
+    def select_beam(self, found: Candidates, first: int, bits: Tensor, requests: DraftRequests, cache: PagedCache, depth: int,
+                    width: int) -> Beam:
+        batch, nodes = len(requests.slots), bits.shape[1]
         tokens, positions, write, above, origin, seed, following = torch.empty(7, batch * width, dtype=INT).unbind()
         temperature, scores = torch.empty(2, batch * width, dtype=REAL).unbind()
         segments = _segments(batch, torch.empty(batch * width, 2, dtype=INT))
         run("grow", INT, 1, tokens=address(INT, found.tokens), scores=address(REAL, found.scores), bits=address(INT, bits),
-            slots=address(INT, lines.slots), context=address(INT, lines.context), seed=address(INT, lines.seed),
-            temperature=address(REAL, lines.temperature), page_table=address(HALF, cache.page_table),
+            slots=address(INT, requests.slots), context=address(INT, requests.context), seed=address(INT, requests.seed),
+            temperature=address(REAL, requests.temperature), page_table=address(HALF, cache.page_table),
             row_tokens=tokens.data_ptr(), positions=positions.data_ptr(), write=write.data_ptr(), above=above.data_ptr(),
             origin=origin.data_ptr(), row_seed=seed.data_ptr(), next_position=following.data_ptr(),
             mask=segments.mask.data_ptr(), row_temperature=temperature.data_ptr(), row_scores=scores.data_ptr(),
@@ -161,7 +164,7 @@ class RowOps(TorchOps):
         return Beam(DraftRows(tokens, positions, write, segments), above, scores.view(batch, width), origin.view(batch, width),
                     seed, following, temperature)
 
-    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def select_nodes(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         batch, total = found.tokens.shape
         count = min(budget, total)
         tokens, parents, depths = torch.empty(3, batch, count, dtype=INT).unbind()

@@ -1,1 +1,1 @@
-"""Plain torch kernels: the reference, on any device, differentiable. Every faster family is tested against them."""
+"""The reference kernels in plain torch: any device and dtype, differentiable. Every faster backend is tested against them."""

@@ -1,4 +1,4 @@
-"""The reference family: plain torch, any device and dtype. What the fast families must equal; slow and readable."""
+"""The reference backend: plain torch on any device and dtype, slow and readable. The faster backends are tested against it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from paceline.kernels.base import (
     DecodeRows,
     DecoderWeights,
     DraftLayer,
+    DraftRequests,
     DraftRows,
     DraftTree,
-    Drawn,
-    Lines,
     Normed,
     PagedCache,
+    RankedTokens,
+    SampledTokens,
     SamplingTensors,
     Segments,
     SlotTensors,
+    cache_index,
 )
 from paceline.kernels.noise import gumbel, gumbel_all
-from paceline.kernels.reference import draft_rows, tree_rows
-from paceline.kernels.reference.draft_rank import Ranked, rank
+from paceline.kernels.reference import drafting
+from paceline.kernels.reference import tree as tree_ops
 
 
 class TorchOps:
-    """See `base.Ops`. Differentiable: linear, rms_norm, add_rms_norm, silu_mul."""
+    """The reference implementation of `base.Ops`. linear, rms_norm, add_rms_norm and silu_mul are differentiable."""
 
     name = "torch"
 
@@ -65,7 +67,7 @@ class TorchOps:
         cache.v[write] = v.to(cache.v.dtype)
         return apply_rope(q, cos, sin).to(qkv.dtype)
 
-    def fuses(self, num_rows: int, hidden: int, head_dim: int) -> bool:
+    def should_fuse(self, num_rows: int, hidden: int, head_dim: int) -> bool:
         return False
 
     def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
@@ -96,21 +98,22 @@ class TorchOps:
                 out[row : row + length] = attend_segment(q[row : row + length], cache, segments, i, scale)
         return out
 
-    def flatten(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
-        tree_rows.flatten(tokens, parents, depths, draft, tree, max_depth)
+    def flatten_drafts(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree,
+                       max_depth: int) -> None:
+        tree_ops.flatten_drafts(tokens, parents, depths, draft, tree, max_depth)
 
     def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
-        return tree_rows.build_rows(slots, tree, of)
+        return tree_ops.build_rows(slots, tree, of)
 
-    def advance(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
-                max_depth: int) -> Drawn:
-        return tree_rows.advance(slots, tree, of, sampled, logprobs, raw, max_depth)
+    def verify(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+               max_depth: int) -> SampledTokens:
+        return tree_ops.verify(slots, tree, of, sampled, logprobs, raw, max_depth)
 
     def movable(self, tensors: list[Tensor]) -> Any:
         return tensors
 
     def move_tokens(self, what: Any, source: Tensor, target: Tensor) -> None:
-        if source.device.type == "cpu":  # nothing to wait for: copy only what moves, usually nothing
+        if source.device.type == "cpu":  # comparing costs no synchronisation here, and usually nothing moves
             moved = source != target
             if not bool(moved.any()):
                 return
@@ -124,71 +127,72 @@ class TorchOps:
         scaled = logits / torch.where(greedy, 1.0, params.temperature).to(logits.dtype)[:, None]
         kept = torch.where(scaled >= thresholds(scaled, params)[:, None], scaled, -torch.inf)  # [R, V]
         noise = torch.where(greedy[:, None], 0.0, gumbel_all(params.seed, params.position, logits.shape[1]))
-        token = (kept + noise).argmax(dim=-1)  # the lowest index wins a tie
+        token = (kept + noise).argmax(dim=-1)  # argmax takes the lowest index of a tie
         logprob = scaled.gather(1, token[:, None])[:, 0] - kept.logsumexp(dim=-1)
         logprob = torch.where(greedy, 0.0, logprob)
         bad = ~scaled.amax(dim=-1).isfinite()  # amax is NaN where any logit is
         return torch.where(bad, -1, token), torch.where(bad, torch.nan, logprob)
 
     def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
-                   token_ids: Tensor | None = None) -> Ranked:
+                   token_ids: Tensor | None = None) -> RankedTokens:
         ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-        return rank(logits, self.gumbel(seed, position, ids), temperature, tau, k)
+        return drafting.rank_tokens(logits, self.gumbel(seed, position, ids), temperature, tau, k)
 
-    def follow_rows(self, lines: Lines, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor, counts: Tensor,
-                    least: int, spare: int) -> DraftRows:
-        return draft_rows.follow_rows(lines, stored, cache, request, back, counts, least, spare)
+    def catch_up_rows(self, requests: DraftRequests, stored: Tensor, cache: PagedCache, request: Tensor, back: Tensor,
+                      counts: Tensor, least: int, spare: int) -> DraftRows:
+        return drafting.catch_up_rows(requests, stored, cache, request, back, counts, least, spare)
 
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:
         return None
 
-    def draft_tree(self, layer: DraftLayer, lines: Lines, state: Tensor, cache: PagedCache, tau: Tensor, depth: int, width: int,
-                   budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
+                   width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         return None
 
-    def collect(self, ranked: Ranked, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates, first: int) -> None:
-        draft_rows.collect(ranked, scores, origin, ids, into, first)
+    def add_candidates(self, ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,
+                       first: int) -> None:
+        drafting.add_candidates(ranked, scores, origin, ids, into, first)
 
-    def grow(self, found: Candidates, first: int, bits: Tensor, lines: Lines, cache: PagedCache, depth: int, width: int) -> Beam:
-        return draft_rows.grow(found, first, bits, lines, cache, depth, width)
+    def select_beam(self, found: Candidates, first: int, bits: Tensor, requests: DraftRequests, cache: PagedCache, depth: int,
+                    width: int) -> Beam:
+        return drafting.select_beam(found, first, bits, requests, cache, depth, width)
 
-    def choose(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return draft_rows.choose(found, width, budget)
+    def select_nodes(self, found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return drafting.select_nodes(found, width, budget)
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         return gumbel(seed, position, token_ids)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2), the convention of Llama in transformers. x [R, H, D]; cos, sin [R, D/2]."""
+    """Apply the rotary embedding to pairs (i, i + D/2), as transformers does for Llama. x [R, H, D]; cos, sin [R, D/2]."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def attend_segment(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale: float) -> Tensor:
-    """Attention of segment i's rows q [n, H, D] over its committed context and each other."""
+    """Attention of the rows q [n, H, D] of segment i to the committed tokens of its request and to each other."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
-    index, visible = cache_index(cache, segments, i), visibility(segments, i)  # [L], [n, L]
+    index, visible = segment_cache_index(cache, segments, i), visibility(segments, i)  # [L], [n, L]
     k, v = at_least_float32(cache.k[index]), at_least_float32(cache.v[index])  # [L, Hkv, D]
-    # Heads of one group share a key/value head: [n, Hkv, G, D]
+    # The query heads of one group share a key/value head: [n, Hkv, G, D]
     grouped = at_least_float32(q).view(length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("nhgd,lhd->hgnl", grouped, k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("hgnl,lhd->nhgd", weights, v).reshape(length, num_heads, head_dim).to(q.dtype)
 
 
-def cache_index(cache: PagedCache, segments: Segments, i: int) -> Tensor:
-    """Where in the cache the keys of segment i lie, in logical order: [context + span]."""
-    position = torch.arange(int(segments.context[i]) + span(segments, i), device=cache.k.device)
-    page = cache.page_table[int(segments.slot[i])].long()[position // cache.page_size]
-    return page * cache.page_size + position % cache.page_size
+def segment_cache_index(cache: PagedCache, segments: Segments, i: int) -> Tensor:
+    """Cache indices of all keys that segment i can attend to, in logical order: [context + span] int64."""
+    positions = torch.arange(int(segments.context[i]) + span(segments, i), device=cache.k.device)
+    return cache_index(cache, int(segments.slot[i]), positions)
 
 
 def visibility(segments: Segments, i: int) -> Tensor:
-    """Which keys each row of segment i sees: [length, context + span] bool."""
+    """Attention mask of segment i, True where a row attends to a key: [length, context + span] bool."""
     row, length, context = int(segments.row[i]), int(segments.length[i]), int(segments.context[i])
     device = segments.mask.device
     inside = torch.arange(span(segments, i), device=device)
@@ -201,7 +205,7 @@ def visibility(segments: Segments, i: int) -> Tensor:
 
 
 def span(segments: Segments, i: int) -> int:
-    """How far behind the context segment i looks: its own rows, or up to the highest bit in their masks."""
+    """Number of positions behind the context that segment i can attend to: its rows, or up to the highest bit of their masks."""
     row, length = int(segments.row[i]), int(segments.length[i])
     if bool(segments.causal[i]):
         return length
@@ -210,7 +214,7 @@ def span(segments: Segments, i: int) -> int:
 
 
 def thresholds(scaled: Tensor, params: SamplingTensors) -> Tensor:
-    """top-k, then top-p of what is left, then min-p: a row keeps exactly its scaled logits >= threshold. [R]"""
+    """Filter threshold of every row [R]: exactly the scaled logits >= threshold remain after top-k, then top-p, then min-p."""
     vocab = scaled.shape[1]
     bound = scaled.new_full((scaled.shape[0],), -torch.inf)
     on = params.temperature > 0
@@ -221,7 +225,7 @@ def thresholds(scaled: Tensor, params: SamplingTensors) -> Tensor:
         ordered = scaled[rows].sort(dim=-1, descending=True).values
         k = torch.where(top_k[rows], params.top_k[rows].long(), vocab)
         kth = ordered.gather(1, k[:, None] - 1)  # [n, 1]
-        # Probabilities summed in float64: a sum of many float32 would drift past top_p.
+        # Probabilities are summed in float64: in float32 the rounding errors of a large vocabulary would exceed top_p.
         mass = ordered.double().masked_fill(ordered < kth, -torch.inf).softmax(dim=-1).cumsum(dim=-1)
         num_kept = ((mass < params.top_p[rows, None].double()).sum(dim=-1, keepdim=True) + 1).clamp(max=vocab)
         last = ordered.gather(1, num_kept - 1)
@@ -234,7 +238,7 @@ def thresholds(scaled: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """At least float32."""
+    """x itself in float32 or float64, otherwise converted to float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

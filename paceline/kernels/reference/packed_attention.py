@@ -1,5 +1,5 @@
-"""Causal attention within whole sequences that lie side by side, with gradients: what a trainer needs. On a GPU in half precision
-one variable-length call; elsewhere sequences of similar length share a call, padded for the attention alone."""
+"""Differentiable causal attention over packed sequences, for training. On a GPU in half precision this is one variable-length
+call; otherwise sequences of similar length share a call and are padded for the attention only."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _SPARE_ROWS = 64
-"""Padding that is cheaper than another call …"""
+"""Number of padding rows that cost less than a separate attention call."""
 _SPARE_SHARE = 0.25
-"""… and padding per row that is cheaper than it."""
+"""Number of padding rows per real row, in addition to _SPARE_ROWS, that cost less than a separate attention call."""
 
 
 class Group(NamedTuple):
-    """Sequences that share a call."""
+    """Sequences that share an attention call."""
 
-    size: int
-    longest: int
+    size: int  # number of sequences
+    longest: int  # their length after padding
 
 
 class PackedPlan:
-    """Worked out once for all layers of a forward pass."""
+    """How packed sequences of given lengths are attended to; computed once and used by all layers of a forward pass."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths, self.device = tuple(lengths), device
 
     @cached_property
     def cumulative(self) -> Tensor:
-        """[S + 1] int32: where each sequence begins."""
+        """Cumulative sequence lengths [S + 1] int32, starting with 0."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(self.device, torch.int32)
 
     @cached_property
     def groups(self) -> list[Group]:
-        return similar(self.lengths)
+        """The sequences, longest first, in groups that share a call."""
+        return group_by_length(self.lengths)
 
     @cached_property
     def places(self) -> Tensor | None:
-        """[R] int64: each row's place among the groups' padded rows; None: its own."""
+        """Index [R] int64 of each row among the padded rows of all groups, or None if no row moves."""
         order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
         starts, at = torch.zeros(len(order), dtype=torch.int64), 0
         of_rank = [group.longest for group in self.groups for _ in range(group.size)]
@@ -54,8 +55,9 @@ class PackedPlan:
         return places.to(self.device)
 
 
-def similar(lengths: Sequence[int]) -> list[Group]:
-    """Longest first, joined while padding costs less than a call of their own would."""
+def group_by_length(lengths: Sequence[int]) -> list[Group]:
+    """Group sequences of similar length, longest first. A sequence joins a group if its padding costs less than a separate
+    call."""
     groups: list[Group] = []
     rows = 0  # of the last group, without padding
     for length in sorted(lengths, reverse=True):
@@ -70,11 +72,12 @@ def similar(lengths: Sequence[int]) -> list[Group]:
 
 
 def packed_attention(qkv: Tensor, num_heads: int, num_kv_heads: int, plan: PackedPlan) -> Tensor:
-    """qkv [R, H + 2 Hkv, D], rotated -> [R, H, D]."""
+    """Causal attention within each sequence: qkv [R, H + 2 Hkv, D] after the rotary embedding -> [R, H, D]."""
     heads = (num_heads, num_kv_heads, num_kv_heads)
     if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
         q, k, v = qkv.split(heads, dim=1)
-        # The operator behind `varlen_attn`, whose signature differs between torch 2.11, 2.12 and 2.13; this one's does not.
+        # The operator behind `varlen_attn`, called directly because the signature of `varlen_attn` differs between torch 2.11,
+        # 2.12 and 2.13.
         longest, starts = max(plan.lengths), plan.cumulative
         return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[0]
     sizes = [group.size * group.longest for group in plan.groups]
@@ -86,13 +89,15 @@ def packed_attention(qkv: Tensor, num_heads: int, num_kv_heads: int, plan: Packe
 
 
 def _group_attention(qkv: Tensor, heads: tuple[int, int, int], group: Group) -> Tensor:
-    """Padding stands behind the rows that count, so none of those sees it."""
+    """Attention of one group. Padding comes after the real rows of a sequence, so with a causal mask no real row attends to
+    it."""
     q, k, v = qkv.unflatten(0, tuple(group)).transpose(1, 2).split(heads, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
 
 def join_rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q [R, H, D] and k [R, Hkv, D] rotated by cos, sin [R, D/2] in their precision, and v: [R, H + 2 Hkv, D] of v's dtype."""
+    """Apply the rotary embedding cos, sin [R, D/2], in their precision, to q [R, H, D] and k [R, Hkv, D], and concatenate q, k
+    and v to [R, H + 2 Hkv, D] in the dtype of v."""
     return _JoinRotated.apply(q, k, v, cos, sin)
 
 
@@ -111,7 +116,7 @@ class _JoinRotated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
-        """A rotation's gradient is turned back."""
+        """The gradient of a rotation is the gradient rotated back."""
         cos, sin = ctx.saved_tensors
         dq, dk, dv = grad.split(ctx.heads, dim=1)
         back = [_rotate(x, cos, sin, -1, torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format))
@@ -120,7 +125,7 @@ class _JoinRotated(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int, out: Tensor) -> Tensor:
-    """Pairs (i, i + D/2), as `apply_rope`, written into `out`."""
+    """`apply_rope` written into `out`; direction -1 rotates back."""
     target = out if out.dtype == cos.dtype else torch.empty_like(out, dtype=cos.dtype)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     to_first, to_second = target.chunk(2, dim=-1)
@@ -130,7 +135,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int, out: Tensor) ->
 
 
 class _Scatter(torch.autograd.Function):
-    """Rows to their places among `size`, zeros elsewhere. Autograd's own gradient of indexing adds row by row."""
+    """Copy rows to positions `index` of a tensor of `size` rows, zeros elsewhere. Its gradient is a gather; the gradient that
+    autograd derives for indexing accumulates row by row, which is slow."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, size: int) -> Tensor:
@@ -143,6 +149,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Select rows by `index`, without duplicates. The inverse of `_Scatter`."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)

@@ -1,1 +1,1 @@
-"""CUDA kernels in Triton."""
+"""Triton kernels for CUDA devices. Import `ops` only where Triton is installed."""

@@ -1,9 +1,27 @@
 # mypy: allow-untyped-defs
-"""Attention over paged keys with a tree mask: flash-decoding, split along the context, heads of a group packed together.
+"""Attention over the paged KV cache with causal or tree masks.
 
-A program holds one tile of queries (rows x heads of one key/value head) and walks over its share of the keys, first those
-every row sees, then, with masks, those of this step. Where a tile has several splits, each leaves its part and the last to
-finish merges them (or a second kernel does). Everything is read from a `Plan`; nothing is read by the host.
+`attention` is flash-decoding: the context is split, and the query heads of a group (GQA) are packed into one tile. A program
+holds one tile of queries (rows x heads of one key/value head) and iterates over its split of the keys: first the keys that every
+row attends to, then, masked, the keys of this step. If a tile has several splits, each stores a partial result and the last one
+to finish merges them (or a second kernel does). All metadata comes from an `AttentionPlan` on the device, so nothing
+synchronises.
+
+`deterministic_attention` computes the result of a row from nothing but the row's own keys in their logical order: the keys of its
+context and then its ancestors, root first, which is the order they would have if they were committed. The keys are cut into
+chunks of a fixed size at fixed logical positions; every chunk is reduced by itself, 64 keys at a time, and the chunks are merged
+in order. So the sums of a row are the same whether an ancestor is in the context or in this step, and whatever the rest of the
+batch is.
+
+- A chunk that all rows of a tile attend to completely is reduced for all of them at once (the `shared` programs).
+- The keys after it differ from row to row: one program per row gathers the keys of its own path (the `path` programs; at most two
+  chunks, because a step adds at most 128 keys). This is the cost of determinism: the last, incomplete chunk of the context, half
+  a chunk on average, is read once per row instead of once per tile, and the tile holds the heads of one row only.
+
+Both kinds of programs execute the same instructions on tiles of the same shape, and a row of a matrix product does not depend on
+the other rows. Bitwise equality rests on that; the inner loop is masked everywhere for the same reason.
+
+`prefill_attention` handles prompt chunks.
 """
 
 from __future__ import annotations
@@ -15,22 +33,28 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.triton.attention_plan import BLOCK_N, MASK_BITS, AttentionPlan, Launch, Prefill
 from paceline.kernels.triton.pdl import fetch_ahead, launch_options, let_next_begin, wait_for_previous
-from paceline.kernels.triton.plan import Launch, Plan, Prefill
 
 LOG2_E = 1.4426950408889634
-
-
 MERGED_AT_ONCE = 4
-"""Splits whose parts the last of them fetches together."""
+"""Number of splits whose partial results are loaded together when they are merged."""
 AHEAD_ROWS = 32
-"""With more rows than that, memory is busy anyway: keys are not fetched ahead."""
+"""Keys are prefetched only up to this number of rows; with more, memory is busy anyway."""
+DETERMINISTIC_BLOCK_M = 32
+"""Queries per tile of `deterministic_attention`."""
+PATH_CHUNKS = 2
+"""Chunks that a row's own path can touch in `deterministic_attention`."""
 
 
-def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scale: float, fused: bool = True,
+def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: AttentionPlan, scale: float, fused: bool = True,
               launch: Launch | None = None, pdl: bool = False) -> Tensor:
-    """Rows of `plan`. fused: the last split merges; otherwise a second launch does. pdl: see `pdl`; what is read before
-    the wait is the plan, the page table and the addresses of older keys."""
+    """Attention of the rows of `plan`: q [R, H, D] -> [R, H, D].
+
+    fused: The last split of a tile merges all of them; otherwise a second kernel does.
+    launch: Compile options; None takes those of the plan.
+    pdl: Use programmatic dependent launch (see `pdl`). Only the plan, the page table and committed keys are read before the
+    wait."""
     q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
     num_kv_heads, splits, launch = cache.k.shape[1], plan.num_splits, launch or plan.launch
     padded = max(triton.next_power_of_2(head_dim), 16)
@@ -53,14 +77,36 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: Plan, scal
     return out
 
 
+def deterministic_attention(q: Tensor, cache: PagedCache, segments: Segments, plan: AttentionPlan, scale: float) -> Tensor:
+    """Attention whose result for a row is bitwise independent of the batch and of the draft tree; see the module's docstring.
+    `plan` must have been made with `chunk` > 0. Causal segments may have any length."""
+    q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
+    num_kv_heads, splits = cache.k.shape[1], plan.num_splits
+    padded = max(triton.next_power_of_2(head_dim), 16)
+    out = torch.empty_like(q)
+    if num_rows == 0:
+        return out
+    part = torch.empty(num_rows, num_heads, splits, padded, dtype=torch.float32, device=q.device)
+    stats = torch.empty(num_rows, num_heads, splits, 2, dtype=torch.float32, device=q.device)
+    _deterministic_kernel[(num_rows, num_kv_heads, splits + PATH_CHUNKS)](
+        q, cache.k, cache.v, cache.page_table, plan.record, plan.path, out, part, stats, scale * LOG2_E,
+        cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, BLOCK_M=plan.block_m,
+        BLOCK_N=BLOCK_N, SPLITS=splits, CHUNK=plan.chunk, BITS=MASK_BITS, PRECISION=precision_of(q), num_warps=4,
+        num_stages=7)
+    _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
+                                         HEADS=num_heads, FIXED=True, PDL=False, num_warps=4)
+    return out
+
+
 def prefill_attention(q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:
-    """Prompt chunks [sum of rows, H, D], causal, each behind its own context: PyTorch's variable-length attention. Keys and
-    values are gathered from their pages first; chunks see their own rows there too."""
+    """Causal attention of prompt chunks, q [sum of rows, H, D], each behind its own context, with PyTorch's variable-length
+    attention. Keys and values, including those of the chunks themselves, are gathered from their pages first."""
     k, v = cache.k[prefill.where], cache.v[prefill.where]
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         max_q, max_k = (max(sizes) for sizes in zip(*prefill.lengths, strict=True))
-        # `varlen_attn` is a wrapper of this operator whose signature changed in 2.11 and 2.12; the operator's did not.
-        # Causal is aligned at the end of the keys, heads may be grouped.
+        # The operator behind `varlen_attn`, called directly because the signature of `varlen_attn` differs between torch 2.11 and
+        # 2.12. Its causal mask is aligned at the end of the keys, and it supports grouped heads.
         return torch.ops.aten._flash_attention_forward(q, k, v, prefill.cum_q, prefill.cum_k, max_q, max_k, 0.0, True, False,
                                                        scale=scale)[0]
     parts, row, key = [], 0, 0
@@ -74,7 +120,7 @@ def prefill_attention(q: Tensor, cache: PagedCache, prefill: Prefill, scale: flo
 
 
 def precision_of(x: Tensor) -> str:
-    """float32 models get float32 products, not tf32."""
+    """Input precision of `tl.dot`: float32 models use float32 products, not TF32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
@@ -88,19 +134,19 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     let_next_begin(PDL)
-    # All at once, before any is looked at: at small batches this kernel is nothing but waiting for memory.
+    # Issue all loads before the first is used: at small batches this kernel is bound by memory latency.
     led, first, slot = tl.load(record + row * 8), tl.load(record + row * 8 + 1), tl.load(record + row * 8 + 2)
     context, keys, chunk = tl.load(record + row * 8 + 3), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
     causal, shared = tl.load(record + row * 8 + 6) != 0, tl.load(record + row * 8 + 7)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM_PADDED)
     r, head = m // GROUP, kv_head * GROUP + m % GROUP
-    place = (row + r).to(tl.int64) * HEADS + head  # which (row, head) each line of the tile is
+    place = (row + r).to(tl.int64) * HEADS + head  # (row, head) of each line of the tile
     inside = (r < led)[:, None] & (d < DIM)[None, :]
     start = split * chunk
     if (led <= 0) | (start >= keys):
         wait_for_previous(PDL)
-        if (led < 0) & (split == 0):  # padding: something finite
+        if (led < 0) & (split == 0):  # padding rows must be finite
             tl.store(out + place[:, None] * DIM + d[None, :], tl.zeros([BLOCK_M, DIM_PADDED], out.dtype.element_ty),
                      mask=(r < 1)[:, None] & (d < DIM)[None, :])
         return
@@ -111,7 +157,7 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
     high = tl.load(mask + 2 * (row + r) + 1, mask=r < led, other=0)[:, None]
     n = tl.arange(0, BLOCK_N)
     every = start + tl.maximum(tl.minimum(end, shared) - start, 0) // BLOCK_N * BLOCK_N
-    page = tl.load(table + (every + n) // PAGE, mask=every + n < end, other=0)  # of the first masked round, long before it
+    page = tl.load(table + (every + n) // PAGE, mask=every + n < end, other=0)  # of the first masked iteration, loaded early
     if AHEAD > 0:
         early = tl.minimum(start + tl.arange(0, AHEAD), end - 1)
         old = tl.load(table + early // PAGE).to(tl.int64) * PAGE + early % PAGE
@@ -136,10 +182,10 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
             token = tl.load(table + position // PAGE).to(tl.int64) * PAGE + position % PAGE
             top, total, acc = attend_block(query, k_head, v_head, token, n >= 0, n[None, :] >= 0, top, total, acc, scale, d,
                                            k_stride, v_stride, DIM, DIM_PADDED, False, PRECISION)
-        for p in tl.range(every, end, BLOCK_N, num_stages=1):  # one or two rounds: nothing to fetch ahead
+        for p in tl.range(every, end, BLOCK_N, num_stages=1):  # one or two iterations: pipelining gains nothing
             position = p + n
             visible = _visible(position, end, context, causal, first, led, low, high, r)
-            needed = tl.max(visible.to(tl.int32), axis=0) != 0  # what no row sees is not read: it may be anything
+            needed = tl.max(visible.to(tl.int32), axis=0) != 0  # keys that no row attends to are not read: they may be NaN
             token = page.to(tl.int64) * PAGE + position % PAGE
             page = tl.load(table + (position + BLOCK_N) // PAGE, mask=position + BLOCK_N < end, other=0)
             top, total, acc = attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d,
@@ -154,7 +200,7 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
         tl.store(stats + (where + split) * 2, top, mask=r < led)
         tl.store(stats + (where + split) * 2 + 1, total, mask=r < led)
         if FUSED:
-            tl.debug_barrier()  # every thread's part is written before the counter says so
+            tl.debug_barrier()  # all threads have stored their part before the counter is incremented
             done = tl.atomic_add(counter + row * KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
             if done == active - 1:
                 tl.store(counter + row * KV_HEADS + kv_head, 0)  # ready for the next layer
@@ -164,7 +210,8 @@ def _attend_kernel(q, k_cache, v_cache, page_table, mask, record, counter, out, 
 
 @triton.jit
 def _visible(position, end, context, causal, first, led, low, high, r):
-    """[BLOCK_M, BLOCK_N]: keys of before the step, and of the step those on the row's path."""
+    """Attention mask [BLOCK_M, BLOCK_N]: committed keys, and of this step's keys those that the row's mask (or causality)
+    allows."""
     bit = (position - context)[None, :]
     word = tl.where(bit < 64, low, high)
     in_step = tl.where(causal, bit <= first + r[:, None], ((word >> (bit & 63).to(tl.int64)) & 1) != 0)
@@ -174,7 +221,8 @@ def _visible(position, end, context, causal, first, led, low, high, r):
 @triton.jit
 def _merge_parts(part, stats, where, active, valid, d, BLOCK_M: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
                  TOGETHER: tl.constexpr):
-    """All splits of a tile, several fetched at once: one after the other, waiting for memory would cost more than attending."""
+    """Merge all splits of a tile, TOGETHER of them per load: one load after the other would cost more latency than attention
+    itself."""
     s = tl.arange(0, SPLITS)[None, :]
     tops = tl.load(stats + (where[:, None] + s) * 2, mask=valid[:, None] & (s < active), other=float("-inf"),
                    cache_modifier=".cg")
@@ -198,7 +246,7 @@ def _merge_parts(part, stats, where, active, valid, d, BLOCK_M: tl.constexpr, DI
 @triton.jit
 def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d, k_stride, v_stride,
                  DIM: tl.constexpr, DIM_PADDED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax over BLOCK_N keys at cache index `token`. Scores carry log2(e)."""
+    """One iteration of the online softmax over BLOCK_N keys at cache indices `token`. `scale` includes log2(e)."""
     k_at = k_head + token[:, None] * k_stride + d[None, :]
     v_at = v_head + token[:, None] * v_stride + d[None, :]
     if MASKED or DIM != DIM_PADDED:
@@ -226,7 +274,7 @@ def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc,
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
                   FIXED: tl.constexpr, PDL: tl.constexpr):
-    """Program: one head of one row. FIXED (deterministic): one split is merged too, and rows are merged by themselves."""
+    """Program: merge the splits of one head of one row. FIXED: deterministic mode, where a single split goes through here too."""
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -247,3 +295,52 @@ def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDE
         acc += weight * tl.load(part + (where + s) * DIM_PADDED + d)
     value = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _deterministic_kernel(q, k_cache, v_cache, page_table, record, path, out, part, stats, scale, table_stride, k_stride,
+                          v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+                  PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                  CHUNK: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr):
+    row, kv_head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    led, keys, shared = tl.load(record + row * 8), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 7)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_PADDED)
+    r = m // GROUP
+    place = (row + r).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
+    if led < 0:
+        if which == 0:
+            tl.store(out + place[:, None] * DIM + d[None, :], tl.zeros([BLOCK_M, DIM_PADDED], out.dtype.element_ty),
+                     mask=(r < 1)[:, None] & (d < DIM)[None, :])
+        return
+    on_path = which >= SPLITS
+    chunk = tl.where(on_path, shared // CHUNK + which - SPLITS, which)
+    start = chunk * CHUNK
+    rows = tl.where(on_path, 1, led)
+    end = tl.where(on_path, tl.minimum(start + CHUNK, keys), start + CHUNK)
+    # Shared programs process complete chunks that all rows of the tile attend to; path programs process the keys after them.
+    if (rows == 0) | (start >= end) | ((end > shared) & (which < SPLITS)):
+        return
+    slot, context = tl.load(record + row * 8 + 2), tl.load(record + row * 8 + 3)
+    causal = tl.load(record + row * 8 + 6) != 0
+    table = page_table + slot.to(tl.int64) * table_stride
+    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=(r < rows)[:, None] & (d < DIM)[None, :], other=0.0)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    for p in range(start, end, BLOCK_N):
+        logical = p + n
+        needed = logical < end
+        drafted = needed & (logical >= context) & (not causal)
+        step = tl.load(path + row * BITS + logical - context, mask=drafted, other=0)
+        position = tl.where(drafted, context + step, logical)
+        token = tl.load(table + position // PAGE, mask=needed, other=0).to(tl.int64) * PAGE + position % PAGE
+        top, total, acc = attend_block(query, k_cache + kv_head * DIM, v_cache + kv_head * DIM, token, needed,
+                                       needed[None, :] & (r < rows)[:, None], top, total, acc, scale, d, k_stride,
+                                       v_stride, DIM, DIM_PADDED, True, PRECISION)
+    at = place * SPLITS + chunk
+    tl.store(part + at[:, None] * DIM_PADDED + d[None, :], acc, mask=(r < rows)[:, None])
+    tl.store(stats + at * 2, top, mask=r < rows)
+    tl.store(stats + at * 2 + 1, total, mask=r < rows)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Matrix products of few rows: the weight [N, K] is streamed once, as fast as memory gives it.
+"""Matrix products with few rows, which are bound by memory bandwidth: the weight [N, K] is read exactly once.
 
-A program owns a tile of outputs and one share of K; where K is shared out, each share leaves its float32 sums and the last
-to finish adds them up in order. So the result never depends on who was last, and with `FIXED` (one tile shape and one
-partition of K for a weight, whatever the rows) not on the number of rows either.
+A program owns a tile of outputs and one share of K (split-K). If K is split, every share stores its float32 sums and the last
+program to finish adds them up in a fixed order, so the result does not depend on which program was last. `deterministic_linear`
+uses one tile shape and one split of K per weight, so its result does not depend on the number of rows either.
 """
 
 from __future__ import annotations
@@ -20,91 +20,96 @@ from paceline.kernels.triton.attention import precision_of
 from paceline.kernels.triton.pdl import columns_ahead, fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
 
 PROCESSORS = 132
+"""Multiprocessors of an H200."""
 MAX_TILES = 1 << 14
-"""Counters that `linear` is given: tiles of one product whose K is shared out between programs."""
+"""Size of the counter tensor: the most tiles of one product with split-K."""
 
 
-class Config(NamedTuple):
-    block_m: int
-    block_n: int
-    block_k: int
-    split_k: int = 1
+class TileConfig(NamedTuple):
+    """Tile shape and compile options of a matrix product."""
+
+    block_m: int  # rows
+    block_n: int  # output features
+    block_k: int  # input features per iteration
+    split_k: int = 1  # shares of K
     num_warps: int = 4
     num_stages: int = 4
-    swap: bool = False  # the weight's rows are the lines of the product: suits the tensor cores' 64-line instruction
-    tma: bool = False  # the weight's tiles are fetched by the memory engine
+    swap: bool = False  # compute the transposed product: the weight's rows fill the 64 lines of the tensor core instruction
+    tma: bool = False  # load the weight's tiles with the tensor memory accelerator
 
 
 Key = tuple[str, int, int, int]
-"""(kind, padded rows, N, K)"""
+"""(kind of product, padded number of rows, N, K)"""
 
-TUNED: dict[Key, Config] = {
-    ("linear", 16, 896, 4864): Config(16, 32, 256, 4), ("linear", 64, 896, 4864): Config(64, 32, 256, 4),
-    ("linear", 16, 1536, 8960): Config(16, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 32, 1536, 8960): Config(32, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 16, 3584, 3584): Config(16, 128, 128, 4, 8, 4, swap=True, tma=True),
-    ("linear", 32, 3584, 3584): Config(32, 64, 128, 2, 4, 5, swap=True),
-    ("linear", 16, 3584, 18944): Config(16, 128, 128, 4, 8, 4, swap=True, tma=True),
-    ("linear", 32, 3584, 18944): Config(32, 64, 128, 2, 4, 5, swap=True),
-    ("linear", 64, 3584, 18944): Config(64, 64, 128, 2, 4, 5),
-    ("qkv", 16, 4608, 3584): Config(16, 64, 64, 7, 4, 6, swap=True, tma=True),
-    ("linear_norm", 16, 3584, 3584): Config(16, 64, 128, 4, 4, 5, swap=True),
-    ("gated", 16, 37888, 3584): Config(16, 64, 128, 1, 4, 4, swap=True),
-    ("linear_norm", 16, 3584, 18944): Config(16, 128, 128, 4, 8, 4, swap=True, tma=True),
-    ("linear", 16, 152064, 3584): Config(16, 64, 128, 1, 4, 5, swap=True, tma=True),
-    ("qkv", 16, 2048, 1536): Config(16, 32, 128, 4, 4, 5),
-    ("linear_norm", 16, 1536, 1536): Config(16, 64, 128, 5, 4, 5, swap=True, tma=True),
-    ("gated", 16, 17920, 1536): Config(16, 32, 128, 1, 4, 5),
-    ("linear_norm", 16, 1536, 8960): Config(16, 64, 128, 11, 4, 5, swap=True, tma=True),
-    ("linear", 16, 151936, 1536): Config(16, 64, 128, 1, 4, 5, swap=True, tma=True),
-    ("qkv", 16, 1152, 896): Config(16, 32, 128, 3, 4, 5),
-    ("linear_norm", 16, 896, 896): Config(16, 64, 128, 3, 4, 5, swap=True, tma=True),
-    ("gated", 16, 9728, 896): Config(16, 64, 64, 1, 4, 6, swap=True, tma=True),
-    ("linear_norm", 16, 896, 4864): Config(16, 64, 128, 12, 4, 5, swap=True),
-    ("linear", 16, 151936, 896): Config(16, 128, 64, 1, 4, 6, swap=True, tma=True),
-    ("qkv", 32, 4608, 3584): Config(32, 64, 128, 3, 8, 4, swap=True, tma=True),
-    ("linear_norm", 32, 3584, 3584): Config(32, 64, 128, 2, 4, 5, swap=True),
-    ("gated", 32, 37888, 3584): Config(32, 64, 128, 1, 4, 4, swap=True),
-    ("linear_norm", 32, 3584, 18944): Config(32, 64, 128, 2, 4, 5, swap=True),
-    ("linear", 32, 152064, 3584): Config(32, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 32, 2048, 1536): Config(32, 64, 128, 6, 8, 4, swap=True, tma=True),
-    ("linear_norm", 32, 1536, 1536): Config(32, 64, 128, 5, 4, 5, swap=True),
-    ("gated", 32, 17920, 1536): Config(32, 32, 128, 1, 4, 4),
-    ("linear_norm", 32, 1536, 8960): Config(32, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 32, 151936, 1536): Config(32, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 32, 1152, 896): Config(32, 16, 256, 1, 4, 4),
-    ("linear_norm", 32, 896, 896): Config(32, 64, 128, 3, 4, 5, swap=True),
-    ("gated", 32, 9728, 896): Config(32, 64, 64, 1, 4, 6, swap=True, tma=True),
-    ("linear_norm", 32, 896, 4864): Config(32, 64, 128, 9, 4, 5, swap=True),
-    ("linear_norm", 64, 3584, 18944): Config(64, 64, 128, 2, 4, 5, swap=True, tma=True),
-    ("linear", 64, 152064, 3584): Config(64, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 64, 2048, 1536): Config(64, 16, 256, 2, 4, 4),
-    ("linear_norm", 64, 1536, 1536): Config(64, 16, 256, 1, 4, 5),
-    ("linear_norm", 64, 1536, 8960): Config(64, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 64, 151936, 1536): Config(64, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 64, 1152, 896): Config(64, 16, 256, 1, 4, 4),
-    ("linear_norm", 64, 896, 896): Config(64, 32, 256, 1, 4, 4),
-    ("gated", 64, 9728, 896): Config(64, 64, 128, 1, 4, 4, swap=True),
-    ("linear_norm", 64, 896, 4864): Config(64, 32, 256, 4, 4, 4),
+TUNED: dict[Key, TileConfig] = {
+    ("linear", 16, 896, 4864): TileConfig(16, 32, 256, 4), ("linear", 64, 896, 4864): TileConfig(64, 32, 256, 4),
+    ("linear", 16, 1536, 8960): TileConfig(16, 64, 128, 5, 4, 5, swap=True),
+    ("linear", 32, 1536, 8960): TileConfig(32, 64, 128, 5, 4, 5, swap=True),
+    ("linear", 16, 3584, 3584): TileConfig(16, 128, 128, 4, 8, 4, swap=True, tma=True),
+    ("linear", 32, 3584, 3584): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
+    ("linear", 16, 3584, 18944): TileConfig(16, 128, 128, 4, 8, 4, swap=True, tma=True),
+    ("linear", 32, 3584, 18944): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
+    ("linear", 64, 3584, 18944): TileConfig(64, 64, 128, 2, 4, 5),
+    ("qkv", 16, 4608, 3584): TileConfig(16, 64, 64, 7, 4, 6, swap=True, tma=True),
+    ("linear_norm", 16, 3584, 3584): TileConfig(16, 64, 128, 4, 4, 5, swap=True),
+    ("gated", 16, 37888, 3584): TileConfig(16, 64, 128, 1, 4, 4, swap=True),
+    ("linear_norm", 16, 3584, 18944): TileConfig(16, 128, 128, 4, 8, 4, swap=True, tma=True),
+    ("linear", 16, 152064, 3584): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
+    ("qkv", 16, 2048, 1536): TileConfig(16, 32, 128, 4, 4, 5),
+    ("linear_norm", 16, 1536, 1536): TileConfig(16, 64, 128, 5, 4, 5, swap=True, tma=True),
+    ("gated", 16, 17920, 1536): TileConfig(16, 32, 128, 1, 4, 5),
+    ("linear_norm", 16, 1536, 8960): TileConfig(16, 64, 128, 11, 4, 5, swap=True, tma=True),
+    ("linear", 16, 151936, 1536): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
+    ("qkv", 16, 1152, 896): TileConfig(16, 32, 128, 3, 4, 5),
+    ("linear_norm", 16, 896, 896): TileConfig(16, 64, 128, 3, 4, 5, swap=True, tma=True),
+    ("gated", 16, 9728, 896): TileConfig(16, 64, 64, 1, 4, 6, swap=True, tma=True),
+    ("linear_norm", 16, 896, 4864): TileConfig(16, 64, 128, 12, 4, 5, swap=True),
+    ("linear", 16, 151936, 896): TileConfig(16, 128, 64, 1, 4, 6, swap=True, tma=True),
+    ("qkv", 32, 4608, 3584): TileConfig(32, 64, 128, 3, 8, 4, swap=True, tma=True),
+    ("linear_norm", 32, 3584, 3584): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
+    ("gated", 32, 37888, 3584): TileConfig(32, 64, 128, 1, 4, 4, swap=True),
+    ("linear_norm", 32, 3584, 18944): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
+    ("linear", 32, 152064, 3584): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("qkv", 32, 2048, 1536): TileConfig(32, 64, 128, 6, 8, 4, swap=True, tma=True),
+    ("linear_norm", 32, 1536, 1536): TileConfig(32, 64, 128, 5, 4, 5, swap=True),
+    ("gated", 32, 17920, 1536): TileConfig(32, 32, 128, 1, 4, 4),
+    ("linear_norm", 32, 1536, 8960): TileConfig(32, 64, 128, 5, 4, 5, swap=True),
+    ("linear", 32, 151936, 1536): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("qkv", 32, 1152, 896): TileConfig(32, 16, 256, 1, 4, 4),
+    ("linear_norm", 32, 896, 896): TileConfig(32, 64, 128, 3, 4, 5, swap=True),
+    ("gated", 32, 9728, 896): TileConfig(32, 64, 64, 1, 4, 6, swap=True, tma=True),
+    ("linear_norm", 32, 896, 4864): TileConfig(32, 64, 128, 9, 4, 5, swap=True),
+    ("linear_norm", 64, 3584, 18944): TileConfig(64, 64, 128, 2, 4, 5, swap=True, tma=True),
+    ("linear", 64, 152064, 3584): TileConfig(64, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("qkv", 64, 2048, 1536): TileConfig(64, 16, 256, 2, 4, 4),
+    ("linear_norm", 64, 1536, 1536): TileConfig(64, 16, 256, 1, 4, 5),
+    ("linear_norm", 64, 1536, 8960): TileConfig(64, 64, 128, 5, 4, 5, swap=True),
+    ("linear", 64, 151936, 1536): TileConfig(64, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("qkv", 64, 1152, 896): TileConfig(64, 16, 256, 1, 4, 4),
+    ("linear_norm", 64, 896, 896): TileConfig(64, 32, 256, 1, 4, 4),
+    ("gated", 64, 9728, 896): TileConfig(64, 64, 128, 1, 4, 4, swap=True),
+    ("linear_norm", 64, 896, 4864): TileConfig(64, 32, 256, 4, 4, 4),
 }
-"""What is fastest on an H200 (benchmarks/gpu/step.py --tune). "linear": elsewhere the library's product is; the fused kinds
-("linear_norm", "gated", "qkv") have `first_guess` elsewhere."""
+"""The fastest configurations on an H200 (benchmarks/gpu/step.py --tune). For shapes that are not listed, "linear" uses the
+product of torch and the fused kinds ("linear_norm", "gated", "qkv") use `first_guess`."""
 
 
-def config_of(kind: str, x: Tensor, weight: Tensor) -> Config | None:
+def tuned_config(kind: str, x: Tensor, weight: Tensor) -> TileConfig | None:
+    """The tuned configuration for these shapes, or None."""
     if x.element_size() != 2:
-        return None  # tiles twice as large would not fit
+        return None  # tuned for half precision: float32 tiles would not fit into shared memory
     return TUNED.get((kind, max(16, triton.next_power_of_2(x.shape[0])), weight.shape[0], weight.shape[1]))
 
 
-def fused_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> Config:
-    """half: of a head, for "qkv"."""
-    return config_of(kind, x, weight) or first_guess(kind, x.shape[0], weight.shape[0], weight.shape[1], half,
-                                                           x.element_size())
+def fused_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig:
+    """The configuration of a fused product. half: Half the head dimension, for "qkv"."""
+    return tuned_config(kind, x, weight) or first_guess(kind, x.shape[0], weight.shape[0], weight.shape[1], half,
+                                                        x.element_size())
 
 
-def first_guess(kind: str, rows: int, out_features: int, in_features: int, half: int, element: int) -> Config:
-    """64 weight rows of 256 bytes a fetch, two programs per processor, K shared out until there are enough of them."""
+def first_guess(kind: str, rows: int, out_features: int, in_features: int, half: int, element: int) -> TileConfig:
+    """Configuration for shapes that were not tuned: 64 weight rows of 256 bytes per load, and K split until there are about two
+    programs per multiprocessor."""
     block_m = min(max(16, triton.next_power_of_2(rows)), 64)
     pair = kind != "linear_norm"
     block_n = min(32, half) if kind == "qkv" else 32 if pair else 64
@@ -113,22 +118,24 @@ def first_guess(kind: str, rows: int, out_features: int, in_features: int, half:
     steps = triton.cdiv(in_features, block_k)
     split_k = 1 if tiles >= PROCESSORS else min(max(1, 2 * PROCESSORS // tiles), max(1, steps // 2), 8)
     stages = min(5, 110_000 // ((lines + block_m) * 256))
-    return Config(block_m, block_n, block_k, split_k, 4, stages, swap=not pair)
+    return TileConfig(block_m, block_n, block_k, split_k, 4, stages, swap=not pair)
 
 
-def fixed_config(out_features: int, in_features: int) -> Config:
-    """Deterministic mode: a function of the weight alone."""
+def deterministic_config(out_features: int, in_features: int) -> TileConfig:
+    """Configuration in deterministic mode: it depends on the shape of the weight only."""
     block_n, block_k = 64, 128
     tiles = triton.cdiv(out_features, block_n)
     split_k = 1 if tiles >= PROCESSORS else min(triton.cdiv(2 * PROCESSORS, tiles), triton.cdiv(in_features, block_k), 8)
-    return Config(64, block_n, block_k, split_k, num_warps=4, num_stages=4)
+    return TileConfig(64, block_n, block_k, split_k, num_warps=4, num_stages=4)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, counters: Tensor, in_order: bool = False,
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, in_order: bool = False,
            pdl: bool = False, ahead: int = 0) -> Tensor:
-    """x [R, K] @ weight [N, K]ᵀ + bias -> [R, N]. counters: MAX_TILES int32 zeros, left as zeros; one set per stream.
-    in_order: one program goes through all shares of K itself: same sums bit for bit, no scratch; for many rows.
-    pdl: start before the kernel in front has ended, see `pdl`; ahead: bytes of weight to fetch meanwhile."""
+    """x [R, K] @ weight [N, K]ᵀ + bias -> [R, N].
+
+    counters: MAX_TILES int32 zeros, which are zero again afterwards; streams must not share them.
+    in_order: One program processes all shares of K itself. The sums are bitwise the same and need no scratch memory; for many
+    rows. pdl: Use programmatic dependent launch (see `pdl`). ahead: Bytes of the weight to prefetch before the wait."""
     x, (rows, in_features), out_features = x.contiguous(), x.shape, weight.shape[0]
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -150,21 +157,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, count
     return out
 
 
-def weight_ahead(weight: Tensor, config: Config, programs: int, num_bytes: int, tiles: int) -> int:
-    """Columns that a program fetches ahead. tiles: of weight, that it holds."""
+def weight_ahead(weight: Tensor, config: TileConfig, programs: int, num_bytes: int, tiles: int) -> int:
+    """Number of weight columns that a program prefetches. tiles: Number of weight tiles that a program reads."""
     if weight.shape[0] % (tiles * config.block_n):
-        return 0  # the last program would ask for rows that are not there
+        return 0  # the last program would prefetch rows beyond the weight
     share = -(-weight.shape[1] // (config.block_k * config.split_k)) * config.block_k
     return columns_ahead(num_bytes, programs, tiles * config.block_n, share, weight.stride(0), weight.element_size())
 
 
-def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
-    """A row's result is the same, bit for bit, whatever other rows there are."""
-    config = fixed_config(weight.shape[0], weight.shape[1])
+def deterministic_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
+    """`linear` whose result for a row is bitwise independent of the other rows and of their number."""
+    config = deterministic_config(weight.shape[0], weight.shape[1])
     return linear(x, weight, bias, config, counters, in_order=x.shape[0] > 4 * config.block_m)
 
 
-# One binary for every number of rows: fewer to compile, and none that might sum in another order.
+# Not specialised on the number of rows: there is less to compile, and no binary can sum in another order.
 @triton.jit(do_not_specialize=["rows", "shares"])
 def _linear_kernel(x, w, base, bias, out, part, counter, rows, shares, out_features, in_features, w_stride,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
@@ -174,7 +181,7 @@ def _linear_kernel(x, w, base, bias, out, part, counter, rows, shares, out_featu
     tiles_m = tl.cdiv(rows, BLOCK_M)
     first_m, first_n = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), shares)  # of BLOCK_K in a share
+    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), shares)  # iterations of BLOCK_K per share
     let_next_begin(PDL)
     if AHEAD > 0:
         fetch_weights_ahead(base, first_n, w_stride, share * steps * BLOCK_K, in_features, BLOCK_N, AHEAD, THREADS)
@@ -184,7 +191,7 @@ def _linear_kernel(x, w, base, bias, out, part, counter, rows, shares, out_featu
                              steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
         place = leave_part(part, total, tile, share, SHARES, 1, 0)
         if is_last(counter + tile, SHARES):
-            _finish(add_parts(place, total, SHARES, 1), bias, out, m, n, rows, out_features, SWAP, BIAS)
+            _store_result(add_parts(place, total, SHARES, 1), bias, out, m, n, rows, out_features, SWAP, BIAS)
     else:
         if SWAP:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -193,12 +200,13 @@ def _linear_kernel(x, w, base, bias, out, part, counter, rows, shares, out_featu
         for s in range(shares):
             total += share_of_sum(x, w, m, n, first_n, rows, out_features, in_features, w_stride, s * steps * BLOCK_K,
                                   steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
-        _finish(total, bias, out, m, n, rows, out_features, SWAP, BIAS)
+        _store_result(total, bias, out, m, n, rows, out_features, SWAP, BIAS)
 
 
 @triton.jit
 def leave_part(part, total, tile, share, SHARES: tl.constexpr, PARTS: tl.constexpr, which: tl.constexpr):
-    """Store a share's sums; PARTS tiles of one program lie side by side. Returns where share 0's are."""
+    """Store the sums of a share in scratch memory, where the PARTS tiles of a program are adjacent. Returns the pointers of share
+    0."""
     SIZE: tl.constexpr = total.shape[0] * total.shape[1]
     a, b = tl.arange(0, total.shape[0])[:, None], tl.arange(0, total.shape[1])[None, :]
     place = part + (tile.to(tl.int64) * SHARES * PARTS + which) * SIZE + a * total.shape[1] + b
@@ -208,8 +216,8 @@ def leave_part(part, total, tile, share, SHARES: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def is_last(counter, SHARES: tl.constexpr):
-    """Whether all other shares of the tile have left theirs. The counter is zero again then."""
-    tl.debug_barrier()  # every thread's part is written before the counter says so
+    """Whether all other shares of the tile have stored their sums. If so, the counter is reset to zero."""
+    tl.debug_barrier()  # all threads have stored their part before the counter is incremented
     done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if done == SHARES - 1:
         tl.store(counter, 0)
@@ -218,7 +226,8 @@ def is_last(counter, SHARES: tl.constexpr):
 
 @triton.jit
 def add_parts(place, like, SHARES: tl.constexpr, PARTS: tl.constexpr):
-    """The shares' sums in order; unrolled while registers suffice, so that all are on their way at once."""
+    """Add up the sums of all shares in order. Unrolled if there are enough registers, so that all loads are in flight
+    together."""
     SIZE: tl.constexpr = like.shape[0] * like.shape[1]
     total = tl.zeros_like(like)
     if SIZE * SHARES <= 12288:
@@ -234,8 +243,8 @@ def add_parts(place, like, SHARES: tl.constexpr, PARTS: tl.constexpr):
 def share_of_sum(x, w, m, n, first_n, rows, out_features, in_features, w_stride, start, length, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
                  PRECISION: tl.constexpr):
-    """The tile's sums over one share of K. Columns beyond the edge repeat others and are not stored; rows beyond it are not
-    read: with one row, sixteen copies of it would be a fifth of all that is read."""
+    """The tile's sums over one share of K. Columns beyond the edge repeat others and are not stored. Rows beyond the edge are not
+    read: for a single row, reading 16 copies of it would be a fifth of the memory traffic."""
     k = tl.arange(0, BLOCK_K)
     x_at, inside = x + m.to(tl.int64)[:, None] * in_features, (m < rows)[:, None]
     if not TMA:
@@ -264,7 +273,7 @@ def share_of_sum(x, w, m, n, first_n, rows, out_features, in_features, w_stride,
 
 
 @triton.jit
-def _finish(total, bias, out, m, n, rows, out_features, SWAP: tl.constexpr, BIAS: tl.constexpr):
+def _store_result(total, bias, out, m, n, rows, out_features, SWAP: tl.constexpr, BIAS: tl.constexpr):
     if SWAP:
         total = tl.trans(total)
     if BIAS:

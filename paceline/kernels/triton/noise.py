@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The noise of `noise.py` in Triton, operation by operation. Kernels that call `gumbel_bits` or `gumbel_at` must be launched
-with `enable_fp_fusion=False`: a fused multiply-add rounds once where the definition rounds twice."""
+"""The Gumbel noise of `kernels/noise.py` in Triton, operation by operation. Kernels that call these functions must be launched
+with `enable_fp_fusion=False`, because a fused multiply-add rounds once where the definition rounds twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 1024
 
 
 def gumbel(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-    """G of each row at each token: [R], [R], [V] int64 -> [R, V] float32. Capturable."""
+    """See `base.Ops.gumbel`. Can be captured in a CUDA graph."""
     out = torch.empty(len(seed), len(token_ids), dtype=torch.float32, device=seed.device)
     if out.numel():
         grid = (len(seed), triton.cdiv(len(token_ids), BLOCK))
@@ -47,7 +47,7 @@ def _gumbel_kernel(seed, position, token_ids, out, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def gumbel_at(seed, position, ids):
-    """G at scattered token ids (int64): one generator call each."""
+    """The noise at arbitrary token ids (int64), with one Philox call per token."""
     x0, x1, x2, x3 = philox(seed, position, (ids // 4).to(tl.uint32))
     lane = ids % 4
     return gumbel_bits(tl.where(lane < 2, tl.where(lane == 0, x0, x1), tl.where(lane == 2, x2, x3)))
@@ -55,14 +55,16 @@ def gumbel_at(seed, position, ids):
 
 @triton.jit
 def gumbel_range(seed, position, first, COUNT: tl.constexpr):
-    """G at tokens first .. first + COUNT - 1; first is a multiple of 4. One generator call gives four neighbours."""
+    """The noise at tokens first .. first + COUNT - 1, where first is a multiple of 4. One Philox call serves four adjacent
+    tokens."""
     x0, x1, x2, x3 = philox(seed, position, (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32))
     return gumbel_bits(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)))
 
 
 @triton.jit
 def philox(seed, position, counter):
-    """Philox 4x32-10 at counter (counter, position, 0, 0): four uint32 tensors shaped like `counter`."""
+    """The four output words of Philox 4x32-10 at counter (counter, position, 0, 0), as uint32 tensors of the shape of
+    `counter`."""
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = counter * 0
     c0, c1, c2, c3 = counter, zero + (position & 0xFFFFFFFF).to(tl.uint32), zero, zero
@@ -77,7 +79,7 @@ def philox(seed, position, counter):
 
 @triton.jit
 def gumbel_bits(x):
-    """uint32 -> standard Gumbel, float32."""
+    """Standard Gumbel noise in float32 from uniform uint32 bits; see `kernels.noise.gumbel_from_bits`."""
     w = tl.minimum((x.to(tl.float32) + 0.5) * _SCALE, _MAX)
     k, f = _split(1.0 - w)
     near = w < _NEAR
@@ -88,6 +90,7 @@ def gumbel_bits(x):
 
 @triton.jit
 def _split(x):
+    """See `kernels.noise._split`."""
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - _SQRT_HALF) >> 23
     return k.to(tl.float32), (bits - (k << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -95,6 +98,7 @@ def _split(x):
 
 @triton.jit
 def _log_reduced(k, f):
+    """See `kernels.noise._log_reduced`."""
     z = f * f
     p = f * _P0 + _P1
     p = p * f + _P2

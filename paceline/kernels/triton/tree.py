@@ -1,23 +1,30 @@
 # mypy: allow-untyped-defs
-"""Trees as rows with one launch each: drafts to rows, rows to what the model reads, samples to accepted paths. Twin: `tree_rows`.
+"""Draft trees with one launch per operation: writing drafts into rows, building a step's rows, verification, and moving accepted
+tokens to the end of their context. The reference is `reference/tree.py`.
 
-Grids follow from shapes alone; everything else is read on the device, so all of it can be captured.
+Grids depend on shapes only and everything else is read on the device, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import DecodeRows, DraftTree, Drawn, SamplingTensors, Segments, SlotTensors
+from paceline.kernels.base import DecodeRows, DraftTree, SampledTokens, SamplingTensors, Segments, SlotTensors
 from paceline.types import MAX_TREE_ROWS
 
 BLOCK = 128
+"""Rows per program."""
+TILE_WORDS = 8192
+"""32-bit words that one program of `move_tokens` holds, over all tokens that a request moves."""
 
 
-def flatten(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+def flatten_drafts(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+    """See `base.Ops.flatten_drafts`."""
     num_rows = len(tree.tokens)
     _flatten_kernel[(triton.cdiv(num_rows, BLOCK),)](
         tokens.contiguous(), parents.contiguous(), depths.contiguous(), draft, tree.first, tree.request, tree.node, tree.tokens,
@@ -25,6 +32,7 @@ def flatten(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree
 
 
 def build_rows(slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
+    """See `base.Ops.build_rows`."""
     num_rows, num_requests = len(tree.tokens), len(slots)
     tokens, positions, write, seed, next_position = _empty(5, num_rows, slots, torch.int64)
     temperature, top_p, min_p = _empty(3, num_rows, slots, torch.float32)
@@ -41,16 +49,17 @@ def build_rows(slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
                       SamplingTensors(seed, next_position, temperature, top_k, top_p, min_p))
 
 
-def advance(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
-            max_depth: int) -> Drawn:
+def verify(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+           max_depth: int) -> SampledTokens:
+    """See `base.Ops.verify`."""
     batch, columns = len(slots), max_depth + 1
     shape = (batch, columns)
     tokens, source, target = (torch.empty(shape, dtype=torch.int64, device=slots.device) for _ in range(3))
-    drawn = Drawn(tokens, torch.empty(shape, dtype=logprobs.dtype, device=slots.device),
-                  None if raw is None else torch.empty(shape, dtype=raw.dtype, device=slots.device),
-                  torch.empty(batch, dtype=torch.int64, device=slots.device), source, target)
+    drawn = SampledTokens(tokens, torch.empty(shape, dtype=logprobs.dtype, device=slots.device),
+                          None if raw is None else torch.empty(shape, dtype=raw.dtype, device=slots.device),
+                          torch.empty(batch, dtype=torch.int64, device=slots.device), source, target)
     if batch:
-        _advance_kernel[(batch,)](
+        _verify_kernel[(batch,)](
             slots, tree.first, tree.length, tree.tokens, tree.parents, sampled, logprobs, logprobs if raw is None else raw,
             of.context, of.last_token, of.page_table, drawn.tokens, drawn.logprobs,
             drawn.logprobs if raw is None else drawn.raw_logprobs, drawn.num_drawn, source, target, columns, len(of.context) - 1,
@@ -59,12 +68,42 @@ def advance(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, lo
     return drawn
 
 
+class Movables(NamedTuple):
+    """Addresses of the tensors that `move_tokens` works on. Invalid once one of them is reallocated."""
+
+    address: Tensor  # [N] int64
+    words: Tensor  # [N] int32 32-bit words per token
+    max_words: int
+
+
+def movables(tensors: list[Tensor]) -> Movables:
+    """See `base.Ops.movable`. The tensors [T, ...] must be contiguous with a multiple of four bytes per token."""
+    sizes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+    for tensor, size in zip(tensors, sizes, strict=True):
+        assert tensor.is_contiguous() and size % 4 == 0, (tensor.shape, tensor.dtype)
+    device = tensors[0].device
+    return Movables(torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device),
+                    torch.tensor([size // 4 for size in sizes], dtype=torch.int32, device=device), max(sizes) // 4)
+
+
+def move_tokens(where: Movables, source: Tensor, target: Tensor) -> None:
+    """See `base.Ops.move_tokens`. source, target [B, M] int64."""
+    num_lines, num_moves = source.shape
+    if num_lines and num_moves:
+        moves = triton.next_power_of_2(num_moves)
+        words = min(512, TILE_WORDS // moves)
+        grid = (num_lines, len(where.address), triton.cdiv(where.max_words, words))
+        _move_kernel[grid](where.address, where.words, source.contiguous(), target.contiguous(), num_moves, MOVES=moves,
+                           WORDS=words, num_warps=4)
+
+
 def _empty(count: int, size: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(torch.empty(size, dtype=dtype, device=like.device) for _ in range(count))
 
 
 @triton.jit
-def _cache_index(page_table, slot, position, page_size, table_columns, mask):
+def cache_index(page_table, slot, position, page_size, table_columns, mask):
+    """`base.cache_index` for vectors of slots and positions."""
     page = tl.load(page_table + slot * table_columns + position // page_size, mask=mask, other=0).to(tl.int64)
     return page * page_size + position % page_size
 
@@ -82,7 +121,7 @@ def _flatten_kernel(tokens, parents, depths, draft, first, request, node, out_to
     tl.store(out_tokens + row, tl.load(tokens + at, mask=drafted, other=0), mask=inside)
     tl.store(out_depths + row, tl.load(depths + at, mask=drafted, other=0), mask=inside)
     tl.store(out_parents + row, tl.where(drafted, root + 1 + parent, root), mask=inside)
-    # Up the path, one generation at a time: bit i for node i, the root's in every row.
+    # Go up to the root, one generation per iteration, and set bit i for node i. The root's bit is set in every row.
     one = tl.full([BLOCK], 1, tl.int64)
     low, high = one, tl.zeros([BLOCK], tl.int64)
     above = tl.where(drafted, n - 1, -1)
@@ -101,7 +140,7 @@ def _build_kernel(slots, request, node, depths, tree_tokens, first, length, cont
                   min_p, page_table, out_tokens, out_positions, out_write, out_seed, out_next, out_temperature, out_top_k,
                   out_top_p, out_min_p, out_row, out_length, out_slot, out_context, out_causal, num_rows, num_requests, page_size,
                   table_columns, BLOCK: tl.constexpr):
-    """Element i is row i of the step, and its request i."""
+    """Element i is row i of the step, and also request i."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, mine = i < num_rows, i < num_requests
     slot = tl.load(slots + i, mask=mine, other=0)
@@ -116,7 +155,7 @@ def _build_kernel(slots, request, node, depths, tree_tokens, first, length, cont
     tl.store(out_tokens + i, tl.where(depth == 0, tl.load(last_token + s, mask=inside, other=0), drafted), mask=inside)
     tl.store(out_positions + i, start + depth, mask=inside)
     where = start + tl.load(node + i, mask=inside, other=0)
-    tl.store(out_write + i, _cache_index(page_table, s, where, page_size, table_columns, inside), mask=inside)
+    tl.store(out_write + i, cache_index(page_table, s, where, page_size, table_columns, inside), mask=inside)
     tl.store(out_seed + i, tl.load(seed + s, mask=inside, other=0), mask=inside)
     tl.store(out_next + i, start + depth + 1, mask=inside)
     tl.store(out_temperature + i, tl.load(temperature + s, mask=inside, other=0), mask=inside)
@@ -126,10 +165,10 @@ def _build_kernel(slots, request, node, depths, tree_tokens, first, length, cont
 
 
 @triton.jit(do_not_specialize=["columns", "padding", "table_columns"])
-def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprobs, raw, context, last_token, page_table,
+def _verify_kernel(slots, first, length, tree_tokens, parents, sampled, logprobs, raw, context, last_token, page_table,
                     out_tokens, out_logprobs, out_raw, out_count, out_source, out_target, columns, padding, page_size,
                     table_columns, RAW: tl.constexpr, ROWS: tl.constexpr):
-    """Program: one request's walk from the root, one depth at a time."""
+    """Program: one request. Follows the accepted path from the root, one depth per iteration."""
     b = tl.program_id(0).to(tl.int64)
     slot, root, rows = tl.load(slots + b), tl.load(first + b), tl.load(length + b)
     r = tl.arange(0, ROWS)
@@ -150,8 +189,8 @@ def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprob
             tl.store(out_raw + place, tl.load(raw + at))
         moves = alive & (at - root != d)
         to, origin = start + tl.where(moves, d, 0), start + tl.where(moves, at - root, 0)
-        tl.store(out_target + place, _one_index(page_table, slot, to, page_size, table_columns))
-        tl.store(out_source + place, _one_index(page_table, slot, origin, page_size, table_columns))
+        tl.store(out_target + place, _scalar_cache_index(page_table, slot, to, page_size, table_columns))
+        tl.store(out_source + place, _scalar_cache_index(page_table, slot, origin, page_size, table_columns))
         child = tl.max(tl.where(inside & (r > 0) & (parent == at) & (token == drawn), r, -1), axis=0)
         follows = alive & (child >= 0)
         current = tl.where(follows, root + child, current)
@@ -163,5 +202,24 @@ def _advance_kernel(slots, first, length, tree_tokens, parents, sampled, logprob
 
 
 @triton.jit
-def _one_index(page_table, slot, position, page_size, table_columns):
+def _scalar_cache_index(page_table, slot, position, page_size, table_columns):
+    """`base.cache_index` for one slot and position."""
     return tl.load(page_table + slot * table_columns + position // page_size).to(tl.int64) * page_size + position % page_size
+
+
+@triton.jit(do_not_specialize=["num_moves"])
+def _move_kernel(address, words, source, target, num_moves, MOVES: tl.constexpr, WORDS: tl.constexpr):
+    line, which = tl.program_id(0), tl.program_id(1)
+    word = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
+    size = tl.load(words + which)
+    i = tl.arange(0, MOVES)
+    a = tl.load(source + line * num_moves + i, mask=i < num_moves, other=0)
+    b = tl.load(target + line * num_moves + i, mask=i < num_moves, other=0)
+    moves = (a != b) & (i < num_moves)
+    if (tl.program_id(2) * WORDS >= size) | (tl.max(moves.to(tl.int32), axis=0) == 0):
+        return
+    base = tl.load(address + which).to(tl.pointer_type(tl.int32))
+    wanted = moves[:, None] & (word < size)[None, :]
+    value = tl.load(base + a[:, None] * size + word[None, :], mask=wanted, other=0)
+    tl.debug_barrier()  # a target may be another pair's source: read everything before writing
+    tl.store(base + b[:, None] * size + word[None, :], value, mask=wanted)

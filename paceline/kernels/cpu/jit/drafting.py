@@ -1,6 +1,6 @@
 """The learned drafter's rows, the ranking of its children, and the choice of a tree's nodes.
 
-The reference is `kernels/reference/draft_rows.py` and `draft_rank.py`. Of equal scores the lower candidate wins; a score that is
+The reference is `kernels/reference/drafting.py`. Of equal scores the lower candidate wins; a score that is
 not a number counts as the worst.
 """
 

@@ -1,6 +1,6 @@
 """Trees as rows: laying drafted nodes out, building a step's decode rows, verification, and moving accepted tokens together.
 
-The reference is `kernels/reference/tree_rows.py`. A step has few rows, so one thread does all of it.
+The reference is `kernels/reference/tree.py`. A step has few rows, so one thread does all of it.
 """
 
 from __future__ import annotations

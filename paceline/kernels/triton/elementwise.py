@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The small operations between matrix products: RMS norm with the residual added on the way, the gated activation, and
-head norm + rotation + cache write. One launch each, one read and one write of every element, all capturable."""
+"""The operations between matrix products: RMS norm with residual addition, the gated activation, and head norm + rotary embedding
++ KV-cache write. Each is one launch that reads and writes every element once; all can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paceline.kernels.triton.pdl import launch_options, let_next_begin, wait_for
 
 SILU_BLOCK = 1024
 ROPE_HEADS = 4
-"""Heads per program of the rotation: small, so that one row alone still spreads over several processors."""
+"""Heads per program of `rope_write`: few, so that even a single row is spread over several multiprocessors."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+    """See `base.Ops.rms_norm`. pdl: Use programmatic dependent launch (see `pdl`)."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -28,6 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """See `base.Ops.add_rms_norm`. pdl: Use programmatic dependent launch (see `pdl`)."""
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
@@ -38,6 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: b
 
 
 def silu_mul(gate_up: Tensor, pdl: bool = False) -> Tensor:
+    """See `base.Ops.silu_mul`. pdl: Use programmatic dependent launch (see `pdl`)."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
@@ -49,6 +52,7 @@ def silu_mul(gate_up: Tensor, pdl: bool = False) -> Tensor:
 
 def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
                sin: Tensor, write: Tensor, cache: PagedCache, pdl: bool = False) -> Tensor:
+    """See `base.Ops.rope_write`. pdl: Use programmatic dependent launch (see `pdl`)."""
     _, num_kv_heads, head_dim = cache.k.shape
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     num_rows, half = qkv.shape[0], head_dim // 2
@@ -80,7 +84,7 @@ def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.c
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)  # the stream is kept in the model's precision; the norm sees that
+        rounded = value.to(total.dtype.element_ty)  # the norm is computed from the residual stream as it is stored
         tl.store(total + row * width + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
@@ -104,7 +108,8 @@ def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_norm, eps, k_stride, v_stride,
                        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
                        Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    """Program: one row, TILE of its H + 2 Hkv heads. A head is held as its two halves, the pairs that rotate together."""
+    """Program: TILE of the H + 2 Hkv heads of one row. A head is held as two halves, because elements i and i + D/2 rotate
+    together."""
     let_next_begin(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -139,7 +144,7 @@ def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_
 
 @triton.jit
 def _normalise(a, b, weight, chosen, i, eps, HALF: tl.constexpr):
-    """RMS norm of the chosen heads of a tile held as two halves."""
+    """RMS norm of the heads `chosen` of a tile that is held as two halves."""
     factor = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
     low = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
     high = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""What holds a drafter to its policy over a large vocabulary: a row's value, measures and gradient in one kernel, which reads the
-logits as the product left them. Its twin in torch, and what it computes: `spot/losses.py`."""
+"""The drafter's distillation loss over a large vocabulary: one kernel computes loss, metrics and gradient of a row, and reads the
+logits in the precision of the matrix product. The formulas and the torch reference are in `spot/losses.py`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from torch import Tensor
 _BLOCK = 2048
 
 
-def pull_(logits: Tensor, policy_logits: Tensor, weight: Tensor, temperature: float, agreement: bool) -> tuple[Tensor, ...]:
-    """logits [J, C, V] the drafter's, policy_logits [C, V], weight [J, C] -> value, overlap, top1 [J, C] float32.
+def drafter_loss_(logits: Tensor, policy_logits: Tensor, weight: Tensor, temperature: float, agreement: bool) -> tuple[Tensor,
+...]:
+    """Loss and metrics of the drafter's logits [J, C, V] against policy_logits [C, V], both divided by `temperature`.
 
-    `logits` become the gradient of weight * value with respect to them. agreement: -log of the overlap, else cross-entropy."""
+    Overwrites `logits` with the gradient of weight * loss with respect to them; weight is [J, C].
+    agreement: The loss is -log of the overlap of both distributions; otherwise it is the cross-entropy.
+    Returns the loss, the overlap and whether both have the same argmax, each [J, C] float32."""
     steps, rows, vocabulary = logits.shape
     assert logits.is_contiguous() and policy_logits.is_contiguous() and weight.shape == (steps, rows)
     value, overlap, top1 = (torch.empty(steps, rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     if rows:
-        _pull_kernel[(rows,)](logits, policy_logits, weight.float().contiguous(), value, overlap, top1, rows, vocabulary, steps,
+        _loss_kernel[(rows,)](logits, policy_logits, weight.float().contiguous(), value, overlap, top1, rows, vocabulary, steps,
                               1.0 / temperature, AGREEMENT=agreement, BLOCK=_BLOCK, num_warps=8)
     return value, overlap, top1
 
 
 @triton.jit
-def _pull_kernel(logits, policy, weight, value, overlap, top1, rows, vocabulary, steps, scale, AGREEMENT: tl.constexpr,
+def _loss_kernel(logits, policy, weight, value, overlap, top1, rows, vocabulary, steps, scale, AGREEMENT: tl.constexpr,
                  BLOCK: tl.constexpr):
     row = tl.program_id(0)
     policy += row.to(tl.int64) * vocabulary
@@ -35,7 +38,7 @@ def _pull_kernel(logits, policy, weight, value, overlap, top1, rows, vocabulary,
         line = step * rows + row
         own = logits + line.to(tl.int64) * vocabulary
         q_norm, q_best = _normaliser(own, vocabulary, scale, BLOCK)
-        # Σ min(p, q), the part of it where q < p, and Σ p log q; the first two with the largest exponent so far taken out
+        # Σ min(p, q), the part of it where q < p, and Σ p log q. The first two are scaled by the running maximum.
         most = tl.full([BLOCK], float("-inf"), tl.float32)
         both, below, cross = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocabulary, BLOCK):
@@ -70,7 +73,7 @@ def _pull_kernel(logits, policy, weight, value, overlap, top1, rows, vocabulary,
 
 @triton.jit
 def _normaliser(logits, vocabulary, scale, BLOCK: tl.constexpr):
-    """Log of the summed exponentials of a row, and its first largest place."""
+    """Log-sum-exp of a row, and the first index of its maximum."""
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     total, place = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
@@ -88,7 +91,7 @@ def _normaliser(logits, vocabulary, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _logs(policy, own, start, vocabulary, scale, p_norm, q_norm, BLOCK: tl.constexpr):
-    """Log-probabilities of both, -inf behind the vocabulary."""
+    """Log-probabilities of the policy and of the drafter in one block, -inf beyond the vocabulary."""
     at = start + tl.arange(0, BLOCK)
     mask = at < vocabulary
     log_p = tl.load(policy + at, mask=mask, other=float("-inf")).to(tl.float32) * scale - p_norm

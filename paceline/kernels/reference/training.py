@@ -1,5 +1,5 @@
-"""The torch family with hand-derived gradients: fewer passes over memory and fewer saved tensors than autograd's own, for the
-trainer. Same methods and results as `TorchOps`; a parity test holds values and gradients."""
+"""The reference backend with hand-written gradients for training: fewer passes over memory and fewer saved tensors than autograd
+needs. Methods and results are those of `TorchOps`; a parity test compares values and gradients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from paceline.kernels.reference.ops import TorchOps, at_least_float32
 
 
 class TrainOps(TorchOps):
+    """`TorchOps` with hand-written gradients of RMS norm and gated activation."""
+
     name = "train"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,7 +25,7 @@ class TrainOps(TorchOps):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w u with u = x r and r = 1 / sqrt(mean(x²) + eps) over the last axis."""
+    """RMS norm over the last dimension: y = w u with u = x r and r = 1 / sqrt(mean(x²) + eps)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) up of [.., gate | up]; only the input is kept."""
+    """silu(gate) * up of an input [..., gate | up]. Only the input is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs
-"""Products of few rows with what stands around them done on the way: a decoder layer in five launches instead of nine.
+"""Matrix products with few rows, fused with the operations around them: a decoder layer takes five launches instead of nine.
 
-- `linear_norm`: product + residual + RMS norm. A program sees only some columns of a row, so the norm is left half done: it
-  stores (product + residual) * norm weight and its columns' sum of squares, and the next product scales its sums by the row's
-  factor (`Normed`).
-- `pair`: products whose columns belong together in twos, so a program holds two tiles of the weight: gate and up (then silu and
-  the product), or the halves of a head (then rotation and the write into the cache).
+- `linear_norm`: product + residual + RMS norm. A program sees only some columns of a row, so it cannot finish the norm: it stores
+  (product + residual) * norm weight and the sum of squares of its columns, and the next product scales its result by the factor
+  1 / rms of the row (`Normed`).
+- `gated_linear` and `qkv_rope`: products whose columns are used in pairs, so a program computes two tiles: gate and up (followed
+  by the activation), or the two halves of a head (followed by the rotary embedding and the KV-cache write).
 
-Shares of K and the rest as in `triton_linear`. Sums depend on the tile shapes, so deterministic mode does not come here.
+Split-K works as in `linear`. The sums depend on the tile shapes, so deterministic mode does not use these kernels.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.base import Normed, PagedCache
 from paceline.kernels.triton.attention import precision_of
-from paceline.kernels.triton.linear import Config, add_parts, is_last, leave_part, share_of_sum, weight_ahead
+from paceline.kernels.triton.linear import TileConfig, add_parts, is_last, leave_part, share_of_sum, weight_ahead
 from paceline.kernels.triton.pdl import fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
 
 
-def linear_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float, config: Config,
+def linear_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float, config: TileConfig,
                 counters: Tensor, pdl: bool = False, ahead: int = 0) -> tuple[Normed, Tensor]:
-    """x [R, K], weight [N, K], residual [R, N], norm [N] -> (norm of the sum, the sum)."""
+    """See `base.Ops.linear_norm`. x [R, K], weight [N, K], residual [R, N], norm [N]; counters, pdl, ahead as in
+    `linear.linear`."""
     x, residual, (rows, in_features), width = x.contiguous(), residual.contiguous(), x.shape, weight.shape[0]
     tiles_n = triton.cdiv(width, config.block_n)
     tiles = triton.cdiv(rows, config.block_m) * tiles_n
@@ -37,15 +38,15 @@ def linear_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     squares = torch.empty(tiles_n, rows, dtype=torch.float32, device=x.device)
     w = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
     _linear_norm_kernel[(tiles, config.split_k)](
-        x, w, weight, weight if bias is None else bias, residual, norm, scaled, total, squares, _room(tiles, config, 1, x),
+        x, w, weight, weight if bias is None else bias, residual, norm, scaled, total, squares, _scratch(tiles, config, 1, x),
         counters, rows, width, in_features, weight.stride(0), BIAS=bias is not None,
-        **_launch(x, weight, config, tiles, 1, pdl, ahead))
+        **_launch_arguments(x, weight, config, tiles, 1, pdl, ahead))
     return Normed(scaled, squares, eps), total
 
 
-def gated(x: Normed, weight: Tensor, bias: Tensor | None, config: Config, counters: Tensor, pdl: bool = False,
-          ahead: int = 0) -> Tensor:
-    """x [R, K], weight [2 I, K] -> silu(first half of the product) * second half: [R, I]."""
+def gated_linear(x: Normed, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, pdl: bool = False,
+                 ahead: int = 0) -> Tensor:
+    """See `base.Ops.gated_linear`. x [R, K], weight [2 I, K] -> [R, I]."""
     rows, half = x.rows.shape[0], weight.shape[0] // 2
     out = x.rows.new_empty(rows, half)
     _pair(x, weight, bias, config, counters, pdl, ahead, half, (out, out, out, out, out, out, 0, 0), 0, 0, 0)
@@ -53,8 +54,8 @@ def gated(x: Normed, weight: Tensor, bias: Tensor | None, config: Config, counte
 
 
 def qkv_rope(x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
-             cache: PagedCache, config: Config, counters: Tensor, pdl: bool = False, ahead: int = 0) -> Tensor:
-    """x [R, K], weight [(H + 2 Hkv) D, K] -> q [R, H, D], rotated; k and v go to cache index `write`. block_n divides D/2."""
+             cache: PagedCache, config: TileConfig, counters: Tensor, pdl: bool = False, ahead: int = 0) -> Tensor:
+    """See `base.Ops.qkv_rope`. x [R, K], weight [(H + 2 Hkv) D, K] -> q [R, H, D]. `config.block_n` must divide D/2."""
     rows, (_, num_kv_heads, dim) = x.rows.shape[0], cache.k.shape
     assert dim // 2 % config.block_n == 0, f"a tile of {config.block_n} does not divide half a head of {dim}"
     q = x.rows.new_empty(rows, num_heads, dim)
@@ -63,7 +64,7 @@ def qkv_rope(x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos
     return q
 
 
-def _pair(x: Normed, weight: Tensor, bias: Tensor | None, config: Config, counters: Tensor, pdl: bool, ahead: int, pairs: int,
+def _pair(x: Normed, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, pdl: bool, ahead: int, pairs: int,
           to: tuple[Tensor | int, ...], half: int, heads: int, kv_heads: int) -> None:
     rows, in_features = x.rows.shape
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(pairs, config.block_n)
@@ -72,18 +73,19 @@ def _pair(x: Normed, weight: Tensor, bias: Tensor | None, config: Config, counte
     w = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
     _pair_kernel[(tiles, config.split_k)](
         x.rows.contiguous(), x.rows if x.squares is None else x.squares, w, weight, weight if bias is None else bias, *to,
-        _room(tiles, config, 2, x.rows), counters, rows, pairs, in_features, weight.stride(0), num_parts, x.eps, HALF=half,
+        _scratch(tiles, config, 2, x.rows), counters, rows, pairs, in_features, weight.stride(0), num_parts, x.eps, HALF=half,
         HEADS=heads, KV_HEADS=kv_heads, BIAS=bias is not None, PARTS=triton.next_power_of_2(num_parts) if num_parts else 0,
-        **_launch(x.rows, weight, config, tiles, 2, pdl, ahead))
+        **_launch_arguments(x.rows, weight, config, tiles, 2, pdl, ahead))
 
 
-def _room(tiles: int, config: Config, each: int, x: Tensor) -> Tensor:
-    """For the shares' sums."""
+def _scratch(tiles: int, config: TileConfig, each: int, x: Tensor) -> Tensor:
+    """Scratch memory for the sums of the shares of K. each: Number of tiles per program."""
     size = tiles * config.split_k * each * config.block_m * config.block_n if config.split_k > 1 else 1
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def _launch(x: Tensor, weight: Tensor, config: Config, tiles: int, each: int, pdl: bool, ahead: int) -> dict[str, Any]:
+def _launch_arguments(x: Tensor, weight: Tensor, config: TileConfig, tiles: int, each: int, pdl: bool, ahead: int) -> dict[str,
+Any]:
     return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SHARES": config.split_k,
             "SWAP": config.swap, "TMA": config.tma, "EVEN_K": x.shape[1] % config.block_k == 0, "PRECISION": precision_of(x),
             "PDL": pdl, "AHEAD": weight_ahead(weight, config, tiles * config.split_k, ahead, each) if pdl else 0,
@@ -109,7 +111,7 @@ def _linear_norm_kernel(x, w, base, bias, residual, norm, scaled, total_out, squ
     wait_for_previous(PDL)
     place = m.to(tl.int64)[:, None] * width + n[None, :]
     inside = (m < rows)[:, None] & (n < width)[None, :]
-    stream = tl.load(residual + place, mask=inside, other=0.0)  # before the sums: on its way while they are made
+    stream = tl.load(residual + place, mask=inside, other=0.0)  # loaded early, in flight during the product
     total = share_of_sum(x, w, m, n, first_n, rows, width, in_features, w_stride, share * length, length, BLOCK_M, BLOCK_N,
                          BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
     last = True
@@ -125,9 +127,9 @@ def _linear_norm_kernel(x, w, base, bias, residual, norm, scaled, total_out, squ
             value = total
         if BIAS:
             value += tl.load(bias + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
-        rounded = (value + stream.to(tl.float32)).to(total_out.dtype.element_ty)  # the stream is kept in the model's precision
+        rounded = (value + stream.to(tl.float32)).to(total_out.dtype.element_ty)  # the stream is stored in the model's precision
         tl.store(total_out + place, rounded, mask=inside)
-        value = tl.where(inside, rounded.to(tl.float32), 0.0)  # columns beyond the edge repeat others
+        value = tl.where(inside, rounded.to(tl.float32), 0.0)  # columns beyond the edge repeat others: they must not count
         tl.store(scaled + place, (value * scale).to(scaled.dtype.element_ty), mask=inside)
         tl.store(squares + tile_n * rows + m, tl.sum(value * value, axis=1), mask=m < rows)
 
@@ -138,8 +140,8 @@ def _pair_kernel(x, squares, w, base, bias, out, cos, sin, write, k_cache, v_cac
                  BLOCK_K: tl.constexpr, SHARES: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                  PARTS: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
                  PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
-    """HALF: half a head's size, pairs lie that far apart and are rotated; 0: all gates, then all ups. PARTS: of a row's sum of
-    squares, padded; 0: the rows are normalised already."""
+    """HALF: half the head dimension, which is the distance of the two elements of a pair that is rotated; 0: gate and up
+    projection. PARTS: padded number of partial sums of squares per row; 0: the rows are normalised already."""
     tile, share = tl.program_id(0), tl.program_id(1)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     first_m, pair = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
@@ -155,7 +157,7 @@ def _pair_kernel(x, squares, w, base, bias, out, cos, sin, write, k_cache, v_cac
         fetch_weights_ahead(base, first, w_stride, share * length, in_features, BLOCK_N, AHEAD, THREADS)
         fetch_weights_ahead(base, other, w_stride, share * length, in_features, BLOCK_N, AHEAD, THREADS)
     wait_for_previous(PDL)
-    if PARTS > 0:  # before the sums: on its way while they are made
+    if PARTS > 0:  # loaded early, in flight during the product
         p = tl.arange(0, PARTS)[:, None]
         square = tl.load(squares + p * rows + m[None, :], mask=(p < num_parts) & (m < rows)[None, :], other=0.0)
     if HALF > 0:
@@ -185,7 +187,7 @@ def _pair_kernel(x, squares, w, base, bias, out, cos, sin, write, k_cache, v_cac
             right += tl.load(bias + other + j, mask=pair + j < pairs, other=0.0).to(tl.float32)[None, :]
         if HALF > 0:
             head, i = pair // HALF, (pair % HALF + j)[None, :]
-            if BLOCK_M != 16:  # larger tiles have no registers to spare for it before
+            if BLOCK_M != 16:  # larger tiles have no registers left to load it early
                 c, s = tl.load(cos + angle, mask=inside, other=1.0), tl.load(sin + angle, mask=inside, other=0.0)
             if head < HEADS + KV_HEADS:
                 left, right = left * c - right * s, right * c + left * s
@@ -210,7 +212,7 @@ def _store_pair(at, left, right, inside, HALF: tl.constexpr):
 def _pair_of_sums(x, w, first, other, line, m, rows, in_features, w_stride, start, length, BLOCK_M: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
                   PRECISION: tl.constexpr):
-    """`triton_linear.share_of_sum` for two tiles of the weight, whose rows begin at `first` and `other`."""
+    """`linear.share_of_sum` for two tiles of the weight, whose rows begin at `first` and `other`."""
     k = tl.arange(0, BLOCK_K)
     x_at, inside = x + m.to(tl.int64)[:, None] * in_features, (m < rows)[:, None]
     if not TMA:

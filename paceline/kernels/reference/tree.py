@@ -1,21 +1,16 @@
-"""Trees as rows, in plain torch: drafts to rows, rows to what the model reads, samples to accepted paths. What the fused
-kernels of a GPU must equal. Nothing here reads the device."""
+"""Draft trees in plain torch: writing drafts into rows, building a step's rows, and verification. The compiled backends must
+return exactly the same tensors. Nothing here synchronises with the device, so all of it can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DecodeRows, DraftTree, Drawn, SamplingTensors, Segments, SlotTensors
+from paceline.kernels.base import DecodeRows, DraftTree, SampledTokens, SamplingTensors, Segments, SlotTensors, cache_index
 
 
-def cache_index(of: SlotTensors, slots: Tensor, positions: Tensor) -> Tensor:
-    """Token slot in the paged store of (request, position), element by element."""
-    return of.page_table[slots, positions // of.page_size].long() * of.page_size + positions % of.page_size
-
-
-def flatten(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
-    """See `base.Ops.flatten`."""
+def flatten_drafts(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
+    """See `base.Ops.flatten_drafts`."""
     line, column, is_root = draft[tree.request], (tree.node - 1).clamp_min(0), tree.node == 0
     root = tree.first[tree.request]
     tree.tokens.copy_(torch.where(is_root, 0, tokens[line, column]))
@@ -25,17 +20,17 @@ def flatten(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree
 
 
 def ancestor_masks(parents: Tensor, node: Tensor, max_depth: int) -> Tensor:
-    """[R, 2] int64: bit i is set when node i of the same request lies on the way from the root to this row."""
-    own, above = bit(node), parents
+    """Attention masks of a tree: [R, 2] int64, bit i is set when node i of the same request is the row itself or an ancestor."""
+    own, above = bit_mask(node), parents
     mask = own
-    for _ in range(max_depth):  # walk up one generation at a time; roots stay where they are
+    for _ in range(max_depth):  # go up one generation per iteration; a root is its own parent
         mask = mask | own[above]
         above = parents[above]
     return mask
 
 
-def bit(index: Tensor) -> Tensor:
-    """[...] -> [..., 2] int64 words with that one bit."""
+def bit_mask(index: Tensor) -> Tensor:
+    """128-bit masks with one bit set: index [...] in 0..127 -> [..., 2] int64."""
     one = torch.ones_like(index)
     return torch.stack([torch.where(index < 64, one << index.clamp_max(63), 0),
                         torch.where(index >= 64, one << (index - 64).clamp_min(0), 0)], dim=-1)
@@ -53,20 +48,20 @@ def build_rows(slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
                       cache_index(of, slot, context + tree.node), segments, sampling)
 
 
-def advance(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
-            max_depth: int) -> Drawn:
-    """See `base.Ops.advance`."""
-    path, count = walk(tree, sampled, max_depth)
+def verify(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
+           max_depth: int) -> SampledTokens:
+    """See `base.Ops.verify`."""
+    path, count = accepted_path(tree, sampled, max_depth)
     source, target = _moves(slots, tree, of, path, count) if max_depth else (path, path)
     last = path.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
     of.context[slots] += count
-    of.context[len(of.context) - 1 :].zero_()
+    of.context[len(of.context) - 1 :].zero_()  # the padding slot stays empty
     of.last_token[slots] = sampled[last].clamp_min(0)
-    return Drawn(sampled[path], logprobs[path], None if raw is None else raw[path], count, source, target)
+    return SampledTokens(sampled[path], logprobs[path], None if raw is None else raw[path], count, source, target)
 
 
 def _moves(slots: Tensor, tree: DraftTree, of: SlotTensors, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted nodes belong at the end of the context, side by side. (from, to), both [B, D + 1]."""
+    """Cache indices (source, target), both [B, D + 1], that bring the accepted nodes side by side to the end of the context."""
     context = of.context[slots][:, None]
     depth, node = torch.arange(path.shape[1], device=slots.device), tree.node[path]
     moves = (depth < count[:, None]) & (node != depth)
@@ -75,18 +70,19 @@ def _moves(slots: Tensor, tree: DraftTree, of: SlotTensors, path: Tensor, count:
     return torch.where(moves, cache_index(of, where, context + torch.where(moves, node, 0)), target), target
 
 
-def walk(tree: DraftTree, sampled: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """(row of the accepted node at each depth [B, D + 1], beyond the count the root's; accepted rows [B])."""
+def accepted_path(tree: DraftTree, sampled: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
+    """The accepted nodes of every request: (row at each depth [B, D + 1], where depths beyond the path repeat the root's row;
+    number of accepted rows [B])."""
     if max_depth == 0:  # roots only
         return tree.first[:, None], tree.length
-    follows = (tree.depths == 0) | (tree.tokens == sampled[tree.parents])
-    alive = follows
+    matches = (tree.depths == 0) | (tree.tokens == sampled[tree.parents])
+    accepted = matches
     for _ in range(max_depth):
-        alive = follows & alive[tree.parents]
-    # At most one row per depth is alive: siblings carry distinct tokens. The dead go to a column that is cut off.
+        accepted = matches & accepted[tree.parents]
+    # At most one row per depth is accepted, because siblings carry distinct tokens. All others go to a column that is cut off.
     width = max_depth + 2
-    column = torch.where(alive, tree.depths, max_depth + 1)
+    column = torch.where(accepted, tree.depths, max_depth + 1)
     path = tree.first[:, None].repeat(1, width)
     path.view(-1).scatter_(0, tree.request * width + column, torch.arange(len(tree.tokens), device=sampled.device))
-    count = torch.zeros_like(tree.first).index_add_(0, tree.request, alive.long())
+    count = torch.zeros_like(tree.first).index_add_(0, tree.request, accepted.long())
     return path[:, :-1], count

@@ -1,7 +1,7 @@
-"""Names of weights: which rows of which of our parameters a Hugging Face (or GGUF) tensor is, and copying by that map.
+"""Copying weights into and out of a decoder under Hugging Face's tensor names.
 
-Ours fuses q, k, v into `attention.qkv` and gate, up into `mlp.gate_up`; a slot is a slice of such a parameter along
-dimension 0. This file knows names and shapes, not files.
+The decoder fuses q, k, v into `attention.qkv` and gate, up into `mlp.gate_up`, so a checkpoint tensor is a slice of a parameter
+along dimension 0. This module maps names and shapes; reading files is left to `huggingface` and `gguf`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 
 _PREFIXES = ("model.", "module.", "_orig_mod.")
-_SHOWN = 4  # names listed in an error
+_SHOWN = 4  # most names listed in an error message
 
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -31,38 +31,38 @@ _GGUF_TOP = {
 }
 
 
-class Slot(NamedTuple):
-    """Rows start .. start + length of one of our parameters."""
+class ParamSlice(NamedTuple):
+    """Rows start .. start + length of a parameter of the decoder."""
 
     param_name: str
     start: int
     length: int
 
 
-def hf_layout(config: ModelConfig) -> dict[str, Slot]:
-    """Every tensor of a Hugging Face checkpoint of this model, and where it lies in ours. No `lm_head` when tied."""
-    slots = {"model.embed_tokens.weight": Slot("embed.weight", 0, config.vocab_size)}
+def hf_layout(config: ModelConfig) -> dict[str, ParamSlice]:
+    """The parameter slice of every tensor of a Hugging Face checkpoint. Without `lm_head` if the embeddings are tied."""
+    slots = {"model.embed_tokens.weight": ParamSlice("embed.weight", 0, config.vocab_size)}
     for index in range(config.num_layers):
         slots |= _layer_layout(config, index)
-    slots["model.norm.weight"] = Slot("norm", 0, config.hidden_size)
+    slots["model.norm.weight"] = ParamSlice("norm", 0, config.hidden_size)
     if not config.tie_embeddings:
-        slots["lm_head.weight"] = Slot("head.weight", 0, config.vocab_size)
+        slots["lm_head.weight"] = ParamSlice("head.weight", 0, config.vocab_size)
     return slots
 
 
-def _layer_layout(config: ModelConfig, index: int) -> dict[str, Slot]:
+def _layer_layout(config: ModelConfig, index: int) -> dict[str, ParamSlice]:
     theirs, ours = f"model.layers.{index}.", f"layers.{index}."
-    slots: dict[str, Slot] = {}
+    slots: dict[str, ParamSlice] = {}
 
     def linear(param: str, block: str, parts: dict[str, int], bias: bool) -> None:
         for kind in ("weight", "bias") if bias else ("weight",):
             start = 0
             for part, rows in parts.items():
-                slots[f"{theirs}{block}.{part}.{kind}"] = Slot(f"{ours}{param}.{kind}", start, rows)
+                slots[f"{theirs}{block}.{part}.{kind}"] = ParamSlice(f"{ours}{param}.{kind}", start, rows)
                 start += rows
 
     def vector(param: str, name: str, rows: int) -> None:
-        slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{param}", 0, rows)
+        slots[f"{theirs}{name}.weight"] = ParamSlice(f"{ours}{param}", 0, rows)
 
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     vector("attention_norm", "input_layernorm", config.hidden_size)
@@ -79,7 +79,7 @@ def _layer_layout(config: ModelConfig, index: int) -> dict[str, Slot]:
 
 
 def gguf_to_hf(name: str) -> str:
-    """Hugging Face's name of a llama.cpp tensor; a name we do not know comes back as it is."""
+    """Hugging Face's name of a llama.cpp tensor. Unknown names are returned unchanged."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] in _GGUF_LAYER:
         return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
@@ -88,36 +88,37 @@ def gguf_to_hf(name: str) -> str:
 
 def load_state(model: Decoder, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], strict: bool = True,
                source: str = "weights") -> None:
-    """Copy tensors into the model, in place, converting device and dtype. Names may be Hugging Face's or ours.
+    """Copy tensors into the model in place, converting device and dtype. Names may be Hugging Face's or those of the decoder.
 
-    A mapping is checked as a whole before anything is copied, an iterable tensor by tensor (one is held at a time).
-    `strict` refuses missing and unknown tensors; a wrong shape is always refused. `source` starts the error line.
+    A mapping is checked completely before anything is copied; an iterable is checked tensor by tensor, so that only one tensor is
+    in memory at a time. `strict` rejects missing and unknown tensors; wrong shapes are always rejected. Error messages begin with
+    `source`.
     """
     if isinstance(named_tensors, Mapping):
         check_shapes(model, {name: tensor.shape for name, tensor in named_tensors.items()}, strict, source)
         named_tensors = named_tensors.items()
-    intake = _Intake(model, strict, source)
+    matcher = _TensorMatcher(model, strict, source)
     for name, tensor in named_tensors:
-        slot = intake.place(name, tensor.shape)
-        intake.raise_wrong()
+        slot = matcher.place(name, tensor.shape)
+        matcher.raise_wrong()
         if slot is not None:
             with torch.no_grad():
-                intake.params[slot.param_name][slot.start : slot.start + slot.length].copy_(tensor)
-    intake.raise_missing()
+                matcher.params[slot.param_name][slot.start : slot.start + slot.length].copy_(tensor)
+    matcher.raise_missing()
 
 
 def check_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], strict: bool = True,
                  source: str = "weights") -> None:
-    """What `load_state` checks, from shapes alone."""
-    intake = _Intake(model, strict, source)
+    """Check names and shapes as `load_state` does, without tensors."""
+    matcher = _TensorMatcher(model, strict, source)
     for name, shape in shapes.items():
-        intake.place(name, shape)
-    intake.raise_wrong()
-    intake.raise_missing()
+        matcher.place(name, shape)
+    matcher.raise_wrong()
+    matcher.raise_missing()
 
 
 def export_state(model: Decoder) -> dict[str, Tensor]:
-    """The weights under Hugging Face's names: views of the parameters, for saving and for weight sync."""
+    """The weights under Hugging Face's names as views of the parameters, for saving and for weight synchronisation."""
     params = {name: param.detach() for name, param in model.named_parameters()}
     return {
         name: params[slot.param_name][slot.start : slot.start + slot.length]
@@ -125,8 +126,8 @@ def export_state(model: Decoder) -> dict[str, Tensor]:
     }
 
 
-class _Intake:
-    """Tensors arriving for one model: where each goes, which have come, what was wrong."""
+class _TensorMatcher:
+    """Matches incoming tensors to the parameters of one model and collects what is missing or wrong."""
 
     def __init__(self, model: Decoder, strict: bool, source: str) -> None:
         self.params = dict(model.named_parameters())
@@ -134,16 +135,16 @@ class _Intake:
         self._tied = model.config.tie_embeddings
         layout = hf_layout(model.config)
         self._slots = {_bare(name): slot for name, slot in layout.items()}
-        self._slots |= {name: Slot(name, 0, param.shape[0]) for name, param in self.params.items()}
-        self._awaited: dict[str, dict[str, Slot]] = {}  # parameter -> checkpoint name -> slot, until it has come
+        self._slots |= {name: ParamSlice(name, 0, param.shape[0]) for name, param in self.params.items()}
+        self._awaited: dict[str, dict[str, ParamSlice]] = {}  # parameter -> checkpoint name -> slice, until it is loaded
         for name, slot in layout.items():
             self._awaited.setdefault(slot.param_name, {})[name] = slot
         self._unknown: list[str] = []
         self._wrong: list[str] = []
         self._twice: list[str] = []
 
-    def place(self, name: str, shape: Sequence[int]) -> Slot | None:
-        """Where the tensor goes; None when it is not ours to copy (ignored, unknown or wrong)."""
+    def place(self, name: str, shape: Sequence[int]) -> ParamSlice | None:
+        """The parameter slice that the tensor is copied to, or None if it is not copied (ignored, unknown or wrong)."""
         bare = _bare(name)
         if bare.endswith("rotary_emb.inv_freq") or (self._tied and bare in ("lm_head.weight", "head.weight")):
             return None
@@ -179,7 +180,7 @@ class _Intake:
 
 
 def _bare(name: str) -> str:
-    """Without the prefixes that wrappers add."""
+    """The name without the prefixes that wrappers add."""
     while name.startswith(_PREFIXES):
         name = name.split(".", 1)[1]
     return name

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""The sampler: noise, temperature, filters, argmax and log-probability. One pass over the vocabulary, spread over blocks of
-it, and a small merge. Rows that filter get their threshold first, by bisection on the bits of the logits.
+"""The sampler: temperature, filters, Gumbel noise, argmax and log-probability in one pass over the vocabulary, which is split
+into blocks, and a small merge. For rows with top-k, top-p or min-p the threshold is found first, by bisection on the bits of the
+logits.
 
-Blocks have a fixed size, so a row's numbers do not depend on the batch.
+Blocks have a fixed size, so the result of a row does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from paceline.kernels.triton.noise import gumbel_range
 BLOCK = 2048
 SEARCH_BLOCK = 8192
 _SHARED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Low bits of a float32 that are zero when it came from this dtype: the bisection need not look at them."""
+"""Number of low bits of a float32 that are zero if it was converted from this dtype. The bisection skips them."""
 
 
 def sample(logits: Tensor, params: SamplingTensors, filtered: bool = True) -> tuple[Tensor, Tensor]:
-    """See `base.Ops.sample`. filtered=False: the caller knows that no row has top-k, top-p or min-p."""
+    """See `base.Ops.sample`. filtered=False skips the filters; only valid if no row uses top-k, top-p or min-p."""
     logits = logits.contiguous()
     num_rows, vocab = logits.shape
     device, blocks = logits.device, triton.cdiv(vocab, BLOCK)
@@ -45,13 +46,15 @@ def sample(logits: Tensor, params: SamplingTensors, filtered: bool = True) -> tu
 
 
 def _power(n: int) -> int:
+    """The next power of two, at least 16."""
     return max(triton.next_power_of_2(n), 16)
 
 
 @triton.jit
 def _draw_kernel(logits, seed, position, temperature, bound, best, index, vocab, blocks, FILTERED: tl.constexpr,
                  BLOCK: tl.constexpr):
-    """Program: one block of one row's vocabulary -> its best perturbed logit, and maximum and sum for the log-sum-exp."""
+    """Program: one vocabulary block of one row. Stores its best perturbed logit, and maximum and sum of exponentials of the kept
+    logits."""
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
@@ -71,7 +74,7 @@ def _draw_kernel(logits, seed, position, temperature, bound, best, index, vocab,
     total = tl.sum(tl.exp(kept - tl.where(top == float("-inf"), 0.0, top)), axis=0)
     at = row * blocks + block
     tl.store(best + at * 3, value)
-    tl.store(best + at * 3 + 1, tl.where(broken, float("inf"), top))  # like an infinite logit: no distribution
+    tl.store(best + at * 3 + 1, tl.where(broken, float("inf"), top))  # NaN counts as an infinite logit: no distribution
     tl.store(best + at * 3 + 2, total)
     tl.store(index + at, block * BLOCK + which)
 
@@ -102,8 +105,8 @@ def _finish_kernel(logits, temperature, best, index, token, logprob, vocab, bloc
 
 @triton.jit
 def _threshold_kernel(logits, temperature, top_k, top_p, min_p, bound, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Program: one row. top-k, then top-p of what is left, then min-p; ties are kept. Dividing by the temperature keeps the
-    order, so the searches run on the logits themselves, as integers of the same order."""
+    """Program: the threshold of one row after top-k, then top-p of the remaining tokens, then min-p; ties are kept. Dividing by
+    the temperature preserves the order, so the bisections work on the logits themselves, mapped to integers in the same order."""
     row = tl.program_id(0)
     t, k = tl.load(temperature + row), tl.load(top_k + row)
     p, least = tl.load(top_p + row), tl.load(min_p + row)
@@ -120,7 +123,7 @@ def _threshold_kernel(logits, temperature, top_k, top_p, min_p, bound, vocab, SH
     high, low = tl.max(top, axis=0).to(tl.int64), tl.min(bottom, axis=0).to(tl.int64)
     highest = _value(high, SHIFT)
     inverse = 1.0 / tl.where(t > 0, t, 1.0)
-    if use_k:  # the largest key that at least k logits reach
+    if use_k:  # find the largest key that at least k logits reach
         above = high + 1
         while low + 1 < above:
             middle = low + (above - low) // 2
@@ -131,7 +134,7 @@ def _threshold_kernel(logits, temperature, top_k, top_p, min_p, bound, vocab, SH
             enough = tl.sum(count, axis=0) >= k
             low = tl.where(enough, middle, low)
             above = tl.where(enough, above, middle)
-    if use_p:  # the largest key that is reached by a share p of what top-k left
+    if use_p:  # find the largest key such that the logits that reach it hold a share p of the mass that top-k left
         target = _mass(base, low, highest, inverse, vocab, SHIFT, BLOCK) * p.to(tl.float64)
         above = high + 1
         while low + 1 < above:
@@ -148,7 +151,7 @@ def _threshold_kernel(logits, temperature, top_k, top_p, min_p, bound, vocab, SH
 
 @triton.jit
 def _keys(base, start, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits as integers of the same order."""
+    """Logits mapped to integers in the same order, without their zero bits."""
     column = start + tl.arange(0, BLOCK)
     inside = column < vocab
     bits = tl.load(base + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
@@ -157,7 +160,7 @@ def _keys(base, start, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The float32 whose key it is."""
+    """The inverse of `_keys`: the float32 logit of a key."""
     wide = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     bits = wide.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -165,11 +168,11 @@ def _value(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _mass(base, least, highest, inverse, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of exp((x - highest) / temperature) over keys of at least `least`, in float64."""
+    """Sum of exp((x - highest) / temperature) over the logits whose key is at least `least`, in float64."""
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
         key, inside = _keys(base, start, vocab, SHIFT, BLOCK)
-        # Read again as a number: the integer would have to be turned back.
+        # Loading the logit again is cheaper than converting its key back.
         column = start + tl.arange(0, BLOCK)
         x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
         weight = tl.exp((x - highest) * inverse)

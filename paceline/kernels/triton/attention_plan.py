@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""What attention needs to know of a step's segments, worked out on the device once and read by every layer.
+"""Metadata of the attention kernels, computed on the device once per step and read by every layer.
 
-A tile is up to `tile_rows` neighbouring rows of one segment; its first row leads it. The grid of the attention kernels is
-(rows, kv heads, splits): a program of a row that leads no tile leaves at once, so nothing depends on the segments but the
-numbers in `record`, and one captured launch serves every mix of trees, plain rows and padding.
+A tile is up to `tile_rows` adjacent rows of one segment; the first of them leads the tile. The grid of the attention kernels is
+(rows, key/value heads, splits), and the programs of a row that leads no tile return at once. Only the numbers in `record` depend
+on the segments, so one captured launch serves every mix of trees, single tokens and padding.
 """
 
 from __future__ import annotations
@@ -16,60 +16,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.base import PagedCache, Segments, cache_index
 from paceline.kernels.upload import upload
 
 BLOCK_N = 64
-"""Keys per step of the inner loop."""
+"""Keys per iteration of the inner loop."""
 MIN_CHUNK = 128
-"""A split of fewer keys costs more to merge than it saves."""
+"""Smallest number of keys per split; merging a smaller split costs more than it saves."""
 TARGET_PROGRAMS = 264
-"""Two per processor of an H200: with fewer tiles than that, contexts are split further."""
+"""Two programs per multiprocessor of an H200. With fewer tiles than this, contexts are split further."""
 MASK_BITS = 128
+"""Bits of an attention mask, and so the most positions a step can add to a request."""
 CONTEXT_PROGRAMS = 32
-"""Deterministic mode: most chunks of a context, the longest the engine allows."""
+"""Deterministic mode: number of chunks of the longest context that the engine allows."""
 
 
 class Launch(NamedTuple):
-    """How the attention kernel is compiled; benchmarks/gpu/kernels.py compares."""
+    """Compile options of the attention kernel; benchmarks/gpu/kernels.py compares them."""
 
     num_warps: int = 4
-    num_stages: int = 5  # the page table is read one stage ahead of the keys: 3, 5, 7 keep 1, 2, 3 blocks in flight
+    num_stages: int = 5  # the page table takes one stage more than the keys: 3, 5, 7 stages keep 1, 2, 3 blocks of keys in flight
     max_registers: int | None = None
     block_n: int = BLOCK_N
     one_loop: bool = False
-    """The last keys in the same loop as the others, masked: plain rows only, which see all of them."""
+    """Process this step's keys in the same masked loop as the context: only for segments of one row, which attend to all keys."""
 
 
 class Prefill(NamedTuple):
-    """Prompt chunks at the end of a step's rows, with lengths the host knows. One per step, shared by its layers."""
+    """The prompt chunks at the end of a step's rows. Their lengths are known on the host; all layers of the step share this."""
 
     first_row: int
     where: Tensor  # [K] int64 cache index of every key of every chunk, in logical order
-    cum_q: Tensor  # [P + 1] int32
-    cum_k: Tensor  # [P + 1] int32
+    cum_q: Tensor  # [P + 1] int32 cumulative number of rows
+    cum_k: Tensor  # [P + 1] int32 cumulative number of keys
     lengths: tuple[tuple[int, int], ...]  # (rows, keys) of each chunk
 
 
-class Plan(NamedTuple):
-    """Tensors are filled by a kernel: captured with the step, they follow the segments at every replay."""
+class AttentionPlan(NamedTuple):
+    """Metadata of one step's attention. A kernel fills the tensors, so a captured step recomputes them at every replay."""
 
-    # [R, 8] int32: rows led (0: none, -1: in no segment), first row in segment, slot, context, keys of the tile, keys per
-    # split, causal, keys that every row of the tile sees in logical order
+    # [R, 8] int32: number of rows of the tile that this row leads (0: it leads none, -1: padding), index of the tile's first row
+    # in its segment, slot, context, keys of the tile, keys per split, causal, leading keys that every row of the tile attends to
     record: Tensor
-    path: Tensor  # [R, 128] int32 deterministic mode: the row's visible in-step positions, in order; else [1]
-    counter: Tensor  # [R, Hkv] int32 zero: splits of a tile that have finished
+    path: Tensor  # [R, 128] int32 deterministic mode: positions of this step that the row attends to, in order; else [1, 128]
+    counter: Tensor  # [R, Hkv] int32 number of finished splits of a tile; zero between layers
     tile_rows: int
     block_m: int
     num_splits: int
-    chunk: int  # deterministic mode: keys per split, the same for every row; else 0
+    chunk: int  # deterministic mode: keys per split, the same for every row; otherwise 0
     launch: Launch = Launch()
     prefill: Prefill | None = None
 
 
 def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, block_m: int, num_splits: int,
-              chunk: int = 0, min_chunk: int = MIN_CHUNK) -> Plan:
-    """Rows [0, num_rows) of the step. chunk > 0 asks for deterministic mode; min_chunk: keys of the smallest split otherwise."""
+              chunk: int = 0, min_chunk: int = MIN_CHUNK) -> AttentionPlan:
+    """Plan the attention of rows [0, num_rows) of a step.
+
+    block_m: Queries per tile (rows x heads of a group).
+    num_splits: Most splits per tile.
+    chunk: Keys per split in deterministic mode; 0 turns it off.
+    min_chunk: Keys of the smallest split otherwise."""
     group = num_heads // num_kv_heads
     block_m = max(block_m, 16, triton.next_power_of_2(group))
     tile_rows, device = block_m // group, segments.row.device
@@ -84,21 +90,22 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
             SEGMENTS=max(triton.next_power_of_2(num_segments), 16), TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows),
             KV_HEADS=num_kv_heads, KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N,
             MIN_CHUNK=min_chunk, CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
-    return Plan(record, path, counter, tile_rows, block_m, num_splits, chunk)
+    return AttentionPlan(record, path, counter, tile_rows, block_m, num_splits, chunk)
 
 
 def tile_size(num_rows: int, trees: bool) -> int:
-    """Queries (rows x heads of a group) of a tile: rows of a tree see the same keys, so together they read them once. Where
-    there are few rows, more and smaller tiles keep more processors busy."""
+    """Queries (rows x heads of a group) per tile. The rows of a tree attend to the same keys, so a larger tile reads them less
+    often. With few rows, more and smaller tiles keep more multiprocessors busy."""
     return 32 if trees and num_rows >= 64 else 16
 
 
 def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, trees: bool) -> Launch:
-    """Plain rows: the more programs there are, the smaller each, so that more of them wait for memory at the same time."""
+    """Compile options for a step. Without trees, the more programs there are the smaller each is, so that more loads are in
+    flight."""
     programs = num_rows * num_kv_heads
     if trees and num_rows >= 64:
         return Launch()
-    if trees or programs < 96:  # 168 registers suffice without spilling: three programs per processor instead of two
+    if trees or programs < 96:  # 168 registers do not spill, and allow three programs per multiprocessor instead of two
         return Launch(max_registers=168 if head_dim > 64 else None)
     if programs < 192:
         return Launch(num_warps=2)
@@ -110,23 +117,24 @@ def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, trees: bool) -> 
 
 
 def default_splits(num_rows: int, num_kv_heads: int) -> int:
-    """Splits a launch offers; the device uses as many as its tiles call for (`num_rows` rows may be one request's tree)."""
+    """Number of splits in the grid. The device decides how many a tile really uses, since the rows may belong to one request's
+    tree."""
     return min(32, max(4, triton.next_power_of_2(triton.cdiv(2 * TARGET_PROGRAMS, num_rows * num_kv_heads))))
 
 
-def fixed_chunk(max_context: int) -> int:
-    """Deterministic mode: keys per split. A constant of the engine, so no row's order depends on the batch."""
+def deterministic_chunk(max_context: int) -> int:
+    """Keys per split in deterministic mode: a constant of the engine, so that the order of sums does not depend on the batch."""
     return max(256, triton.next_power_of_2(triton.cdiv(max_context + MASK_BITS, CONTEXT_PROGRAMS)))
 
 
 def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: PagedCache) -> Prefill:
-    """chunks: (slot, start, count), as the scheduler planned them: nothing is read from the device."""
-    device, size = cache.k.device, cache.page_size
+    """The metadata of prompt chunks (slot, start, count) as the scheduler planned them. Nothing is read from the device."""
+    device = cache.k.device
     rows, keys = [count for _, _, count in chunks], [start + count for _, start, count in chunks]
     cum_q, cum_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (rows, keys))
     slots = upload(np.repeat([slot for slot, _, _ in chunks], keys), device)
     position = upload(np.concatenate([np.arange(n) for n in keys]), device)
-    where = cache.page_table[slots, position // size].long() * size + position % size
+    where = cache_index(cache, slots, position)
     both = upload(np.array([cum_q, cum_k], np.int32), device)
     return Prefill(first_row, where, both[0], both[1], tuple(zip(rows, keys, strict=True)))
 
@@ -148,7 +156,7 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record
     j = row - start
     first = j // TILE_ROWS * TILE_ROWS
     led = tl.minimum(count - first, TILE_ROWS)
-    # How far the tile's rows see: the highest bit of their masks, or the last of them.
+    # The last key of the tile: the highest bit of its rows' masks, or its last row if the segment is causal.
     t = tl.arange(0, TILE_ROWS_PADDED)
     valid = (t < led) & (found >= 0)
     low = tl.load(mask + 2 * (start + first + t), mask=valid, other=0)[:, None]
@@ -163,9 +171,9 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record
         i = tl.arange(0, BITS)
         word = tl.where(i < 64, tl.load(mask + 2 * row), tl.load(mask + 2 * row + 1))
         own = ((word >> (i & 63).to(tl.int64)) & 1).to(tl.int32)
-        # Parents stand before their children, so ascending bits are the path from the root.
+        # Parents come before their children, so the bits in ascending order are the path from the root.
         tl.store(path + row * BITS + tl.cumsum(own, axis=0) - 1, i, mask=(own != 0) & (found >= 0))
-        # The row's own number of keys, not its tile's: every row is merged by itself.
+        # The number of keys of the row, not of its tile, because every row is merged separately.
         keys = context + tl.where(causal != 0, j + 1, tl.sum(own, axis=0))
     else:
         tiles = tl.sum((length + TILE_ROWS - 1) // TILE_ROWS, axis=0)

@@ -1,0 +1,162 @@
+"""Reading Hugging Face checkpoints: folders with safetensors files, and the hub. Every failure becomes a ValueError of one line
+that names the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_HUB_PATTERNS = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+class FolderCheckpoint:
+    """A Hugging Face folder with `config.json` and safetensors files as a `weights.Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        raw = read_json(path / "config.json")
+        if raw.get("quantization_config"):
+            raise ValueError(f"{path / 'config.json'}: quantization_config: quantised folders are not read, only GGUF")
+        self.config = _with_generation_eos(with_file_name(path / "config.json", ModelConfig.from_hf, raw), path)
+        self._files = self._find_files()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file, names in self._files.items():
+            with _opened(file) as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return shapes
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for file, names in self._files.items():
+            with _opened(file) as tensors:
+                for name in names:
+                    yield name, tensors.get_tensor(name)
+
+    def own_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype in which the first matrix is stored."""
+        for file, names in self._files.items():
+            with _opened(file) as tensors:
+                for part in map(tensors.get_slice, names):
+                    if len(part.get_shape()) == 2 and part.get_dtype() in _SAFETENSORS_DTYPES:
+                        return _SAFETENSORS_DTYPES[part.get_dtype()]
+        raise ValueError(f"{self.path}: no matrix of {', '.join(_SAFETENSORS_DTYPES)}; name the dtype")
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        if not any((self.path / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        return load_tokenizer(self.path)
+
+    def _find_files(self) -> dict[Path, list[str]]:
+        """The names of the tensors in each safetensors file."""
+        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        if single.is_file():
+            with _opened(single) as tensors:
+                return {single: list(tensors.keys())}
+        if not index.is_file():
+            raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read")
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: weight_map is missing")
+        files: dict[Path, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(self.path / Path(file).name, []).append(name)
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{file}: this shard is named in {INDEX_FILE} and missing")
+        return files
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file}: truncated, or not what its index says ({one_line(error)})") from None
+
+
+def _with_generation_eos(config: ModelConfig, path: Path) -> ModelConfig:
+    """Add the end-of-sequence tokens of `generation_config.json`, which may list more than `config.json`."""
+    file = path / "generation_config.json"
+    eos = read_json(file).get("eos_token_id") if file.is_file() else None
+    more = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+
+
+def download_from_hub(name: str) -> Path:
+    """Download a repository of the Hugging Face hub, or find it in the cache, and return its folder."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ValueError(f"{name}: no such folder or file, and not a hub id")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"]))
+    except GatedRepoError:
+        raise ValueError(f"{name}: this hub repository asks for a licence to be accepted and for a login") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise ValueError(f"{name}: no such folder here and no such repository on the hub") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, ConnectionError):
+        raise ValueError(f"{name}: no such folder here, not in the hub's cache, and the hub is not reached "
+                         "(offline, or HF_HUB_OFFLINE is set)") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON ({one_line(error)})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: not a JSON object")
+    return raw
+
+
+def load_tokenizer(folder: Path, **options: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder; `options` are passed to `AutoTokenizer.from_pretrained`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: the tokenizer does not load ({one_line(error)})") from None
+
+
+def with_file_name(file: Path, make: Any, *args: Any) -> Any:
+    """Call make(*args) and put the name of the file in front of its error messages."""
+    try:
+        return make(*args)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file}: {one_line(error).removeprefix(f'{file.name}: ')}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]

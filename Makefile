@@ -9,6 +9,7 @@ train: $(READY)
 	$(BIN)/paceline train
 
 test: $(READY)
+	$(BIN)/paceline doctor --compile float64 & $(BIN)/paceline doctor --compile bfloat16 & wait
 	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 	-$(BIN)/python scripts/get_smollm2.py
@@ -27,6 +28,7 @@ lint: $(READY)
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/paceline doctor --compile float32
 	touch $(READY)
 
 clean:

@@ -29,8 +29,10 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module dif
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code. Wrong input is one line on stderr and exit code 2."""
     signal.signal(signal.SIGTERM, _interrupt)
-    package, handler = logging.getLogger("paceline"), _LogHandler(logging.WARNING)
+    package, handler = logging.getLogger("paceline"), _LogHandler(logging.INFO)
     package.addHandler(handler)
+    level = package.level
+    package.setLevel(logging.INFO)
     try:
         code = app(args=args, standalone_mode=False, prog_name="paceline")
     except _UsageError as error:
@@ -40,16 +42,33 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     finally:
+        handler.end_progress()
         package.removeHandler(handler)
+        package.setLevel(level)
     sys.exit(code)
 
 
 class _LogHandler(logging.Handler):
-    """Prints the package's warnings on stderr, except those that a command's callbacks show already."""
+    """Prints the package's warnings on stderr, except those that a command's callbacks show already; and progress, on one line
+    that is overwritten if stderr is a terminal."""
+
+    _in_progress = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "seen_by_callbacks", False):
+        if getattr(record, "is_progress", False):
+            overwrite = sys.stderr.isatty()
+            print(f"{chr(13) if overwrite else ''}paceline: {record.getMessage()}", end="\x1b[K" if overwrite else "\n",
+                  file=sys.stderr, flush=True)
+            self._in_progress = overwrite
+        elif record.levelno >= logging.WARNING and not getattr(record, "seen_by_callbacks", False):
+            self.end_progress()
             print(f"paceline: {record.getMessage()}", file=sys.stderr)
+
+    def end_progress(self) -> None:
+        """End the line that progress was written on."""
+        if self._in_progress:
+            print(file=sys.stderr)
+            self._in_progress = False
 
 
 def _fail(error: object) -> int:
@@ -251,6 +270,19 @@ def drafter_eval(
     chosen = tuple(sorted({int(k) for k in _numbers("--widths", widths, int, 1, 64)}))
     return eval_drafter(DrafterEvalOptions(model, drafter, prompts, records, answers, params, taus, depth, chosen, strategy,
                                            device, dtype, threads), json_file, html_file)
+
+
+@app.command()
+def doctor(
+    compile_kernels: Annotated[str, typer.Option(
+        "--compile", help="Compile the CPU kernels now for these data types, like float32,bfloat16.")] = "",
+) -> int:
+    """Say what this machine has and which kernels are used on it, and why."""
+    from paceline.cli.doctor import compile_cpu_kernels, describe_machine
+
+    if compile_kernels:
+        return compile_cpu_kernels(compile_kernels.split(","))
+    return describe_machine()
 
 
 @bench_app.callback()

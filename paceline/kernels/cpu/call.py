@@ -30,6 +30,11 @@ def run(name: str, dtype: torch.dtype, threads: int, **arguments: float) -> None
     _call(kernel, kernel.pack(0, *arguments.values()), threads)
 
 
+def has_threads() -> bool:
+    """Whether kernels can run on several threads here."""
+    return _FORK is not None
+
+
 def addresses(dtype: torch.dtype, *tensors: Tensor) -> list[int]:
     """The addresses of contiguous tensors of this dtype: kernels see nothing else of them."""
     found = []

@@ -100,25 +100,22 @@ def compiled(name: str, dtype: torch.dtype) -> Kernel:
     # numba's cache knows a function by this name and its line. With the hash of the sources in it, neither another kernel's code
     # nor that of a file edited under a running process is ever loaded.
     entry.__qualname__ = f"{name}_{dtype}_{_SOURCE_HASH}".replace("torch.", "")
+    began = time.perf_counter()
     function = jit_cache.compile_cached(cfunc, "void(voidptr)", entry)
+    if time.perf_counter() - began > _SLOW_LOAD_S:
+        logger.info("compiled the CPU kernel %s for %s (once per version and machine)", name, str(dtype).removeprefix("torch."),
+                    extra={"is_progress": True})
     return Kernel(function.address, function.ctypes, function)
 
 
 def compile_all(dtype: torch.dtype, progress: Callable[[int, int], None] | None = None) -> None:
     """Compile every kernel that a model of this dtype may use, or read it from disk. `progress(done, total)` is called after each
-    kernel as soon as one of them has to be compiled; without it that is logged."""
+    kernel."""
     names = [key for key in _ENTRIES if key[1] in (dtype, INT) or key[0] == "gumbel"]
-    started, told = time.perf_counter(), False
     for number, (name, kind) in enumerate(names, 1):
-        began = time.perf_counter()
         compiled(name, kind)
-        if not told and time.perf_counter() - began > _SLOW_LOAD_S:
-            told = True
-            logger.info("compiling the CPU kernels for %s: once per version and machine, about a minute", dtype)
-        if told and progress is not None:
+        if progress is not None:
             progress(number, len(names))
-    if told:
-        logger.info("compiled %d CPU kernels in %.0f s", len(names), time.perf_counter() - started)
 
 
 def kernel_names() -> Iterable[tuple[str, torch.dtype]]:

@@ -203,3 +203,28 @@ def test_critic_learns_the_returns():
         learner.algorithm.compute_advantages(samples)
         seen.append(learner.update(samples, 0)["loss/value"])
     assert sum(seen[-5:]) < 0.5 * sum(seen[:5])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo"])
+@pytest.mark.parametrize("none_differ", [False, True])
+def test_samples_without_gradient_are_left_out_and_change_nothing(name, none_differ, monkeypatch):
+    results, passes = [], []
+    for leave_out in (True, False):
+        learner = make_learner(name, lr=1e-3)
+        packed = learner._packed
+        monkeypatch.setattr(learner, "_packed", lambda samples, *rest, packed=packed: passes.append(len(samples)) or packed(
+            samples, *rest))
+        if not leave_out:
+            monkeypatch.setattr(learner, "_with_gradient", lambda samples, weights: (samples, weights, 1.0))
+        for step in range(2):  # in the second, the optimizer has momentum
+            samples = random_samples(4, 4, seed=step)
+            for sample in samples:
+                if sample.group != 1 or (none_differ and step):
+                    sample.reward = 1.0
+            learner.infer(samples)
+            learner.algorithm.compute_advantages(samples)
+            metrics = learner.update(samples, step)
+        results.append((weights_of(learner), metrics))
+    assert passes[0] == 4 and passes[2] == 16, "only one of four groups has a gradient"
+    assert_same(results[0][0], results[1][0], rtol=0, atol=1e-12)
+    assert results[0][1]["grad_norm"] == pytest.approx(results[1][1]["grad_norm"], rel=1e-9)

@@ -26,6 +26,8 @@ PARALLEL_PRODUCTS = 1 << 17
 """The same for attention, in products of a query's and a key's element."""
 LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
+LIBRARY_STEP = 1 << 24
+"""Multiplications of one layer from which a matrix library gains more than the calls of single operations cost."""
 PARALLEL_STEP = 1 << 20
 """A decoder's layers run on one thread if a step has fewer multiplications."""
 
@@ -65,7 +67,7 @@ class CpuOps(DraftOps):
     def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
                segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         num_rows = tokens.shape[0]
-        if num_rows == 0 or self._is_large(num_rows, segments):
+        if num_rows == 0 or self._is_large(num_rows, weights, segments):
             return None
         key = program_key(weights, caches, capture)
         program = self._decoders.get(key)
@@ -77,12 +79,15 @@ class CpuOps(DraftOps):
         threads = 1 if num_rows * program.num_weights < PARALLEL_STEP else torch.get_num_threads()
         return program.run(threads, tokens, positions, cos, sin, write, segments)
 
-    def _is_large(self, num_rows: int, segments: Segments) -> bool:
+    def _is_large(self, num_rows: int, weights: DecoderWeights, segments: Segments) -> bool:
         """Whether a prompt chunk is long enough for torch's attention to win, or the step for a matrix library."""
         if self.deterministic:
             return False
         if self._weights.library is not None and num_rows >= LIBRARY_ROWS:
-            return True
+            layer = weights.layers[0]
+            products = num_rows * sum(matrix.numel() for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))
+            if products >= LIBRARY_STEP:
+                return True
         return num_rows >= self._long_segment and _longest_causal(segments) >= self._long_segment
 
     # -- elementwise

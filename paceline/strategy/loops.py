@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from paceline.jit_cache import cached_njit
+
 DEPTHS, RANKS, GAPS = 8, 4, 8
 EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
 """Of the drafter's own estimates: how far ahead of the rest a guess is."""
@@ -36,7 +38,7 @@ def _chance(table, place, own):
     return (table[1, place] + TRUST * own) / (table[0, place] + TRUST)
 
 
-@njit(cache=True)
+@cached_njit()
 def learn_outcomes(nodes, chance, tested, hit, table, bands, keep_bands):
     """What came of nodes: into `table` [2, bins] tested and accepted ones, `bands` [2, bands] all and accepted ones by the
     drafter's own estimate. Returns how many were tested, should have been accepted by what was known, and were."""
@@ -63,7 +65,7 @@ def learn_outcomes(nodes, chance, tested, hit, table, bands, keep_bands):
     return count, expected, hit.sum()
 
 
-@njit(cache=True)
+@cached_njit()
 def survival_of(nodes, chance, table):
     """[M] the chance that each node is accepted."""
     _, parent, depth, rank = nodes
@@ -75,7 +77,7 @@ def survival_of(nodes, chance, table):
     return found
 
 
-@njit(cache=True)
+@cached_njit()
 def add_lines(nodes, survival, quality, budget, shapes, keep, sums):
     """Adds nodes of the first lines, whose qualities [L] are given, to sums [3, S, Q, N] (lines that might have an n-th node,
     that have one, its chance) of each shape [S, 2] that holds them, the likeliest of a line first. budget: a line that does not
@@ -112,7 +114,7 @@ def add_lines(nodes, survival, quality, budget, shapes, keep, sums):
             place += 1
 
 
-@njit(cache=True)
+@cached_njit()
 def means_of(sums, most):
     """[S, Q, most] survival and present, as in `Gain`, of sums as in `add_lines`."""
     survival, present = np.zeros((2, *sums.shape[1:3], most))
@@ -131,7 +133,7 @@ def means_of(sums, most):
     return survival, present
 
 
-@njit(cache=True)
+@cached_njit()
 def as_now(survival, newest):
     """A larger shape is seen less often than the first node of all [Q]: what that has gained or lost meanwhile, the others
     [S, Q, N] have too, as powers of it."""
@@ -159,7 +161,7 @@ def _at(rows, x, y, slope, sizes):
     return y[after - 1] + share * (y[after] - y[after - 1])
 
 
-@njit(cache=True)
+@cached_njit()
 def best_nodes(hoped, hoped_present, survival, present, counts, batch, most, max_rows, fixed, per_row, factor, x, y,
                slope, sizes):
     """Of each shape, nodes in the order of `hoped`, as many as give the most tokens per ms. hoped, survival and how many are

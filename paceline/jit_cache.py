@@ -68,7 +68,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _checksum(path: Path) -> str:
-    """Of this file, which is read again only when it has changed."""
+    """Return the checksum of a cached file. The file is read again only when its size or modification time has changed."""
     stat = path.stat()
     key = (path, stat.st_mtime_ns, stat.st_size)
     if key not in _checksums:

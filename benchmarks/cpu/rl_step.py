@@ -353,8 +353,8 @@ def make_learner(options: argparse.Namespace, folder: Path, steps: int, kind: ty
 
 
 class PaddedLearner(Learner):
-    """The same learner on batches of `width` sequences, padded to the longest of the batch: padding runs through every layer and
-    the head, and has no weight in the loss."""
+    """A learner without sequence packing: it trains on batches of `width` sequences that are padded to the longest one. Padding
+    runs through every layer and the head, and has no weight in the loss."""
 
     width = 16
 

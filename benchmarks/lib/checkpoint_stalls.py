@@ -18,7 +18,7 @@ class Stalls(NamedTuple):
     blocking: float
     """A blocking checkpoint of everything, including the policy's embedding and head."""
     asynchronous: float
-    """The same content, written in the background."""
+    """A checkpoint of everything, including the policy's embedding and head, that is written in the background."""
     selective: float
     """Only the trained parameters and their optimizer state, written in the background."""
     selective_bytes: int

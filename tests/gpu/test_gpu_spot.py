@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from spot.answers import OPS, answers
 
@@ -15,8 +14,6 @@ from paceline.spot.config import SpotConfig
 from paceline.spot.initialization import fresh_eagle
 from paceline.spot.trainer import SpotTrainer
 from paceline.types import FeatureRecord
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 SHAPE = ModelConfig("qwen2", 512, 256, 512, 2, 4, 2, 64, max_context=512, qkv_bias=True)
 

@@ -53,7 +53,8 @@ _KEYS = 8 if VECTOR_BITS == 512 else 4
 
 
 def vector_dots(queries: int) -> Any:
-    """So many queries at once, which then share the loading of rows; each is computed as it would be alone."""
+    """Make a kernel that computes scores of this many query vectors at once. They share the loading of keys, and each score is
+    summed in the same order as for a single query."""
 
     @intrinsic
     def dots(typingctx, x, x_bytes, rows, lines, out, out_bytes, store, acc):  # type: ignore[no-untyped-def]
@@ -175,7 +176,8 @@ def vector_exp(typingctx, x, count, top):  # type: ignore[no-untyped-def]
 
 
 def vector_mix(queries: int) -> Any:
-    """So many queries at once, as in `vector_dots`."""
+    """Make a kernel that adds weighted values to the outputs of this many query vectors at once. They share the
+    loading of values."""
 
     @intrinsic
     def mix(typingctx, out, out_bytes, factors, rows, weights, weight_bytes, size, lines, store, acc):  # type: ignore[no-untyped-def]
@@ -499,7 +501,8 @@ def prefetch_keys(a, store, slot, head, start, size):  # type: ignore[no-untyped
 
 @inlined
 def find_path(a, store, slot, head, start, size, context, low, high, k, v, where):  # type: ignore[no-untyped-def]
-    """The same of the context followed by the positions whose bits are set, side by side."""
+    """Find the addresses of keys and values start..start+size of a tree row's path: the committed context, followed by the
+    positions behind it whose bits are set, without gaps."""
     before = max(0, min(size, context - start))
     if before:
         find_block(a, store, slot, head, start, before, k, v, where)

@@ -311,8 +311,9 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 180
-    while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
-        assert time.monotonic() < deadline and process.poll() is None, "it never wrote a rollout"
+    out = tmp_path / "out.jsonl"
+    while not out.exists() or out.read_bytes().count(b"\n") < 2:  # a signal during a line's write takes that line back
+        assert time.monotonic() < deadline and process.poll() is None, "it never wrote two rollouts"
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]

@@ -24,6 +24,10 @@ def _require(ok: bool, name: str, value: object, wanted: str) -> None:
         raise ValueError(f"{name}: {value} is not {wanted}")
 
 
+class EngineStalledError(RuntimeError):
+    """The engine has requests but makes no progress. The message says in which state it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. A rollout is a pure function of the weights, the prompt and these parameters."""

@@ -113,6 +113,15 @@ class PageAllocator:
                 self._next_node += 1
             node = found[0]
 
+    def reset(self) -> None:
+        """Make all pages free and forget all prefixes, whoever holds a page now."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._refs = [0] * self.num_pages
+        self._kept.clear()
+        self._nodes.clear()
+        self._keys.clear()
+        self._num_held = 0
+
     def drop_prefixes(self) -> None:
         """Forget all prefixes, because the weights changed. Held pages stay with the requests that hold them."""
         self._nodes.clear()

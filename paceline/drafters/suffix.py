@@ -104,6 +104,10 @@ class SuffixDrafter:
             raise ValueError(f"min_survival: {min_survival} must be in [0, 1]")
         self.max_tokens, self.max_tokens_per_prompt = max_tokens, min(max_tokens, max_tokens_per_prompt)
         self.min_match, self.min_survival, self.shared = min_match, min_survival, shared
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all texts, those of active requests included, and the learned reliability."""
         self._prompts: dict[bytes, _Prompt] = {}
         self._idle: OrderedDict[bytes, _Prompt] = OrderedDict()  # without active requests, least recently used first
         self._by_request: dict[int, tuple[_Prompt, _Text]] = {}  # active requests
@@ -112,6 +116,10 @@ class SuffixDrafter:
         self._reliability = _prior()
         self._tracked = np.zeros((0, _FIRST + _NUM_TRACKED), np.int32)
         self._last = np.zeros(0, np.int64)  # by slot: state of the whole text
+
+    def __contains__(self, request_id: int) -> bool:
+        """Returns whether a request is active."""
+        return request_id in self._by_request
 
     @property
     def num_tokens(self) -> int:

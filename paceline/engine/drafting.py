@@ -115,6 +115,13 @@ class Drafting:
         if self._max_missing.pop(request.id, None) is not None and self.suffix is not None:
             self.suffix.finish(request.id)
 
+    def reset(self) -> None:
+        """Forget all requests and all text: a step was broken off, which may have left them in any state."""
+        self._max_missing.clear()
+        self._drafted_last = set()
+        if self.suffix is not None:
+            self.suffix.clear()
+
     # -- shadow drafting and dummy steps
 
     def draft_suffix(self, requests: list[Request], num_nodes: list[int], strategy: Strategy) -> Drafts:
@@ -139,7 +146,7 @@ class Drafting:
     def _start(self, request: Request) -> None:
         """A request was admitted, with `num_computed` tokens found in the cache (the learned drafter's part of it included)."""
         self._max_missing[request.id] = 0
-        if self.suffix is not None and request.num_preemptions == 0:
+        if self.suffix is not None and request.id not in self.suffix:  # one that was pre-empted is known already
             self.suffix.start(request.id, request.prompt_ids, request.output_ids)
 
     def _set_tau(self, tau: float) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,14 +22,23 @@ from paceline.engine.draft_outcomes import ObservedDrafts
 from paceline.engine.drafting import StepDrafts
 from paceline.engine.dummy import DummySteps
 from paceline.engine.graphs import GraphReport, Timestamp
-from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, failed_rollout, make_rollout, read_features
+from paceline.engine.outputs import (
+    NOT_A_NUMBER,
+    InFlight,
+    append_outputs,
+    broken_rollout,
+    failed_rollout,
+    make_rollout,
+    read_features,
+)
 from paceline.engine.profile import engine_identity, load_or_profile
 from paceline.engine.prompts import Prompt, check, derive_seed, encode
-from paceline.engine.request import Request
+from paceline.engine.request import Request, Status
 from paceline.engine.runner import Download
 from paceline.engine.scheduler import StepPlan
 from paceline.engine.stats import Counters
 from paceline.engine.strategy_control import StrategyControl
+from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import copy_drafter, drafter_mismatch, offload, prepare_linears, restore
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import load_state
@@ -58,13 +69,17 @@ class Engine:
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
         self._in_flight: InFlight | None = None
-        self._drained: list[StepResult] = []
+        self._results: deque[StepResult] = deque()
+        """Results that `step` has not returned yet."""
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
         self._asleep = False
+        self._weights_problem: str | None = None
+        """Why the policy's weights cannot be used; None if they can."""
         self._eos = frozenset(model.config.eos_token_ids)
         parts = build(model, drafter, self.config)
         (self.ops, self.scheduler, self.store, self.state, self.graphs, self.batches, self.runner, self.drafting,
          self._feature_columns, self._pipelined) = parts
+        self._watchdog = Watchdog(self.scheduler)
         self.dummy_steps = DummySteps(self.runner, self.batches, self.drafting, self.scheduler)
         self._prepare_weights()
         self.drafter_mismatch: str | None = None
@@ -87,15 +102,29 @@ class Engine:
         """Run one forward pass of the policy over all requests that are ready, and return the outputs of a completed step. On
         a GPU that is the step before the one just launched, unless the suffix drafter needs the outputs before the launch.
         `strategy` overrides the engine's selector for this step."""
-        if self._drained:
-            return self._drained.pop(0)
+        if self._results:
+            return self._results.popleft()
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
+        if self._weights_problem is not None:
+            raise RuntimeError(f"step: {self._weights_problem}")
         strategy = self._select() if strategy is None else strategy
         self.drafting.check(strategy)
-        result = launched = None
+        with self._ending_requests_on_error():
+            self._advance(strategy)
+        if not self._results:
+            self._results.append(StepResult.nothing(self._counters.steps, strategy))
+        if self._results[0].tokens or not self.has_work:
+            self._watchdog.progress()
+        else:
+            self._watchdog.no_progress()
+        return self._results.popleft()
+
+    def _advance(self, strategy: Strategy) -> None:
+        """Plan, draft and launch a step, and process the outputs of a completed one."""
+        launched = None
         if strategy.drafter in ("suffix", "both"):  # the suffix drafter drafts from the generated text
-            result = self._process()
+            self._process()
         with torch.inference_mode():
             began = self.graphs.now()
             plan = self.scheduler.schedule(strategy)
@@ -103,11 +132,13 @@ class Engine:
                 self.runner.prepare(plan, self.scheduler.running)
                 drafted = self.drafting.draft(plan)
                 launched = self._launch(plan, drafted, began)
-        result = result or self._process()
+        if not self._results:
+            self._process()
         self._in_flight = launched
-        if result is None and not self._pipelined:
-            result = self._process()
-        return result or StepResult.nothing(self._counters.steps, strategy)
+        if not self._results and not self._pipelined:
+            self._process()
+        if launched is None and not self._results and not self.scheduler.running and self.scheduler.waiting:
+            self._refuse(self.scheduler.waiting[0])
 
     def _select(self) -> Strategy:
         """Ask the selector for the strategy of the next step."""
@@ -130,18 +161,21 @@ class Engine:
         self._control.start_shadow(plan.strategy, plan.decode, self.drafting)
         return InFlight(plan, batch, sampled, self.version, began, observed, context, time.perf_counter() - began.at)
 
-    def _process(self) -> StepResult | None:
-        """Read the outputs of the step in flight, if there is one, and append its tokens to their requests."""
+    def _process(self) -> None:
+        """Read the outputs of the step in flight, if there is one, append its tokens to their requests, and queue its result."""
         step, self._in_flight = self._in_flight, None
         if step is None:
-            return None
+            return
         if step.sampled is not None:
             step.sampled.wait()
         read_at = time.perf_counter()
         tokens, ended, accepted = append_outputs(step, self.scheduler.max_length, self.tokenizer)
         self.scheduler.on_complete(step.plan, step.batch.most_accepted)
         self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens)
-        finished = [self._finish(request, reason) for request, reason in ended]
+        finished = [self._rollout(request, reason) for request, reason in ended]
+        for request, _ in ended:
+            self.drafting.finish(request)
+            self.scheduler.finish(request)
         watched, expected = (None, 0.0) if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
         since, now = max(step.began, self._processed), self.graphs.now()
         self._processed = now
@@ -151,6 +185,9 @@ class Engine:
             num_rows=step.batch.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.batch.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
             ms=max(0.0, seconds) * 1e3, watched=watched, expected=expected)
+        self._results.append(result)
+        for rollout in finished:
+            del self._requests[rollout.request_id]
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
         regular = now.num_irregular == since.num_irregular
@@ -158,23 +195,61 @@ class Engine:
         self._control.record(StepOutcome(
             result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
             result.num_rows, step.context, host_ms, step.plan.crowded), watched)
-        return result
+
+    def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
+        """Return the rollout of a request that ends."""
+        request.finish_reason = reason
+        features = read_features(request, self.store, self.config.capture, self._feature_columns)
+        return make_rollout(request, reason, self.tokenizer, features)
 
     def _finish(self, request: Request, reason: FinishReason) -> Rollout:
         """End a request: return its rollout and free its slot and pages."""
-        request.finish_reason = reason
-        features = read_features(request, self.store, self.config.capture, self._feature_columns)
-        rollout = make_rollout(request, reason, self.tokenizer, features)
+        rollout = self._rollout(request, reason)
         self.drafting.finish(request)
         self.scheduler.finish(request)
         del self._requests[request.id]
+        self._watchdog.progress()
         return rollout
 
     def _drain(self) -> None:
         """Wait for the step in flight; its result is returned by the next call of `step`."""
-        result = self._process()
-        if result is not None:
-            self._drained.append(result)
+        with self._ending_requests_on_error():
+            self._process()
+
+    # -- requests that cannot go on
+
+    @contextmanager
+    def _ending_requests_on_error(self) -> Iterator[None]:
+        """Whatever is raised inside, KeyboardInterrupt included, ends all running requests with an error, which the next call of
+        `step` returns. Requests that wait are not touched, and the engine can be used further."""
+        try:
+            yield
+        except BaseException as error:
+            message = f"a step failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            reported = {rollout.request_id for result in self._results for rollout in result.finished}
+            waiting = [request for request in self._requests.values() if request.status is Status.WAITING]
+            broken = [request for request in self._requests.values()
+                      if request.status is not Status.WAITING and request.id not in reported]
+            self._requests = {request.id: request for request in waiting}
+            self._in_flight = None
+            self.scheduler.reset(waiting)
+            self.drafting.reset()
+            for request in broken:
+                request.status, request.finish_reason, request.error = Status.FINISHED, "error", message
+            self._queue_finished([broken_rollout(request, message) for request in broken])
+            raise
+
+    def _refuse(self, request: Request) -> None:
+        """End a request that cannot be admitted although nothing runs."""
+        pages = self.scheduler.pages
+        request.error = (f"request {request.id}: it needs {pages.pages_for(len(request.tokens))} pages of the KV cache, but only "
+                         f"{pages.num_available} of {pages.num_pages} are available although nothing runs")
+        self._queue_finished([self._finish(request, "error")])
+
+    def _queue_finished(self, rollouts: list[Rollout]) -> None:
+        """Queue rollouts of requests that did not end by a token, for the next call of `step`."""
+        if rollouts:
+            self._results.append(replace(StepResult.nothing(self._counters.steps, Strategy.OFF), finished=rollouts))
 
     # -- requests
 
@@ -254,7 +329,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is a request, a step in flight or a result that `step` has not returned yet."""
-        return self.scheduler.has_work or self._in_flight is not None or bool(self._drained)
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._results)
 
     # -- strategy selection, profiling, warm-up
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,6 +115,17 @@ class Scheduler:
         for request, most in zip(plan.decode, most_accepted, strict=True):
             request.num_in_flight -= 1 + most
             request.num_steps_in_flight -= 1
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Begin again with these requests: all of them wait, and nobody has a slot or a page. For a step that was broken off,
+        which may have left slots and pages in any state."""
+        self.pages.reset()
+        self._free_slots = list(range(self.max_batch - 1, -1, -1))
+        self.running = []
+        self.waiting = deque(sorted(requests, key=lambda request: request.id))
+        for request in self.waiting:
+            request.status, request.slot, request.pages, request.stale = Status.WAITING, -1, [], False
+            request.num_shared = request.num_computed = request.num_in_flight = request.num_steps_in_flight = 0
 
     def finish(self, request: Request) -> None:
         """Remove a request, whatever state it is in, and free its slot and pages."""
@@ -251,16 +263,19 @@ class Scheduler:
         return rows_left
 
     def _place(self, plan: StepPlan, request: Request) -> bool:
-        """Give a waiting request a slot, and pages for all of its tokens. Return False if there is no room now. One free page
-        for each running request is left for it to grow into."""
+        """Give a waiting request a slot, and pages for all of its tokens. Return False if there is no room now, which never
+        happens while nothing runs. One free page for each running request is left for it to grow into."""
         known = self.pages.match(request.tokens[:-1])
-        held = known.pages if known.tail is None else [*known.pages, known.tail]
-        missing = self.pages.pages_for(len(request.tokens)) - len(known.pages)
-        spare = len(self.running)
-        pages = self.pages.allocate(missing) if missing + spare <= self.pages.num_available else None
-        if pages is None:
-            self.pages.release(held)
+        wanted = self.pages.pages_for(len(request.tokens)) - len(known.pages) + len(self.running)
+        if known.tail is not None and wanted > self.pages.num_available:
+            # Unlike full pages, which are shared, a tail is needed beside its copy: without room for both it is computed again.
+            self.pages.release([known.tail])
+            known = known._replace(tail=None, num_tail=0)
+        if wanted > self.pages.num_available:
+            self.pages.release(known.pages)
             return False
+        pages = self.pages.allocate(wanted - len(self.running))
+        assert pages is not None, "as many pages are available"
         request.pages = known.pages + pages
         request.num_shared = len(known.pages) * self.pages.page_size
         request.num_computed = request.num_shared + known.num_tail

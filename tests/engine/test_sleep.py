@@ -32,7 +32,7 @@ def test_requests_sleep_and_go_on_with_the_same_tokens(strategy, weights, pipeli
         if nap in (5, 9, 10):
             sleeper.sleep(weights)
             assert sleeper.store.tensors()[0].numel() == 0 and sleeper.store.layers == [] and not sleeper.scheduler.running
-            while sleeper._drained:  # what was in flight is not lost
+            while sleeper._results:  # what was in flight is not lost
                 got |= {r.request_id: r.token_ids for r in sleeper.step().finished}
             with pytest.raises(RuntimeError, match="wake"):
                 sleeper.step()

@@ -1,0 +1,39 @@
+"""The watchdog of an engine: a number of steps without a token is an error, not an endless wait. No torch."""
+
+from __future__ import annotations
+
+from paceline.engine.scheduler import Scheduler
+from paceline.types import EngineStalledError
+
+_PATIENCE = 100
+"""Number of steps without a token that are allowed beyond those that prefill can take."""
+
+
+class Watchdog:
+    """Counts the steps since the last token. Prefill brings no tokens, but no more of it than the KV cache holds can come before
+    the next token; twice as many steps are allowed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._num_idle = scheduler, 0
+        capacity = scheduler.pages.num_pages * scheduler.pages.page_size
+        self._max_idle = _PATIENCE + 2 * capacity // scheduler.max_rows
+
+    def progress(self) -> None:
+        """A token was generated, a request ended, or there is nothing to do."""
+        self._num_idle = 0
+
+    def no_progress(self) -> None:
+        """A step brought no token. Raise EngineStalledError if there were too many of them; the next step counts from zero."""
+        self._num_idle += 1
+        if self._num_idle > self._max_idle:
+            self._num_idle = 0
+            raise EngineStalledError(f"no token in {self._max_idle} steps: {self._state()}")
+
+    def _state(self) -> str:
+        scheduler = self._scheduler
+        first = next(iter([*scheduler.running, *scheduler.waiting]), None)
+        oldest = "" if first is None else (
+            f"; request {first.id}: {first.status.value}, {len(first.tokens)} of {first.max_tokens} tokens, {first.num_computed} "
+            f"computed, {len(first.pages)} pages, {first.num_in_flight} tokens in flight")
+        return (f"{len(scheduler.running)} requests running, {len(scheduler.waiting)} waiting, {scheduler.pages.num_available} of "
+                f"{scheduler.pages.num_pages} pages available{oldest}")

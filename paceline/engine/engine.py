@@ -112,13 +112,8 @@ class Engine:
         self.drafting.check(strategy)
         with self._ending_requests_on_error():
             self._advance(strategy)
-        if not self._results:
-            self._results.append(StepResult.nothing(self._counters.steps, strategy))
-        if self._results[0].tokens or not self.has_work:
-            self._watchdog.progress()
-        else:
-            self._watchdog.no_progress()
-        return self._results.popleft()
+        self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
+        return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, strategy)
 
     def _advance(self, strategy: Strategy) -> None:
         """Plan, draft and launch a step, and process the outputs of a completed one."""
@@ -208,7 +203,7 @@ class Engine:
         self.drafting.finish(request)
         self.scheduler.finish(request)
         del self._requests[request.id]
-        self._watchdog.progress()
+        self._watchdog.observe(progress=True)
         return rollout
 
     def _drain(self) -> None:

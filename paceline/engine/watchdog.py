@@ -18,13 +18,10 @@ class Watchdog:
         capacity = scheduler.pages.num_pages * scheduler.pages.page_size
         self._max_idle = _PATIENCE + 2 * capacity // scheduler.max_rows
 
-    def progress(self) -> None:
-        """A token was generated, a request ended, or there is nothing to do."""
-        self._num_idle = 0
-
-    def no_progress(self) -> None:
-        """A step brought no token. Raise EngineStalledError if there were too many of them; the next step counts from zero."""
-        self._num_idle += 1
+    def observe(self, progress: bool) -> None:
+        """Count a step. `progress`: a token was generated, a request ended, or there is nothing to do. Raise EngineStalledError
+        after too many steps without progress; the count then begins again."""
+        self._num_idle = 0 if progress else self._num_idle + 1
         if self._num_idle > self._max_idle:
             self._num_idle = 0
             raise EngineStalledError(f"no token in {self._max_idle} steps: {self._state()}")

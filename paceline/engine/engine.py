@@ -27,6 +27,7 @@ from paceline.engine.outputs import (
     InFlight,
     append_outputs,
     broken_rollout,
+    describe_error,
     failed_rollout,
     make_rollout,
     read_features,
@@ -41,7 +42,7 @@ from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import copy_drafter, drafter_mismatch, offload, prepare_linears, restore
 from paceline.models.decoder import Decoder
-from paceline.models.state_dict import load_state
+from paceline.models.state_dict import StateLoader
 from paceline.models.weights import load_model
 from paceline.strategy import CostCurve, Selector, compile_loops
 from paceline.types import (
@@ -220,7 +221,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            message = f"a step failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            message = f"a step failed: {describe_error(error)}"
             reported = {rollout.request_id for result in self._results for rollout in result.finished}
             waiting = [request for request in self._requests.values() if request.status is Status.WAITING]
             broken = [request for request in self._requests.values()
@@ -387,9 +388,20 @@ class Engine:
 
     def update_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
         """Replace the policy's weights in place, from the next step on. Cached prefixes are dropped. Running requests keep the
-        keys and values that they have, or are prefilled again (`EngineConfig.on_update`)."""
-        load_state(self.model, state)
-        self._prepare_weights()
+        keys and values that they have, or are prefilled again (`EngineConfig.on_update`).
+
+        A mapping or a list is checked completely before anything is copied: if it is refused, nothing has changed. Any other
+        iterable is copied tensor by tensor. If it fails on the way, the engine does not run until a later update succeeds."""
+        loader = StateLoader(self.model)
+        try:
+            loader.load(state)
+            self._prepare_weights()
+        except BaseException as error:
+            if loader.num_copied:
+                self._weights_problem = (f"update_weights failed after {loader.num_copied} tensors ({describe_error(error)}); the "
+                                         "weights are incomplete until another update_weights succeeds")
+            raise
+        self._weights_problem = None
         self.version = self.version + 1 if version is None else version
         if self.drafting.eagle is not None and not self._asleep:  # otherwise `wake` does it
             self.drafting.eagle.policy_changed()

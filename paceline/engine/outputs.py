@@ -130,6 +130,11 @@ def broken_rollout(request: Request, error: str) -> Rollout:
         num_preemptions=request.num_preemptions)
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the kind and the message of an error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
 def failed_rollout(sample: int, error: str) -> Rollout:
     """Return the rollout of a prompt that could not be served."""
     return Rollout(request_id=-1, sample=sample, prompt_ids=[], token_ids=[], logprobs=[], text="", finish_reason="error",

@@ -88,23 +88,41 @@ def gguf_to_hf(name: str) -> str:
 
 def load_state(model: Decoder, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], strict: bool = True,
                source: str = "weights") -> None:
-    """Copy tensors into the model in place, converting device and dtype. Names may be Hugging Face's or those of the decoder.
+    """Copy tensors into the model in place, as `StateLoader.load` does."""
+    StateLoader(model, strict, source).load(named_tensors)
 
-    A mapping is checked completely before anything is copied; an iterable is checked tensor by tensor, so that only one tensor is
-    in memory at a time. `strict` rejects missing and unknown tensors; wrong shapes are always rejected. Error messages begin with
-    `source`.
-    """
-    if isinstance(named_tensors, Mapping):
-        check_shapes(model, {name: tensor.shape for name, tensor in named_tensors.items()}, strict, source)
-        named_tensors = named_tensors.items()
-    matcher = _TensorMatcher(model, strict, source)
-    for name, tensor in named_tensors:
-        slot = matcher.place(name, tensor.shape)
-        matcher.raise_wrong()
-        if slot is not None:
-            with torch.no_grad():
-                matcher.params[slot.param_name][slot.start : slot.start + slot.length].copy_(tensor)
-    matcher.raise_missing()
+
+class StateLoader:
+    """Copies tensors into a decoder in place, converting device and dtype. Names may be Hugging Face's or those of the
+    decoder."""
+
+    def __init__(self, model: Decoder, strict: bool = True, source: str = "weights") -> None:
+        """`strict` rejects missing and unknown tensors; tensors of the wrong shape are always rejected. Error messages begin
+        with `source`."""
+        self.model, self.strict, self.source = model, strict, source
+        self.num_copied = 0
+        """Number of tensors copied so far: if `load` raises and this is 0, the model is unchanged."""
+
+    def load(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all tensors. A mapping or a list is checked completely before anything is copied; any other iterable is checked
+        tensor by tensor, so that only one of them is in memory at a time."""
+        if isinstance(named_tensors, Mapping):
+            named_tensors = list(named_tensors.items())
+        if isinstance(named_tensors, Sequence):
+            matcher = _TensorMatcher(self.model, self.strict, self.source)
+            for name, tensor in named_tensors:
+                matcher.place_tensor(name, tensor)
+            matcher.raise_wrong()
+            matcher.raise_missing()
+        matcher = _TensorMatcher(self.model, self.strict, self.source)
+        for name, tensor in named_tensors:
+            slot = matcher.place_tensor(name, tensor)
+            matcher.raise_wrong()
+            if slot is not None:
+                self.num_copied += 1
+                with torch.no_grad():
+                    matcher.params[slot.param_name][slot.start : slot.start + slot.length].copy_(tensor)
+        matcher.raise_missing()
 
 
 def check_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], strict: bool = True,
@@ -142,6 +160,17 @@ class _TensorMatcher:
         self._unknown: list[str] = []
         self._wrong: list[str] = []
         self._twice: list[str] = []
+        self._unusable: list[str] = []
+
+    def place_tensor(self, name: str, tensor: Tensor) -> ParamSlice | None:
+        """`place`, for a tensor that must have values to copy."""
+        if not isinstance(tensor, Tensor):
+            self._unusable.append(f"{name} is of type {type(tensor).__name__}")
+        elif tensor.is_meta or not tensor.is_floating_point():
+            self._unusable.append(f"{name} is {tensor.dtype} on {tensor.device}")
+        else:
+            return self.place(name, tensor.shape)
+        return None
 
     def place(self, name: str, shape: Sequence[int]) -> ParamSlice | None:
         """The parameter slice that the tensor is copied to, or None if it is not copied (ignored, unknown or wrong)."""
@@ -169,6 +198,9 @@ class _TensorMatcher:
             raise ValueError(f"{self.source}: {len(self._wrong)} tensor(s) of the wrong shape: {_some(self._wrong)}")
         if self._twice:
             raise ValueError(f"{self.source}: {len(self._twice)} tensor(s) given twice: {_some(self._twice)}")
+        if self._unusable:
+            raise ValueError(f"{self.source}: {len(self._unusable)} tensor(s) without floating-point values: "
+                             f"{_some(self._unusable)}")
         if self._unknown and self.strict:
             raise ValueError(f"{self.source}: {len(self._unknown)} unknown tensor(s): {_some(self._unknown)}")
 

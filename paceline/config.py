@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +19,73 @@ RENAMED_KEYS = {"drafter_follow": "train_drafter", "drafter_pace": "drafter_budg
 RENAMED_VALUES = {"drafter_mode": {"between": "interleaved", "beside": "background_process", "stream": "cuda_stream"}}
 """Former values of keys of `TrainConfig` and what they are called now."""
 
+_SHOWN = 80
+"""Number of characters of a wrong value that an error message shows."""
+
+
+class ConfigProblem(NamedTuple):
+    """One key that is wrong, and why."""
+
+    key: str
+    """The key, with dots between the tables that it is in; empty if the configuration as a whole is wrong."""
+    message: str
+    is_unknown: bool = False
+    """Whether there is no such key."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+class ConfigError(ValueError):
+    """A configuration that is not valid. The message is one line that names the wrong keys."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = tuple(problems)
+
 
 class Config(BaseModel):
-    """Base of all configuration records: frozen, and unknown keys are errors."""
+    """Base of all configuration records: frozen, unknown keys are errors, and numbers are finite. A truth value is not a
+    number. What is wrong is a `ConfigError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            known = list(type(self).model_fields)
+            raise ConfigError([problem for one in error.errors() for problem in _problems(one, known)]) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        field = None if info.field_name is None else cls.model_fields.get(info.field_name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        if field is not None and any(isinstance(one, bool) for one in values) and _has_numbers(field.annotation):
+            raise ValueError("Input should be a number, not a truth value")
+        return value
+
+
+def _has_numbers(annotation: Any) -> bool:
+    """Whether a value of this type is a number or consists of numbers."""
+    return annotation in (int, float) or any(map(_has_numbers, get_args(annotation)))
+
+
+def _problems(error: Any, known: list[str]) -> list[ConfigProblem]:
+    """The problems in one of pydantic's error records. `known`: keys of the record that it is about."""
+    key = ".".join(str(part) for part in error["loc"])
+    inner = error.get("ctx", {}).get("error")
+    if isinstance(inner, ConfigError):  # of a record within this one
+        return [problem._replace(key=f"{key}.{problem.key}" if problem.key else key) for problem in inner.problems]
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, known, n=1)
+        return [ConfigProblem(key, "no such key" + (f"; did you mean {near[0]}?" if near else ""), is_unknown=True)]
+    message = error["msg"].removeprefix("Value error, ")
+    if key:
+        given = " ".join(repr(error["input"]).split())
+        message += f" (given: {given if len(given) <= _SHOWN else given[:_SHOWN] + ' …'})"
+    return [ConfigProblem(key, message)]
 
 
 class EngineConfig(Config):
@@ -41,7 +105,8 @@ class EngineConfig(Config):
     max_context: int | None = Field(None, ge=2)
     """Maximum number of prompt and answer tokens of one request together. None: the model's own limit."""
     row_sizes: tuple[int, ...] = ()
-    """Row counts that the decode rows of a step are padded to, for captured CUDA graphs. Empty: no padding."""
+    """Row counts that the decode rows of a step are padded to, in ascending order, for captured CUDA graphs. Empty: no
+    padding."""
     capture: tuple[int, ...] = ()
     """Layers whose hidden states are returned with each rollout: i is the input of layer i, -1 the output of the final norm."""
     on_update: Literal["continue", "recompute"] = "continue"
@@ -69,6 +134,13 @@ class EngineConfig(Config):
     suffix_scope: Literal["prompt", "all"] = "prompt"
     """Text that the suffix drafter searches: the prompt and its answers, including earlier ones (`prompt`), or the last 262,144
     tokens of all answers to all prompts (`all`), for tasks whose answers resemble each other."""
+
+    @field_validator("row_sizes")
+    @classmethod
+    def _check_row_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if any(size < 1 for size in sizes) or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError("Input should be row counts >= 1 in ascending order")
+        return sizes
 
 
 class RolloutConfig(Config):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +18,48 @@ MAX_TREE_ROWS = 128
 """Largest number of rows of one request in a step (its last token and its draft tokens): a tree mask has two 64-bit words."""
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_TEMPERATURES = 1e-6, 1e6
+"""Range of positive temperatures: dividing by them overflows nowhere."""
+
+
+def plain_int(value: object) -> int | None:
+    """Return an integer of any kind, also of numpy or torch, as Python's; None for everything else, True and 2.0 included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
     if not ok:
-        raise ValueError(f"{name}: {value} is not {wanted}")
+        raise ValueError(f"{name}: {value!r} is not {wanted}")
+
+
+def _integer(name: str, value: object, low: int, high: int, wanted: str) -> int:
+    found = plain_int(value)
+    if found is None or not low <= found <= high:
+        raise ValueError(f"{name}: {value!r} is not {wanted}")
+    return found
+
+
+def _number(name: str, value: object, ok: Callable[[float], bool], wanted: str) -> float:
+    found = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
+    if found is None or not ok(found):
+        raise ValueError(f"{name}: {value!r} is not {wanted}")
+    return found
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise ValueError(f"{name}: {value!r} is not a list of token ids")
+    return tuple(_integer(name, token, 0, 2**62, "a token id >= 0") for token in value)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(text, str) and text for text in found):
+        raise ValueError(f"{name}: {value!r} is not a list of non-empty strings")
+    return found  # type: ignore[return-value]
 
 
 class EngineStalledError(RuntimeError):
@@ -55,18 +93,22 @@ class SamplingParams:
     """Whether to also report log-probabilities of the unfiltered distribution at temperature 1."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        _require(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "a finite number >= 0")
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer >= 0")
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
-        _require(_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens,
-                 "an integer >= 1")
-        _require(_is_int(self.seed) and -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
-        _require(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids,
-                 "token ids >= 0")
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings")
+        low, high = _TEMPERATURES
+        checked = {
+            "temperature": _number("temperature", self.temperature, lambda t: t == 0 or low <= t <= high,
+                                   f"0 or in {low:g}..{high:g}"),
+            "top_k": _integer("top_k", self.top_k, 0, 2**31 - 1, "an integer in 0..2147483647"),
+            "top_p": _number("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1]"),
+            "min_p": _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1]"),
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, 2**62, "an integer >= 1"),
+            "seed": _integer("seed", self.seed, -(2**63), 2**64 - 1, "a 64-bit integer"),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "stop": _strings("stop", self.stop),
+        }
+        for name, value in checked.items():  # as plain Python values
+            object.__setattr__(self, name, value)
+        for name in ("ignore_eos", "raw_logprobs"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from paceline.cli.progress import ProgressView
 from paceline.cli.stop_signal import StopSignal
+from paceline.config import ConfigError
 from paceline.files import atomic_write
 from paceline.spot import SpotConfig
-from paceline.trainer.config_files import apply_override, first_problem
+from paceline.trainer.config_files import apply_override
 from paceline.trainer.drafter_charts import write_charts
 from paceline.trainer.drafter_eval import DrafterEvalOptions, DrafterEvaluation, EvalCallback, evaluate_drafter
 from paceline.trainer.standalone_drafter import (
@@ -36,8 +35,8 @@ def spot_config(overrides: Sequence[str], **fixed: Any) -> SpotConfig:
         apply_override(raw, override)
     try:
         return SpotConfig(**raw)
-    except ValidationError as error:
-        raise ValueError(f"--set {first_problem(error)}") from None
+    except ConfigError as error:
+        raise ValueError(f"--set {error}") from None
 
 
 def train_drafter(options: StandaloneDrafterOptions) -> int:

@@ -33,7 +33,7 @@ from paceline.engine.outputs import (
     read_features,
 )
 from paceline.engine.profile import engine_identity, load_or_profile
-from paceline.engine.prompts import Prompt, check, derive_seed, encode
+from paceline.engine.prompts import Prompt, answer_seeds, check, check_arguments, encode
 from paceline.engine.request import Request, Status
 from paceline.engine.runner import Download
 from paceline.engine.scheduler import StepPlan
@@ -256,12 +256,11 @@ class Engine:
         params = params or SamplingParams()
         prompt_ids = self.encode(prompt)
         check(prompt_ids, params, n, self.tokenizer, self.model.config.vocab_size, self.scheduler.max_length)
-        if seeds is None:
-            seeds = [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
+        own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
         stop_ids = frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
         group = next(self._groups)
         requests = [Request(next(self._ids), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
-                    for sample, seed in enumerate(seeds)]
+                    for sample, seed in enumerate(own_seeds)]
         for request in requests:
             self._requests[request.id] = request
             self.scheduler.add(request)
@@ -286,6 +285,8 @@ class Engine:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts) or (keys is not None and len(keys) != len(prompts)):
             raise ValueError(f"generate: {len(prompts)} prompts, but {len(each)} params and {len(keys or prompts)} keys")
+        for one in (None, *each):  # wrong arguments concern all prompts; a wrong prompt concerns itself alone
+            check_arguments(one, n)
         groups, owner = [], {}
         for index, prompt in enumerate(prompts):
             try:

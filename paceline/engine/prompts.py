@@ -4,33 +4,62 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jinja2 import TemplateError
 
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, plain_int
 
+_SHOWN = 60
+"""Number of characters of a wrong value that an error message shows."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages."""
+"""Text, token ids (a list, a numpy array or a tensor), or chat messages."""
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """A numpy array or a tensor."""
+
+    ndim: int
+
+    def tolist(self) -> Any: ...
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Return the token ids of a prompt. `tokenizer`: None if the model came without one."""
     if isinstance(prompt, str):
         return list(_needed(tokenizer, "text").encode(prompt))
+    if isinstance(prompt, _Array):
+        if prompt.ndim != 1:
+            raise ValueError(f"prompt: an array with {prompt.ndim} dimensions; pass one row for each prompt")
+        return _token_ids(prompt.tolist())
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
+        raise ValueError(f"prompt: {_short(prompt)} is neither text nor a list of token ids or messages")
     if prompt and isinstance(prompt[0], Mapping):
-        chat = _needed(tokenizer, "messages")
-        try:
-            return list(chat.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False))
-        except TemplateError as error:
-            raise ValueError(f"messages: the chat template rejects them ({error})") from None
-    return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return _encode_messages(prompt, _needed(tokenizer, "messages"))
+    return _token_ids(prompt)
+
+
+def _encode_messages(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"messages: {_short(message)} has no role and content")
+    try:
+        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False))
+    except (TemplateError, TypeError) as error:  # a template that concatenates what is not text raises TypeError
+        raise ValueError(f"messages: the chat template rejects them ({error})") from None
+
+
+def _token_ids(values: Sequence[Any]) -> list[int]:
+    ids = [plain_int(value) for value in values]
+    if None in ids:
+        raise ValueError(f"prompt: {_short(values[ids.index(None)])} is not a token id")
+    return ids  # type: ignore[return-value]
 
 
 def check(prompt_ids: list[int], params: SamplingParams, n: int, tokenizer: Any, vocabulary: int, max_length: int) -> None:
     """Raise ValueError if the prompt cannot be served. `max_length`: largest number of tokens of prompt and answer together."""
-    if n < 1:
-        raise ValueError(f"n: {n} is not an integer >= 1")
+    check_arguments(params, n)
     if not prompt_ids:
         raise ValueError("prompt: it is empty")
     wrong = next((token for token in prompt_ids if not 0 <= token < vocabulary), None)
@@ -42,6 +71,27 @@ def check(prompt_ids: list[int], params: SamplingParams, n: int, tokenizer: Any,
         _needed(tokenizer, "stop strings")
 
 
+def check_arguments(params: SamplingParams | None, n: int) -> None:
+    """Raise ValueError if these are not sampling parameters, or `n` is not a number of answers."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"params: {_short(params)} is not of type SamplingParams")
+    count = plain_int(n)
+    if count is None or count < 1:
+        raise ValueError(f"n: {_short(n)} is not an integer >= 1")
+
+
+def answer_seeds(params: SamplingParams, prompt_ids: Sequence[int], n: int, key: str | None,
+                 seeds: Sequence[int] | None) -> list[int]:
+    """Return the seeds of a prompt's n answers: those given, or derived ones."""
+    if key is not None and not isinstance(key, str):
+        raise ValueError(f"key: {_short(key)} is not a string")
+    if seeds is None:
+        return [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
+    if len(seeds) != n:
+        raise ValueError(f"seeds: {len(seeds)} seeds for n = {n} answers")
+    return list(seeds)
+
+
 def derive_seed(seed: int, key: str | Sequence[int], sample: int) -> int:
     """Return an answer's own 64-bit seed, from the sampling parameters' seed, the prompt's key (or the prompt's token ids) and
     the number of the answer. It never depends on the prompt's place in a file, a batch or a cluster."""
@@ -49,6 +99,11 @@ def derive_seed(seed: int, key: str | Sequence[int], sample: int) -> int:
     kind = "id" if isinstance(key, str) else "prompt"
     digest = hashlib.blake2b(f"{seed}|{kind}|{sample}|{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
 
 
 def _needed(tokenizer: Any, what: str) -> Any:

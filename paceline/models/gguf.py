@@ -102,7 +102,7 @@ def gguf_config(metadata: GgufMetadata, tensors: Mapping[str, ReaderTensor]) -> 
     if "token_embd.weight" not in tensors:
         raise ValueError("tensor token_embd.weight is missing")
     hidden, heads = metadata.integer(".embedding_length"), metadata.integer(".attention.head_count")
-    head_dim = metadata.integer(".attention.key_length", hidden // heads)
+    head_dim = metadata.integer(".attention.key_length", hidden // max(1, heads))
     if metadata.integer(".rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"{kind}.rope.dimension_count: partial rotary embedding is not supported")
     return ModelConfig(

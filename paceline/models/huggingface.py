@@ -98,7 +98,7 @@ def _with_generation_eos(config: ModelConfig, path: Path) -> ModelConfig:
     file = path / "generation_config.json"
     eos = read_json(file).get("eos_token_id") if file.is_file() else None
     more = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    return with_file_name(file, lambda: replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more)))))
 
 
 def download_from_hub(name: str) -> Path:
@@ -145,7 +145,7 @@ def load_tokenizer(folder: Path, **options: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file raises whatever the tokenizer's code meets first, also a bare Exception
         raise ValueError(f"{folder}: the tokenizer does not load ({one_line(error)})") from None
 
 

@@ -68,6 +68,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
             become float32 on a CPU and bfloat16 elsewhere.
         max_context: Reduces the longest sequence that the model accepts.
     """
+    check_device(device)
     device = torch.device(device)
     wanted = parse_dtype(dtype)
     checkpoint = open_checkpoint(source)
@@ -77,8 +78,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
         wanted = checkpoint.own_dtype(device)
         if device.type == "cpu" and wanted.itemsize < 4 and 4 * sum(map(math.prod, shapes.values())) < _CACHED_BYTES:
             wanted = torch.float32
+    with torch.device("meta"):
+        check_shapes(Decoder(config), shapes, source=str(checkpoint.path))
     model = empty_model(config, wanted, device)
-    check_shapes(model, shapes, source=str(checkpoint.path))
     load_state(model, checkpoint.tensors(), source=str(checkpoint.path))
     return model, checkpoint.tokenizer()
 
@@ -105,14 +107,18 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     return found
 
 
-def check_device(device: str) -> None:
-    """Raises a ValueError if `device` is not the name of a device, or names a CUDA device on a machine without one."""
+def check_device(device: torch.device | str) -> None:
+    """Raises a ValueError if `device` is neither the CPU nor a CUDA device that this machine has."""
     try:
-        kind = torch.device(device).type
-    except RuntimeError:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
         raise ValueError(f"device {device}: not a device, such as cpu or cuda") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: not supported; there are cpu and cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device}: no CUDA device is available")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA device(s)")
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:

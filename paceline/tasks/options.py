@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from paceline.config import Config
+from paceline.config import Config, ConfigError, ConfigProblem
 
 C = TypeVar("C", bound=Config)
 
@@ -38,15 +38,14 @@ def make_config(task: str, cls: type[C], options: dict[str, Any]) -> C:
     """A config of class `cls`. ValueError names the task and the option that is wrong."""
     try:
         return cls(**options)
-    except ValidationError as error:
-        raise ValueError("; ".join(_complaint(task, cls, one) for one in error.errors())) from None
+    except ConfigError as error:
+        raise ValueError("; ".join(_complaint(task, cls, problem) for problem in error.problems)) from None
 
 
-def _complaint(task: str, cls: type[Config], error: Any) -> str:
-    field = ".".join(str(part) for part in error["loc"]) or "options"
-    if error["type"] == "extra_forbidden":
-        return f"{task}: {field}: no such option (there are {', '.join(cls.model_fields)})"
-    return f"{task}: {field}: {error['msg']}"
+def _complaint(task: str, cls: type[Config], problem: ConfigProblem) -> str:
+    if problem.is_unknown:
+        return f"{task}: {problem.key}: no such option (there are {', '.join(cls.model_fields)})"
+    return f"{task}: {problem.key or 'options'}: {problem.message}"
 
 
 def make_prompt(question: str, options: PromptOptions, instruction: str) -> str | list[dict[str, str]]:

@@ -11,10 +11,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from paceline.bundled import default_train_config
-from paceline.config import RENAMED_KEYS, TrainConfig, with_current_names
+from paceline.config import RENAMED_KEYS, ConfigError, TrainConfig, with_current_names
 
 CONFIG_FILE = "config.json"
 
@@ -75,24 +73,14 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         table[names[-1]] = text.strip()
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first validation error as one line that names the key."""
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"{key}: no such key"
-    message = f"{first['msg']} (given: {first['input']!r})" if key else first["msg"]
-    return f"{key}: {message}" if key else message
-
-
 def _validated(raw: Mapping[str, Any], overrides: Sequence[str], source: str) -> TrainConfig:
     try:
         content = with_current_names(raw)
         for override in overrides:
             apply_override(content, _with_current_key(override))
         return TrainConfig(**content)
-    except ValidationError as error:
-        raise ValueError(f"{source}: {first_problem(error)}") from None
+    except ConfigError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _with_current_key(override: str) -> str:

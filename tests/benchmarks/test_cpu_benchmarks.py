@@ -6,7 +6,6 @@ import json
 import sys
 
 import pytest
-from pydantic import ValidationError
 
 from benchmarks.cpu import decode, suffix_drafting
 
@@ -54,7 +53,7 @@ def test_decoding_is_compared_with_every_other_engine(tmp_path, monkeypatch):
 
 
 def test_an_unknown_backend_is_an_error_before_anything_runs():
-    with pytest.raises(ValidationError, match="kernels"):
+    with pytest.raises(ValueError, match="kernels"):
         decode.parse(["--kernels", "auto,quick"])
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import signal
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from paceline.types import SamplingParams
+from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
+from paceline.types import EngineStalledError, SamplingParams
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
@@ -28,7 +28,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module dif
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code. Wrong input is one line on stderr and exit code 2."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    InterruptHandler()
     package, handler = logging.getLogger("paceline"), _LogHandler(logging.INFO)
     package.addHandler(handler)
     level = package.level
@@ -37,10 +37,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = app(args=args, standalone_mode=False, prog_name="paceline")
     except _UsageError as error:
         code = _fail(error.format_message())  # type: ignore[attr-defined]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EngineStalledError) as error:
         code = _fail(error)
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = INTERRUPTED
     finally:
         handler.end_progress()
         package.removeHandler(handler)
@@ -74,10 +74,6 @@ class _LogHandler(logging.Handler):
 def _fail(error: object) -> int:
     print("paceline:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
     return 2
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _show_version(wanted: bool) -> None:
@@ -133,8 +129,7 @@ def generate(
     from paceline.cli.generate import generate as run
     from paceline.generation import GenerationOptions
 
-    if kv_memory_gb is not None and not kv_memory_gb > 0:
-        raise ValueError(f"--kv-memory-gb: {kv_memory_gb} is not > 0")
+    _check_positive("--kv-memory-gb", kv_memory_gb)
     sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
                             seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
@@ -229,6 +224,12 @@ def drafter_train(
     from paceline.cli.drafter import spot_config, train_drafter
     from paceline.trainer.standalone_drafter import StandaloneDrafterOptions
 
+    for option, value in (("--memory-gb", memory_gb), ("--disk-gb", disk_gb), ("--kv-memory-gb", kv_memory_gb),
+                          ("--report-every", report_every)):
+        _check_positive(option, value)
+    for option, value in (("--seconds", seconds), ("--checkpoint-every", checkpoint_every)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{option}: {value} is not a finite number")
     spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed)
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     seconds = 120.0 if seconds is None and steps is None else seconds
@@ -314,6 +315,11 @@ def bench_selection(
     params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed)
     batches = tuple(sorted({int(size) for size in _numbers("--batch", batch, int, 1, 1024)}))
     return run(SelectionOptions(model, drafter, prompts, batches, params, rounds, device, dtype, threads), json_file)
+
+
+def _check_positive(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{option}: {value} is not a finite number > 0")
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[float]:

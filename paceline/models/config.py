@@ -23,9 +23,9 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require_size(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"{name}: {value!r} is not an integer in 1..{most}")
+def _require_size(name: str, value: object, most: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name}: {value!r} is not an integer in {least}..{most}")
 
 
 def _require_positive(name: str, value: object) -> None:
@@ -90,9 +90,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-                     "max_context"):
-            _require_size(name, getattr(self, name), _MAX_LAYERS if name == "num_layers" else _MAX_SIZE)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_context"):
+            _require_size(name, getattr(self, name), _MAX_SIZE)
+        _require_size("num_layers", self.num_layers, _MAX_LAYERS, least=0)  # 0: only what a drafter shares with its policy
         _require_positive("rms_eps", self.rms_eps)
         if not all(_is_int(token) and token >= 0 for token in self.eos_token_ids):
             raise ValueError(f"eos_token_ids: {list(self.eos_token_ids)} are not all token ids")
@@ -121,6 +121,8 @@ class ModelConfig:
             eos = raw.get("eos_token_id")
             _require_size("num_attention_heads", heads, _MAX_SIZE)
             _require_size("hidden_size", hidden, _MAX_SIZE)
+            _require_size("max_position_embeddings", context, _MAX_SIZE)
+            _require_size("num_hidden_layers", raw["num_hidden_layers"], _MAX_LAYERS)
             if head_dim is None and hidden % heads:
                 raise ValueError(f"hidden_size: {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing")
             bias = _flag(raw, "attention_bias")

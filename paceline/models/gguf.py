@@ -99,6 +99,8 @@ def gguf_config(metadata: GgufMetadata, tensors: Mapping[str, ReaderTensor]) -> 
         raise ValueError(f"general.architecture: {kind} is not supported; known: {known}")
     if metadata.get("split.count", 0) > 1:
         raise ValueError("split.count: a GGUF in several files is not supported; merge it with llama-gguf-split")
+    if metadata.integer(".block_count") < 1:
+        raise ValueError(f"metadata {kind}.block_count: there are no layers")
     if "token_embd.weight" not in tensors:
         raise ValueError("tensor token_embd.weight is missing")
     hidden, heads = metadata.integer(".embedding_length"), metadata.integer(".attention.head_count")

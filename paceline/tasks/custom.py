@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -63,12 +64,21 @@ def _from_path(where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"paceline_grader_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _import_errors(where):
+        spec.loader.exec_module(module)
     return module
 
 
 def _from_name(where: str) -> ModuleType:
-    try:
+    with _import_errors(where):
         return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"python: function: cannot import {where} ({error})") from None
+
+
+@contextmanager
+def _import_errors(where: str) -> Iterator[None]:
+    """Whatever the user's file raises while it is imported, sys.exit() included, becomes a ValueError that names the file."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"python: function: cannot import {where} ({type(error).__name__}: {said})") from error

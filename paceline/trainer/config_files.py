@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bundled import default_train_config
-from paceline.config import RENAMED_KEYS, ConfigError, TrainConfig, with_current_names
+from paceline.config import RENAMED_KEYS, Config, ConfigError, TrainConfig, with_current_names
 
 CONFIG_FILE = "config.json"
 
@@ -73,12 +73,31 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         table[names[-1]] = text.strip()
 
 
+def check_drafter_settings(config: TrainConfig) -> None:
+    """Raises a ConfigError if `spot`, `drafter_budget` or `drafter_alarms` contain what is not a setting, whether or not this run
+    trains a drafter."""
+    if not (config.spot or config.drafter_budget or config.drafter_alarms):
+        return
+    from paceline.spot.alarms import AlarmConfig  # imports torch, which takes time
+    from paceline.spot.budget import TrainingBudgetConfig
+    from paceline.spot.config import SpotConfig
+
+    tables: dict[str, type[Config]] = {"spot": SpotConfig, "drafter_budget": TrainingBudgetConfig, "drafter_alarms": AlarmConfig}
+    for name, kind in tables.items():
+        try:
+            kind(**getattr(config, name))
+        except ConfigError as error:
+            raise ConfigError([problem._replace(key=f"{name}.{problem.key}") for problem in error.problems]) from None
+
+
 def _validated(raw: Mapping[str, Any], overrides: Sequence[str], source: str) -> TrainConfig:
     try:
         content = with_current_names(raw)
         for override in overrides:
             apply_override(content, _with_current_key(override))
-        return TrainConfig(**content)
+        config = TrainConfig(**content)
+        check_drafter_settings(config)
+        return config
     except ConfigError as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -51,12 +51,25 @@ def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate
     model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, config.device)
     load_state(model, export_state(policy))
     if not speculate:
-        return Engine(model, tokenizer, "none", "off", config.engine)
+        return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)
     drafter = make_drafter(config, model)
     capture = config.engine.capture
     if isinstance(drafter, Eagle) and config.train_drafter:
         capture = tuple(dict.fromkeys((*capture, *capture_layers(drafter.config))))
-    return Engine(model, tokenizer, drafter, config.strategy, config.engine.model_copy(update={"capture": capture}))
+    own = config.engine.model_copy(update={"capture": capture})
+    return _with_room(Engine(model, tokenizer, drafter, config.strategy, own), config)
+
+
+def _with_room(engine: Engine, config: TrainConfig) -> Engine:
+    """The engine, if an answer of full length fits into its KV cache. Otherwise answers would end where the cache does, and the
+    policy would be trained on that."""
+    holds, context = engine.scheduler.max_length, engine.model.config.max_context
+    wanted = min(config.rollout.max_new_tokens + 1, config.engine.max_context or context, context)
+    if holds < wanted:
+        raise ValueError(f"engine.kv_tokens: the KV cache holds {holds} tokens, but an answer may have "
+                         f"rollout.max_new_tokens = {config.rollout.max_new_tokens}; give it more memory (engine.kv_tokens, "
+                         "engine.kv_memory_gb) or shorten the answers")
+    return engine
 
 
 def make_drafter(config: TrainConfig, policy: Decoder) -> Eagle | str:

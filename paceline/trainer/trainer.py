@@ -25,7 +25,7 @@ from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import ModelSelector
 from paceline.tasks import RewardPool, Task, make_task
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
-from paceline.trainer.config_files import CONFIG_FILE, dump_config
+from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, dump_config
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
@@ -75,6 +75,7 @@ class Trainer:
         result."""
         config = self.config
         check_device(config.device)
+        check_drafter_settings(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         with RunFolder(Path(config.out)) as self.folder:

@@ -209,6 +209,7 @@ class Engine:
 
     def _drain(self) -> None:
         """Wait for the step in flight; its result is returned by the next call of `step`."""
+        self._watchdog.observe(progress=True)  # what the caller interrupts does not stall by itself
         with self._ending_requests_on_error():
             self._process()
 

@@ -15,6 +15,7 @@ from tiny import CONFIGS, VOCAB, captured, eagle, model
 from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.engine.prompts import derive_seed
+from paceline.engine.request import Status
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import export_state
 from paceline.types import FinishReason, StepView
@@ -123,6 +124,8 @@ class Case:
         self.engine._pipelined = how != "plain"
         if how == "captured":
             captured(self.engine, (1, 4, 16, 40))
+            # On a GPU outcomes are observed in copies of the graphs' buffers; here they would be read where the next step writes.
+            self.engine._control.observes = lambda *args: False  # type: ignore[method-assign]
         self.preempts, self.aborts, self.updates, self.naps, self.fails = (
             rng.choice([0.0, 0.0, chance]) for chance in (0.15, 0.03, 0.05, 0.03, 0.02))
         self.owner: dict[int, tuple[Job, int]] = {}
@@ -154,8 +157,9 @@ class Case:
         engine, rng = self.engine, self.rng
         if rng.random() < self.preempts:
             engine._drain()
-            if engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            decoding = [request for request in engine.scheduler.running if request.status is Status.DECODE]
+            if decoding:  # whoever is pre-empted while it prefills, again and again, never gets a token
+                engine.scheduler.preempt(rng.choice(decoding))
         if rng.random() < self.naps:
             engine.sleep()
             engine.wake()

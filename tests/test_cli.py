@@ -110,6 +110,13 @@ def test_place_batch_and_strategy_change_no_rollout(model: Path, whole: Rollouts
     assert "suffix:d6w2v12 100 %" in figures
 
 
+@pytest.mark.parametrize("strategy", ["auto", "model", "beg"])
+def test_every_selector_has_a_name(model: Path, whole: Rollouts, tmp_path: Path, strategy: str) -> None:
+    lines = write(tmp_path / "in.jsonl", LINES[:1])
+    assert generate(model, lines, tmp_path / "out.jsonl", "--strategy", strategy) == 0
+    assert tokens(read(tmp_path / "out.jsonl")) == {key: ids for key, ids in tokens(whole).items() if key[0] == "a"}
+
+
 def test_a_line_s_seed_is_that_seed(model: Path, whole: Rollouts, tmp_path: Path) -> None:
     same = write(tmp_path / "in.jsonl", [{"id": "own seed", "prompt": "hello"}])
     assert run("generate", "--model", model, "--prompts", same, "--out", tmp_path / "o.jsonl", *ARGS, "--seed", "99") == 0

@@ -8,7 +8,7 @@ largest number of pages that were held at the same time, so memory use follows t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 _ROOT = 0
@@ -113,14 +113,14 @@ class PageAllocator:
                 self._next_node += 1
             node = found[0]
 
-    def reset(self) -> None:
-        """Make all pages free and forget all prefixes, whoever holds a page now."""
-        self._free = list(range(self.num_pages - 1, -1, -1))
-        self._refs = [0] * self.num_pages
+    def reset(self, held: Collection[int] = ()) -> None:
+        """Make all pages free and forget all prefixes, whoever holds a page now. Only the pages `held` keep one reference."""
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in held]
+        self._refs = [int(page in held) for page in range(self.num_pages)]
         self._kept.clear()
         self._nodes.clear()
         self._keys.clear()
-        self._num_held = 0
+        self._num_held = len(held)
 
     def drop_prefixes(self) -> None:
         """Forget all prefixes, because the weights changed. Held pages stay with the requests that hold them."""

@@ -21,20 +21,13 @@ from paceline.engine.build import build
 from paceline.engine.draft_outcomes import ObservedDrafts
 from paceline.engine.drafting import StepDrafts
 from paceline.engine.dummy import DummySteps
+from paceline.engine.failures import describe_error, end_broken_requests
+from paceline.engine.generate import generate_groups
 from paceline.engine.graphs import GraphReport, Timestamp
-from paceline.engine.outputs import (
-    NOT_A_NUMBER,
-    InFlight,
-    append_outputs,
-    broken_rollout,
-    describe_error,
-    failed_rollout,
-    make_rollout,
-    read_features,
-)
+from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, make_rollout, read_features
 from paceline.engine.profile import engine_identity, load_or_profile
-from paceline.engine.prompts import Prompt, answer_seeds, check, check_arguments, encode
-from paceline.engine.request import Request, Status
+from paceline.engine.prompts import Prompt, answer_seeds, check, encode
+from paceline.engine.request import Request
 from paceline.engine.runner import Download
 from paceline.engine.scheduler import StepPlan
 from paceline.engine.stats import Counters
@@ -222,18 +215,8 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            message = f"a step failed: {describe_error(error)}"
-            reported = {rollout.request_id for result in self._results for rollout in result.finished}
-            waiting = [request for request in self._requests.values() if request.status is Status.WAITING]
-            broken = [request for request in self._requests.values()
-                      if request.status is not Status.WAITING and request.id not in reported]
-            self._requests = {request.id: request for request in waiting}
             self._in_flight = None
-            self.scheduler.reset(waiting)
-            self.drafting.reset()
-            for request in broken:
-                request.status, request.finish_reason, request.error = Status.FINISHED, "error", message
-            self._queue_finished([broken_rollout(request, message) for request in broken])
+            self._queue_finished(end_broken_requests(self._requests, self._results, self.scheduler, self.drafting, error))
             raise
 
     def _refuse(self, request: Request) -> None:
@@ -282,42 +265,7 @@ class Engine:
                 return self.generate(prompts, params, n, keys, on_step)
             finally:
                 self.select = own
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts) or (keys is not None and len(keys) != len(prompts)):
-            raise ValueError(f"generate: {len(prompts)} prompts, but {len(each)} params and {len(keys or prompts)} keys")
-        for one in (None, *each):  # wrong arguments concern all prompts; a wrong prompt concerns itself alone
-            check_arguments(one, n)
-        groups, owner = [], {}
-        for index, prompt in enumerate(prompts):
-            try:
-                ids = self.add(prompt, each[index], n, None if keys is None else keys[index])
-            except ValueError as error:
-                groups.append(RolloutGroup([], [failed_rollout(sample, str(error)) for sample in range(n)]))
-                continue
-            groups.append(RolloutGroup(self._requests[ids[0]].prompt_ids))
-            owner.update(dict.fromkeys(ids, index))
-        self._run_until_done(owner, groups, on_step)
-        return groups
-
-    def _run_until_done(self, owner: dict[int, int], groups: list[RolloutGroup],
-                        on_step: Callable[[StepResult], None] | None) -> None:
-        """Run steps until every owned request is finished. However this ends, unfinished requests are aborted, so that none
-        leaks."""
-        left = set(owner)
-        try:
-            while left:
-                result = self.step()
-                for rollout in result.finished:
-                    if rollout.request_id in left:
-                        left.remove(rollout.request_id)
-                        groups[owner[rollout.request_id]].rollouts.append(rollout)
-                if on_step is not None:
-                    on_step(result)
-        finally:
-            self.abort(left)
-        for group in groups:
-            group.rollouts.sort(key=lambda rollout: rollout.sample)
+        return generate_groups(self, [prompts] if isinstance(prompts, str) else list(prompts), params, n, keys, on_step)
 
     def abort(self, request_ids: Iterable[int]) -> list[Rollout]:
         """End requests where they are and return what they have generated. Ids of finished requests are ignored."""
@@ -400,8 +348,8 @@ class Engine:
             self._prepare_weights()
         except BaseException as error:
             if loader.num_copied:
-                self._weights_problem = (f"update_weights failed after {loader.num_copied} tensors ({describe_error(error)}); the "
-                                         "weights are incomplete until another update_weights succeeds")
+                self._weights_problem = (f"update_weights failed after {loader.num_copied} tensors ({describe_error(error)}); "
+                                         "the weights are incomplete until another update_weights succeeds")
             raise
         self._weights_problem = None
         self.version = self.version + 1 if version is None else version

@@ -118,23 +118,6 @@ def make_rollout(request: Request, reason: FinishReason, tokenizer: Tokenizer | 
         raw_logprobs=request.raw_logprobs if request.params.raw_logprobs else None, num_preemptions=request.num_preemptions)
 
 
-def broken_rollout(request: Request, error: str) -> Rollout:
-    """Return the rollout of a request whose step was broken off: the tokens of the steps before, without text and features."""
-    lengths = [len(request.output_ids), len(request.logprobs), len(request.versions)]
-    raw = request.raw_logprobs if request.params.raw_logprobs else None
-    num = min(lengths if raw is None else [*lengths, len(raw)])  # the step may have extended only some of them
-    return Rollout(
-        request_id=request.id, sample=request.sample, prompt_ids=request.prompt_ids, token_ids=request.output_ids[:num],
-        logprobs=request.logprobs[:num], text="", finish_reason="error", versions=request.versions[:num],
-        seed=request.params.seed, raw_logprobs=None if raw is None else raw[:num], error=error,
-        num_preemptions=request.num_preemptions)
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the kind and the message of an error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
 def failed_rollout(sample: int, error: str) -> Rollout:
     """Return the rollout of a prompt that could not be served."""
     return Rollout(request_id=-1, sample=sample, prompt_ids=[], token_ids=[], logprobs=[], text="", finish_reason="error",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,10 +116,10 @@ class Scheduler:
             request.num_in_flight -= 1 + most
             request.num_steps_in_flight -= 1
 
-    def reset(self, requests: Iterable[Request]) -> None:
+    def reset(self, requests: Iterable[Request], held_pages: Collection[int] = ()) -> None:
         """Begin again with these requests: all of them wait, and nobody has a slot or a page. For a step that was broken off,
-        which may have left slots and pages in any state."""
-        self.pages.reset()
+        which may have left slots and pages in any state. `held_pages`: pages of somebody else, which stay allocated."""
+        self.pages.reset(held_pages)
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
         self.running = []
         self.waiting = deque(sorted(requests, key=lambda request: request.id))

@@ -32,5 +32,6 @@ class Watchdog:
         oldest = "" if first is None else (
             f"; request {first.id}: {first.status.value}, {len(first.tokens)} of {first.max_tokens} tokens, {first.num_computed} "
             f"computed, {len(first.pages)} pages, {first.num_in_flight} tokens in flight")
-        return (f"{len(scheduler.running)} requests running, {len(scheduler.waiting)} waiting, {scheduler.pages.num_available} of "
-                f"{scheduler.pages.num_pages} pages available{oldest}")
+        pages = scheduler.pages
+        return (f"{len(scheduler.running)} requests running, {len(scheduler.waiting)} waiting, {pages.num_available} of "
+                f"{pages.num_pages} pages available{oldest}")

@@ -17,6 +17,7 @@ from paceline.engine.prompts import derive_seed
 from paceline.generation.jobs import Job, JobReader, open_prompts
 from paceline.generation.output import RolloutFile, to_record
 from paceline.models.weights import check_device, parse_dtype
+from paceline.strategy import FixedSelector, make_selector
 from paceline.types import EngineStats, Rollout, SamplingParams, StepResult, Strategy
 
 
@@ -114,7 +115,8 @@ class FileGenerator:
         """Generates all rollouts that the output does not have yet. A KeyboardInterrupt ends the call early; nothing is lost."""
         options = self.options
         check_device(options.device)
-        strategy = None if options.strategy == "auto" else Strategy.parse(options.strategy)
+        selector = make_selector(options.strategy)
+        strategy = selector.strategy if isinstance(selector, FixedSelector) else None
         settings = sampling_settings(options)
         name, lines, num_lines = open_prompts(options.prompts)
         interrupted, stats = False, None

@@ -124,7 +124,7 @@ class ModelConfig:
             _require_size("max_position_embeddings", context, _MAX_SIZE)
             _require_size("num_hidden_layers", raw["num_hidden_layers"], _MAX_LAYERS)
             if head_dim is None and hidden % heads:
-                raise ValueError(f"hidden_size: {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing")
+                raise ValueError(f"hidden_size: {hidden} is not a multiple of num_attention_heads {heads}; head_dim is missing")
             bias = _flag(raw, "attention_bias")
             return cls(
                 architecture=kind,  # type: ignore[arg-type]

@@ -93,3 +93,16 @@ def test_a_page_released_twice_is_noticed():
     pages.release(mine)
     with pytest.raises(AssertionError):
         pages.release(mine)
+
+
+def test_a_reset_frees_all_pages_but_those_of_somebody_else():
+    pages = PageAllocator(6, 2)
+    mine, others = pages.allocate(3), pages.allocate(2)
+    assert mine is not None and others is not None
+    pages.publish([1, 2, 3, 4], mine)
+    pages.reset(held=others)
+    pages.check_integrity()
+    assert pages.num_available == 4 and pages.match([1, 2, 3, 4]).pages == []
+    assert set(pages.allocate(4) or ()) == set(range(6)) - set(others)
+    pages.release(others)
+    pages.check_integrity()

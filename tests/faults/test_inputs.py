@@ -22,7 +22,7 @@ from tiny import CONFIGS, VOCAB, eagle, model
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.cli import main
-from paceline.config import ConfigError, EngineConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from paceline.config import EngineConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
@@ -48,14 +48,17 @@ def says(message: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> N
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("temperature", -1, "temperature: -1 is not 0 or in 1e-06..1e+06"), ("temperature", NAN, "temperature: nan"),
     ("temperature", INF, "temperature: inf"), ("temperature", 1e-39, "temperature: 1e-39"), ("temperature", 1e39, "1e+39"),
-    ("temperature", "1", "temperature: '1'"), ("temperature", None, "temperature: None"), ("temperature", True, "temperature: True"),
-    ("top_k", -1, "top_k: -1"), ("top_k", 2**31, "top_k: 2147483648 is not an integer in 0..2147483647"), ("top_k", 1.5, "top_k: 1.5"),
+    ("temperature", "1", "temperature: '1'"), ("temperature", None, "temperature: None"),
+    ("temperature", True, "temperature: True"),
+    ("top_k", -1, "top_k: -1"), ("top_k", 2**31, "top_k: 2147483648 is not an integer in 0..2147483647"),
+    ("top_k", 1.5, "top_k: 1.5"),
     ("top_k", True, "top_k: True"), ("top_k", None, "top_k: None"), ("top_k", "3", "top_k: '3'"),
     ("top_p", 0.0, "top_p: 0.0"), ("top_p", 1.5, "top_p: 1.5"), ("top_p", NAN, "top_p: nan"), ("top_p", True, "top_p: True"),
     ("top_p", "0.9", "top_p: '0.9'"), ("min_p", -0.1, "min_p: -0.1"), ("min_p", 2, "min_p: 2"), ("min_p", NAN, "min_p: nan"),
     ("max_new_tokens", 0, "max_new_tokens: 0"), ("max_new_tokens", 1.5, "max_new_tokens: 1.5"),
     ("max_new_tokens", True, "max_new_tokens: True"), ("max_new_tokens", INF, "max_new_tokens: inf"),
-    ("seed", 2**64, "seed: 18446744073709551616"), ("seed", -(2**63) - 1, "seed: -9223372036854775809"), ("seed", 0.5, "seed: 0.5"),
+    ("seed", 2**64, "seed: 18446744073709551616"), ("seed", -(2**63) - 1, "seed: -9223372036854775809"),
+    ("seed", 0.5, "seed: 0.5"),
     ("seed", None, "seed: None"), ("stop", [""], "stop: ['']"), ("stop", [3], "stop: [3]"), ("stop", 3, "stop: 3"),
     ("stop_token_ids", [-1], "stop_token_ids: -1"), ("stop_token_ids", [1.5], "stop_token_ids: 1.5"),
     ("stop_token_ids", 3, "stop_token_ids: 3"), ("stop_token_ids", "3", "stop_token_ids: '3'"),
@@ -65,8 +68,8 @@ def test_sampling_parameters(name, value, message):
 
 
 def test_numbers_of_numpy_are_numbers():
-    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**64 - 1), stop_token_ids=np.array([1, 2]),
-                            max_new_tokens=np.int32(4))
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**64 - 1),
+                            stop_token_ids=np.array([1, 2]), max_new_tokens=np.int32(4))
     plain = SamplingParams(temperature=0.5, top_k=3, seed=2**64 - 1, stop_token_ids=(1, 2), max_new_tokens=4)
     assert params == plain and json.dumps(params.stop_token_ids) == "[1, 2]" and type(params.seed) is int
 
@@ -77,7 +80,8 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_extremes_that_are_allowed_work(extreme, like, dtype):
     engine = Engine(model(dtype=dtype), strategy="off")
-    got, want = (engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=12, **given))[0].rollouts[0] for given in (extreme, like))
+    got, want = (engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=12, **given))[0].rollouts[0]
+                 for given in (extreme, like))
     assert got.error is None and got.token_ids == want.token_ids and all(map(math.isfinite, got.logprobs))
 
 
@@ -106,11 +110,15 @@ def test_a_matrix_is_a_list_of_prompts(engine):
 @pytest.mark.parametrize(("prompt", "message"), [
     ([], "prompt: it is empty"), (np.array([], int), "prompt: it is empty"), ([1, VOCAB], "token id 61 is outside"),
     ([-1], "token id -1"), ([1.5], "prompt: 1.5 is not a token id"), ([1, True], "prompt: True is not a token id"),
-    (np.array([1.0, 2.0]), "prompt: 1.0 is not"), (torch.tensor([True]), "prompt: True is not"), ([[1, 2]], "prompt: [1, 2] is not"),
-    (np.array([[1, 2]]), "an array with 2 dimensions"), (np.int64(3), "an array with 0 dimensions"), (3, "prompt: 3 is neither text"),
+    (np.array([1.0, 2.0]), "prompt: 1.0 is not"), (torch.tensor([True]), "prompt: True is not"),
+    ([[1, 2]], "prompt: [1, 2] is not"),
+    (np.array([[1, 2]]), "an array with 2 dimensions"), (np.int64(3), "an array with 0 dimensions"),
+    (3, "prompt: 3 is neither text"),
     (None, "prompt: None is neither"), (b"text", "prompt: b'text' is neither"), ({"role": "user"}, "is neither text"),
-    (["a", "b"], "prompt: 'a' is not a token id"), ([None], "prompt: None is not a token id"), ("text", "came without a tokenizer"),
-    ([{"role": "user", "content": "x"}], "came without a tokenizer"), ([1] * 256, "256 tokens leave no room"), ({1, 2}, "is neither")])
+    (["a", "b"], "prompt: 'a' is not a token id"), ([None], "prompt: None is not a token id"),
+    ("text", "came without a tokenizer"),
+    ([{"role": "user", "content": "x"}], "came without a tokenizer"), ([1] * 256, "256 tokens leave no room"),
+    ({1, 2}, "is neither")])
 def test_prompts(engine, prompt, message):
     says(message, engine.add, prompt)
     failed, served = engine.generate([prompt, [1, 2]], SamplingParams(max_new_tokens=2))
@@ -119,7 +127,8 @@ def test_prompts(engine, prompt, message):
 
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"n": 0}, "n: 0 is not an integer >= 1"), ({"n": -1}, "n: -1"), ({"n": 1.5}, "n: 1.5"), ({"n": True}, "n: True"),
-    ({"n": "2"}, "n: '2'"), ({"n": None}, "n: None"), ({"params": {"seed": 1}}, "params: {'seed': 1} is not of type SamplingParams"),
+    ({"n": "2"}, "n: '2'"), ({"n": None}, "n: None"),
+    ({"params": {"seed": 1}}, "params: {'seed': 1} is not of type SamplingParams"),
     ({"params": 3}, "params: 3")])
 def test_arguments_of_generate_and_add(engine, kwargs, message):
     says(message, engine.add, [1, 2], **kwargs)
@@ -145,7 +154,8 @@ def test_lists_that_do_not_match(engine):
     says("params: 'x' is not", engine.generate, [[1]], ["x"])
 
 
-@pytest.mark.parametrize("text", ["", "suffix", "eagle:d0w1v1", "suffix:d1w1v128", "eagle:d40w8v8", "none:d1w1v1", "d1w1v1", "Auto"])
+@pytest.mark.parametrize("text", ["", "suffix", "eagle:d0w1v1", "suffix:d1w1v128", "eagle:d40w8v8", "none:d1w1v1", "d1w1v1",
+                                  "Auto"])
 def test_strategies(text):
     says("strategy", Strategy.parse, text)
     says("strategy", Engine, model(), None, "suffix", text)
@@ -162,14 +172,17 @@ def test_strategies(text):
     (EngineConfig, {"kv_memory_gb": NAN}, "kv_memory_gb"), (EngineConfig, {"kv_memory_gb": 0}, "kv_memory_gb"),
     (EngineConfig, {"kv_memory_gb": True}, "kv_memory_gb"), (EngineConfig, {"kv_tokens": -1}, "kv_tokens"),
     (EngineConfig, {"tau": NAN}, "tau: Input should be a finite number"), (EngineConfig, {"tau": 1.5}, "tau"),
-    (EngineConfig, {"suffix_tau": INF}, "suffix_tau"), (EngineConfig, {"row_sizes": (0,)}, "row_sizes: Input should be row counts >= 1"),
+    (EngineConfig, {"suffix_tau": INF}, "suffix_tau"),
+    (EngineConfig, {"row_sizes": (0,)}, "row_sizes: Input should be row counts >= 1"),
     (EngineConfig, {"row_sizes": (4, 2)}, "row_sizes"), (EngineConfig, {"row_sizes": (2, 2)}, "row_sizes"),
     (EngineConfig, {"row_sizes": (True,)}, "row_sizes"), (EngineConfig, {"row_sizes": 4}, "row_sizes"),
     (EngineConfig, {"max_context": 1}, "max_context"), (EngineConfig, {"kernels": "fast"}, "kernels"),
-    (EngineConfig, {"on_update": None}, "on_update"), (EngineConfig, {"page_sise": 4}, "page_sise: no such key; did you mean page_size?"),
+    (EngineConfig, {"on_update": None}, "on_update"),
+    (EngineConfig, {"page_sise": 4}, "page_sise: no such key; did you mean page_size?"),
     (RolloutConfig, {"temperature": 0}, "temperature"), (RolloutConfig, {"temperature": NAN}, "temperature"),
     (RolloutConfig, {"group_size": True}, "group_size"), (OptimizerConfig, {"lr": INF}, "lr: Input should be a finite number"),
-    (OptimizerConfig, {"betas": (NAN, 0.9)}, "betas.0"), (SpotConfig, {"lr": INF}, "lr"), (SpotConfig, {"form": "medusa"}, "form"),
+    (OptimizerConfig, {"betas": (NAN, 0.9)}, "betas.0"), (SpotConfig, {"lr": INF}, "lr"),
+    (SpotConfig, {"form": "medusa"}, "form"),
     (TrainConfig, {"steps": 2.5}, "steps"), (TrainConfig, {"reward_model_weight": NAN}, "reward_model_weight"),
     (TrainConfig, {"engine": {"tau": NAN}}, "engine.tau: Input should be a finite number"),
     (TrainConfig, {"engine": {"nonsense": 1}}, "engine.nonsense: no such key"), (TrainConfig, {"rollout": 3}, "rollout: "),
@@ -193,9 +206,11 @@ def test_engine_options_are_one_line(tmp_path):
 @pytest.mark.parametrize(("override", "message"), [
     ("spot.lrr=1", "spot.lrr: no such key; did you mean lr?"), ("spot.lr=inf", "spot.lr: Input should be a finite number"),
     ("drafter_budget.shortest=1", "drafter_budget.shortest: no such key"), ("drafter_pace.shortest=1", "drafter_budget.shortest"),
-    ("drafter_alarms.fal=0.5", "drafter_alarms.fal: no such key; did you mean fall?"), ("drafter_alarms.fall=2", "drafter_alarms.fall"),
+    ("drafter_alarms.fal=0.5", "drafter_alarms.fal: no such key; did you mean fall?"),
+    ("drafter_alarms.fall=2", "drafter_alarms.fall"),
     ("optimizer.lr=nan", "optimizer.lr: Input should be a finite number"), ("optimiser.lr=1", "optimiser: no such key"),
-    ("steps", "expected KEY=VALUE"), ("=3", "expected KEY=VALUE"), ("steps.x=1", "steps is not a table"), ("steps=many", "steps: ")])
+    ("steps", "expected KEY=VALUE"), ("=3", "expected KEY=VALUE"), ("steps.x=1", "steps is not a table"),
+    ("steps=many", "steps: ")])
 def test_overrides(override, message):
     says(message, load_config, None, [override])
 
@@ -213,20 +228,27 @@ def without(*keys: str) -> Callable[[dict[str, Any]], Any]:
 
 MODEL_CONFIGS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (without("hidden_size"), "config.json: key 'hidden_size' is missing"), (without("vocab_size"), "key 'vocab_size' is missing"),
-    (without("num_hidden_layers"), "key 'num_hidden_layers'"), (without("architectures", "model_type"), "architectures: (model_type None)"),
+    (without("num_hidden_layers"), "key 'num_hidden_layers'"),
+    (without("architectures", "model_type"), "architectures: (model_type None)"),
     (changed(architectures=["GPT2LMHeadModel"]), "architectures: GPT2LMHeadModel is not supported"),
     (changed(architectures="Qwen2ForCausalLM"), "architectures: Qwen2ForCausalLM is not a list"),
-    (changed(architectures=[None]), "architectures: [None] is not a list"), (changed(hidden_size="24"), "hidden_size: '24' is not"),
+    (changed(architectures=[None]), "architectures: [None] is not a list"),
+    (changed(hidden_size="24"), "hidden_size: '24' is not"),
     (changed(hidden_size=24.0), "hidden_size: 24.0"), (changed(hidden_size=True), "hidden_size: True"),
     (changed(hidden_size=-24), "hidden_size: -24"), (changed(hidden_size=None), "hidden_size: None"),
-    (changed(hidden_size=25, head_dim=None), "hidden_size: 25 is not a multiple"), (changed(num_attention_heads=0), "num_attention_heads: 0"),
-    (changed(num_key_value_heads=4), "num_heads: 6 is not a multiple of num_kv_heads 4"), (changed(num_key_value_heads=0), "num_kv_heads: 0"),
+    (changed(hidden_size=25, head_dim=None), "hidden_size: 25 is not a multiple"),
+    (changed(num_attention_heads=0), "num_attention_heads: 0"),
+    (changed(num_key_value_heads=4), "num_heads: 6 is not a multiple of num_kv_heads 4"),
+    (changed(num_key_value_heads=0), "num_kv_heads: 0"),
     (changed(head_dim=5), "head_dim: 5 is odd"), (changed(head_dim=0), "head_dim: 0"), (changed(vocab_size=0), "vocab_size: 0"),
     (changed(num_hidden_layers=0), "num_hidden_layers: 0"), (changed(num_hidden_layers=10**9), "num_hidden_layers: 1000000000"),
-    (changed(num_hidden_layers=3), "missing"), (changed(intermediate_size=41), "wrong shape"), (changed(vocab_size=10**9), "wrong shape"),
+    (changed(num_hidden_layers=3), "missing"), (changed(intermediate_size=41), "wrong shape"),
+    (changed(vocab_size=10**9), "wrong shape"),
     (changed(rms_norm_eps=0), "rms_eps: 0 is not a positive number"), (changed(rms_norm_eps="small"), "rms_eps: 'small'"),
-    (changed(max_position_embeddings=None), "max_position_embeddings: None"), (changed(max_position_embeddings=-1), "max_position_embeddings: -1"),
-    (changed(rope_parameters={"rope_theta": -1.0}), "rope: theta: -1.0"), (changed(rope_parameters=[1]), "rope_scaling: [1] is not an object"),
+    (changed(max_position_embeddings=None), "max_position_embeddings: None"),
+    (changed(max_position_embeddings=-1), "max_position_embeddings: -1"),
+    (changed(rope_parameters={"rope_theta": -1.0}), "rope: theta: -1.0"),
+    (changed(rope_parameters=[1]), "rope_scaling: [1] is not an object"),
     (changed(rope_parameters={"rope_type": "magic"}), "rope_scaling: magic is not supported"),
     (changed(rope_parameters={"rope_type": "linear", "factor": 0}), "rope: factor: 0"),
     (changed(rope_parameters={"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}), "rope: low_freq_factor"),
@@ -279,7 +301,8 @@ def test_a_model_without_a_tokenizer_takes_token_ids(folder):
 
 @pytest.mark.parametrize(("source", "message"), [
     ("def grade(problem, answer) return 1", "SyntaxError"), ("import nothing_like_this", "ModuleNotFoundError: No module named"),
-    ("raise RuntimeError('no\\nway')", "RuntimeError: no way"), ("import sys; sys.exit(3)", "SystemExit: 3"), ("1 / 0", "ZeroDivisionError"),
+    ("raise RuntimeError('no\\nway')", "RuntimeError: no way"), ("import sys; sys.exit(3)", "SystemExit: 3"),
+    ("1 / 0", "ZeroDivisionError"),
     ("from os import nothing_like_this", "ImportError"), ("grade = 3", "has no function grade"), ("", "has no function grade")])
 def test_graders_that_do_not_import(tmp_path, source, message):
     (tmp_path / "rows.jsonl").write_text('{"question": "1?", "answer": "1"}\n')
@@ -293,10 +316,13 @@ def test_graders_that_do_not_import(tmp_path, source, message):
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["--device", "meta"], "device meta: not supported; there are cpu and cuda"), (["--device", "tpu"], "device tpu: not a device"),
-    (["--kv-memory-gb", "inf"], "--kv-memory-gb: inf is not a finite number > 0"), (["--kv-memory-gb", "nan"], "--kv-memory-gb: nan"),
+    (["--device", "meta"], "device meta: not supported; there are cpu and cuda"),
+    (["--device", "tpu"], "device tpu: not a device"),
+    (["--kv-memory-gb", "inf"], "--kv-memory-gb: inf is not a finite number > 0"),
+    (["--kv-memory-gb", "nan"], "--kv-memory-gb: nan"),
     (["--kv-memory-gb", "-1"], "--kv-memory-gb: -1.0"), (["--temperature", "1e-39"], "temperature: 1e-39 is not 0 or in"),
-    (["--temperature", "inf"], "temperature: inf"), (["--top-k", str(2**31)], "top_k: 2147483648"), (["--top-p", "nan"], "top_p: nan"),
+    (["--temperature", "inf"], "temperature: inf"), (["--top-k", str(2**31)], "top_k: 2147483648"),
+    (["--top-p", "nan"], "top_p: nan"),
     (["--seed", str(2**64)], "seed: "), (["--max-new-tokens", "0"], "max_new_tokens: 0"), (["--n", "0"], "--n"),
     (["--stop", ""], "stop: "), (["--strategy", "fast"], "strategy 'fast'"), (["--dtype", "int8"], "dtype: int8"),
     (["--max-batch", "0"], "--max-batch"), (["--threads", "0"], "--threads"), (["--nonsense"], "--nonsense")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from tiny import VOCAB, model
@@ -104,8 +105,7 @@ def test_no_progress_is_an_error_that_names_the_state(monkeypatch):
     engine.step()
     monkeypatch.setattr(engine.scheduler, "_plan_decode", lambda plan: engine.scheduler.max_rows)
     with pytest.raises(EngineStalledError, match=r"no token in \d+ steps: 2 requests running, 0 waiting, \d+ of \d+ pages"):
-        for _ in range(10_000):
-            engine.step()
+        deque((engine.step() for _ in range(10_000)), maxlen=0)
     monkeypatch.undo()
     finished = []
     while engine.has_work:

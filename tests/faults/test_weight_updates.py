@@ -84,7 +84,7 @@ def test_after_a_broken_iterator_no_token_comes_from_half_new_weights(how):
     with pytest.raises((ValueError, OSError, KeyboardInterrupt)):
         engine.update_weights(stream())
     assert engine.version == 0
-    with pytest.raises(RuntimeError, match="update_weights failed after .* incomplete until another update_weights succeeds"):
+    with pytest.raises(RuntimeError, match=r"update_weights failed after .* incomplete until another update_weights succeeds"):
         engine.step()
     with pytest.raises(ValueError, match="unknown"):
         engine.update_weights({"nonsense": torch.ones(1)})

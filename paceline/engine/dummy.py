@@ -39,9 +39,11 @@ class DummySteps:
         length = self._runner.state.tensors.context[self._runner.state.padding]
         if context is not None:
             length.fill_(context)
-        self._runner.run(batch, capture_now=True)
-        if context is not None:
-            length.fill_(0)
+        try:
+            self._runner.run(batch, capture_now=True)
+        finally:
+            if context is not None:
+                length.fill_(0)
 
     @torch.inference_mode()
     def run_drafter(self, num_requests: int, strategy: Strategy) -> None:

@@ -21,7 +21,7 @@ from paceline.engine.build import build
 from paceline.engine.draft_outcomes import ObservedDrafts
 from paceline.engine.drafting import StepDrafts
 from paceline.engine.dummy import DummySteps
-from paceline.engine.failures import describe_error, end_broken_requests
+from paceline.engine.failures import end_broken_requests
 from paceline.engine.generate import generate_groups
 from paceline.engine.graphs import GraphReport, Timestamp
 from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, make_rollout, read_features
@@ -33,9 +33,8 @@ from paceline.engine.scheduler import StepPlan
 from paceline.engine.stats import Counters
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
-from paceline.engine.weights import copy_drafter, drafter_mismatch, offload, prepare_linears, restore
+from paceline.engine.weights import PolicyWeights, copy_drafter, drafter_mismatch, offload, prepare_linears, restore
 from paceline.models.decoder import Decoder
-from paceline.models.state_dict import StateLoader
 from paceline.models.weights import load_model
 from paceline.strategy import CostCurve, Selector, compile_loops
 from paceline.types import (
@@ -67,8 +66,7 @@ class Engine:
         """Results that `step` has not returned yet."""
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
         self._asleep = False
-        self._weights_problem: str | None = None
-        """Why the policy's weights cannot be used; None if they can."""
+        self._weights = PolicyWeights(model)
         self._eos = frozenset(model.config.eos_token_ids)
         parts = build(model, drafter, self.config)
         (self.ops, self.scheduler, self.store, self.state, self.graphs, self.batches, self.runner, self.drafting,
@@ -100,8 +98,7 @@ class Engine:
             return self._results.popleft()
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
-        if self._weights_problem is not None:
-            raise RuntimeError(f"step: {self._weights_problem}")
+        self._weights.require_complete()
         strategy = self._select() if strategy is None else strategy
         self.drafting.check(strategy)
         with self._ending_requests_on_error():
@@ -342,16 +339,7 @@ class Engine:
 
         A mapping or a list is checked completely before anything is copied: if it is refused, nothing has changed. Any other
         iterable is copied tensor by tensor. If it fails on the way, the engine does not run until a later update succeeds."""
-        loader = StateLoader(self.model)
-        try:
-            loader.load(state)
-            self._prepare_weights()
-        except BaseException as error:
-            if loader.num_copied:
-                self._weights_problem = (f"update_weights failed after {loader.num_copied} tensors ({describe_error(error)}); "
-                                         "the weights are incomplete until another update_weights succeeds")
-            raise
-        self._weights_problem = None
+        self._weights.replace(state, self._prepare_weights)
         self.version = self.version + 1 if version is None else version
         if self.drafting.eagle is not None and not self._asleep:  # otherwise `wake` does it
             self.drafting.eagle.policy_changed()

@@ -3,14 +3,43 @@ sleeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from paceline.drafters.eagle import Eagle
+from paceline.engine.failures import describe_error
 from paceline.kernels import Ops
 from paceline.models.decoder import Decoder, Linear
+from paceline.models.state_dict import StateLoader
+
+
+class PolicyWeights:
+    """The policy's weights: replaced as a whole, or known to be incomplete."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._problem: str | None = None
+
+    def replace(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], prepare: Callable[[], None]) -> None:
+        """Copy new weights in place, then call `prepare`. If this raises before the first tensor was copied, nothing has changed;
+        if it raises later, the weights are incomplete until another call succeeds."""
+        loader = StateLoader(self._model)
+        try:
+            loader.load(state)
+            prepare()
+        except BaseException as error:
+            if loader.num_copied:
+                self._problem = (f"update_weights failed after {loader.num_copied} tensors ({describe_error(error)}); "
+                                 "the weights are incomplete until another update_weights succeeds")
+            raise
+        self._problem = None
+
+    def require_complete(self) -> None:
+        """Raise RuntimeError if the weights are incomplete."""
+        if self._problem is not None:
+            raise RuntimeError(self._problem)
 
 
 def offload(modules: Iterable[nn.Module]) -> None:

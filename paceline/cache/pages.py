@@ -46,6 +46,11 @@ class PageAllocator:
         """Number of pages that can be allocated: free ones and kept ones."""
         return len(self._free) + len(self._kept)
 
+    @property
+    def num_held(self) -> int:
+        """Number of pages that somebody holds."""
+        return self._num_held
+
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)

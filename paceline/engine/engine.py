@@ -123,7 +123,7 @@ class Engine:
         self._in_flight = launched
         if not self._results and not self._pipelined:
             self._process()
-        if launched is None and not self._results and not self.scheduler.running and self.scheduler.waiting:
+        if launched is None and not self._results and self.scheduler.waiting and self.scheduler.pages.num_held == 0:
             self._refuse(self.scheduler.waiting[0])
 
     def _select(self) -> Strategy:
@@ -217,10 +217,10 @@ class Engine:
             raise
 
     def _refuse(self, request: Request) -> None:
-        """End a request that cannot be admitted although nothing runs."""
-        pages = self.scheduler.pages
-        request.error = (f"request {request.id}: it needs {pages.pages_for(len(request.tokens))} pages of the KV cache, but only "
-                         f"{pages.num_available} of {pages.num_pages} are available although nothing runs")
+        """End a request that was not admitted although it could have had all pages."""
+        pages, length = self.scheduler.pages, len(request.tokens)
+        request.error = (f"request {request.id}: its {length} tokens need {pages.pages_for(length)} pages of the KV cache, which "
+                         f"has {pages.num_pages}")
         self._queue_finished([self._finish(request, "error")])
 
     def _queue_finished(self, rollouts: list[Rollout]) -> None:

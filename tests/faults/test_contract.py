@@ -120,6 +120,7 @@ class Case:
         form = rng.choice([None, None, "eagle", "eagle3"])
         drafter = "suffix" if form is None else eagle(self.kind, form, draft_vocab=rng.choice([0, 20]))
         self.engine = Engine(own_model(self.kind), drafter=drafter, strategy=RandomSelector(rng), config=config)
+        self.engine._watchdog.patience_s = 0.0
         how = rng.choice(["plain", "plain", "pipelined", "captured"])
         self.engine._pipelined = how != "plain"
         if how == "captured":

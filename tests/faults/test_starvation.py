@@ -87,19 +87,39 @@ def test_random_requests_in_tiny_caches_are_all_scheduled_to_their_end():
 
 
 def test_what_can_never_fit_ends_with_an_error_and_the_others_go_on():
-    """A page that nobody gives back: one request needs it, two others do not."""
+    """A request that has more tokens than the cache holds, as one that comes from an engine with a larger cache."""
     engine = Engine(model(), strategy="off", config=EngineConfig(page_size=16, kv_tokens=64))
-    assert engine.scheduler.pages.allocate(1) is not None
-    groups = engine.generate([PROMPT[:20], PROMPT, PROMPT[20:30]], SamplingParams(max_new_tokens=4))
-    assert [group.rollouts[0].finish_reason for group in groups] == ["length", "error", "length"]
-    error = groups[1].rollouts[0].error
-    assert error is not None and "needs 4 pages" in error and "3 of 4" in error
-    assert not engine.has_work and engine.stats().free_pages == 3
+    params = SamplingParams(max_new_tokens=4)
+    first, large, last = (engine.add(prompt, params)[0] for prompt in (PROMPT[:20], PROMPT, PROMPT[20:30]))
+    engine._requests[large].tokens += [1] * 30
+    finished = {}
+    while engine.has_work:
+        finished |= {rollout.request_id: rollout for rollout in engine.step().finished}
+    assert [finished[i].finish_reason for i in (first, large, last)] == ["length", "error", "length"]
+    assert finished[large].error == "request 1: its 80 tokens need 5 pages of the KV cache, which has 4"
+    assert engine.stats().free_pages == 4
+
+
+def test_a_request_waits_for_pages_that_somebody_else_holds():
+    """Pages may be reserved for a request that arrives from elsewhere: no reason to give up, until it takes too long."""
+    engine = Engine(model(), strategy="off", config=EngineConfig(page_size=16, kv_tokens=64))
+    reserved = engine.scheduler.pages.allocate(1)
+    assert reserved is not None
+    (request,) = engine.add(PROMPT, SamplingParams(max_new_tokens=4))
+    for _ in range(300):
+        assert engine.step().finished == []
+    engine._watchdog.patience_s = 0.0
+    with pytest.raises(EngineStalledError, match=r"0 requests running, 1 waiting, 3 of 4 pages available; request 0: waiting"):
+        engine.step()
+    engine.scheduler.pages.release(reserved)
+    finished = [rollout for _ in range(9) for rollout in engine.step().finished]
+    assert [(r.request_id, r.finish_reason) for r in finished] == [(request, "length")]
 
 
 def test_no_progress_is_an_error_that_names_the_state(monkeypatch):
     """A scheduler that admits a request and then forgets it, as a bug might."""
     engine = Engine(model(), strategy="off", config=EngineConfig(max_batch=4))
+    engine._watchdog.patience_s = 0.0
     ids = engine.add([1, 2, 3], SamplingParams(max_new_tokens=20), n=2)
     engine.step()
     engine.step()

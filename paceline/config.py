@@ -43,6 +43,9 @@ class ConfigError(ValueError):
         super().__init__("; ".join(map(str, problems)))
         self.problems = tuple(problems)
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[ConfigProblem, ...]]]:
+        return ConfigError, (self.problems,)  # an exception is otherwise pickled as its message
+
 
 class Config(BaseModel):
     """Base of all configuration records: frozen, unknown keys are errors, and numbers are finite. A truth value is not a

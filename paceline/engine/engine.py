@@ -339,8 +339,11 @@ class Engine:
 
         A mapping or a list is checked completely before anything is copied: if it is refused, nothing has changed. Any other
         iterable is copied tensor by tensor. If it fails on the way, the engine does not run until a later update succeeds."""
-        self._weights.replace(state, self._prepare_weights)
-        self.version = self.version + 1 if version is None else version
+        self._weights.replace(state, lambda: self._on_new_weights(self.version + 1 if version is None else version))
+
+    def _on_new_weights(self, version: int) -> None:
+        self._prepare_weights()
+        self.version = version
         if self.drafting.eagle is not None and not self._asleep:  # otherwise `wake` does it
             self.drafting.eagle.policy_changed()
         if self.config.on_update == "recompute":

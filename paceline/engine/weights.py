@@ -22,13 +22,13 @@ class PolicyWeights:
         self._model = model
         self._problem: str | None = None
 
-    def replace(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], prepare: Callable[[], None]) -> None:
-        """Copy new weights in place, then call `prepare`. If this raises before the first tensor was copied, nothing has changed;
-        if it raises later, the weights are incomplete until another call succeeds."""
+    def replace(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], on_copied: Callable[[], None]) -> None:
+        """Copy new weights in place, then call `on_copied`. If this raises before the first tensor was copied, nothing has
+        changed; if it raises later, the weights cannot be used until another call succeeds."""
         loader = StateLoader(self._model)
         try:
             loader.load(state)
-            prepare()
+            on_copied()
         except BaseException as error:
             if loader.num_copied:
                 self._problem = (f"update_weights failed after {loader.num_copied} tensors ({describe_error(error)}); "

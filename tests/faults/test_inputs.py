@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from tiny import CONFIGS, VOCAB, eagle, model
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.cli import main
-from paceline.config import EngineConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from paceline.config import ConfigError, EngineConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
@@ -189,6 +190,14 @@ def test_strategies(text):
     (TrainConfig, {"steps": 0, "seed": "x"}, "; seed: ")])
 def test_settings(kind, given, message):
     says(message, kind, **given)
+
+
+def test_the_error_of_settings_names_each_key_and_travels_between_processes():
+    with pytest.raises(ConfigError) as raised:
+        TrainConfig(engine={"tau": 2, "nonsense": 1}, steps=0)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert [problem.key for problem in error.problems] == ["steps", "engine.tau", "engine.nonsense"]
+    assert str(error) == str(raised.value) and str(error).count("; ") == 2
 
 
 def test_engine_options_are_one_line(tmp_path):

@@ -112,3 +112,19 @@ def test_an_iterator_that_fails_before_its_first_tensor_changes_nothing():
     with pytest.raises(ValueError, match="wrong shape"):
         engine.update_weights(iter([("model.norm.weight", torch.ones(3))]))
     assert tokens(engine) == before
+
+
+def test_an_update_that_is_interrupted_after_the_copies_is_not_used_either(monkeypatch):
+    """Between new weights and the end of cached prefixes no step may run."""
+    engine = Engine(fresh(), config=EngineConfig(max_batch=4, page_size=4))
+    tokens(engine)
+    monkeypatch.setattr(engine.scheduler, "drop_prefixes", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights(perturbed())
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="incomplete"):
+        engine.step()
+    engine.update_weights(perturbed())
+    clean = Engine(fresh(), config=EngineConfig(max_batch=4, page_size=4))
+    clean.update_weights(perturbed())
+    assert tokens(engine) == tokens(clean)

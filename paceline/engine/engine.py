@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,7 @@ class Engine:
         self._weights.require_complete()
         strategy = self._select() if strategy is None else strategy
         self.drafting.check(strategy)
-        with self._ending_requests_on_error():
-            self._advance(strategy)
+        self._guarded(partial(self._advance, strategy))
         self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
         return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, strategy)
 
@@ -200,17 +199,15 @@ class Engine:
     def _drain(self) -> None:
         """Wait for the step in flight; its result is returned by the next call of `step`."""
         self._watchdog.observe(progress=True)  # what the caller interrupts does not stall by itself
-        with self._ending_requests_on_error():
-            self._process()
+        self._guarded(self._process)
 
     # -- requests that cannot go on
 
-    @contextmanager
-    def _ending_requests_on_error(self) -> Iterator[None]:
-        """Whatever is raised inside, KeyboardInterrupt included, ends all running requests with an error, which the next call of
-        `step` returns. Requests that wait are not touched, and the engine can be used further."""
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Call `work`. Whatever it raises, KeyboardInterrupt included, ends all running requests with an error, which the next
+        call of `step` returns. Requests that wait are not touched, and the engine can be used further."""
         try:
-            yield
+            work()
         except BaseException as error:
             self._in_flight = None
             self._queue_finished(end_broken_requests(self._requests, self._results, self.scheduler, self.drafting, error))

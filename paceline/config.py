@@ -115,7 +115,7 @@ class EngineConfig(Config):
     on_update: Literal["continue", "recompute"] = "continue"
     """What running requests do after a weight update: `continue` keeps their KV cache, `recompute` prefills them again."""
     profile: bool = True
-    """Measure the cost of steps before the first step whose strategy is predicted (`auto`, `model`). This takes about two
+    """Measure the cost of steps before the first step whose strategy is predicted (`auto`). This takes about two
     seconds; the result is kept in the user's cache folder for the next start."""
     kernels: Literal["auto", "portable", "torch"] = "auto"
     """Which kernels are used: the fastest for the device (`auto`), those that run on every CPU (`portable`), or the plain PyTorch

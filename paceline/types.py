@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 DrafterName = Literal["none", "suffix", "eagle", "both"]
 
-NUM_QUALITIES = 4
-"""Number of buckets of recent first-token acceptance: < 0.3, < 0.6, < 0.85, rest. A request's bucket is called its quality."""
 MAX_TREE_ROWS = 128
 """Largest number of rows of one request in a step (its last token and its draft tokens): a tree mask has two 64-bit words."""
 
@@ -124,21 +122,10 @@ class Strategy:
     """Largest number of draft tokens that are verified per request."""
     min_survival: float = 0.0
     """Draft tokens that the suffix drafter estimates to be accepted with a lower probability than this are not verified."""
-    shares: tuple[int, ...] = ()
-    """Number of draft tokens of a request by its bucket of recent acceptance (see `NUM_QUALITIES`); empty: `budget` for all
-    requests."""
-    tau: float | None = None
-    """Temperature factor with which the learned drafter ranks draft tokens from this step on; None leaves it as it is."""
-    watch: bool = False
-    """Whether to observe the outcomes of the draft tokens: the step's result then contains them one by one."""
-    aside: Strategy | None = None
-    """Shadow drafting: suffix drafts of this strategy that are never verified, scored against the tokens generated later.
-    Selectors see their outcomes in `StepView.watched`."""
 
     OFF: ClassVar[Strategy]
 
     def __post_init__(self) -> None:
-        _require(self.aside is None or self.aside.drafter == "suffix", "strategy aside", self.aside, "of the suffix drafter")
         if self.drafter == "none":
             _require((self.depth, self.width, self.budget) == (0, 0, 0), "strategy", self, "without sizes when off")
             return
@@ -146,8 +133,6 @@ class Strategy:
         _require(1 <= self.depth <= 64, "strategy depth", self.depth, "in 1..64")
         _require(1 <= self.width <= 64, "strategy width", self.width, "in 1..64")
         _require(1 <= self.budget < MAX_TREE_ROWS, "strategy budget", self.budget, f"in 1..{MAX_TREE_ROWS - 1}")
-        _require(len(self.shares) in (0, NUM_QUALITIES) and all(0 <= n <= self.budget for n in self.shares), "strategy shares",
-                 self.shares, f"{NUM_QUALITIES} numbers of nodes within the budget")
         _require(self.drafter == "suffix" or (self.depth - 1) * self.width <= MAX_TREE_ROWS, "strategy (depth - 1) * width",
                  (self.depth - 1) * self.width, f"<= {MAX_TREE_ROWS}, which a learned drafter's levels must fit in")
 
@@ -219,38 +204,50 @@ class FeatureRecord:
     prompt_length: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Watched:
-    """Draft tokens and their outcomes, of one verified step or of a shadow draft. Arrays [M] have one entry per draft token;
-    the draft tokens of one request (a line) are adjacent, and parents come before their children."""
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a selector decides about one step."""
 
     strategy: Strategy
-    num_lines: int
+    num_requests: int | None = None
+    """Draft for only so many requests, those with the most tokens left; None: for all of them."""
+    tau: float | None = None
+    """Temperature factor with which the learned drafter ranks draft tokens from this step on; None leaves it as it is."""
+    observe: bool = False
+    """Whether to observe the outcomes of the draft tokens one by one."""
+    expected_progress: float = 0.0
+    """Predicted `StepOutcome.progress`."""
+    expected_ms: float = 0.0
+    """Predicted duration in milliseconds; 0 without a prediction."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftOutcomes:
+    """Outcomes of a step's draft tokens. Arrays [M] have one entry per draft token; those of one request are adjacent and in the
+    drafter's order: likeliest first, parents before their children."""
+
+    strategy: Strategy
+    tau: float | None
+    """Temperature factor that the learned drafter used; None for the suffix drafter."""
+    num_requests: int
     """Number of requests that were drafted for, including those whose tree is empty."""
-    quality: Any
-    """[num_lines] int64: bucket of recent first-token acceptance of each request (see `NUM_QUALITIES`)."""
-    line: Any
+    request: Any
     """[M] int64: request of the draft token, in ascending order."""
-    parent: Any
-    """[M] int64: index of the parent draft token; -1 for children of the root."""
     depth: Any
     """[M] int64: depth in the tree; 1 for children of the root."""
-    rank: Any
-    """[M] int64: rank among the parent's children, 0 for the most likely one."""
-    chance: Any
-    """[M] float64: the drafter's own estimate that the draft token is accepted, given that its parent is."""
-    tested: Any
-    """[M] bool: whether the parent was accepted, so that the policy's sample decided about the draft token."""
-    hit: Any
-    """[M] bool: whether the draft token was accepted."""
+    width: Any
+    """[M] int64: smallest width of a tree that contains the draft token: one more than the largest rank on its path."""
+    survival: Any
+    """[M] float64: the drafter's own estimate that the draft token is accepted."""
+    accepted: Any
+    """[M] bool"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """Figures of a completed step, from which selectors learn."""
 
-    step: int
-    strategy: Strategy
+    decision: Decision
     num_requests: int
     num_prefill_rows: int
     num_tokens: int
@@ -262,33 +259,42 @@ class StepOutcome:
     """Mean context length of its decode requests."""
     host_ms: float = 0.0
     """Milliseconds of the host's work on the step, if that overlaps with another step on the device; otherwise 0."""
-    crowded: bool = False
-    """Whether prefill took rows that draft tokens would have used."""
+    drafts: DraftOutcomes | None = None
+    """Outcomes of its draft tokens, if they were observed."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its duration tells what such a step costs."""
+        return self.num_requests > 0 and self.num_prefill_rows == 0 and self.ms > 0
+
+    @property
+    def num_drafted_for(self) -> int:
+        """Number of requests that may have had draft tokens."""
+        part = self.decision.num_requests
+        return self.num_requests if part is None else min(part, self.num_requests)
+
+    @property
+    def progress(self) -> float:
+        """Mean number of tokens of the requests that may have had draft tokens: how many steps without speculation the step is
+        worth."""
+        return 1 + (self.num_tokens - self.num_requests) / max(1, self.num_drafted_for)
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
     """What a selector decides from before a step. Plain numbers, so that every rank makes the same decision."""
 
-    step: int
     num_running: int
     """Number of decoding requests."""
-    num_prefill_rows: int
+    num_prefill_rows: int = 0
     """Number of tokens that running requests still have to prefill."""
-    available: tuple[DrafterName, ...]
+    available: tuple[DrafterName, ...] = ()
     """Drafters that may be used."""
-    free_pages: int
-    """Number of pages of the KV cache that can be allocated."""
-    last: StepOutcome | None = None
-    """Outcome of the step that was completed last."""
-    num_drafters: int = 0
-    """Number of times that the learned drafter has been replaced; earlier measurements of it are outdated."""
-    qualities: tuple[int, ...] = ()
-    """Number of decoding requests in each bucket of recent first-token acceptance (see `NUM_QUALITIES`); empty if unknown."""
     context: float = 0.0
     """Mean context length of the decoding requests."""
-    watched: Watched | None = None
-    """Outcomes of draft tokens that were observed in the step completed last, or of a shadow draft."""
+    remaining: tuple[int, ...] = ()
+    """Number of tokens that each decoding request still has to generate, in descending order, if that is known and no request
+    waits: what counts then is when the last one is done. Otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +319,8 @@ class StepResult:
     """Rollouts of the requests that ended with this step."""
     ms: float
     """Duration in milliseconds, without graph captures."""
-    watched: Watched | None = None
-    """Outcomes of its draft tokens, if they were observed: regularly, and whenever the strategy asks for it."""
-    expected: float = 0.0
-    """For an observed step: number of draft tokens that the drafter's own estimates expect to be accepted, to compare with
-    `accepted`."""
+    drafts: DraftOutcomes | None = None
+    """Outcomes of its draft tokens, if they were observed: regularly, and whenever the selector asks for it."""
 
     @classmethod
     def nothing(cls, step: int, strategy: Strategy) -> StepResult:

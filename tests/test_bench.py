@@ -46,7 +46,7 @@ def test_every_strategy_is_measured_and_auto_says_what_it_expected(folder, tmp_p
         assert {"off", "beg", "auto", "suffix:d8w2v16"} <= cell["strategies"].keys() and cell["differing_answers"] == 0
         assert all(each["tokens_per_s"] > 0 for each in cell["strategies"].values())
         off, auto = cell["strategies"]["off"], cell["strategies"]["auto"]
-        assert off["ratio"] == 1 and off["tokens_per_verification"] == 1 and off["choosing_share"] < auto["choosing_share"] < 1
+        assert off["ratio"] == 1 and off["tokens_per_verification"] == 1 and 0 < auto["choosing_share"] < 1
         assert cell["auto_expected"]["predicted_ms"] > 0 and cell["auto_expected"]["predicted_tokens"] >= cell["batch"]
 
 

@@ -25,7 +25,7 @@ ALLOWED = {
     "cli": BELOW_TRAINER | {"trainer", "bench"},
 }
 TORCH_FREE = ["types.py", "config.py", "files.py", "bundled.py", "cache/pages.py", "engine/scheduler.py", "engine/request.py",
-              "engine/prompts.py", "engine/stats.py", "engine/outputs.py", "strategy/select.py", "strategy/beg.py",
+              "engine/prompts.py", "engine/stats.py", "engine/outputs.py", "strategy/selector.py", "strategy/beg.py",
               "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
               "cli/app.py", "cli/__init__.py",

@@ -16,7 +16,7 @@ def expectation(expected: Expected, auto: Cell) -> str:
     tokens = "" if expected.measured_tokens is None else f" for {expected.measured_tokens:.1f} tokens"
     return (f"auto used {auto.used} most and now holds {expected.strategy}: predicted {expected.predicted_ms:.2f} ms for "
             f"{expected.predicted_tokens:.1f} tokens a step, measured {ms}{tokens}. Lately its times were off by "
-            f"{expected.cost_error:.0%}, its chances by {expected.calibration_error:.1%}; choosing took "
+            f"{expected.cost_error:.0%}, its tokens by {expected.progress_error:.0%}; choosing took "
             f"{auto.choosing_share:.1%} of the time.")
 
 

@@ -20,8 +20,7 @@ from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.generation import encode_prompt, read_prompts
 from paceline.models.weights import check_device, load_model
-from paceline.strategy import ModelSelector
-from paceline.strategy.model import Promise
+from paceline.strategy import AutoSelector
 from paceline.types import SamplingParams, StepResult, Strategy
 
 SELECTORS = ("beg", "auto")
@@ -168,8 +167,8 @@ class Expected(NamedTuple):
     """None: the strategy never ran with a full batch."""
     cost_error: float
     """Mean relative error of recent predicted times."""
-    calibration_error: float
-    """Mean error of recent acceptance probabilities."""
+    progress_error: float
+    """Mean relative error of recent predicted tokens."""
 
 
 class BatchResult(NamedTuple):
@@ -246,13 +245,13 @@ def _cell(contender: Contender, off: Contender, batch: int) -> Cell:
 
 def _expected(auto: Contender, batch: int) -> Expected | None:
     selector = auto.engine.select
-    if not isinstance(selector, ModelSelector) or selector.promise is None:
+    if not isinstance(selector, AutoSelector) or selector.decision is None:
         return None
-    promise: Promise = selector.promise
-    came = auto.tally.mean_step(str(promise.strategy), batch)
-    scale = batch / max(1, promise.batch)
-    return Expected(str(promise.strategy), promise.ms, came.ms if came else None, scale * promise.tokens,
-                    came.tokens if came else None, selector.cost_error, selector.calibration_error)
+    decision, corrections = selector.decision, selector.corrections
+    measured = auto.tally.mean_step(str(decision.strategy), batch)
+    return Expected(str(decision.strategy), decision.expected_ms, measured.ms if measured else None,
+                    batch * decision.expected_progress, measured.tokens if measured else None, corrections.ms.error,
+                    corrections.progress.error)
 
 
 def _prompts(options: SelectionOptions, engine: TimedEngine, on_refused: Callable[[str], None]) -> list[list[int]]:

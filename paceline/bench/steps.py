@@ -13,7 +13,7 @@ from paceline.engine.draft_outcomes import ObservedDrafts
 from paceline.engine.outputs import InFlight
 from paceline.engine.runner import Download
 from paceline.strategy.beg import SUFFIX, arms_of, bucket_of
-from paceline.types import DrafterName, StepResult, Strategy, Watched
+from paceline.types import Decision, DrafterName, DraftOutcomes, StepResult, Strategy
 
 
 class Stopwatch:
@@ -31,7 +31,7 @@ class _TimedDrafts(NamedTuple):
     observed: ObservedDrafts
     watch: Stopwatch
 
-    def result(self, drawn: Download) -> tuple[Watched, float]:
+    def result(self, drawn: Download) -> DraftOutcomes:
         began = time.perf_counter()
         found = self.observed.result(drawn)
         self.watch.add_since(began)
@@ -47,7 +47,7 @@ class TimedEngine(Engine):
         self.choosing = Stopwatch()
         super().__init__(*args, **options)
 
-    def _select(self) -> Strategy:
+    def _select(self) -> Decision:
         began = time.perf_counter()
         found = super()._select()
         self.choosing.add_since(began)

@@ -41,6 +41,9 @@ class _GenerationView(GenerationCallback):
     def on_begin(self, num_rollouts: int | None) -> None:
         self.progress = self._stack.enter_context(ProgressView("generate", num_rollouts))
 
+    def on_warm_up(self, done: int, total: int) -> None:
+        self.progress.show(f"capturing CUDA graphs, {done} of {total}")
+
     def on_engine_ready(self, engine: Engine) -> None:
         self.progress.restart_clock()
 

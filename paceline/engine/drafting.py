@@ -51,7 +51,8 @@ class Drafting:
         """Request id → upper bound on the committed tokens that the learned drafter has not yet processed."""
         self._drafted_last: set[int] = set()
         """Ids of the requests that the learned drafter drafted for in the newest step: their bounds count from that step on."""
-        self._tau: float | None = None  # the learned drafter's temperature factor, as last set by a strategy
+        self.tau: float | None = None
+        """The learned drafter's temperature factor, as last set by a decision; None: as configured."""
 
     @property
     def available(self) -> tuple[DrafterName, ...]:
@@ -64,8 +65,8 @@ class Drafting:
         return (*names, "both") if len(names) == 2 else tuple(names)
 
     def check(self, strategy: Strategy) -> None:
-        """Raise ValueError if the strategy, or its shadow drafting, names a drafter that is not loaded."""
-        if any(s.drafter not in ("none", *self.available) for s in (strategy, strategy.aside or strategy)):
+        """Raise ValueError if the strategy names a drafter that is not loaded."""
+        if strategy.drafter not in ("none", *self.available):
             raise ValueError(f"strategy {strategy}: the engine was loaded without that drafter")
 
     # -- the life of a request, in this order
@@ -75,8 +76,8 @@ class Drafting:
         before their children, so a tree that is cut to its first tokens is still a tree."""
         for request in plan.admitted:
             self._start(request)
-        if plan.strategy.tau is not None:
-            self._set_tau(plan.strategy.tau)
+        if plan.decision.tau is not None:
+            self._set_tau(plan.decision.tau)
         chosen = self._requests_to_draft_for(plan)
         drafts, counts = self._draft_for(plan, chosen) if chosen else (None, [])
         num_nodes, lines = [0] * len(plan.decode), [0] * len(plan.decode)
@@ -122,7 +123,7 @@ class Drafting:
         if self.suffix is not None:
             self.suffix.clear()
 
-    # -- shadow drafting and dummy steps
+    # -- drafting on the host, and dummy steps
 
     def draft_suffix(self, requests: list[Request], num_nodes: list[int], strategy: Strategy) -> Drafts:
         """Draft with the suffix drafter, on the host. `num_nodes`: most draft tokens of each request."""
@@ -150,8 +151,8 @@ class Drafting:
             self.suffix.start(request.id, request.prompt_ids, request.output_ids)
 
     def _set_tau(self, tau: float) -> None:
-        if self.eagle is not None and tau != self._tau:
-            self._tau = tau
+        if self.eagle is not None and tau != self.tau:
+            self.tau = tau
             self.eagle.tau.fill_(tau)
 
     def _requests_to_draft_for(self, plan: StepPlan) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +12,7 @@ from paceline.engine.batch import BatchBuilder
 from paceline.engine.drafting import Drafting
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
-from paceline.strategy import drafts_at
+from paceline.strategy import MAX_ROWS, drafts_at
 from paceline.types import Strategy
 
 
@@ -58,16 +60,23 @@ class DummySteps:
                     self.run_drafter(num_requests, strategy)
                     self.run_step(num_requests, strategy, padded)
 
-    def capture_all(self) -> None:
-        """Capture all graphs that a selector may need."""
+    def capture_all(self, max_requests: int, seconds: float, on_progress: Callable[[int, int], None]) -> None:
+        """Capture all graphs that `auto` may need for so many requests, unless that takes longer than so many seconds: the rest
+        is then captured when it is needed. `on_progress` is called with the number of graphs done, and of all."""
         if not self._graphs.enabled:
             return
-        for rows in self._graphs.row_sizes:
-            if rows <= self.max_batch:
-                self.run_step(rows, Strategy.OFF)
-        for rows in self._graphs.tree_sizes[1:]:
-            self.run_step(rows // 2, Strategy("eagle", 1, 1, 1))
+        batches, trees = self._graphs.row_sizes, self._graphs.tree_sizes
+        largest = next((size for size in batches if size >= max_requests), self.max_batch)
+        jobs = [partial(self.run_step, rows, Strategy.OFF) for rows in batches if rows <= largest]
+        if self._drafting.available:
+            jobs += [partial(self.run_step, rows // 2, Strategy("eagle", 1, 1, 1)) for rows in trees if 1 < rows <= MAX_ROWS]
         if self.has_learned_drafter:
-            for requests in self._graphs.tree_sizes:
-                for strategy in drafts_at(requests) if requests <= self.max_batch else ():
-                    self.run_drafter(requests, strategy)
+            jobs += [partial(self.run_drafter, requests, strategy) for requests in trees if requests <= largest
+                     for strategy in drafts_at(requests)]
+        began = time.perf_counter()
+        for done, job in enumerate(jobs):
+            if time.perf_counter() - began > seconds:
+                break
+            on_progress(done, len(jobs))
+            job()
+        on_progress(len(jobs), len(jobs))

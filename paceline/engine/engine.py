@@ -36,8 +36,9 @@ from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import PolicyWeights, copy_drafter, drafter_mismatch, offload, prepare_linears, restore
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
-from paceline.strategy import CostCurve, Selector, compile_loops
+from paceline.strategy import AnyStrategy, CostCurve, Selector, make_selector
 from paceline.types import (
+    Decision,
     DrafterName,
     EngineStats,
     FinishReason,
@@ -46,6 +47,7 @@ from paceline.types import (
     SamplingParams,
     StepOutcome,
     StepResult,
+    StepView,
     Strategy,
 )
 
@@ -55,7 +57,7 @@ class Engine:
     sampling parameters, never on the drafter, the strategy or the batch."""
 
     def __init__(self, model: Decoder, tokenizer: Any = None, drafter: str | Path | Eagle | None = "suffix",
-                 strategy: str | Strategy | Selector = "auto", config: EngineConfig | None = None) -> None:
+                 strategy: AnyStrategy = "auto", config: EngineConfig | None = None) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.version = self.drafter_version = 0
         self._control = StrategyControl(strategy)
@@ -80,7 +82,7 @@ class Engine:
 
     @classmethod
     def load(cls, source: str | Path, device: str = "cpu", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
-             strategy: str | Strategy | Selector = "auto", **options: Any) -> Engine:
+             strategy: AnyStrategy = "auto", **options: Any) -> Engine:
         """Load a policy and make an engine for it. `source`: a Hugging Face folder, a hub id or a GGUF file. `drafter`:
         "suffix", "none", or the folder of a learned drafter (the suffix drafter is then available, too). `options`: fields of
         EngineConfig."""
@@ -99,20 +101,20 @@ class Engine:
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         self._weights.require_complete()
-        strategy = self._select() if strategy is None else strategy
-        self.drafting.check(strategy)
-        self._guarded(partial(self._advance, strategy))
+        decision = self._select() if strategy is None else Decision(strategy)
+        self.drafting.check(decision.strategy)
+        self._guarded(partial(self._advance, decision))
         self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
-        return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, strategy)
+        return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, decision.strategy)
 
-    def _advance(self, strategy: Strategy) -> None:
+    def _advance(self, decision: Decision) -> None:
         """Plan, draft and launch a step, and process the outputs of a completed one."""
         launched = None
-        if strategy.drafter in ("suffix", "both"):  # the suffix drafter drafts from the generated text
+        if decision.strategy.drafter in ("suffix", "both"):  # the suffix drafter drafts from the generated text
             self._process()
         with torch.inference_mode():
             began = self.graphs.now()
-            plan = self.scheduler.schedule(strategy)
+            plan = self.scheduler.schedule(decision)
             if plan:
                 self.runner.prepare(plan, self.scheduler.running)
                 drafted = self.drafting.draft(plan)
@@ -125,16 +127,15 @@ class Engine:
         if launched is None and not self._results and self.scheduler.waiting and self.scheduler.pages.num_held == 0:
             self._refuse(self.scheduler.waiting[0])
 
-    def _select(self) -> Strategy:
-        """Ask the selector for the strategy of the next step."""
+    def _select(self) -> Decision:
+        """Ask the selector about the next step."""
         self._profile_if_needed()
-        return self._control.next_strategy(self.scheduler, self.drafting.available)
+        return self._control.select(self.scheduler, self.drafting.available)
 
     def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp) -> InFlight:
         """Lay out the planned step and queue it on the device, without waiting for it."""
         batch = self.batches.build(plan, drafted)
-        observes = self._control.observes(plan.strategy, len(plan.decode))
-        observed = ObservedDrafts.start(plan, batch) if observes else None
+        observed = ObservedDrafts.start(plan, batch, self.drafting.tau) if self._control.observes(plan.decision) else None
         output = self.runner.run(batch, want_raw=any(request.params.raw_logprobs for request in plan.decode))
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
         self.drafting.on_launch(plan, batch.most_accepted)
@@ -143,7 +144,6 @@ class Engine:
         if output is not None:  # without draft tokens every request gets one token
             counts = output.num_drawn if batch.max_depth else None
             sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts)
-        self._control.start_shadow(plan.strategy, plan.decode, self.drafting)
         return InFlight(plan, batch, sampled, self.version, began, observed, context, time.perf_counter() - began.at)
 
     def _process(self) -> None:
@@ -161,7 +161,7 @@ class Engine:
         for request, _ in ended:
             self.drafting.finish(request)
             self.scheduler.finish(request)
-        watched, expected = (None, 0.0) if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
+        drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
         since, now = max(step.began, self._processed), self.graphs.now()
         self._processed = now
         seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
@@ -169,7 +169,7 @@ class Engine:
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
             num_rows=step.batch.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.batch.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=max(0.0, seconds) * 1e3, watched=watched, expected=expected)
+            ms=max(0.0, seconds) * 1e3, drafts=drafts)
         self._results.append(result)
         for rollout in finished:
             del self._requests[rollout.request_id]
@@ -178,8 +178,8 @@ class Engine:
         regular = now.num_irregular == since.num_irregular
         host_ms = 1e3 * (step.launch_seconds + now.at - read_at) if self._pipelined else 0.0
         self._control.record(StepOutcome(
-            result.step, result.strategy, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
-            result.num_rows, step.context, host_ms, step.plan.crowded), watched)
+            step.plan.decision, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
+            result.num_rows, step.context, host_ms, drafts), finished)
 
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""
@@ -250,7 +250,7 @@ class Engine:
 
     def generate(self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1,
                  keys: Sequence[str] | None = None, on_step: Callable[[StepResult], None] | None = None,
-                 strategy: str | Strategy | Selector | None = None) -> list[RolloutGroup]:
+                 strategy: AnyStrategy | None = None) -> list[RolloutGroup]:
         """Generate n answers of every prompt. A prompt that cannot be served gives rollouts with an error message; the others
         finish. `strategy` overrides the engine's own for this call."""
         if strategy is not None:
@@ -279,10 +279,10 @@ class Engine:
         return self._control.current
 
     @select.setter
-    def select(self, selector: Selector) -> None:
-        self._control.current = selector
+    def select(self, selector: Selector | Callable[[StepView], Strategy]) -> None:
+        self._control.current = make_selector(selector)
 
-    def selector(self, strategy: str | Strategy | Selector) -> Selector:
+    def selector(self, strategy: AnyStrategy) -> Selector:
         """Return the selector for a strategy. A name always gives the same selector, with all that it has learned on this
         engine."""
         return self._control.selector(strategy)
@@ -301,7 +301,6 @@ class Engine:
         """Measure what steps cost, in about so many seconds (without captures), or read what an earlier start measured.
         Selectors that predict step times start from this cost curve; without it they start from a guess and learn from their
         steps."""
-        compile_loops()
         eagle = self.drafting.eagle
         identity = engine_identity(self.model, None if eagle is None else eagle.module, self.ops.name, self.config,
                                    self.scheduler.max_batch, self.scheduler.max_rows)
@@ -312,11 +311,15 @@ class Engine:
         if self._control.needs_profile and self.config.profile and self.drafting.available:
             self.profile()
 
-    def warm_up(self) -> GraphReport:
-        """Profile the engine if its selector needs it, and capture all graphs that the selector may need, so that no later
-        step has to wait for that. Takes about two seconds, on a GPU somewhat longer."""
-        self._profile_if_needed()
-        self.dummy_steps.capture_all()
+    def warm_up(self, max_requests: int | None = None, seconds: float = float("inf"),
+                on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
+        """Profile the engine if it has a drafter, and capture all graphs that `auto` may need for so many requests (None: for a
+        full batch), so that no later step has to wait for that. Profiling takes about two seconds. `seconds`: no further graph
+        is captured after that time. `on_progress` is called with the number of graphs done, and of all."""
+        if self.drafting.available and self.config.profile and not self.costs.profiled:
+            self.profile()
+        requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
+        self.dummy_steps.capture_all(requests, seconds, on_progress)
         return self.graph_report()
 
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768,
+               896, 1024, 1280, 1536, 2048)
 """Numbers of rows that steps are padded to: a few sizes per doubling, so that padding costs little and there are few graphs."""
 _UNCAPTURED_RUNS = 3
 """Number of times that a step of a new shape runs uncaptured before it is captured."""

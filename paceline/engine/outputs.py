@@ -84,7 +84,6 @@ def append_outputs(step: InFlight, max_length: int, tokenizer: Tokenizer | None)
     for request, nodes, num in zip(requests, batch.num_nodes, counts, strict=False):
         if nodes and request.id in appended:
             accepted += num - 1
-            request.record_first_token(accepted=num > 1)
     return Appended(appended, ended, accepted)
 
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 
-from paceline.types import NUM_QUALITIES, FinishReason, SamplingParams
-
-_QUALITIES = (0.3, 0.6, 0.85)
-"""Bounds between the buckets of recent first-token acceptance (see `NUM_QUALITIES`)."""
-assert len(_QUALITIES) == NUM_QUALITIES - 1
-_FIRST_TOKEN_MEMORY = 0.12
-"""Weight of the newest step in the average of first-token acceptance."""
+from paceline.types import FinishReason, SamplingParams
 
 
 class Status(Enum):
@@ -65,23 +56,12 @@ class Request:
     stale: bool = False
     """Whether part of its KV cache was computed with earlier weights and must not be shared."""
     num_preemptions: int = 0
-    first_token_acceptance: float = 0.7
-    """Share of recent steps in which the first draft token was accepted: an exponential average."""
     finish_reason: FinishReason | None = None
     error: str | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
         self.max_tokens = len(self.prompt_ids) + self.params.max_new_tokens
-
-    @property
-    def quality(self) -> int:
-        """Bucket of recent first-token acceptance, from 0 (lowest) to NUM_QUALITIES - 1."""
-        return bisect_right(_QUALITIES, self.first_token_acceptance)
-
-    def record_first_token(self, accepted: bool) -> None:
-        """Record whether the first draft token of a step was accepted."""
-        self.first_token_acceptance += _FIRST_TOKEN_MEMORY * (accepted - self.first_token_acceptance)
 
     @property
     def num_to_prefill(self) -> int:
@@ -92,10 +72,3 @@ class Request:
     def output_ids(self) -> list[int]:
         """Token ids of the answer so far."""
         return self.tokens[len(self.prompt_ids) :]
-
-
-def count_qualities(requests: Iterable[Request]) -> tuple[int, ...]:
-    """Return how many requests are in each bucket of recent first-token acceptance."""
-    acceptances = sorted([request.first_token_acceptance for request in requests])
-    below = [0, *(bisect_left(acceptances, bound) for bound in _QUALITIES), len(acceptances)]
-    return tuple(b - a for a, b in pairwise(below))

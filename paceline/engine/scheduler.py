@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from paceline.cache.pages import PageAllocator
 from paceline.engine.request import Request, Status
-from paceline.types import Strategy
+from paceline.types import Decision, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +36,22 @@ class Prefill(NamedTuple):
 class StepPlan:
     """What one step computes."""
 
-    strategy: Strategy
+    decision: Decision
     decode: list[Request] = field(default_factory=list)
     """Requests that generate tokens in this step."""
     num_nodes: list[int] = field(default_factory=list)
     """Number of draft tokens that each decode request may have beside its last token; pages are reserved for them."""
     prefill: list[Prefill] = field(default_factory=list)
-    crowded: bool = False
-    """Whether prefill took rows that draft tokens would have used."""
     admitted: list[Request] = field(default_factory=list)
     """Requests that got a slot in this step, which the device does not know yet."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Pages to copy before the step, as (from, to): the shared beginning of a page that two requests will write to."""
     borrowed: list[int] = field(default_factory=list)
     """Pages that are held only until they have been copied."""
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.decision.strategy
 
     @property
     def num_prefill_rows(self) -> int:
@@ -84,10 +86,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, strategy: Strategy) -> StepPlan:
+    def schedule(self, decision: Decision) -> StepPlan:
         """Plan the next step and reserve pages for it. Every running request gets a row first, then prefill continues, then
         waiting requests are admitted; draft tokens get the rows and pages that are left."""
-        plan = StepPlan(strategy)
+        plan = StepPlan(decision)
         rows_left = self._plan_decode(plan)
         prefilling = Status.PREFILL  # looked up once: access to enum members is slow
         for request in [request for request in self.running if request.status is prefilling]:
@@ -175,14 +177,13 @@ class Scheduler:
         if plan.strategy.budget == 0:
             plan.num_nodes = [0] * len(plan.decode)
             return
-        strategy = plan.strategy
+        strategy, chosen = plan.strategy, _chosen_requests(plan)
         scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
         for request in plan.decode:
-            wanted = strategy.shares[request.quality] if strategy.shares else strategy.budget
-            nodes = self._reserve_nodes(request, wanted if wanted < rows_left else rows_left, scratch)
+            wanted = min(strategy.budget, rows_left) if chosen is None or request.id in chosen else 0
+            nodes = self._reserve_nodes(request, wanted, scratch)
             plan.num_nodes.append(nodes)
             rows_left -= nodes
-        plan.crowded = bool(plan.prefill) and rows_left <= 0
 
     def _reserve_or_preempt(self, request: Request) -> bool:
         """Reserve a place in the KV cache for a request's last token. If no page is free, pre-empt the youngest running
@@ -299,3 +300,11 @@ class Scheduler:
         self.pages.release(request.pages)
         self._free_slots.append(request.slot)
         request.pages, request.slot = [], -1
+
+
+def _chosen_requests(plan: StepPlan) -> set[int] | None:
+    """Ids of the requests that are drafted for: as many as decided, those with the most tokens left. None: all."""
+    if plan.decision.num_requests is None or plan.decision.num_requests >= len(plan.decode):
+        return None
+    longest = sorted(plan.decode, key=lambda request: len(request.tokens) - request.max_tokens)
+    return {request.id for request in longest[: plan.decision.num_requests]}

@@ -67,11 +67,18 @@ class GenerationResult:
     """Seconds spent on generation, without loading."""
 
 
+_WARM_UP_SHARE, _USUAL_RATE = 0.05, 10_000.0
+"""Largest share of a run's time that is spent on capturing CUDA graphs beforehand, if it generates so many tokens per second."""
+
+
 class GenerationCallback:
     """Told how a `FileGenerator` proceeds. All methods do nothing by default."""
 
     def on_begin(self, num_rollouts: int | None) -> None:
         """The input and output are open. `num_rollouts` are wanted in total; None: the input's length is unknown."""
+
+    def on_warm_up(self, done: int, total: int) -> None:
+        """On a GPU, before generation: so many CUDA graphs have been captured, of all."""
 
     def on_engine_ready(self, engine: Engine) -> None:
         """The engine is loaded and generation begins."""
@@ -109,6 +116,7 @@ class FileGenerator:
         self.options, self.callback = options, callback or GenerationCallback()
         self._owners: dict[int, _Owner] = {}
         self._num_generated = self._num_existing = self._num_problems = 0
+        self._num_wanted: int | None = None
         self._is_loaded, self._began = False, time.perf_counter()
 
     def run(self) -> GenerationResult:
@@ -121,7 +129,8 @@ class FileGenerator:
         name, lines, num_lines = open_prompts(options.prompts)
         interrupted, stats = False, None
         with lines, RolloutFile(options.out, settings) as self._out:
-            self.callback.on_begin(None if num_lines is None else num_lines * options.n)
+            self._num_wanted = None if num_lines is None else num_lines * options.n
+            self.callback.on_begin(self._num_wanted)
             try:
                 self._load(strategy)
                 self._generate(name, lines)
@@ -145,8 +154,15 @@ class FileGenerator:
         if limit < context:
             self.callback.on_warning(f"note: the KV cache holds {limit} tokens, less than the model's context of {context}: "
                                      "longer answers end there (--kv-memory-gb)")
+        self._warm_up()
         self._began = time.perf_counter()
         self.callback.on_engine_ready(self.engine)
+
+    def _warm_up(self) -> None:
+        """Capture CUDA graphs beforehand as far as the run is long enough for that to pay."""
+        if self._num_wanted is not None and self.engine.graphs.enabled:
+            seconds = _WARM_UP_SHARE * self._num_wanted * self.options.params.max_new_tokens / _USUAL_RATE
+            self.engine.warm_up(self._num_wanted, seconds, self.callback.on_warm_up)
 
     def _generate(self, name: str, lines: BinaryIO) -> None:
         jobs = iter(JobReader(name, lines, self._refuse))

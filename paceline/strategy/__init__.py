@@ -1,10 +1,10 @@
-"""Which strategy the next step uses: `select(view) -> Strategy`, pure given what it has seen."""
+"""Which strategy the next step uses. A selector has `select(view) -> Decision` and `observe(outcome)`."""
 
+from paceline.strategy.auto import AutoSelector
 from paceline.strategy.beg import BegSelector
 from paceline.strategy.cost import CostCurve, Points
-from paceline.strategy.looks import drafts_at
-from paceline.strategy.model import ModelSelector, compile_loops
-from paceline.strategy.select import FixedSelector, Selector, make_selector
+from paceline.strategy.predict import MAX_ROWS, drafts_at
+from paceline.strategy.selector import AnyStrategy, FixedSelector, Selector, make_selector
 
-__all__ = ["BegSelector", "CostCurve", "FixedSelector", "ModelSelector", "Points", "Selector", "compile_loops",
+__all__ = ["MAX_ROWS", "AnyStrategy", "AutoSelector", "BegSelector", "CostCurve", "FixedSelector", "Points", "Selector",
            "drafts_at", "make_selector"]

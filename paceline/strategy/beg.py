@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.types import StepOutcome, StepView, Strategy
+from paceline.types import Decision, StepOutcome, StepView, Strategy
 
 SUFFIX = Strategy("suffix", 8, 2, 16, min_survival=0.2)
 _SHAPES: dict[int, tuple[str, ...]] = {
@@ -28,33 +28,33 @@ class BegSelector:
     epsilon: float = 0.1
     _earned: dict[tuple[int, Strategy], deque[float]] = field(default_factory=dict)
     _medians: dict[tuple[int, Strategy], float] = field(default_factory=dict)
-    _last: StepOutcome | None = None
     _decisions: int = 0
 
-    def __call__(self, view: StepView) -> Strategy:
-        self._learn(view.last)
+    def observe(self, outcome: StepOutcome) -> None:
+        """Add what a completed step earned."""
+        if not outcome.is_timed:
+            return
+        key = (bucket_of(outcome.num_requests), outcome.decision.strategy)
+        self._earned.setdefault(key, deque(maxlen=self.window)).append(outcome.num_tokens / outcome.ms)
+        self._medians.pop(key, None)
+
+    def select(self, view: StepView) -> Decision:
+        """Decide about the next step."""
         if view.num_running == 0 or not view.available:
-            return Strategy.OFF
+            return Decision(Strategy.OFF)
         bucket = bucket_of(view.num_running)
         arms = arms_of(bucket, view.available)
         unseen = next((arm for arm in arms if (bucket, arm) not in self._earned), None)
         if unseen is not None:
-            return unseen
+            return Decision(unseen)
         self._decisions += 1
         draw = random.Random(f"{self.seed}/{self._decisions}")
         if draw.random() < self.epsilon:
-            return draw.choice(arms)
-        return max(arms, key=lambda arm: self._median(bucket, arm))
+            return Decision(draw.choice(arms))
+        return Decision(max(arms, key=lambda arm: self._median(bucket, arm)))
 
-    def _learn(self, last: StepOutcome | None) -> None:
-        if last is None or last is self._last:
-            return
-        self._last = last
-        if last.num_requests == 0 or last.num_prefill_rows or last.ms <= 0:
-            return
-        key = (bucket_of(last.num_requests), last.strategy)
-        self._earned.setdefault(key, deque(maxlen=self.window)).append(last.num_tokens / last.ms)
-        self._medians.pop(key, None)
+    def drafter_replaced(self) -> None:
+        """The window forgets the old drafter soon enough."""
 
     def _median(self, bucket: int, arm: Strategy) -> float:
         if (bucket, arm) not in self._medians:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from paceline.engine import Engine
 from paceline.spot.alarms import NAMES, Alarm, AlarmConfig, DrafterFigures, alarms
-from paceline.strategy import ModelSelector
 from paceline.types import StepResult
 
 _MIN_VERIFICATIONS = 64
@@ -61,24 +60,15 @@ class DrafterMonitor:
             return
         sums.tokens += sum(map(len, result.tokens.values()))
         sums.verifications += result.num_requests
-        if result.expected > 0:  # the step's nodes were observed
+        if result.drafts is not None and result.drafted:
             sums.observed, sums.nodes, sums.expected, sums.hits = (
-                sums.observed + result.num_requests, sums.nodes + result.drafted, sums.expected + self._expected(result),
-                sums.hits + result.accepted)
-
-    def _expected(self, result: StepResult) -> float:
-        """Number of draft nodes expected to be accepted: by the selector's calibration if it has one, else by the drafter's own
-        probabilities."""
-        if result.watched is None or not isinstance(self.engine.select, ModelSelector):
-            return result.expected
-        return float(self.engine.select.survival_of(result.strategy.drafter).survival(result.watched).sum())
+                sums.observed + result.num_requests, sums.nodes + result.drafted,
+                sums.expected + float(result.drafts.survival.sum()), sums.hits + result.accepted)
 
     def _shares(self, sums: _Sums) -> tuple[float, float]:
-        """Shares of the observed nodes that were expected to be accepted and that were accepted. Expectations from the
-        drafter's own probabilities are corrected by the ratio of accepted to expected nodes in recent steps."""
+        """Shares of the observed nodes that were expected to be accepted and that were accepted. Expectations are the drafter's
+        own probabilities, corrected by the ratio of accepted to expected nodes in recent steps."""
         expected, hits = sums.expected / sums.nodes, sums.hits / sums.nodes
-        if isinstance(self.engine.select, ModelSelector):
-            return expected, hits
         usual = statistics.median(self._usual or [hits / expected])
         if hits:
             self._usual.append(hits / expected)

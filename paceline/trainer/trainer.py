@@ -22,7 +22,7 @@ from paceline.rl.learner import Learner, NonFiniteError
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
-from paceline.strategy import ModelSelector
+from paceline.strategy import AutoSelector
 from paceline.tasks import RewardPool, Task, make_task
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, dump_config
@@ -161,8 +161,11 @@ class Trainer:
         return RunStatus.COMPLETED, ""
 
     def _warm_up(self) -> None:
-        """Kernels compile on first use: that time should not count as the first step's."""
+        """Kernels compile on first use, and on a GPU steps are captured: that time should not count as the first step's."""
+        requests = self.config.rollout.prompts * self.config.rollout.group_size
         for engine in self._engines():
+            engine.warm_up(requests, on_progress=lambda done, total: self._notify(
+                lambda callback: callback.on_phase(f"capturing CUDA graphs, {done} of {total}")))
             prompt = [1 % engine.model.config.vocab_size] * 4
             engine.generate([prompt], SamplingParams(max_new_tokens=8), 2)
             engine.reset_stats()
@@ -229,9 +232,9 @@ class Trainer:
         metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, phase_metrics.get("time/generate", 0.0)),
                    "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
                    "drafted": stats.drafted, "accepted": stats.accepted, "strategy": strategy_shares(self._strategy_steps, 3)}
-        if isinstance(self.engine.select, ModelSelector):
-            metrics |= {"select/cost_error": self.engine.select.cost_error,
-                        "select/calibration_error": self.engine.select.calibration_error}
+        if isinstance(self.engine.select, AutoSelector):
+            corrections = self.engine.select.corrections
+            metrics |= {"select/cost_error": corrections.ms.error, "select/progress_error": corrections.progress.error}
         for engine in self._engines():
             engine.reset_stats()
         self._strategy_steps.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from e2e.test_train import assert_same_run, run
@@ -19,7 +20,7 @@ from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import BackgroundProcess
 from paceline.spot.checkpoint import load_snapshot
 from paceline.trainer.monitor import DrafterMonitor
-from paceline.types import FeatureRecord, StepResult, Strategy
+from paceline.types import DraftOutcomes, FeatureRecord, StepResult, Strategy
 
 EAGLE = {"strategy": "eagle:d3w1v3", "rollout.max_new_tokens": 24, "optimizer.lr": 1e-3}
 
@@ -105,12 +106,19 @@ class FakeEngine:
         self.distrusted.append(name)
 
 
+def drafts(strategy: Strategy, expected: float) -> DraftOutcomes:
+    """Sixteen draft tokens of which the drafter expects so many to be accepted."""
+    none = np.zeros(16, int)
+    return DraftOutcomes(strategy, None, 4, none, none, none, np.full(16, expected / 16), none.astype(bool))
+
+
 def feed(monitor: DrafterMonitor, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0,
          steps: int = 32) -> None:
     strategy = Strategy.OFF if drafter == "none" else Strategy(drafter, 4, 1, 4)
     for step in range(steps):
         tokens = {i: [0] * per_request for i in range(4)}
-        monitor.on_engine_step(StepResult(step, strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms, expected=expected))
+        monitor.on_engine_step(StepResult(step, strategy, 4, 20, 0, 16, 4 * (per_request - 1), tokens, [], ms,
+                                          drafts(strategy, expected) if expected else None))
 
 
 def test_a_collapse_of_acceptance_ends_trust_only_where_it_no_longer_pays():

@@ -1,9 +1,6 @@
-"""Outcomes of draft tokens, of verified steps and of shadow drafts, equal what the steps did; observing, profiling and shares
-change no token."""
+"""Outcomes of draft tokens equal what the steps did; observing, profiling and partial drafting change no token."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +8,8 @@ import tiny
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
-from paceline.strategy import ModelSelector
+from paceline.strategy import AutoSelector
+from paceline.types import Decision
 
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=5)
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 7, 8, 7], [5]]
@@ -28,111 +26,96 @@ def engine(model, strategy="off", **options):
 
 @pytest.mark.parametrize("text", ["suffix:d4w2v6", "eagle:d3w2v5", "both:d3w2v6"])
 def test_observed_outcomes_are_what_was_accepted(model, text):
-    made = engine(model)
-    strategy = Strategy.parse(text)
-    watched = Strategy(strategy.drafter, strategy.depth, strategy.width, strategy.budget, watch=True)
-    seen = []
-    made.generate(PROMPTS, PARAMS, n=2, strategy=watched, on_step=seen.append)
-    observed = [result for result in seen if result.watched is not None]
-    assert observed and all(result.watched is not None for result in seen if result.drafted)
+    made, strategy, seen = engine(model), Strategy.parse(text), []
+    made.generate(PROMPTS, PARAMS, n=2, strategy=Observing(text), on_step=seen.append)
+    observed = [result for result in seen if result.drafts is not None]
+    assert observed and all(result.drafts is not None for result in seen if result.drafted)
     for result in observed:
-        nodes = result.watched
-        assert len(nodes.line) == result.drafted and nodes.hit.sum() == result.accepted
-        assert np.all(nodes.hit <= nodes.tested) and np.all((nodes.chance > 0) & (nodes.chance <= 1))
-        assert np.all(nodes.parent < np.arange(len(nodes.line)))
-        child = nodes.parent >= 0
-        assert np.all(nodes.depth[child] == nodes.depth[nodes.parent[child]] + 1)
-        assert np.all(nodes.line[child] == nodes.line[nodes.parent[child]])
-        families = set(zip(nodes.line.tolist(), nodes.parent.tolist(), nodes.rank.tolist(), strict=True))
-        assert len(families) == len(nodes.line) and nodes.rank.max(initial=0) < strategy.width * (2 if "both" in text else 1)
+        nodes = result.drafts
+        assert len(nodes.request) == result.drafted and nodes.accepted.sum() == result.accepted
+        assert np.all((nodes.survival > 0) & (nodes.survival <= 1)) and np.all(np.diff(nodes.request) >= 0)
+        assert nodes.width.max(initial=0) <= strategy.width * (2 if "both" in text else 1)
+        for request in range(nodes.num_requests):  # one path is accepted, and it is a path
+            path = nodes.depth[(nodes.request == request) & nodes.accepted]
+            assert path.tolist() == list(range(1, len(path) + 1))
+
+
+def test_the_width_of_a_draft_token_is_the_largest_on_its_path(model):
+    made, seen = engine(model), []
+    made.generate(PROMPTS, PARAMS, strategy=Observing("eagle:d3w3v12"), on_step=seen.append)
+    for drafts in (result.drafts for result in seen if result.drafts is not None):
+        first = drafts.depth == 1
+        for request in range(drafts.num_requests):
+            own = drafts.request == request
+            assert sorted(drafts.width[own & first].tolist()) == list(range(1, int((own & first).sum()) + 1))
+            assert drafts.width[own].min(initial=1) == 1
+    chain = []
+    made.generate(PROMPTS, PARAMS, strategy=Observing("eagle:d3w1v3"), on_step=chain.append)
+    assert all(np.all(result.drafts.width == 1) for result in chain if result.drafts is not None)
 
 
 def test_a_step_without_draft_tokens_is_observed_too(model):
     """Otherwise a selector would ask again and again for observations of a drafter that drafts nothing."""
-    made = engine(model)
-    seen = []
-    made.generate([[5]], SamplingParams(max_new_tokens=3, ignore_eos=True), strategy=Strategy("suffix", 2, 1, 2, watch=True),
+    made, seen = engine(model), []
+    made.generate([[5]], SamplingParams(max_new_tokens=3, ignore_eos=True), strategy=Observing("suffix:d2w1v2"),
                   on_step=seen.append)
     first = next(result for result in seen if result.num_requests)
-    assert first.drafted == 0 and first.watched is not None and first.watched.num_lines == 1
+    assert first.drafted == 0 and first.drafts is not None and first.drafts.num_requests == 1
 
 
-@pytest.mark.parametrize("steps", [4, 11])
-def test_a_shadow_draft_has_the_outcomes_of_a_verified_one(model, steps):
-    """Both draft the same tokens for the same texts, and the generated text is the same, so the outcomes are, too."""
-    drafts, found = Strategy("suffix", 4, 2, 6), []
-    for strategy in (replace(drafts, watch=True), replace(Strategy.OFF, aside=drafts)):
-        made = engine(model, Capturing())
-        made.generate(PROMPTS, PARAMS, strategy="off")  # the suffix drafter has seen these answers
-        for prompt in PROMPTS:
-            made.add(prompt, PARAMS)
-        for _ in range(steps):
-            made.step(Strategy.OFF)
-        made.step(strategy)
-        for _ in range(6):
-            made.step()
-        found += [view.watched for view in made.select.views if view.watched is not None][:1]
-    real, shadow = found
-    assert real.num_lines == shadow.num_lines == 3 and len(real.line) > 0 and real.hit.any()
-    for name in ("quality", "line", "parent", "depth", "rank", "chance", "tested", "hit"):
-        assert np.array_equal(getattr(real, name), getattr(shadow, name)), name
+class Observing:
+    """A fixed strategy, every step of which is observed. Keeps what it is told."""
 
+    def __init__(self, strategy, **decision):
+        self.decision, self.views, self.outcomes = Decision(Strategy.parse(strategy), observe=True, **decision), [], []
 
-def test_a_shadow_draft_leaves_out_answers_that_end_too_early(model):
-    made = engine(model, Capturing())
-    for tokens in (4, 20):
-        made.add(PROMPTS[0], SamplingParams(max_new_tokens=tokens, ignore_eos=True))
-    made.step(Strategy.OFF)
-    made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
-    for _ in range(10):
-        made.step()
-    outcomes = [view.watched for view in made.select.views if view.watched is not None]
-    assert len(outcomes) == 1 and outcomes[0].num_lines == 1
-    made.step(replace(Strategy.OFF, aside=Strategy("suffix", 8, 2, 16)))
-    made.abort(list(made._requests))
-    made.add(PROMPTS[0], PARAMS)
-    made.step()
-    assert not made._control._shadow.is_pending and made.select.views[-1].watched is None
-
-
-def test_shadow_drafting_needs_the_suffix_drafter(model):
-    with pytest.raises(ValueError, match="aside"):
-        Strategy(aside=Strategy("eagle", 2, 1, 2))
-    bare = Engine(model, None, "none", "off", EngineConfig(max_batch=8, kv_tokens=512))
-    bare.add([1, 2, 3], PARAMS)
-    with pytest.raises(ValueError, match="without that drafter"):
-        bare.step(replace(Strategy.OFF, aside=Strategy("suffix", 2, 1, 2)))
-    assert bare.step().num_rows > 0
-
-
-class Capturing:
-    """A selector that never speculates and keeps the views that it gets."""
-
-    def __init__(self) -> None:
-        self.views = []
-
-    def __call__(self, view):
+    def select(self, view):
         self.views.append(view)
-        return Strategy.OFF
+        return self.decision
+
+    def observe(self, outcome):
+        self.outcomes.append(outcome)
+
+    def drafter_replaced(self):
+        pass
 
 
-@pytest.mark.parametrize("strategy", ["auto", "model", "beg", Strategy("eagle", 3, 2, 5, shares=(0, 1, 3, 5)),
-                                      Strategy("eagle", 3, 2, 5, tau=1.0, watch=True)])
+def test_a_selector_is_told_of_every_step_once(model):
+    made, selector = engine(model), Observing("eagle:d3w1v3")
+    made.generate(PROMPTS, PARAMS, strategy=selector)
+    assert len(selector.outcomes) == len(selector.views) == made.stats().steps
+    assert sum(outcome.num_tokens for outcome in selector.outcomes) == made.stats().generated_tokens
+    assert all(outcome.decision is selector.decision for outcome in selector.outcomes)
+    timed = [outcome for outcome in selector.outcomes if outcome.is_timed]
+    assert timed and all(outcome.progress == outcome.num_tokens / outcome.num_requests for outcome in timed)
+
+
+def test_remaining_lengths_are_known_where_answers_run_to_their_limit(model):
+    for params, known in ((PARAMS, True), (SamplingParams(max_new_tokens=24, stop_token_ids=(63,), seed=5), False)):
+        made, selector = engine(model), Observing("off")
+        made.generate(PROMPTS, params, strategy=selector)
+        views = [view for view in selector.views if view.num_running == len(PROMPTS)]
+        assert views and all(bool(view.remaining) == known for view in views)
+        assert all(view.remaining == tuple(sorted(view.remaining, reverse=True)) for view in views)
+
+
+def test_drafts_for_the_requests_with_the_most_tokens_left(model):
+    made = engine(model)
+    lengths = [8, 24, 16]
+    for prompt, tokens in zip(PROMPTS, lengths, strict=True):
+        made.add(prompt, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+    for _ in range(4):
+        made.step(Strategy.OFF)
+    plan = made.scheduler.schedule(Decision(Strategy("suffix", 4, 2, 6), num_requests=2))
+    assert [nodes > 0 for nodes in plan.num_nodes] == [False, True, True]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "beg", Observing("eagle:d3w2v5", num_requests=2),
+                                      Observing("eagle:d3w2v5", tau=1.0)])
 def test_rollouts_are_those_of_off(model, strategy):
     plain = engine(model).generate(PROMPTS, PARAMS, n=3)
     other = engine(model, strategy).generate(PROMPTS, PARAMS, n=3)
     assert [r.token_ids for g in plain for r in g.rollouts] == [r.token_ids for g in other for r in g.rollouts]
-
-
-def test_shares_follow_the_requests_quality(model):
-    made = engine(model)
-    ids = made.add(PROMPTS[0], PARAMS, 2)
-    for _ in range(3):
-        made.step()
-    good, bad = (made._requests[i] for i in ids)
-    good.first_token_acceptance, bad.first_token_acceptance = 0.95, 0.1
-    plan = made.scheduler.schedule(Strategy("suffix", 4, 2, 6, shares=(1, 2, 3, 6)))
-    assert plan.num_nodes == [6, 1]
 
 
 def test_the_profile_is_kept_and_read_again(model, tmp_path):
@@ -140,7 +123,7 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
     costs = made.profile(0.2, tmp_path)
     assert costs.profiled and len(costs.policy.x) >= 2 and np.all(np.diff(costs.policy.y) >= 0) and costs.level.y.max() > 0
     file = next(tmp_path.iterdir())
-    assert isinstance(made.select, ModelSelector) and made.select.costs is costs
+    assert isinstance(made.select, AutoSelector) and made.select.costs is costs
     again = engine(model, "auto").profile(0.2, tmp_path)
     assert np.array_equal(again.policy.y, costs.policy.y) and np.array_equal(again.with_trees.y, costs.with_trees.y)
     assert np.array_equal(costs.with_trees.x, costs.policy.x) and np.all(costs.with_trees.y >= costs.policy.y - 1e-9)
@@ -150,4 +133,4 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
 
 def test_a_named_selector_keeps_what_it_learned(model):
     made = engine(model)
-    assert made.selector("auto") is made.selector("auto") is not made.selector("model")
+    assert made.selector("auto") is made.selector("auto") is not made.selector("beg")

@@ -15,6 +15,7 @@ from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
 from paceline.models.state_dict import export_state
+from paceline.types import Decision
 
 
 def small(**options) -> EngineConfig:
@@ -91,7 +92,8 @@ def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
                 scheduler.add(request)
                 alive.append(request)
                 created += 1
-        plan = scheduler.schedule(Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF)
+        strategy = Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF
+        plan = scheduler.schedule(Decision(strategy, num_requests=rng.choice([None, 1, 3])))
         scheduler.on_launch(plan, plan.num_nodes)
         scheduler.on_complete(plan, plan.num_nodes)
         for request, nodes in zip(plan.decode, plan.num_nodes, strict=True):
@@ -326,7 +328,7 @@ def test_select_is_called_with_what_happens():
 
     def select(view):
         seen.append(view)
-        return Strategy("suffix", 4, 2, 6) if view.step % 2 else Strategy.OFF
+        return Strategy("suffix", 4, 2, 6) if len(seen) % 2 else Strategy.OFF
 
     engine = Engine(model(), strategy=select)
     engine.generate([[1, 2, 3]] * 2, SamplingParams(max_new_tokens=12), n=2, keys=["a", "b"])

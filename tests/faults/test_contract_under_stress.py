@@ -18,7 +18,7 @@ from paceline.engine.prompts import derive_seed
 from paceline.engine.request import Status
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import export_state
-from paceline.types import FinishReason, StepView
+from paceline.types import Decision, FinishReason, StepOutcome, StepView
 
 MOST_STEPS = 4000
 
@@ -85,17 +85,24 @@ def plain(kind: str, version: int, job: Job, seed: int, begun: tuple[int, ...] =
 
 
 class RandomSelector:
-    """Another strategy at every step."""
+    """Another decision at every step."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def __call__(self, view: StepView) -> Strategy:
+    def select(self, view: StepView) -> Decision:
         rng = self.rng
         drafter = rng.choice(["none", *view.available])
         if drafter == "none":
-            return Strategy.OFF
-        return Strategy(drafter, rng.randint(1, 6), rng.randint(1, 4), rng.randint(1, 20), watch=rng.random() < 0.2)
+            return Decision(Strategy.OFF)
+        strategy = Strategy(drafter, rng.randint(1, 6), rng.randint(1, 4), rng.randint(1, 20))
+        return Decision(strategy, rng.choice([None, None, 1, 2]), rng.choice([None, 0.0, 0.7]), observe=rng.random() < 0.2)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        assert outcome.num_tokens >= outcome.num_requests
+
+    def drafter_replaced(self) -> None:
+        pass
 
 
 class Injected(Exception):

@@ -13,7 +13,7 @@ from paceline.cache.pages import PageAllocator
 from paceline.config import EngineConfig
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
-from paceline.types import EngineStalledError, Strategy
+from paceline.types import Decision, EngineStalledError, Strategy
 
 PROMPT = [1 + i % (VOCAB - 1) for i in range(50)]
 
@@ -74,7 +74,7 @@ def test_random_requests_in_tiny_caches_are_all_scheduled_to_their_end():
         while scheduler.has_work:
             steps += 1
             assert steps < 3000, f"seed {seed}: requests wait for ever"
-            plan = scheduler.schedule(Strategy("suffix", 4, 2, 4) if rng.random() < 0.5 else Strategy.OFF)
+            plan = scheduler.schedule(Decision(Strategy("suffix", 4, 2, 4) if rng.random() < 0.5 else Strategy.OFF))
             assert plan, f"seed {seed}: nothing was scheduled"
             scheduler.on_launch(plan, plan.num_nodes)
             scheduler.on_complete(plan, plan.num_nodes)

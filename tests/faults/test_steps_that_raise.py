@@ -123,7 +123,7 @@ def failing(original: Callable[..., Any], at_call: int, afterwards: bool) -> Cal
 
 
 PHASES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
-    "select": lambda engine: (engine._control, "next_strategy"),
+    "select": lambda engine: (engine._control, "select"),
     "schedule": lambda engine: (engine.scheduler, "schedule"),
     "schedule: decode": lambda engine: (engine.scheduler, "_plan_decode"),
     "schedule: admission": lambda engine: (engine.scheduler, "_place"),

@@ -26,8 +26,8 @@ def test_unseen_arms_come_first_and_a_tenth_of_the_steps_explores():
     world = World(cpu_costs(), 4, {"eagle": 0.6, "suffix": 0.3})
     arms = arms_of(bucket_of(4), world.available)
     world.run(BegSelector(), 1000)
-    assert world.chosen[: len(arms)] == arms
-    most = Counter(world.chosen[200:]).most_common(1)[0][1]
+    assert world.strategies[: len(arms)] == arms
+    most = Counter(world.strategies[200:]).most_common(1)[0][1]
     assert 0.88 < most / 800 < 0.97
 
 
@@ -58,5 +58,5 @@ def test_repeats_itself():
         world.run(BegSelector(), 300)
         chosen.append(world.chosen)
     assert chosen[0] == chosen[1]
-    assert BegSelector()(StepView(0, 4, 0, (), 100)) == Strategy.OFF
+    assert BegSelector().select(StepView(4)).strategy == Strategy.OFF
     assert isinstance(make_selector("beg"), BegSelector)

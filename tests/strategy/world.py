@@ -3,12 +3,12 @@ that the best fixed strategy would have taken is known."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from paceline.strategy import CostCurve, Points
-from paceline.types import NUM_QUALITIES, StepOutcome, StepView, Strategy, Watched
+from paceline.strategy import CostCurve, FixedSelector, Points, Selector
+from paceline.types import Decision, DraftOutcomes, StepOutcome, StepView, Strategy
 
 
 def gpu_costs() -> CostCurve:
@@ -28,20 +28,18 @@ class World:
     costs: CostCurve
     batch: int
     skill: dict[str, float]
-    """Drafter → mean chance that a first guess is right."""
+    """Drafter → mean chance that a first draft token is right."""
     belief: float = 1.0
     """What the drafters think of themselves, as a power of the truth: < 1 is boasting."""
     noise: float = 0.05
     seed: int = 0
-    num_drafters: int = 0
-    step: int = 0
+    host_ms: float = 0.0
     ms: float = 0.0
     tokens: int = 0
-    last: StepOutcome | None = None
-    watched: Watched | None = None
-    aside: tuple[int, Watched] | None = None
-    """A guess for nobody, and when it can be judged."""
-    chosen: list[Strategy] = field(default_factory=list)
+    steps: int = 0
+    chosen: list[Decision] = field(default_factory=list)
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    """Draft tokens accepted in the last step, by request that was drafted for."""
 
     def __post_init__(self) -> None:
         self.draw = np.random.default_rng(self.seed)
@@ -50,38 +48,43 @@ class World:
     def available(self) -> tuple[str, ...]:
         return tuple(name for name in ("suffix", "eagle") if name in self.skill)
 
-    def view(self) -> StepView:
-        qualities = tuple(self.batch if q == 2 else 0 for q in range(NUM_QUALITIES))
-        return StepView(self.step, self.batch, 0, self.available, 1000, self.last, self.num_drafters, qualities, 200.0,
-                        self.watched)
+    @property
+    def strategies(self) -> list[Strategy]:
+        return [decision.strategy for decision in self.chosen]
 
-    def run(self, selector, steps: int) -> float:
+    def view(self) -> StepView:
+        return StepView(self.batch, 0, self.available, 200.0)
+
+    def run(self, selector: Selector, steps: int) -> float:
         """Tokens per ms over these steps."""
         ms, tokens = self.ms, self.tokens
         for _ in range(steps):
-            self.play(selector(self.view()))
+            selector.observe(self.play(selector.select(self.view())))
         return (self.tokens - tokens) / (self.ms - ms)
 
-    def play(self, strategy: Strategy) -> None:
-        self.step += 1
-        self.chosen.append(strategy)
-        rows, tokens, self.watched = self.batch, self.batch, None
+    def play(self, decision: Decision) -> StepOutcome:
+        strategy, drafts = decision.strategy, None
+        self.steps += 1
+        self.chosen.append(decision)
+        rows, tokens, self.accepted = self.batch, self.batch, np.zeros(self.batch, int)
         if strategy.drafter != "none":
-            nodes = self.drafts(strategy)
-            rows, tokens = self.batch + len(nodes.line), self.batch + int(nodes.hit.sum())
-            if strategy.watch or self.step % (32 if self.batch >= 16 else 16) == 0:
-                self.watched = nodes
-        if strategy.aside is not None and self.aside is None:
-            self.aside = self.step + strategy.aside.depth, self.drafts(strategy.aside)
-        if self.watched is None and self.aside is not None and self.step >= self.aside[0]:
-            self.watched, self.aside = self.aside[1], None
-        ms = float(self.costs.base_ms(strategy, self.batch, rows)) * float(np.exp(self.draw.normal(0, self.noise)))
+            nodes = self.drafts(strategy, min(decision.num_requests or self.batch, self.batch))
+            rows, tokens = self.batch + len(nodes.request), self.batch + int(nodes.accepted.sum())
+            drafts = nodes if decision.observe else None
+            self.accepted = np.bincount(nodes.request[nodes.accepted], minlength=self.batch)
+        ms = self.true_ms(strategy, min(decision.num_requests or self.batch, self.batch), rows)
+        ms *= float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
-        self.last = StepOutcome(self.step, strategy, self.batch, 0, tokens, ms, rows, 200.0)
+        return StepOutcome(decision, self.batch, 0, tokens, ms, rows, 200.0, self.host_ms, drafts)
 
-    def drafts(self, strategy: Strategy) -> Watched:
+    def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
+        if strategy.drafter == "none":
+            return float(self.costs.off_ms(self.batch))
+        return float(self.costs.ms(strategy.drafter, strategy.depth, strategy.width, self.batch, drafted, rows))
+
+    def drafts(self, strategy: Strategy, batch: int) -> DraftOutcomes:
         """Trees grown as a drafter grows them: the likeliest `width` of a level go on, the likeliest nodes of all remain."""
-        batch, width, draw = self.batch, strategy.width, self.draw
+        width, draw = strategy.width, self.draw
         levels = []
         parents = np.full((batch, 1), -1)
         chance, alive, size = np.ones((batch, 1)), np.ones((batch, 1), bool), 0
@@ -98,35 +101,47 @@ class World:
             keep = np.argsort(-cell["total"], axis=1, kind="stable")[:, :width]
             parents, size = size + keep, size + cell["total"].shape[1]
             chance, alive = (np.take_along_axis(cell[name], keep, 1) for name in ("total", "hit"))
-        return self._chosen(strategy, levels)
+        return self._chosen(strategy, levels, batch)
 
-    def _chosen(self, strategy: Strategy, levels: list[dict]) -> Watched:
+    def _chosen(self, strategy: Strategy, levels: list[dict], batch: int) -> DraftOutcomes:
         total = np.concatenate([cell["total"] for cell in levels], 1)
         fields = {name: np.concatenate([np.broadcast_to(cell[name], cell["total"].shape) for cell in levels], 1)
                   for name in ("parent", "depth", "own", "tested", "hit", "rank")}
-        nodes = strategy.shares[2] if strategy.shares else strategy.budget
-        keep = np.argsort(-total, axis=1, kind="stable")[:, :nodes]
+        keep = np.argsort(-total, axis=1, kind="stable")[:, : strategy.budget]
         place = np.full(total.shape, -1)
         np.put_along_axis(place, keep, np.arange(keep.shape[1])[None].repeat(len(keep), 0), 1)
         found = {name: np.take_along_axis(values, keep, 1) for name, values in fields.items()}
-        line = np.repeat(np.arange(self.batch), keep.shape[1])
+        line = np.repeat(np.arange(batch), keep.shape[1])
         above = np.where(found["parent"] < 0, -1, np.take_along_axis(place, np.maximum(found["parent"], 0), 1))
-        parent = np.where(above < 0, -1, above + (np.arange(self.batch) * keep.shape[1])[:, None]).ravel()
-        believed = found["own"].ravel() ** self.belief
-        shown = np.ones(len(line), bool)
-        if strategy.min_survival > 0:
-            survival = believed.copy()
-            for depth in range(2, strategy.depth + 1):
-                here = found["depth"].ravel() == depth
-                survival[here] *= survival[parent[here]]
-            shown = survival >= strategy.min_survival
-        new = np.cumsum(shown) - 1
-        parent = np.where(parent < 0, -1, new[np.maximum(parent, 0)])[shown]
-        return Watched(strategy, self.batch, np.full(self.batch, 2), line[shown], parent, found["depth"].ravel()[shown],
-                       found["rank"].ravel()[shown], believed[shown], found["tested"].ravel()[shown], found["hit"].ravel()[shown])
+        parent = np.where(above < 0, -1, above + (np.arange(batch) * keep.shape[1])[:, None]).ravel()
+        survival, width = found["own"].ravel() ** self.belief, found["rank"].ravel() + 1
+        for depth in range(2, strategy.depth + 1):
+            here = (found["depth"].ravel() == depth).nonzero()[0]
+            survival[here] *= survival[parent[here]]
+            width[here] = np.maximum(width[here], width[parent[here]])
+        shown = survival >= strategy.min_survival
+        return DraftOutcomes(strategy, None, batch, line[shown], found["depth"].ravel()[shown], width[shown], survival[shown],
+                             found["hit"].ravel()[shown])
 
 
 def rate_of(world: World, strategy: Strategy, steps: int = 300) -> float:
     """Tokens per ms of one strategy, in a world of its own."""
     alone = World(world.costs, world.batch, dict(world.skill), world.belief, world.noise, world.seed + 1)
-    return alone.run(lambda view: strategy, steps)
+    return alone.run(FixedSelector(strategy), steps)
+
+
+def time_to_finish(world: World, selector: Selector, lengths: list[int], known: bool = True) -> float:
+    """Milliseconds until answers of these lengths are finished. `known`: whether the selector is told how much remains."""
+    left, began = np.array(lengths), world.ms
+    while len(left):
+        left = np.sort(left)[::-1]
+        world.batch = len(left)
+        view = replace(world.view(), remaining=tuple(left.tolist()) if known else ())
+        decision = selector.select(view)
+        drafted = min(decision.num_requests or len(left), len(left))
+        outcome = world.play(decision)
+        left[:drafted] -= world.accepted[:drafted]
+        left = left - 1
+        selector.observe(outcome)
+        left = left[left > 0]
+    return world.ms - began

@@ -35,7 +35,7 @@ from paceline.bench.steps import StepTally, TimedEngine
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
-from paceline.strategy import ModelSelector, make_selector
+from paceline.strategy import AutoSelector, make_selector
 from paceline.types import StepResult
 
 FIXED = ("eagle:d6w4v16", "eagle:d4w2v8", "eagle:d4w1v4", "eagle:d2w1v2", "suffix:d8w2v16")
@@ -77,7 +77,7 @@ def parse(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | N
     parser.add_argument("--models", nargs="+", choices=["policy", "twin"], default=["policy", "twin"], help="of the gpu setting")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--fixed", nargs="+", default=list(FIXED), help="fixed strategies")
-    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg", "model"])
+    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--bare", action="store_true", help="also measure an engine without drafters, which shows the noise")
@@ -135,8 +135,9 @@ class Bench:
             found[n] |= {"tokens_per_verification": tally.tokens_per_verification, "tokens": tally.tokens,
                          "overhead_share": engine.choosing.seconds / sum(found[n]["each"]),
                          "steps": most_frequent(tally.strategies)}
-            if isinstance(engine.select, ModelSelector):
-                found[n] |= {"cost_error": engine.select.cost_error, "calibration_error": engine.select.calibration_error}
+            if isinstance(engine.select, AutoSelector):
+                errors = engine.select.corrections
+                found[n] |= {"cost_error": errors.ms.error, "progress_error": errors.progress.error}
         self._check(name, found)
         self._record[name] = workload_record(found)
         show(name, self._record[name])
@@ -162,7 +163,7 @@ class Bench:
                 engine.update_drafter(self._subject.drafter, 0)
             if name in SELECTORS:
                 engine.select = make_selector(name)
-                if isinstance(engine.select, ModelSelector):
+                if isinstance(engine.select, AutoSelector):
                     engine.select.costs = engine.costs
             engine.choosing.seconds = 0.0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 GOALS = {"worst_vs_off": 0.97, "worst_vs_best_fixed": 0.95, "shrinking_vs_best_fixed": 1.0, "overhead_share": 0.02}
 """Goals: lower bounds, but for `overhead_share`, which is an upper bound."""
-SELECTORS = ("auto", "model", "beg")
+SELECTORS = ("auto", "beg")
 BARE = "no drafter"
 """Name of an engine without drafters, which shows what keeping drafters ready costs `off`."""
 

@@ -1,0 +1,118 @@
+"""Predict: expected progress and milliseconds of every candidate strategy (RLHFSpec)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.strategy.acceptance import MAX_NODES, SHAPES, Acceptance, max_nodes
+from paceline.strategy.cost import CostCurve
+from paceline.types import Decision, DrafterName, DraftOutcomes, StepView, Strategy
+
+MAX_ROWS = 512
+"""Largest number of rows of a step with draft trees that `auto` chooses."""
+_BUDGETS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, MAX_NODES])
+_PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
+"""Smallest number of draft tokens → shape of the learned drafter's trees that are tried."""
+_LEAST_PROBED = 3
+
+
+class Prediction(NamedTuple):
+    """A strategy, and what is expected of a step with it."""
+
+    strategy: Strategy
+    num_drafted_for: int
+    """Number of requests that are drafted for."""
+    progress: float
+    """Number of steps without speculation that the step is worth (see `StepOutcome.progress`)."""
+    ms: float
+
+    def decision(self, view: StepView) -> Decision:
+        part = self.num_drafted_for if 0 < self.num_drafted_for < view.num_running else None
+        return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms)
+
+
+class Predictor:
+    """Holds what is known of the drafters' acceptance and of the costs."""
+
+    def __init__(self, costs: CostCurve) -> None:
+        self.costs = costs
+        self.acceptance: dict[DrafterName, Acceptance] = {name: Acceptance(name) for name in SHAPES}
+
+    def observe(self, drafts: DraftOutcomes) -> None:
+        if drafts.strategy.drafter in self.acceptance:
+            self.acceptance[drafts.strategy.drafter].observe(drafts)
+
+    def off(self, view: StepView) -> Prediction:
+        return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
+
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
+        """The best number of draft tokens and of requests for each shape of a drafter's trees."""
+        known = self.acceptance[drafter]
+        requests, budgets = view.num_running, _BUDGETS
+        nodes, accepted = (values[:, budgets - 1] for values in known.expected())
+        depth, width, _, most = np.array([(*shape, max_nodes(shape.depth, shape.width)) for shape in known.shapes]).T[..., None]
+        if drafter == "eagle":  # it always has as many draft tokens as it may bring
+            nodes = np.broadcast_to(budgets, accepted.shape)
+        counts = drafted_counts(view)
+        drafted = counts[:, None, None]
+        rows = requests + drafted * nodes  # [K, S, B]: number of requests drafted for, shape, budget
+        ms = self.costs.ms(drafter, depth, width, requests, drafted, rows, view.context)
+        progress = makespan_progress(view, counts, accepted)
+        possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
+        rate = np.where(possible, progress / ms, 0.0)
+        found = []
+        for s, shape in enumerate(known.shapes):
+            k, b = np.unravel_index(int(rate[:, s].argmax()), rate[:, s].shape)
+            if rate[k, s, b] > 0:
+                found.append(Prediction(Strategy(drafter, shape.depth, shape.width, int(budgets[b]), shape.min_survival),
+                                        int(counts[k]), float(progress[k, s, b]), float(ms[k, s, b])))
+        return found
+
+    def probe(self, drafter: DrafterName, requests: int) -> Strategy:
+        """A large tree, which tells what smaller ones would give: as many draft tokens as make a step half as expensive again,
+        but a few in any case."""
+        rows = requests * np.arange(2, MAX_NODES + 2)
+        fits = self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
+        fits |= rows <= (_LEAST_PROBED + 1) * requests
+        nodes = max(1, int((fits & (rows <= self._max_rows(requests))).sum()))
+        if drafter == "suffix":
+            return Strategy("suffix", 8, 2, min(nodes, 16))
+        depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
+        return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)))
+
+    def _max_rows(self, requests: int) -> int:
+        """Where steps are captured, no more rows than that; in any case a draft token for each request."""
+        return max(2 * requests, min(MAX_ROWS, self.costs.row_sizes[-1]) if self.costs.row_sizes else MAX_ROWS)
+
+
+def drafted_counts(view: StepView) -> np.ndarray:
+    """Numbers of requests that may be drafted for: all of them, or, if the remaining lengths are known and no request waits,
+    those with the most tokens left."""
+    if not view.remaining:
+        return np.array([view.num_running])
+    counts = [view.num_running]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return np.array(counts)
+
+
+def makespan_progress(view: StepView, counts: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
+    the most tokens left are, the others, which get one token per step, must not become the last."""
+    progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
+    if not view.remaining:
+        return progress
+    longest = max(view.remaining[0], 1)
+    others = np.array([view.remaining[k] if k < len(view.remaining) else 0 for k in counts])
+    return np.minimum(progress, (longest / np.maximum(others, 1e-9))[:, None, None])
+
+
+def drafts_at(requests: int) -> list[Strategy]:
+    """All trees of the learned drafter that may be used or probed with so many requests: what to capture."""
+    most = max(1, MAX_ROWS // requests - 1)
+    shapes = dict.fromkeys((*((s.depth, s.width) for s in SHAPES["eagle"]), *(shape for _, shape in _PROBE_SHAPES),
+                            (min(most, _LEAST_PROBED), 1)))
+    return [Strategy("eagle", depth, width, min(most, max_nodes(depth, width))) for depth, width in shapes
+            if depth <= most or (depth, width) == (1, 1)]

@@ -1,0 +1,40 @@
+"""Predictors that lie, to show that the guard needs no trust in predictions."""
+
+from __future__ import annotations
+
+import random
+
+from paceline.strategy.predict import Prediction, Predictor
+from paceline.types import DrafterName, StepView, Strategy
+
+
+class SuffixIsFiveTimes(Predictor):
+    """Says that suffix drafts make steps five times as good, whatever was seen."""
+
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
+        ms = self.off(view).ms
+        found = Prediction(self.probe("suffix", view.num_running), view.num_running, 5.0, ms)
+        return [found] if drafter == "suffix" else []
+
+
+class OffIsSlow(Predictor):
+    """Says that a step without speculation takes ten times as long as it does."""
+
+    def off(self, view: StepView) -> Prediction:
+        return super().off(view)._replace(ms=10 * super().off(view).ms)
+
+
+class Random(Predictor):
+    """Says anything."""
+
+    def __init__(self, costs) -> None:
+        super().__init__(costs)
+        self._draw = random.Random(0)
+
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
+        draw = self._draw
+        names = (Strategy(drafter, draw.randint(1, 8), draw.randint(1, 2), draw.randint(1, 12)) for _ in range(3))
+        return [Prediction(s, view.num_running, draw.uniform(1, 6), draw.uniform(1, 8)) for s in names]
+
+
+LIARS = (SuffixIsFiveTimes, OffIsSlow, Random)

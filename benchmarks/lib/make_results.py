@@ -65,7 +65,9 @@ def section(file: Path, results: Path) -> str:
     content = load(file)
     table = make_table(content)
     note = [f"{content['note']}\n"] if "note" in content else []
-    return "\n".join([f"### {table.title}\n", table.sentence + "\n", *markdown(table.columns, table.rows), "",
+    more = [] if table.more is None else [f"{table.more.title}. {table.more.sentence}\n",
+                                          *markdown(table.more.columns, table.more.rows), ""]
+    return "\n".join([f"### {table.title}\n", table.sentence + "\n", *markdown(table.columns, table.rows), "", *more,
                       f"*Revision {revision(content)}, {content['date'][:10]}, {hardware(content)};* `{content['command']}` "
                       f"([{file.name}]({_link(file, results)}))\n", *note])
 

@@ -1,4 +1,5 @@
-"""The selection benchmark: seconds of off, fixed strategies, the bandit, the model and auto on the six workloads.
+"""The selection benchmark: seconds of off, fixed strategies, the bandit, auto, and auto without one of its parts on the six
+workloads.
 
 Every strategy has an engine of its own around the same weights, so that no history leaks. In a round all get the same prompts and
 seeds, in turns (slices of 50 ms on a CPU, whole rounds on a GPU); the first round is a warm-up. Selectors keep what they learn
@@ -19,6 +20,7 @@ import torch
 from benchmarks.lib import drafter as trained_drafter
 from benchmarks.lib.figures import rotated
 from benchmarks.lib.results import RESULTS, Report
+from benchmarks.lib.selection.ablations import selector_named
 from benchmarks.lib.selection.subjects import SIZES, Subject, subjects
 from benchmarks.lib.selection.summary import BARE, GOALS, SELECTORS, conclusions, show, show_goals, summarize, workload_record
 from benchmarks.lib.selection.workloads import (
@@ -35,7 +37,7 @@ from paceline.bench.steps import StepTally, TimedEngine
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
-from paceline.strategy import AutoSelector, make_selector
+from paceline.strategy import AutoSelector
 from paceline.types import StepResult
 
 FIXED = ("eagle:d6w4v16", "eagle:d4w2v8", "eagle:d4w1v4", "eagle:d2w1v2", "suffix:d8w2v16")
@@ -77,7 +79,8 @@ def parse(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | N
     parser.add_argument("--models", nargs="+", choices=["policy", "twin"], default=["policy", "twin"], help="of the gpu setting")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--fixed", nargs="+", default=list(FIXED), help="fixed strategies")
-    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg"])
+    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg"],
+                        help="auto-PART is auto without that part; its row says what the removal costs")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--bare", action="store_true", help="also measure an engine without drafters, which shows the noise")
@@ -162,7 +165,7 @@ class Bench:
             if self._subject.drafter is not None and name != BARE:  # an earlier workload may have replaced it
                 engine.update_drafter(self._subject.drafter, 0)
             if name in SELECTORS:
-                engine.select = make_selector(name)
+                engine.select = selector_named(name)
                 if isinstance(engine.select, AutoSelector):
                     engine.select.costs = engine.costs
             engine.choosing.seconds = 0.0
@@ -173,7 +176,8 @@ class Bench:
         config = EngineConfig(max_batch=max_batch, kv_memory_gb=5.0 if on_gpu else 1.0, deterministic=not on_gpu,
                               max_context=1024 if on_gpu else None, kernels="auto",
                               profile=not self._args.tiny)
-        engine = TimedEngine(self._subject.model, None, drafter, "off" if name == BARE else name, config)
+        strategy = "off" if name == BARE else selector_named(name)
+        engine = TimedEngine(self._subject.model, None, drafter, strategy, config)
         if name in SELECTORS:
             engine.warm_up()
         return engine

@@ -72,7 +72,7 @@ def measure(setting: Setting, shape: str, peer: Vllm | None, args: Any, report: 
         if budget.left < 10:
             print(f"no time left for {shape}, batch {batch}", flush=True)
             break
-        rates = rounds(engines, peer, batch, config.vocab_size, args)
+        rates = rounds(engines, peer, batch, config.vocab_size, args.new_tokens, args.rounds)
         cell["batches"][str(batch)] = summary(shape, batch, rates, cell["floor_ms"])
         report.save()
         print(f"{shape} batch {batch}: {cell['batches'][str(batch)]}", flush=True)
@@ -82,12 +82,13 @@ def measure(setting: Setting, shape: str, peer: Vllm | None, args: Any, report: 
     report.save()
 
 
-def rounds(engines: dict[str, Engine], peer: Vllm | None, batch: int, vocabulary: int, args: Any) -> dict[str, list[float]]:
+def rounds(engines: dict[str, Engine], peer: Vllm | None, batch: int, vocabulary: int, new_tokens: int,
+           num_rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each engine, in turns. The first round is a short one that compiles kernels and captures graphs."""
     rates: dict[str, list[float]] = {name: [] for name in (*engines, *(["vllm"] if peer is not None else []))}
-    for number in range(args.rounds + 1):
+    for number in range(num_rounds + 1):
         prompts = random_prompts(batch, PROMPT_TOKENS, min(vocabulary, 150_000), 1000 * batch + number)
-        count = args.new_tokens if number else 24
+        count = new_tokens if number else 24
         for name, found in rates.items():
             if name == "vllm":
                 assert peer is not None

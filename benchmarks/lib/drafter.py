@@ -26,11 +26,13 @@ _REPORTS = 12
 _BUFFER_BYTES = 64 << 30
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, can_load: bool = True) -> None:
+    """`can_load`: whether there is `--drafter`, with which a drafter that was trained earlier is used."""
     parser.add_argument("--model", help="the policy: a folder or GGUF file")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a question each: the prompts that are measured")
     parser.add_argument("--train-prompts", type=Path, help="JSON lines: prompts to train on (default: half of --prompts)")
-    parser.add_argument("--drafter", type=Path, help="folder of a trained drafter; if empty, one is trained and written there")
+    if can_load:
+        parser.add_argument("--drafter", type=Path, help="folder of a trained drafter; if empty, one is trained and saved there")
     parser.add_argument("--form", choices=["eagle", "hass", "eagle3"], default="hass")
     parser.add_argument("--objective", choices=["agreement", "cross_entropy"], default="agreement")
     parser.add_argument("--answers", type=int, default=3000, help="number of responses to train on")
@@ -65,7 +67,7 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
     print(f"{len(records)} responses captured in {captured:.1f} s", flush=True)
     held = 8 if setting.tiny else _HELD_OUT
     trainer = make_trainer(policy, records[held:], config, args.draft_vocab)
-    log = train(trainer, args.train_seconds)
+    log = train(trainer, min(args.train_seconds, max(1.0, budget.left)))
     drafter = trainer.drafter()
     if args.drafter is not None:
         save_eagle(drafter, args.drafter)

@@ -30,10 +30,15 @@ def make_parser(doc: str | None, benchmark: str, minutes: float = 9.0) -> argpar
 
 
 class Budget:
-    """Time budget of a run."""
+    """Time budget of a run, or of its first parts."""
 
-    def __init__(self, minutes: float) -> None:
-        self._began, self._seconds = time.perf_counter(), 60 * minutes
+    def __init__(self, minutes: float, began: float | None = None) -> None:
+        """began: a value of `time.perf_counter`; None: now."""
+        self._began, self._seconds = time.perf_counter() if began is None else began, 60 * minutes
+
+    def until(self, minutes: float) -> Budget:
+        """A budget that began with this one and ends so many minutes after that, but not later than this one."""
+        return Budget(min(minutes, self._seconds / 60), self._began)
 
     @property
     def left(self) -> float:
@@ -76,11 +81,15 @@ class Setting(NamedTuple):
         return Engine(model, None, drafter, strategy, EngineConfig(max_batch=max_batch, kv_memory_gb=kv_gb, **options))
 
     def free(self) -> None:
-        """Returns memory that nothing refers to any more."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Returns memory that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

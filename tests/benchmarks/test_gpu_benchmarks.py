@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.gpu import decode, graphs, long_tail, prefill, speculate, step
 from benchmarks.lib.prompts import long_tailed_lengths
+from benchmarks.lib.speculation import Flips, Window
 from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
@@ -42,7 +43,7 @@ def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) 
 
 
 def test_a_window_counts_only_steps_in_which_all_decode():
-    window = speculate.Window(2)
+    window = Window(2)
     for result in (one_step({1: [5]}, prefill=9), one_step({1: [5], 2: [5]}), one_step({1: [5], 2: [5]}),  # settling
                    one_step({1: [5, 6], 2: [5]}), one_step({}), one_step({1: [5], 2: [5, 6, 7]}),
                    one_step({1: [5], 2: [5]}, finished=1), one_step({1: [5]})):
@@ -51,7 +52,7 @@ def test_a_window_counts_only_steps_in_which_all_decode():
 
 
 def test_flips_are_counted_until_the_first_of_each_answer():
-    flips = speculate.Flips()
+    flips = Flips()
     flips.compare("auto", [[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 2, 3, 4], [1, 9, 9, 9]])
     assert flips.summary() == {"all": 1e6 / 6, "flips": 1, "tokens_compared": 6, "by_strategy": {"auto": 1e6 / 6}}
 

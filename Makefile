@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test test-slow train lint results clean
+.PHONY: test test-slow train lint results gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -20,6 +20,10 @@ test-slow: $(READY)
 
 results: $(READY)
 	$(BIN)/python benchmarks/lib/make_results.py
+
+# On a GPU host: make gpu-check CHECK="--model FOLDER --prompts FILE --train-prompts FILE"
+gpu-check: $(READY)
+	$(BIN)/python benchmarks/gpu/check.py $(CHECK)
 
 lint: $(READY)
 	$(BIN)/ruff check paceline tests benchmarks scripts examples

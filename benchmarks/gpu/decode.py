@@ -102,9 +102,13 @@ def rounds(engines: dict[str, Engine], peer: Vllm | None, batch: int, vocabulary
     return rates
 
 
+def medians(batch: int, rates: list[float]) -> dict[str, float]:
+    rate = statistics.median(rates)
+    return {"tokens_per_s": rate, "ms_per_step": 1e3 * batch / rate}
+
+
 def summary(shape: str, batch: int, rates: dict[str, list[float]], floor_ms: float) -> dict[str, Any]:
-    found: dict[str, Any] = {name: {"tokens_per_s": statistics.median(each), "ms_per_step": 1e3 * batch / statistics.median(each)}
-                             for name, each in rates.items()}
+    found: dict[str, Any] = {name: medians(batch, each) for name, each in rates.items()}
     ours = found["paceline"]
     ours["share_of_floor"] = floor_ms / ours["ms_per_step"]
     if "vllm" in found:

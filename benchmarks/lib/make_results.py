@@ -3,7 +3,8 @@
     python benchmarks/lib/make_results.py               # writes docs/results.md
     python benchmarks/lib/make_results.py --check       # only checks that it is up to date
 
-`benchmarks/results/{cpu,gpu}` holds the newest result of each claim, one table each. Results of older revisions, of trees with
+`benchmarks/results/{cpu,gpu}` holds the newest result of each claim, one table each, and `benchmarks/results/gpu_check.json` the
+last GPU check, of which the page says whether the sources have changed since. Results of older revisions, of trees with
 uncommitted changes and of variants are in `benchmarks/results/older` and get one row each.
 """
 
@@ -20,6 +21,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 from benchmarks.lib.result_tables import Content, make_table
 from benchmarks.lib.results import RESULTS, ROOT, UNKNOWN
+from benchmarks.lib.sources import FOLDERS, sources_hash
 
 PAGE = ROOT / "docs" / "results.md"
 _HEAD = """# Results
@@ -49,7 +51,7 @@ def page(results: Path = RESULTS) -> str:
     """The whole page, from all result files below `results`."""
     parts = [_HEAD]
     for folder in ("cpu", "gpu"):
-        files = sorted((results / folder).glob("*.json"))
+        files = [*results.glob(f"{folder}_*.json"), *sorted((results / folder).glob("*.json"))]
         if files:
             parts.append(f"## {folder.upper()}\n")
             parts += [section(file, results) for file in files]
@@ -69,7 +71,15 @@ def section(file: Path, results: Path) -> str:
                                           *markdown(table.more.columns, table.more.rows), ""]
     return "\n".join([f"### {table.title}\n", table.sentence + "\n", *markdown(table.columns, table.rows), "", *more,
                       f"*Revision {revision(content)}, {content['date'][:10]}, {hardware(content)};* `{content['command']}` "
-                      f"([{file.name}]({_link(file, results)}))\n", *note])
+                      f"([{file.name}]({_link(file, results)}))\n", *note, *stale_note(content)])
+
+
+def stale_note(content: Content) -> list[str]:
+    """A line where the sources that the figures depend on are not those that were measured; empty if they are, or if the result
+    does not name them."""
+    if content.get("sources") in (None, sources_hash()):
+        return []
+    return [f"**Sources have changed since:** `paceline/{{{','.join(FOLDERS)}}}` are not those that were measured.\n"]
 
 
 def older_row(file: Path, results: Path) -> Sequence[str]:

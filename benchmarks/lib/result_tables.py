@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
+
+from benchmarks.lib.gpu_check.verdict import ratios
 
 Content = dict[str, Any]
 
@@ -26,6 +28,51 @@ def make_table(content: Content) -> Table:
     folder, name = content["benchmark"].split("/")
     render = TABLES.get(content["benchmark"]) or TABLES[name]
     return render(content, folder.upper())
+
+
+# --- the check of a revision
+
+
+def gpu_check(content: Content, _: str) -> Table:
+    parts = content["parts"]
+    cells = parts.get("speculate", {}).get("batches", {})
+    rows = []
+    for each in sorted(ratios(parts), key=lambda each: int(each.where.split()[-1]) if each.where[-1].isdigit() else 10**6):
+        cell = cells.get(each.where.removeprefix("batch "), {}).get("strategies") or parts["long_tail"]["rollout"]
+        best = cell[each.best]["tokens_per_s"] / cell["off"]["tokens_per_s"]
+        rows.append((each.where, _number(cell["off"]["tokens_per_s"]), _times(each.to_off), each.best, _times(best),
+                     _times(each.to_best), f"{_share_off(cell['auto']['steps']):.0%}",
+                     f"{cell['auto']['tokens_per_verification']:.2f}"))
+    return Table("The GPU check", " ".join(_check_sentences(content)),
+                 ("where", "off, tokens/s", "auto × off", "best fixed strategy", "it × off", "auto × best", "steps of auto off",
+                  "tokens/verification of auto"), rows, _check_rl(parts.get("rl", {})))
+
+
+def _check_sentences(content: Content) -> Iterator[str]:
+    parts, failed = content["parts"], content["failures"]
+    yield "The check passes." if content["passed"] else f"The check fails: {'; '.join(failed)}."
+    if "tests" in parts:
+        yield f"{parts['tests']['passed']} tests pass on the GPU."
+    rates = {batch: cell["tokens_per_s"] for batch, cell in parts.get("decode", {}).get("batches", {}).items()}
+    if rates:
+        yield (f"Without speculation the policy decodes {' / '.join(map(_number, rates.values()))} tokens/s at batch "
+               f"{' / '.join(rates)}.")
+    if "speculate" in parts:
+        yield (f"The table is of the {parts['speculate']['model']}, with a drafter trained for "
+               f"{parts['drafter']['train_seconds']:.0f} s in the same process.")
+
+
+def _check_rl(rl: Content) -> Table | None:
+    if not rl.get("steps"):
+        return None
+    rows = [(number, _number(step["tokens_per_s"]), f"{step['accept_length']:.2f}", f"{step['share_off']:.0%}",
+             f"{step['generate_seconds']:.1f}", f"{step['seconds']:.1f}") for number, step in enumerate(rl["steps"], start=1)]
+    return Table("RL steps", "GRPO on the policy with the same drafter, through the trainer library.",
+                 ("step", "tokens/s", "accept length", "engine steps off", "generation s", "step s"), rows)
+
+
+def _share_off(steps: dict[str, int]) -> float:
+    return steps.get("off", 0) / max(1, sum(steps.values()))
 
 
 # --- engines against other engines
@@ -282,6 +329,7 @@ def kernels(content: Content, _: str) -> Table:
 
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {
+    "gpu/check": gpu_check,
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "rl_step": rl_step, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,

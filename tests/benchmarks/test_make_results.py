@@ -23,7 +23,8 @@ def test_every_result_names_its_revision_and_claim():
         content = load(file)
         folder, name = content["benchmark"].split("/")
         assert {"command", "date", "machine", "dirty"} <= content.keys() and (ROOT / f"benchmarks/{folder}/{name}.py").is_file()
-        assert folder == file.parent.name and file.stem.startswith(name)
+        assert file.stem == f"{folder}_{name}" if file.parent == RESULTS else (
+            folder == file.parent.name and file.stem.startswith(name))
         assert "older" in file.parts or content["dirty"] is not True, f"{file.name}: figures of a dirty tree belong to older/"
 
 

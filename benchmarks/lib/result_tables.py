@@ -57,7 +57,7 @@ def _check_sentences(content: Content) -> Iterator[str]:
     if rates:
         yield (f"Without speculation the policy decodes {' / '.join(map(_number, rates.values()))} tokens/s at batch "
                f"{' / '.join(rates)}.")
-    if "speculate" in parts:
+    if parts.get("speculate", {}).get("batches"):
         yield (f"The table is of the {parts['speculate']['model']}, with a drafter trained for "
                f"{parts['drafter']['train_seconds']:.0f} s in the same process.")
 

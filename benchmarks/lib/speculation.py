@@ -27,6 +27,11 @@ def fixed_strategies(batch: int) -> list[str]:
     return [f"eagle:{shape}" for shape in STRATEGIES[next((size for size in STRATEGIES if batch <= size), 256)]]
 
 
+def num_parts(batch: int) -> int:
+    """Number of batches that are measured one after the other in a round: several if they are small."""
+    return max(1, 4 // batch)
+
+
 def long_responses(setting: Setting, policy: Decoder, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
     """`select_long` with an engine of its own."""
     engine = setting.engine(policy, None, 256)
@@ -140,7 +145,7 @@ class BatchBench:
     def measure(self, batch: int, rounds: int, budget: Budget, fixed: Sequence[str]) -> dict[str, Any]:
         """Tokens per second of auto, off and the `fixed` strategies at this batch size."""
         names = ["auto", "off", *([] if self._plain is None else ["no drafter"]), *fixed]
-        parts = max(1, min(4, 4 // batch))  # small batches run several responses one after the other
+        parts = num_parts(batch)
         for name in names:
             self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
         found = {name: Measured() for name in names}

@@ -127,6 +127,20 @@ def test_a_run_without_time_measures_nothing_and_says_so(tmp_path):
     check.main([*arguments, "--partial"])
 
 
+def test_a_part_that_raises_keeps_what_it_had_measured(tmp_path, monkeypatch, capsys):
+    def tests(self, budget, found):
+        found["passed"] = 3
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(GpuCheck, "_run_tests", tests)
+    monkeypatch.setattr(check, "show", lambda report: None)
+    with pytest.raises(SystemExit):
+        check.main(["--tiny", "--allow-dirty", "--partial", "--parts", "rl", "tests", "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["parts"]["tests"]["passed"] == 3 and found["skipped"]["rl"] == "no drafter was trained"
+    assert found["failures"] == ["tests: RuntimeError: out of memory"] and "Traceback" in capsys.readouterr().err
+
+
 def test_a_part_can_use_what_earlier_ones_left():
     budget = Budget(10, began=time.perf_counter() - 60)
     assert 59 < budget.until(2).left < 60 < 119 < budget.until(3).left < 120

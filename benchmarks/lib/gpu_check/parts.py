@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from benchmarks.gpu import decode
 from benchmarks.lib import drafter as trained_drafter
 from benchmarks.lib import long_tail
-from benchmarks.lib.gpu_check.gpu_tests import GpuTests
+from benchmarks.lib.gpu_check.gpu_tests import run_tests
 from benchmarks.lib.gpu_check.rl import rl_config, run_steps, write_tiny_model, write_tiny_problems
 from benchmarks.lib.models import QWEN_7B, TINY_TWIN
 from benchmarks.lib.prompts import chat, long_tailed_lengths
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting
-from benchmarks.lib.speculation import BatchBench, fixed_strategies, select_long, show
+from benchmarks.lib.speculation import BatchBench, fixed_strategies, num_parts, select_long, show
 from benchmarks.lib.upscale import upscale, upscale_drafter
 from paceline import Engine
 from paceline.drafters.eagle import Eagle
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 FULL = Sizes((1, 32, 128), (1, 32, 128, 8, 256), 160, 2, 256, 2048)
 TINY = Sizes((1, 2), (1, 2), 10, 1, 8, 48)
 TAIL_FIXED = ("eagle:d4w2v8", "eagle:d3w2v4")
-MINUTES = {"drafter": 2.5, "tests": 0.7, "decode": 0.5, "speculate": 2.6, "long_tail": 0.8, "rl": 0.9}
+MINUTES = {"drafter": 2.2, "decode": 0.4, "speculate": 2.3, "long_tail": 0.7, "rl": 0.9, "tests": 1.5}
 """Parts in the order in which they run, and their minutes of a check of eight minutes. What a part leaves, later ones may use."""
 
 
@@ -69,37 +69,35 @@ class GpuCheck:
         report.content |= {"parts": {}, "skipped": {}, "errors": {}}
 
     def run(self) -> None:
-        """Runs the parts, each within its time. A part that raises is a result, and later ones run nevertheless."""
-        content, parts = self._report.content, self._parts()
-        wanted = self._args.parts
-        self._tests = GpuTests(self._scratch) if "tests" in wanted else None
-        try:
-            for name, until in self._deadlines():
-                if name not in wanted:
-                    content["skipped"][name] = "not asked for"
-                    continue
-                budget = self._budget.until(until)
-                began = budget.used
-                try:
-                    print(f"--- {name}, {began:.0f} s", flush=True)
-                    if budget.left <= 0:
-                        raise Skipped("no time left")
-                    content["parts"][name] = parts[name](budget)
-                    content["parts"][name]["seconds"] = budget.used - began
-                except Skipped as error:
-                    content["skipped"][name] = str(error)
-                except Exception as error:
-                    traceback.print_exc()
-                    content["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                content["seconds"] = self._budget.used
-                self._report.save()
-        finally:
-            if self._tests is not None:
-                self._tests.stop()
+        """Runs the parts, each within its time, and saves the result after each."""
+        for name, until in self._deadlines():
+            if name in self._args.parts:
+                self._run_part(name, self._budget.until(until))
+            else:
+                self._report.content["skipped"][name] = "not asked for"
+            self._report.content["seconds"] = self._budget.used
+            self._report.save()
 
-    def _parts(self) -> dict[str, Callable[[Budget], dict[str, Any]]]:
-        return {"drafter": self._train_drafter, "tests": self._run_tests, "decode": self._decode, "speculate": self._speculate,
-                "long_tail": self._long_tail, "rl": self._rl}
+    def _run_part(self, name: str, budget: Budget) -> None:
+        """A part that raises is a result: what it had measured by then counts, and later ones run nevertheless."""
+        content, began, found = self._report.content, budget.used, dict[str, Any]()
+        print(f"--- {name}, {began:.0f} s", flush=True)
+        try:
+            if budget.left <= 0:
+                raise Skipped("no time left")
+            self._parts()[name](budget, found)
+        except Skipped as error:
+            content["skipped"][name] = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            content["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        if found:
+            content["parts"][name] = found | {"seconds": budget.used - began}
+
+    def _parts(self) -> dict[str, Callable[[Budget, dict[str, Any]], None]]:
+        """By name: functions that measure within a budget and add their figures to a dictionary."""
+        return {"drafter": self._train_drafter, "decode": self._decode, "speculate": self._speculate,
+                "long_tail": self._long_tail, "rl": self._rl, "tests": self._run_tests}
 
     def _deadlines(self) -> Iterator[tuple[str, float]]:
         """The parts, and how many minutes after the start of the check each must be done."""
@@ -110,26 +108,20 @@ class GpuCheck:
 
     # --- the parts
 
-    def _train_drafter(self, budget: Budget) -> dict[str, Any]:
-        self._drafter = trained_drafter.obtain(self._setting, self._loaded_policy(), self._tokenizer, self._training, self._args,
-                                               self._report, budget)
-        return self._report.content.pop("drafter")
+    def _train_drafter(self, budget: Budget, found: dict[str, Any]) -> None:
+        policy = self._loaded_policy()
+        self._drafter = trained_drafter.obtain(self._setting, policy, self._tokenizer, self._training, self._args, self._report,
+                                               budget)
+        found |= self._report.content.pop("drafter")
 
-    def _run_tests(self, budget: Budget) -> dict[str, Any]:
-        """The tests have been running beside the drafter's training, and must be done before anything is timed."""
-        assert self._tests is not None
-        found = self._tests.wait(budget.left)
-        if found is None:
-            raise Skipped("not done in time")
-        return found
-
-    def _decode(self, budget: Budget) -> dict[str, Any]:
+    def _decode(self, budget: Budget, found: dict[str, Any]) -> None:
         """Tokens per second without speculation. The engine also finds the prompts whose responses are long enough."""
         policy, sizes = self._loaded_policy(), self._sizes
         engine = self._setting.engine(policy, None, max(*sizes.batches, *sizes.decode_batches))
         asked = chat(self._tokenizer, self._asked[:8] if self._setting.tiny else self._asked)
-        self._pool, past_end = select_long(engine, asked, sizes.new_tokens, least=len(asked) if self._setting.tiny else 64)
-        found: dict[str, Any] = {"batches": {}, "share_past_end": past_end}
+        needed = sizes.rounds * sum(batch * num_parts(batch) for batch in sizes.batches)
+        self._pool, past_end = select_long(engine, asked, sizes.new_tokens, least=needed)
+        found |= {"batches": {}, "share_past_end": past_end}
         for batch in sizes.decode_batches:
             if found["batches"] and budget.left <= 0:
                 self._skip("decode", batch)
@@ -138,12 +130,11 @@ class GpuCheck:
             found["batches"][str(batch)] = decode.medians(batch, rates["paceline"])
         del engine
         self._setting.free()
-        return found
 
-    def _speculate(self, budget: Budget) -> dict[str, Any]:
+    def _speculate(self, budget: Budget, found: dict[str, Any]) -> None:
         """auto, off and fixed strategies at constant batch sizes."""
         bench = self._ready_bench()
-        found: dict[str, Any] = {"model": self._args.speculate_on, "new_tokens": self._sizes.new_tokens, "batches": {}}
+        found |= {"model": self._args.speculate_on, "new_tokens": self._sizes.new_tokens, "batches": {}}
         longest = 0.0
         for batch in self._sizes.batches:
             began = budget.used
@@ -155,16 +146,16 @@ class GpuCheck:
             found["batches"][str(batch)] = cell
             longest = max(longest, budget.used - began)
             show(self._args.speculate_on, batch, cell)
-        return found | {"flips_per_million": bench.flips.summary()["all"]}
+            found["flips_per_million"] = bench.flips.summary()["all"]
 
-    def _long_tail(self, budget: Budget) -> dict[str, Any]:
+    def _long_tail(self, budget: Budget, found: dict[str, Any]) -> None:
         """A whole rollout, on the engine that has been measured at constant batch sizes."""
         engine, sizes = self._ready_bench().engine, self._sizes
         lengths = self._lengths()
         names = ["auto", "off", *TAIL_FIXED[-1 if self._setting.tiny else 0 :]]
         prompts = chat(self._tokenizer, long_tail.compose(self._tail, lengths, 0))
         long_tail.warm_up(engine, names, chat(self._tokenizer, long_tail.compose(self._training, lengths, 99)), lengths)
-        found: dict[str, Any] = {"requests": sizes.requests, "max_length": sizes.max_length, "rollout": {}}
+        found |= {"requests": sizes.requests, "max_length": sizes.max_length, "rollout": {}}
         longest = 0.0
         for name in names:
             if budget.left < longest:
@@ -173,10 +164,10 @@ class GpuCheck:
             run = long_tail.run(engine, name, prompts, lengths)
             longest = max(longest, run.seconds)
             found["rollout"][name] = long_tail.summary([run])
+            found |= long_tail.conclusions(found, names)
             print(f"{name}: {run.seconds:.2f} s", flush=True)
-        return found | long_tail.conclusions(found, names)
 
-    def _rl(self, budget: Budget) -> dict[str, Any]:
+    def _rl(self, budget: Budget, found: dict[str, Any]) -> None:
         """Steps of RL on the policy itself with the drafter that was trained here."""
         policy, _ = self._loaded_policy(), self._trained_drafter()
         self._bench = None
@@ -187,10 +178,17 @@ class GpuCheck:
             write_tiny_model(policy, Path(model))
             write_tiny_problems(data)
         config = rl_config(model, data, self._args.drafter, self._scratch / "run", self._setting.tiny)
-        steps = run_steps(config, self._sizes.rl_steps, budget)
-        for number in range(len(steps), self._sizes.rl_steps):
+        found["steps"] = run_steps(config, self._sizes.rl_steps, budget)
+        for number in range(len(found["steps"]), self._sizes.rl_steps):
             self._skip("rl", f"step {number + 1}")
-        return {"steps": steps}
+
+    def _run_tests(self, budget: Budget, found: dict[str, Any]) -> None:
+        self._bench = None
+        self._setting.free()
+        outcome = run_tests(self._scratch, budget.left)
+        if outcome is None:
+            raise Skipped("not done in time")
+        found |= outcome
 
     # --- what parts need
 

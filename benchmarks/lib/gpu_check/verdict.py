@@ -42,7 +42,7 @@ def failures(content: Content, partial: bool = False, smoke: bool = False) -> li
     found = [f"{name}: {error}" for name, error in content["errors"].items()]
     if not partial:
         found += [f"{name}: skipped, {why}" for name, why in content["skipped"].items()]
-    if "tests" in parts:
+    if "exit_status" in parts.get("tests", {}):
         found += _test_failures(parts["tests"], smoke)
     if not smoke:
         for each in ratios(parts):

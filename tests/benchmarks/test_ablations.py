@@ -70,7 +70,7 @@ def test_without_tau_trials_tau_is_constant():
         world, selector = World(gpu_costs(), 4, {"eagle": 0.8}), fresh(name, gpu_costs())
         world.run(selector, 300)
         taus[name] = {decision.tau for decision in world.chosen if decision.strategy.drafter == "eagle"}
-    assert len(taus["auto"]) == 3 and len(taus["auto-tau"]) == 1
+    assert len(taus["auto"]) > 1 and len(taus["auto-tau"]) == 1
 
 
 class Wavering(Predictor):

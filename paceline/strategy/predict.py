@@ -16,6 +16,8 @@ _BUDGETS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, MAX_NODES]
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Smallest number of draft tokens → shape of the learned drafter's trees that are tried."""
 _LEAST_PROBED = 3
+_SUFFIX_NODES, _FIRST_THRESHOLD = 16, 0.2
+"""Most draft tokens of the suffix drafter, and its first threshold (`Strategy.min_survival`)."""
 
 
 class Prediction(NamedTuple):
@@ -73,14 +75,24 @@ class Predictor:
     def probe(self, drafter: DrafterName, requests: int) -> Strategy:
         """A large tree, which tells what smaller ones would give: as many draft tokens as make a step half as expensive again,
         but a few in any case."""
-        rows = requests * np.arange(2, MAX_NODES + 2)
-        fits = self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
-        fits |= rows <= (_LEAST_PROBED + 1) * requests
-        nodes = max(1, int((fits & (rows <= self._max_rows(requests))).sum()))
         if drafter == "suffix":
-            return Strategy("suffix", 8, 2, min(nodes, 16))
+            return self._suffix_probe(requests)
+        rows = requests * np.arange(2, MAX_NODES + 2)
+        fits = self._is_affordable(requests, rows) | (rows <= (_LEAST_PROBED + 1) * requests)
+        nodes = max(1, int((fits & (rows <= self._max_rows(requests))).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
         return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)))
+
+    def _suffix_probe(self, requests: int) -> Strategy:
+        """How many draft tokens it has depends on the text: the lowest threshold that is affordable by what is known."""
+        known, budget = self.acceptance["suffix"], min(_SUFFIX_NODES, max(1, self._max_rows(requests) // requests - 1))
+        rows = requests * (1 + known.expected()[0][:, budget - 1])
+        affordable = self._is_affordable(requests, rows) if known.is_known else np.array(known.shapes)[:, 2] >= _FIRST_THRESHOLD
+        shape = known.shapes[int(affordable.argmax())]
+        return Strategy("suffix", shape.depth, shape.width, budget, shape.min_survival)
+
+    def _is_affordable(self, requests: int, rows: np.ndarray) -> np.ndarray:
+        return self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
 
     def _max_rows(self, requests: int) -> int:
         """Where steps are captured, no more rows than that; in any case a draft token for each request."""

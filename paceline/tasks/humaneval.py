@@ -11,6 +11,7 @@ from paceline.tasks.base import Problem
 from paceline.tasks.data import ProblemList, Row, load_rows, take
 from paceline.tasks.options import DataOptions, make_prompt
 from paceline.tasks.sandbox.run import Limits, Verdict, run_tests
+from paceline.tasks.sandbox.service import require_sandbox
 
 INSTRUCTION = "Complete this Python function. Answer with one fenced code block that holds the whole function."
 MAX_CODE_CHARS = 50_000
@@ -34,6 +35,7 @@ class HumanEval(ProblemList):
         names = ("HumanEval.jsonl.gz", "HumanEval.jsonl")
         rows = load_rows("humaneval", config.data, names, split=config.split, limit=config.limit)
         self.config = config
+        require_sandbox("humaneval")
         super().__init__("humaneval", [self._problem(number, row) for number, row in enumerate(rows)])
 
     def _problem(self, number: int, row: Row) -> Problem:

@@ -1,7 +1,9 @@
-"""The part of the sandbox that the kernel enforces: another user if started by root, namespaces without a network, a read-only
-file system, resource limits.
+"""The part of the sandbox that the kernel enforces on a process and on those that it forks.
 
-Each is tried, and left out where the system refuses it (containers often forbid namespaces); `enter` returns which ones hold.
+`enter`: another user if started by root, and namespaces of its own: no network, no other process, and a file system that holds
+Python's library and one empty folder (`rootfs.py`). Where the system refuses namespaces (many containers, every system but
+Linux), it raises, unless the caller accepts to go on without. `confine`: resource limits, system calls refused by a filter
+(`syscalls.py`), files by Landlock (`landlock.py`); for the processes that run code, which start none of their own.
 """
 
 from __future__ import annotations
@@ -12,49 +14,73 @@ import resource
 import signal
 import struct
 import sys
-from typing import Any
+from typing import Any, NamedTuple
+
+import landlock
+import rootfs
+import syscalls
 
 NOBODY = 65534
-_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _RDONLY = 442, -100, 0x8000, 1
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS = 1, 4, 38
 
 
-def enter(folder: str) -> list[str]:
-    """Confines this process and those that it forks from now on. `folder` stays writable. Returns what holds: user, network,
-    processes, files."""
-    held = []
+class Unavailable(Exception):
+    """The system refuses namespaces, and the caller does not go on without."""
+
+
+class Cage(NamedTuple):
+    """What `enter` has achieved."""
+
+    folder: str
+    """The folder to work in; the only one that can be written to."""
+    visible: tuple[str, ...]
+    """Files and folders that can be read."""
+    held: tuple[str, ...]
+    """What the kernel enforces: user, namespaces, seccomp, landlock."""
+
+
+def enter(folder: str, readable: tuple[str, ...] = (), partial: bool = False) -> Cage:
+    """Confines this process and those that it forks from now on. Readable are Python's library and the paths in `readable`.
+    Raises Unavailable if the system refuses namespaces, unless `partial`."""
+    visible, held = rootfs.visible_paths(readable), []
     if _leave_root(folder):
         held.append("user")
-    if sys.platform != "linux":
-        return held
-    libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.getuid(), os.getgid()
-    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # else a process that left root may not write its own uid_map
-    if libc.unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC) == 0:
-        _map_user(user, group)
-        held += ["network", "processes"]
-        if _read_only(libc, folder):
-            held.append("files")
-    elif libc.unshare(_NEWUSER | _NEWNET) == 0:
-        _map_user(user, group)
-        held.append("network")
-    _drop_capabilities(libc)
-    die_with_parent(libc)  # last: a change of credentials clears it
-    return held
-
-
-def die_with_parent(libc: Any = None) -> None:
-    """Makes the kernel kill this process when its parent ends (on Linux)."""
+    try:
+        _new_namespaces()
+        rootfs.enter(folder, visible)
+        folder = rootfs.FOLDER
+        held.append("namespaces")
+    except OSError as error:
+        if not partial:
+            raise Unavailable(f"{error.strerror} ({error.filename})") from None
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder)
     if sys.platform == "linux":
-        (libc or ctypes.CDLL(None)).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _drop_capabilities()
+        held += ["seccomp"] * syscalls.is_supported() + ["landlock"] * bool(landlock.version())
+    die_with_parent()  # last: a change of credentials clears it
+    return Cage(folder, visible, tuple(held))
+
+
+def confine(cage: Cage, *, cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> None:
+    """Limits this process for good, before it runs code that nobody vouches for. It can start threads, but no process."""
+    die_with_parent()
+    limit(cpu_s, memory_bytes, file_bytes, processes)
+    if "landlock" in cage.held:
+        landlock.restrict(cage.visible, cage.folder)
+    if "seccomp" in cage.held:
+        syscalls.install(attributes="namespaces" in cage.held)
+
+
+def die_with_parent() -> None:
+    """Makes the kernel kill this process when its parent ends (on Linux)."""
+    _prctl(_PDEATHSIG, signal.SIGKILL)
 
 
 def hide_memory() -> None:
     """Keeps other processes of the same user from reading the memory of this one (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)
+    _prctl(_DUMPABLE, 0)
 
 
 def limit(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None) -> None:
@@ -97,28 +123,26 @@ def _leave_root(folder: str) -> bool:
     return reached
 
 
-def _map_user(user: int, group: int) -> None:
+def _new_namespaces() -> None:
+    """Gives this process a user, network, mount, IPC and host name namespace, and its children a process namespace."""
+    if sys.platform != "linux":
+        raise OSError(0, f"there are none on {sys.platform}", "unshare")
+    user, group = os.getuid(), os.getgid()
+    _prctl(_DUMPABLE, 1)  # else a process that left root may not write its own uid_map
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC | _NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
-def _read_only(libc: Any, folder: str) -> bool:
-    """Makes every mount read-only except `folder`, which becomes a mount of its own."""
-    where = folder.encode()
-
-    def set_read_only(path: bytes, flags: int, on: int, off: int) -> bool:
-        attributes = struct.pack("QQQQ", on, off, 0, 0)
-        return libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, attributes, len(attributes)) == 0
-
-    done = (libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-            and libc.mount(where, where, None, _MS_BIND, None) == 0
-            and set_read_only(b"/", _AT_RECURSIVE, _RDONLY, 0) and set_read_only(where, 0, 0, _RDONLY))
-    os.chdir(folder)  # into the new mount
-    return done
-
-
-def _drop_capabilities(libc: Any) -> None:
+def _drop_capabilities() -> None:
     """Gives up the capabilities that a new user namespace gave, for good: no executable brings them back."""
-    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0))
+    _prctl(_NO_NEW_PRIVS, 1)
+    ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0))
+
+
+def _prctl(option: int, value: Any) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

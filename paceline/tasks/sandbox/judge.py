@@ -22,15 +22,18 @@ sys.path.remove(HERE)  # … and the candidate does not find them
 
 
 def main() -> None:
-    folder, cpu_s, memory_bytes, file_bytes, processes = sys.argv[1], *map(int, sys.argv[2:6])
+    folder, partial, cpu_s, memory_bytes, file_bytes, processes = sys.argv[1], *map(int, sys.argv[2:7])
     sys.argv = [""]
-    os.chdir(folder)
-    held = cage.enter(folder)
+    try:
+        held = cage.enter(folder, partial=bool(partial))
+    except cage.Unavailable as error:
+        print(json.dumps({"unavailable": str(error)}))
+        return
     limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, "file_bytes": file_bytes}
     mine, theirs = socket.socketpair()
     if os.fork() == 0:  # before the job is read: the player never has had it in memory
         mine.close()
-        player.play(theirs, folder, {**limits, "processes": processes})
+        player.play(theirs, held, {**limits, "processes": processes})
     theirs.close()
     cage.hide_memory()
     verdict_out = os.dup(1)
@@ -38,7 +41,7 @@ def main() -> None:
     cage.limit(**limits, processes=None)
     job = json.loads(sys.stdin.buffer.read())
     verdict = _judge(job, mine)
-    os.write(verdict_out, json.dumps({"nonce": job["nonce"], "failure": verdict, "held": held}).encode())
+    os.write(verdict_out, json.dumps({"nonce": job["nonce"], "failure": verdict, "held": held.held}).encode())
     os.killpg(0, signal.SIGKILL)  # the player, whatever it started, and ourselves
 
 

@@ -11,15 +11,14 @@ import guard
 import wire
 
 
-def play(sock: socket.socket, folder: str, limits: dict[str, int]) -> None:
+def play(sock: socket.socket, held: cage.Cage, limits: dict[str, int]) -> None:
     """Serves one candidate. Never returns: it leaves by os._exit, so that no code of the judge runs twice."""
     try:
-        cage.die_with_parent()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):  # neither the judge's input (tests, nonce) nor its output (verdict)
             os.dup2(null, descriptor)
-        cage.limit(**limits)
-        guard.install(folder)
+        cage.confine(held, **limits)
+        guard.install(held.folder, held.visible)
         _answer_calls(sock)
     finally:
         os._exit(1)

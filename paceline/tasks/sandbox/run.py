@@ -9,9 +9,11 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.tasks.sandbox.policy import SandboxUnavailable, may_be_partial, missing_namespaces
+from paceline.tasks.sandbox.scratch import scratch_folder
 
 _JUDGE = Path(__file__).with_name("judge.py")
 
@@ -39,15 +41,16 @@ class Verdict:
     detail: str | None
     """Why the candidate failed."""
     held: tuple[str, ...] = ()
-    """What the kernel enforced: user, network, processes, files."""
+    """What the kernel enforced: user, namespaces, seccomp, landlock."""
 
 
 def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, limits: Limits) -> Verdict:
     """Runs the tests against a candidate. `sources` are the candidate's, run in order in one namespace. `tests` define
-    check(candidate), and `prelude` what they may use beside it. Arguments and results of the candidate have to be plain data."""
+    check(candidate), and `prelude` what they may use beside it. Arguments and results of the candidate have to be plain data.
+    Raises SandboxUnavailable, and runs nothing, where the system refuses namespaces and PACELINE_SANDBOX does not accept that."""
     nonce = secrets.token_hex(16)
     job = {"nonce": nonce, "sources": sources, "prelude": prelude, "tests": tests, "entry_point": entry_point}
-    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as folder:
         said = _play(json.dumps(job).encode(), folder, limits)
     if said is None:
         return Verdict(False, f"no end within {limits.seconds} s")
@@ -55,6 +58,8 @@ def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, li
         verdict = json.loads(said)
     except ValueError:
         return Verdict(False, "the judge ended without a verdict")
+    if "unavailable" in verdict:
+        raise SandboxUnavailable(missing_namespaces(verdict["unavailable"]))
     if not secrets.compare_digest(str(verdict["nonce"]), nonce):
         return Verdict(False, "the verdict is not the judge's")
     return Verdict(verdict["failure"] is None, verdict["failure"], tuple(verdict["held"]))
@@ -63,7 +68,7 @@ def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, li
 def _play(job: bytes, folder: str, limits: Limits) -> bytes | None:
     """The judge's output; None if it took too long, and then its whole process group is killed, so that nothing it started
     stays."""
-    numbers = (math.ceil(limits.seconds) + 1, limits.memory_mb << 20, limits.file_mb << 20, limits.processes)
+    numbers = (int(may_be_partial()), math.ceil(limits.seconds) + 1, limits.memory_mb << 20, limits.file_mb << 20, limits.processes)
     command = [sys.executable, "-I", "-B", str(_JUDGE), folder, *map(str, numbers)]
     environment = {"HOME": folder, "TMPDIR": folder, "PATH": "", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,

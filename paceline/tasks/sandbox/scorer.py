@@ -4,8 +4,8 @@ siblings and the scoring libraries.
     grader ──pickled item──▶ server (in the sandbox, with the libraries) ──item──▶ child, forked from it
            ◀─score as JSON──                                             ◀─score─
 
-The server is started once per grading process. It never looks at an answer: a child does, under resource limits and the audit
-hook. A child that crashes, raises or takes too long is killed, and the next answer gets a new one. Answers that passed an
+The server is started once per grading process. It never looks at an answer: a child does, under resource limits, a filter of
+system calls and the audit hook. A child that crashes, raises or takes too long is killed, and the next answer gets a new one. Answers that passed an
 allow-list share a child, since forking costs more than scoring does; all others get a child each, so an answer can spoil its own
 score at most.
 """
@@ -35,25 +35,11 @@ MAX_RESULT_BYTES = 2000
 
 
 def main() -> None:
-    """Enters the sandbox, then forks the server, which is the first process of the new process namespace where there is one."""
-    folder, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:4])
+    """Loads the scoring library, which is trusted, then forks a process that enters the sandbox, which forks the server, the first
+    process of the new process namespace where there is one."""
+    folder, sock = sys.argv[1], socket.socket(fileno=0)
     sys.argv = [""]
-    os.chdir(folder)
-    held = cage.enter(folder)
-    server = os.fork()
-    if server == 0:
-        try:
-            _serve(socket.socket(fileno=0), folder, held, {"cpu_s": cpu_s, "memory_bytes": memory_bytes})
-        finally:
-            os._exit(1)
-    os.close(0)  # the server alone holds the grader's socket, so that it closes when the server ends
-    os.waitpid(server, 0)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _serve(sock: socket.socket, folder: str, held: list[str], limits: dict[str, int]) -> None:
     cage.die_with_parent()
-    cage.hide_memory()
     message = wire.receive_bytes(sock)
     if message is None:
         return
@@ -64,14 +50,42 @@ def _serve(sock: socket.socket, folder: str, held: list[str], limits: dict[str, 
     except Exception as error:
         wire.send(sock, {"error": f"{type(error).__name__}: {error}"[:500]})
         return
-    wire.send(sock, {"held": held})
+    _in_a_fork(sock, lambda: _enter(sock, folder, setup, score))  # a fork: one thread only, as new namespaces require
+    os.killpg(0, signal.SIGKILL)
+
+
+def _enter(sock: socket.socket, folder: str, setup: dict[str, Any], score: Callable[[Any], float]) -> None:
+    try:
+        held = cage.enter(folder, _package_folders(), setup["partial"])
+    except cage.Unavailable as error:
+        wire.send(sock, {"unavailable": str(error)})
+        return
+    _in_a_fork(sock, lambda: _serve(sock, held, setup, score))
+
+
+def _in_a_fork(sock: socket.socket, action: Callable[[], None]) -> None:
+    """Does this in a forked process and waits for it. That process alone then holds the socket, so that it closes when the
+    process ends."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    sock.close()
+    os.waitpid(child, 0)
+
+
+def _serve(sock: socket.socket, held: cage.Cage, setup: dict[str, Any], score: Callable[[Any], float]) -> None:
+    cage.die_with_parent()
+    cage.hide_memory()
+    wire.send(sock, {"held": held.held})
     seconds, answers_per_child = setup["seconds"], setup["answers_per_child"]
-    limits["cpu_s"] *= answers_per_child
-    readable = _package_folders()
+    limits = {"cpu_s": setup["cpu_s"] * answers_per_child, "memory_bytes": setup["memory_bytes"]}
     child: _Child | None = None
     while (item := wire.receive_bytes(sock)) is not None:
         if child is None:
-            child = _Child(lambda: _confine(folder, readable, limits), score)
+            child = _Child(lambda: _confine(held, limits), score)
         reply = child.ask(item, seconds)
         wire.send(sock, reply)
         if "score" not in reply or child.num_answers == answers_per_child:
@@ -132,15 +146,14 @@ class _Child:
         return said
 
 
-def _confine(folder: str, readable: tuple[str, ...], limits: dict[str, int]) -> None:
+def _confine(held: cage.Cage, limits: dict[str, int]) -> None:
     """Takes from a new child everything but descriptor 3."""
-    cage.die_with_parent()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # neither the grader's socket nor the terminal
         os.dup2(null, descriptor)
     os.closerange(4, 256)
-    cage.limit(**limits, file_bytes=0, processes=0)
-    guard.install(folder, readable)
+    cage.confine(held, **limits, file_bytes=0, processes=0)
+    guard.install(held.folder, held.visible)
 
 
 def _answer(sock: socket.socket, score: Callable[[Any], float]) -> None:

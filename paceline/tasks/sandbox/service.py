@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.tasks.sandbox import wire
+from paceline.tasks.sandbox.policy import SandboxUnavailable, may_be_partial, missing_namespaces
+from paceline.tasks.sandbox.scratch import remove
 
 logger = logging.getLogger(__name__)
 _SCORER = Path(__file__).with_name("scorer.py")
@@ -27,10 +28,6 @@ _START_S = 120.0
 """Longest time for the server to start and import its libraries."""
 _ANSWER_MARGIN_S = 30.0
 """The server keeps the time limit of an answer itself; if it has not answered this much later, it is taken for lost."""
-
-
-class SandboxUnavailable(RuntimeError):
-    """The sandbox cannot run on this machine, so answers that would have to be evaluated are not graded."""
 
 
 class SandboxedScorer:
@@ -46,7 +43,7 @@ class SandboxedScorer:
         self.answers_per_child = answers_per_child
         """Number of answers that one child process scores. More than 1 is for answers that have passed an allow-list."""
         self.held: tuple[str, ...] = ()
-        """What the kernel holds the server by: user, network, processes, files."""
+        """What the kernel enforces: user, namespaces, seccomp, landlock."""
         self._lock = threading.Lock()
         self._server: _Server | None = None
 
@@ -84,23 +81,25 @@ class SandboxedScorer:
         if self._server is None or self._server.owner != os.getpid():
             path = [folder for folder in sys.path if folder]
             setup = {"kind": self.kind, "options": self.options, "seconds": self.seconds, "path": path,
-                     "answers_per_child": self.answers_per_child}
-            self._server = _Server(pickle.dumps(setup), self.seconds, self.memory_mb)
+                     "answers_per_child": self.answers_per_child, "partial": may_be_partial(),
+                     "cpu_s": math.ceil(self.seconds) + 1, "memory_bytes": self.memory_mb << 20}
+            self._server = _Server(pickle.dumps(setup), self.seconds)
             self.held = self._server.held
         return self._server
 
 
 def require_sandbox(task: str) -> None:
-    """ValueError, in one line, if the sandbox cannot run here. For tasks whose graders evaluate answers, when they are made."""
+    """ValueError, in one line, if the sandbox cannot run here. For tasks whose graders run code or evaluate answers, when they are
+    made."""
     try:
-        _probe()
+        _probe(may_be_partial())
     except SandboxUnavailable as error:
-        said = f"{task}: grading evaluates answers, which only the sandbox may do, and it cannot run here: {error}"
+        said = f"{task}: its grader runs or evaluates answers, which only the sandbox may do, and it cannot run here: {error}"
         raise ValueError(said) from None
 
 
-@lru_cache(maxsize=1)
-def _probe() -> None:
+@lru_cache(maxsize=2)
+def _probe(partial: bool) -> None:
     scorer = SandboxedScorer("probe", {})
     try:
         if scorer.score(1.0) != 1.0:
@@ -112,10 +111,10 @@ def _probe() -> None:
 class _Server:
     """The processes behind one SandboxedScorer. They end with this object, or when the process that owns it ends."""
 
-    def __init__(self, setup: bytes, seconds: float, memory_mb: int) -> None:
+    def __init__(self, setup: bytes, seconds: float) -> None:
         self.owner = os.getpid()
         folder = tempfile.mkdtemp(prefix="paceline-")
-        command = [sys.executable, "-I", "-B", str(_SCORER), folder, str(math.ceil(seconds) + 1), str(memory_mb << 20)]
+        command = [sys.executable, "-I", "-B", str(_SCORER), folder]
         environment = {"HOME": folder, "TMPDIR": folder, "PATH": "", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1",
                        "OPENBLAS_NUM_THREADS": "1"}
         self._sock, theirs = socket.socketpair()
@@ -123,7 +122,7 @@ class _Server:
             process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                        cwd=folder, env=environment, start_new_session=True)
         except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             raise SandboxUnavailable(f"{sys.executable}: {error.strerror}") from None
         finally:
             theirs.close()
@@ -132,9 +131,11 @@ class _Server:
         reply = self._exchange(setup)
         if reply is None or "held" not in reply:
             self.stop()
+            if reply and "unavailable" in reply:
+                raise SandboxUnavailable(missing_namespaces(reply["unavailable"]))
             raise SandboxUnavailable(str(reply["error"]) if reply else "its process ends at once")
         self.held = tuple(reply["held"])
-        shutil.rmtree(folder, ignore_errors=True)  # nothing can be written from here on, nothing stays behind
+        remove(folder)  # nothing can be written from here on, nothing stays behind
         self._sock.settimeout(seconds + _ANSWER_MARGIN_S)
 
     def ask(self, item: bytes) -> dict[str, Any] | None:
@@ -161,4 +162,4 @@ def _stop(owner: int, process: subprocess.Popen[bytes], sock: socket.socket, fol
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)

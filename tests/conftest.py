@@ -9,6 +9,8 @@ from pathlib import Path
 # has their core make everything ten times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# Tests of graders also run where the kernel grants the sandbox no namespaces; where it does, they are used all the same.
+os.environ.setdefault("PACELINE_SANDBOX", "partial")
 
 import pytest
 import torch

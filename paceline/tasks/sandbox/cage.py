@@ -64,11 +64,12 @@ def enter(folder: str, readable: tuple[str, ...] = (), partial: bool = False) ->
 
 
 def confine(cage: Cage, *, cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> None:
-    """Limits this process for good, before it runs code that nobody vouches for. It can start threads, but no process."""
+    """Limits this process for good, before it runs code that nobody vouches for. It can start threads, but no process. With
+    `file_bytes` 0 it can write to no folder, and needs none."""
     die_with_parent()
     limit(cpu_s, memory_bytes, file_bytes, processes)
     if "landlock" in cage.held:
-        landlock.restrict(cage.visible, cage.folder)
+        landlock.restrict(cage.visible, cage.folder if file_bytes else None)
     if "seccomp" in cage.held:
         syscalls.install(attributes="namespaces" in cage.held)
 
@@ -132,6 +133,7 @@ def _new_namespaces() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC | _NEWUTS) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
+    libc.sethostname(b"sandbox", 7)
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

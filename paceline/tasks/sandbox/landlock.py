@@ -21,14 +21,15 @@ def version() -> int:
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _GET_VERSION))
 
 
-def restrict(readable: tuple[str, ...], writable: str) -> None:
+def restrict(readable: tuple[str, ...], writable: str | None) -> None:
     """From here on this process can only read what is under `readable`, and read and write what is under `writable`."""
     everything = _FIRST_VERSION | (_REFER if version() >= 2 else 0) | (_TRUNCATE if version() >= 3 else 0)
     rules = struct.pack("Q", everything)
     descriptor = _call(_CREATE_RULESET, rules, len(rules), 0)
     for path in readable:
         _allow(descriptor, path, (_READ_FILE | _READ_DIR) | (_WRITE_FILE if path == os.devnull else 0))
-    _allow(descriptor, writable, everything & ~_EXECUTE)
+    if writable is not None:
+        _allow(descriptor, writable, everything & ~_EXECUTE)
     _call(_RESTRICT_SELF, descriptor, 0)
     os.close(descriptor)
 

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from typing import Any
 
-FOLDER = "/tmp"
+FOLDER = "/sandbox"
 """The folder that can be written to, as seen from inside."""
 _FOLDER_OPTIONS = b"mode=700,size=64m,nr_inodes=4096"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")

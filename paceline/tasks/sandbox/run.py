@@ -68,7 +68,8 @@ def run_tests(sources: list[str], prelude: str, tests: str, entry_point: str, li
 def _play(job: bytes, folder: str, limits: Limits) -> bytes | None:
     """The judge's output; None if it took too long, and then its whole process group is killed, so that nothing it started
     stays."""
-    numbers = (int(may_be_partial()), math.ceil(limits.seconds) + 1, limits.memory_mb << 20, limits.file_mb << 20, limits.processes)
+    numbers = (int(may_be_partial()), math.ceil(limits.seconds) + 1, limits.memory_mb << 20, limits.file_mb << 20,
+               limits.processes)
     command = [sys.executable, "-I", "-B", str(_JUDGE), folder, *map(str, numbers)]
     environment = {"HOME": folder, "TMPDIR": folder, "PATH": "", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,

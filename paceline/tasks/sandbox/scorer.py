@@ -5,9 +5,9 @@ siblings and the scoring libraries.
            ◀─score as JSON──                                             ◀─score─
 
 The server is started once per grading process. It never looks at an answer: a child does, under resource limits, a filter of
-system calls and the audit hook. A child that crashes, raises or takes too long is killed, and the next answer gets a new one. Answers that passed an
-allow-list share a child, since forking costs more than scoring does; all others get a child each, so an answer can spoil its own
-score at most.
+system calls and the audit hook. A child that crashes, raises or takes too long is killed, and the next answer gets a new one.
+Answers that passed an allow-list share a child, since forking costs more than scoring does; all others get a child each, so an
+answer can spoil its own score at most.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_RESULT_BYTES = 2000
 
 
 def main() -> None:
-    """Loads the scoring library, which is trusted, then forks a process that enters the sandbox, which forks the server, the first
-    process of the new process namespace where there is one."""
+    """Loads the scoring library, which is trusted, then forks a process that enters the sandbox. That one forks the server, the
+    first process of the new process namespace where there is one."""
     folder, sock = sys.argv[1], socket.socket(fileno=0)
     sys.argv = [""]
     cage.die_with_parent()

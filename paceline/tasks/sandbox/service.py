@@ -89,8 +89,8 @@ class SandboxedScorer:
 
 
 def require_sandbox(task: str) -> None:
-    """ValueError, in one line, if the sandbox cannot run here. For tasks whose graders run code or evaluate answers, when they are
-    made."""
+    """ValueError, in one line, if the sandbox cannot run here. For tasks whose graders run code or evaluate answers, when they
+    are made."""
     try:
         _probe(may_be_partial())
     except SandboxUnavailable as error:

@@ -41,9 +41,9 @@ _ATTRIBUTES = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
     "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None), "utimensat": (280, 88),
     "futimesat": (261, None), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
-    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "truncate": (76, 45),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "truncate": (76, 45), "inotify_add_watch": (254, 27),
 }
-"""Changes of files by name that Landlock does not control in every version."""
+"""What can be done to a file by its name that Landlock does not control in every version."""
 _CLONE, _PRCTL = (56, 220), (157, 167)
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

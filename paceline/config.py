@@ -275,7 +275,8 @@ class TrainConfig(Config):
     checkpoint_every: int = Field(10, ge=1)
     """Number of steps between checkpoints."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of most recent checkpoints to keep."""
+    """Number of most recent checkpoints to keep. A checkpoint is never removed before a step has been done from a later one, so
+    with 1 there are two for a while."""
     wandb: str | None = None
     """Weights & Biases project to log to, if wandb is installed."""
     rollout: RolloutConfig = RolloutConfig()

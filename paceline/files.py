@@ -1,10 +1,19 @@
-"""Writing files so that readers, and the next start after a crash, never see half a file."""
+"""Writing files so that readers, and the next start after a crash, never see half a file; reading them so that a damaged one is
+named."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+
+class DamagedFile(ValueError):
+    """A file is missing, incomplete or not what it should be. The message names it."""
 
 
 def atomic_write(path: Path | str, content: str | bytes | Callable[[Path], object], *, fsync: bool = True,
@@ -12,8 +21,7 @@ def atomic_write(path: Path | str, content: str | bytes | Callable[[Path], objec
     """Replaces the file at `path` by a complete new one, or raises and leaves the old file as it was.
 
     The content goes to a temporary file in the same folder, which is flushed to disk and then renamed over `path`. Text is
-    encoded as UTF-8. A callable receives the temporary path and writes the file itself (`safetensors.torch.save_file`, for
-    example).
+    encoded as UTF-8. A callable receives the temporary path and writes the file itself.
 
     `fsync=False` skips the flush to disk: the file is still complete after the process is killed, but not necessarily after a
     power failure. `concurrent=True` is for files that several processes may replace at the same time: the temporary name then
@@ -24,11 +32,12 @@ def atomic_write(path: Path | str, content: str | bytes | Callable[[Path], objec
     temporary = path.with_name(f".{path.name}{owner}.tmp")
     try:
         if callable(content):
-            content(temporary)
+            with os_errors():
+                content(temporary)
         else:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         if fsync:
-            _flush_to_disk(temporary)
+            flush_to_disk(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -37,6 +46,58 @@ def atomic_write(path: Path | str, content: str | bytes | Callable[[Path], objec
         raise
 
 
-def _flush_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Returns when a file's content is on disk and no longer only in the system's memory."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+@contextmanager
+def os_errors() -> Iterator[None]:
+    """Turns errors of input and output that libraries written in Rust (safetensors, tokenizers) report by exceptions of their own
+    into the OSError that they are, such as `No space left on device`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # their types have nothing in common but the text
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+
+
+def save_tensors(path: Path | str, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None, *,
+                 fsync: bool = True) -> None:
+    """Writes PyTorch tensors to a safetensors file by `atomic_write`."""
+    from safetensors.torch import save_file
+
+    atomic_write(path, lambda temporary: save_file(dict(tensors), temporary, metadata), fsync=fsync)
+
+
+def load_tensors(path: Path | str) -> dict[str, Any]:
+    """The PyTorch tensors of a safetensors file. DamagedFile if it is not a whole one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise DamagedFile(damaged(path, error)) from None
+
+
+def read_json(path: Path | str) -> dict[str, Any]:
+    """The JSON object in a file. DamagedFile if there is none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise DamagedFile(damaged(path, error)) from None
+    if not isinstance(found, dict):
+        raise DamagedFile(damaged(path, "not a JSON object"))
+    return found
+
+
+def damaged(path: Path | str, why: object) -> str:
+    """One line about a damaged file."""
+    said = "it is missing" if isinstance(why, FileNotFoundError) else " ".join(str(why).split())[:200]
+    return f"{path}: damaged ({said})"

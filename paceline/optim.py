@@ -1,4 +1,5 @@
-"""The optimizer and the learning-rate schedule that policy training (`rl/`) and drafter training (`spot/`) share."""
+"""The optimizer, the learning-rate schedule and the check of the weights that policy training (`rl/`) and drafter training
+(`spot/`) share."""
 
 from __future__ import annotations
 
@@ -7,9 +8,26 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Schedule = Literal["constant", "linear", "cosine"]
+
+
+class NonFiniteError(ValueError):
+    """A loss, a gradient or a weight is NaN or infinite."""
+
+
+@torch.no_grad()
+def require_finite(weights: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """NonFiniteError that names the first weight with a NaN or infinite value, or with values so large that their squares
+    overflow. `what` says whose weights they are."""
+    named = [(name, tensor) for name, tensor in weights if tensor.is_floating_point() and tensor.numel()]
+    if not named:
+        return
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm([tensor for _, tensor in named])])
+    finite = torch.isfinite(norms).tolist()
+    if not all(finite):
+        raise NonFiniteError(f"{what}: {named[finite.index(False)][0]} is not finite")
 
 
 def learning_rate_factor(step: int, total_steps: int, schedule: Schedule = "constant", warmup_steps: int = 0,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paceline.bench.demo import PROMPTS, DemoOptions, Side, run_demo, summarize
 from paceline.cli.progress import ProgressView
+from paceline.files import atomic_write
 from paceline.generation import strategy_shares
 from paceline.models.weights import check_device, load_model
 from paceline.types import StepResult
@@ -39,7 +40,7 @@ def demo(options: DemoOptions) -> int:
     summary = summarize(sides, options)
     file = options.out / "summary.json"
     options.out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    atomic_write(file, json.dumps(summary, indent=2) + "\n")
     show(summary, sides, Console())
     print(f"Figures are in {file}.")
     return 0

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
 from paceline.drafters.fingerprint import PolicyFingerprint, shape_of
-from paceline.files import atomic_write
+from paceline.files import atomic_write, load_tensors, read_json, save_tensors
 from paceline.models.decoder import Decoder
+from paceline.optim import require_finite
 
 _PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_proj.weight",
           "mlp.down.weight": "layers.0.mlp.down_proj.weight", "mlp_norm": "layers.0.post_attention_layernorm.weight",
@@ -64,7 +63,9 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
 
 
 def save_eagle(module: Eagle, folder: str | Path) -> None:
-    """Saves a drafter, with its `policy_fingerprint` if it has one. Each file is replaced atomically."""
+    """Saves a drafter, with its `policy_fingerprint` if it has one. Each file is replaced atomically. NonFiniteError, and nothing
+    is written, if a weight is not finite."""
+    require_finite(module.named_parameters(), "drafter")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -82,18 +83,15 @@ def save_eagle(module: Eagle, folder: str | Path) -> None:
         ids = module.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    atomic_write(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    save_tensors(folder / "model.safetensors", tensors)
     atomic_write(folder / "config.json", json.dumps(_config(module), indent=2))
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder}: not a drafter folder, {Path(error.filename or '').name} is missing") from None
-    except (json.JSONDecodeError, SafetensorError) as error:
-        raise ValueError(f"{folder}: damaged drafter checkpoint ({error})") from None
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: not a drafter folder, {name} is missing")
+    config, tensors = read_json(folder / "config.json"), load_tensors(folder / "model.safetensors")
     return config, {name.replace("midlayer.", "layers.0.").removeprefix("model."): t for name, t in tensors.items()}
 
 

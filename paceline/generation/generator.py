@@ -131,6 +131,9 @@ class FileGenerator:
         with lines, RolloutFile(options.out, settings) as self._out:
             self._num_wanted = None if num_lines is None else num_lines * options.n
             self.callback.on_begin(self._num_wanted)
+            if self._out.damaged:
+                places = ", ".join(map(str, self._out.damaged[:5])) + (", …" if len(self._out.damaged) > 5 else "")
+                self.callback.on_warning(f"{options.out}: damaged lines removed ({places}); their rollouts are generated again")
             try:
                 self._load(strategy)
                 self._generate(name, lines)

@@ -1,7 +1,8 @@
 """The output file of offline generation: rollouts are appended line by line, and a later run with the same settings continues it.
 
 `out.jsonl.meta.json`, next to `out.jsonl`, holds everything that the tokens depend on; strategy, drafter and batch size are
-not part of it. A killed run leaves at most one incomplete line, the last, which the next run removes.
+not part of it. A killed run leaves at most one incomplete line, the last, which the next run removes. Damaged lines further up
+are reported and removed; their rollouts are generated again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class RolloutFile:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self.done: dict[tuple[str, int], str] = {}
+        self.damaged: list[int] = []
+        """Numbers of lines that were damaged and have been removed."""
         self._file = _open_locked(path)
         self._resumable = path.is_file()  # /dev/stdout and pipes are not
         try:
@@ -59,7 +62,7 @@ class RolloutFile:
 
     def _resume(self, settings: Mapping[str, Any]) -> None:
         """Writes the settings of a new file. For an existing file, compares them, reads the finished rollouts, and removes an
-        incomplete line and failed rollouts."""
+        incomplete line, damaged lines and failed rollouts."""
         meta = Path(f"{self.path}.meta.json")
         if self.path.stat().st_size == 0:
             atomic_write(meta, json.dumps(settings, indent=2) + "\n")
@@ -67,28 +70,33 @@ class RolloutFile:
         _require_same(self.path, meta, settings)
         end, failed = self._read()
         self._file.truncate(end)
-        if failed:
-            self._drop(failed)
+        if failed or self.damaged:
+            self._drop(failed | set(self.damaged))
 
     def _read(self) -> tuple[int, set[int]]:
-        """Fills `done`. Returns the offset at which the last complete line ends, and the numbers of lines with failed
-        rollouts."""
+        """Fills `done` and `damaged`. Returns the offset at which the last complete line ends, and the numbers of lines with
+        failed rollouts."""
         end, failed = 0, set()
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break
+                end += len(line)
+                record = _parse(line)
+                if record is None:
+                    self.damaged.append(number)
+                    continue
                 try:
-                    record = json.loads(line)
                     key, finished = (str(record["id"]), int(record["sample"])), record["finish_reason"] in _DONE
                     prompt_hash = str(record["prompt_hash"])
                 except (ValueError, TypeError, KeyError):
                     raise ValueError(f"{self.path}:{number}: not a rollout of this command; choose another output file") from None
-                end += len(line)
                 if finished:
                     self.done[key] = prompt_hash
                 else:
                     failed.add(number)
+        if self.damaged and not self.done and not failed:
+            raise ValueError(f"{self.path}:{self.damaged[0]}: damaged, and no line is a rollout; choose another output file")
         return end, failed
 
     def _drop(self, numbers: set[int]) -> None:
@@ -103,9 +111,11 @@ class RolloutFile:
                     if number not in numbers:
                         _write_all(fresh, line)
             os.replace(scratch, self.path)
-        except BaseException:
+        except BaseException as error:
             fresh.close()
             scratch.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OSError(f"{self.path}: {error.strerror or error}; it is as it was before") from None
             raise
         self._file.close()
         self._file = fresh
@@ -122,6 +132,14 @@ def to_record(job_id: str | int | float, sample: int, prompt_hash: str, rollout:
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
+
+
+def _parse(line: bytes) -> Any:
+    """The JSON value in a line; None if it is damaged, for example by a block that was never written."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _open_locked(path: Path) -> BinaryIO:

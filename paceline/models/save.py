@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.files import os_errors, save_tensors
 from paceline.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.huggingface import INDEX_FILE, SINGLE_FILE
@@ -61,13 +61,14 @@ def _write_folder(model: Decoder, tokenizer: PreTrainedTokenizerBase | None, fol
     if raw["eos_token_id"] is not None:
         _write_json(folder / "generation_config.json", {"eos_token_id": raw["eos_token_id"]})
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        with os_errors():
+            tokenizer.save_pretrained(folder)
     state = export_state(model)
     shards = list(_shards(state, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: state[name] for name in names}, folder / file, metadata={"format": "pt"})
+        save_tensors(folder / file, {name: state[name] for name in names}, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         size_bytes = sum(tensor.nbytes for tensor in state.values())

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.files import DamagedFile, atomic_write, damaged, flush_to_disk, load_tensors, read_json, save_tensors
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
@@ -41,24 +41,43 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._confirmed = self.latest()
 
     def save(self, learner: Learner, state: RunState, tokenizer: Any) -> Path:
-        """Writes a checkpoint, removes old ones, and returns the new one's folder."""
+        """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
+        removed, if a weight is not finite."""
+        learner.require_finite()
         self.folder.mkdir(parents=True, exist_ok=True)
         target, scratch = self.folder / f"step-{state.step:06d}", self.folder / ".new"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
             save_model(plain_policy(learner), tokenizer, scratch / _POLICY)
-            save_file(_trainer_tensors(learner), scratch / _TENSORS)
-            (scratch / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+            save_tensors(scratch / _TENSORS, _trainer_tensors(learner))
+            atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
+            for file in (scratch / _POLICY).iterdir():
+                flush_to_disk(file)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
-            raise OSError(f"checkpoint {target.name}: {error.strerror or error}; {self._kept()}") from None
-        for old in self.all()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise OSError(f"checkpoint {target.name}: {error.strerror or error}; {self._kept()}") from None
+            raise
+        self._remove_old()
         return target
+
+    def confirm(self) -> None:
+        """A step has been generated and trained from the weights of the latest checkpoint, so the ones before it may go."""
+        self._confirmed = self.latest()
+        self._remove_old()
+
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Renames a damaged checkpoint, so that it is not taken for one any more, and returns its new path."""
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(checkpoint, aside)
+        self._confirmed = self.latest()
+        return aside
 
     def all(self) -> list[Path]:
         """Folders of all checkpoints, oldest first. They are complete: each was renamed into place after it was written."""
@@ -69,14 +88,27 @@ class Checkpoints:
         """Folder of the most recent checkpoint; None if there is none."""
         return self.all()[-1] if self.all() else None
 
+    def latest_step(self) -> int:
+        """Number of steps done when the most recent checkpoint was written; 0 if there is none."""
+        latest = self.latest()
+        return 0 if latest is None else int(latest.name.removeprefix("step-"))
+
+    def _remove_old(self) -> None:
+        for old in self.all()[: -self.keep]:
+            if old != self._confirmed:
+                shutil.rmtree(old, ignore_errors=True)
+
     def _kept(self) -> str:
         latest = self.latest()
         return f"the last good one is {latest}" if latest is not None else "there is none before it"
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Progress of the run when the checkpoint was written."""
-    return RunState(**json.loads((checkpoint / _STATE).read_text(encoding="utf-8")))
+    """Progress of the run when the checkpoint was written. DamagedFile if it does not say so."""
+    found = read_json(checkpoint / _STATE)
+    if set(found) != {"step", "cursor"} or not all(type(value) is int and value >= 0 for value in found.values()):
+        raise DamagedFile(damaged(checkpoint / _STATE, "not the numbers of steps and prompts"))
+    return RunState(**found)
 
 
 def policy_folder(checkpoint: Path) -> Path:
@@ -86,11 +118,14 @@ def policy_folder(checkpoint: Path) -> Path:
 
 def restore(learner: Learner, checkpoint: Path) -> None:
     """Restores what the policy's folder does not contain: adapters, critic and optimizer state. The learner must have been
-    built from the checkpoint's policy or, with adapters, from the policy that the run started with."""
-    tensors = load_file(checkpoint / _TENSORS)
-    extra = _extra_parameters(learner)
+    built from the checkpoint's policy or, with adapters, from the policy that the run started with. DamagedFile if the file is
+    not a whole one, NonFiniteError if a weight is not finite."""
+    tensors = load_tensors(checkpoint / _TENSORS)
     with torch.no_grad():
-        for name, parameter in extra.items():
+        for name, parameter in _extra_parameters(learner).items():
+            if name not in tensors or tensors[name].shape != parameter.shape:
+                raise ValueError(f"{checkpoint / _TENSORS}: {name} is missing or of another shape; was the run started with "
+                                 "another algorithm or learner?")
             parameter.copy_(tensors[name])
     for number, optimizer in enumerate(learner.optimizers):
         current = optimizer.state_dict()
@@ -100,6 +135,7 @@ def restore(learner: Learner, checkpoint: Path) -> None:
             if match:
                 moments.setdefault(int(match[1]), {})[match[2]] = tensor
         optimizer.load_state_dict({"state": moments, "param_groups": current["param_groups"]})
+    learner.require_finite()
 
 
 def plain_policy(learner: Learner) -> Decoder:

@@ -12,14 +12,10 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
-from paceline.optim import learning_rate_factor, make_adamw
+from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.models import Policy, Scorer, add_lora, checkpoint_layers, merged_parameters
-
-
-class NonFiniteError(ValueError):
-    """A loss or gradient is NaN or infinite. The weights have not been changed by it."""
 
 
 class Learner:
@@ -80,7 +76,8 @@ class Learner:
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Makes `epochs` passes over the batch with `minibatches` optimizer steps each, and returns metrics. The samples must
-        have their advantages. `step` is counted from 0."""
+        have their advantages. `step` is counted from 0. NonFiniteError if a loss, a gradient or an updated weight is not
+        finite."""
         lr = self._set_learning_rates(step)
         difference = _LogprobDifference()
         totals: dict[str, float] = {}
@@ -89,7 +86,14 @@ class Learner:
             found = self._optimizer_step(parts[number % len(parts)], difference if number == 0 else None)
             for name, value in found.items():
                 totals[name] = totals.get(name, 0.0) + value / (self.config.epochs * len(parts))
+        self.require_finite()
         return {**totals, "lr": lr, **difference.metrics()}
+
+    def require_finite(self) -> None:
+        """NonFiniteError if a trained weight of the policy or the critic is not finite."""
+        for what, module in (("policy", self.policy), ("critic", self.critic)):
+            if module is not None:
+                require_finite(((name, p) for name, p in module.named_parameters() if p.requires_grad), what)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of the policy's weights, with adapters merged."""
@@ -148,7 +152,7 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if wrong is not None:
-            raise NonFiniteError(f"{wrong} is {losses.get(wrong, norms.get(wrong))}")
+            raise NonFiniteError(f"{wrong} is {losses.get(wrong, norms.get(wrong))}; no weight was changed by it")
         return norms
 
     def _clip(self, module: nn.Module) -> float:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import parent_process
@@ -28,9 +28,11 @@ from safetensors.torch import load, save
 
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of
+from paceline.files import DamagedFile
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import empty_model
+from paceline.optim import NonFiniteError
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.checkpoint import SpotCheckpoints, load_snapshot, restore, snapshot
 from paceline.spot.config import SpotConfig
@@ -219,7 +221,7 @@ class BackgroundProcess:
         return module
 
     def close(self) -> None:
-        """Ends the process after it has written its checkpoint."""
+        """Ends the process after it has written its checkpoint. Raises what went wrong in it since it was last heard of."""
         if self._process.is_alive():
             self._commands.put("close")
             self._process.join(timeout=30)
@@ -227,7 +229,13 @@ class BackgroundProcess:
             self._process.kill()
             self._process.join()
         self._commands.cancel_join_thread()
+        reply = None
+        with suppress(EOFError):
+            while self._replies.poll():
+                reply = self._replies.recv()
         self._replies.close()
+        if isinstance(reply, _Failure):  # for example, its last checkpoint could not be written
+            raise reply.kind(reply.message)
 
     def _request(self, command: str) -> Any:
         if not self._ready:
@@ -242,7 +250,7 @@ class BackgroundProcess:
             self._process.join(timeout=5)
             raise RuntimeError(f"the drafter's training process died (exit code {self._process.exitcode})") from None
         if isinstance(reply, _Failure):
-            raise RuntimeError(f"the drafter's training process failed:\n{reply.trace}")
+            raise reply.kind(reply.message)
         return reply
 
 
@@ -283,9 +291,14 @@ class _SetPolicy:
 
 
 class _Failure(NamedTuple):
-    """Reply: the worker failed."""
+    """Reply: the worker failed, and raises this in the parent process."""
 
-    trace: str
+    kind: type[Exception]
+    message: str
+
+
+_PASSED_ON = (OSError, DamagedFile, NonFiniteError)
+"""Exceptions of a worker that the parent process raises with the same type."""
 
 
 def _run_worker(setup: _Setup, commands: multiprocessing.Queue[Any], replies: Connection) -> None:
@@ -294,10 +307,12 @@ def _run_worker(setup: _Setup, commands: multiprocessing.Queue[Any], replies: Co
     worker = _Worker(setup, commands, replies)
     try:
         worker.run()
-    except BaseException:  # raised again in the parent process
-        replies.send(_Failure(traceback.format_exc()))
-    if worker.checkpoints is not None:
-        worker.checkpoints.close()
+        if worker.checkpoints is not None:
+            worker.checkpoints.close()
+    except (OSError, ValueError) as error:  # raised again in the parent process
+        replies.send(_Failure(type(error) if type(error) in _PASSED_ON else ValueError, str(error)))
+    except BaseException:
+        replies.send(_Failure(RuntimeError, f"the drafter's training process failed:\n{traceback.format_exc()}"))
 
 
 class _Worker:

@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from paceline.files import atomic_write
+from paceline.files import DamagedFile, damaged, save_tensors
 from paceline.types import FeatureRecord
 
 RECORD_SUFFIX = ".record"
@@ -314,11 +313,15 @@ def _shuffle_forever(entries: list[RecordInfo], rng: random.Random) -> Iterator[
 
 
 def read_record(folder: Path, key: int, device: torch.device | str = "cpu") -> FeatureRecord:
-    """Reads the record with this key from a buffer's folder."""
-    with safe_open(_record_path(folder, key), "pt") as file:
-        metadata = json.loads(file.metadata()["record"])
-        return FeatureRecord(file.get_tensor("token_ids").tolist(), file.get_tensor("features").to(device),
-                             tuple(metadata["layers"]), file.get_tensor("versions").tolist(), metadata["prompt_length"])
+    """Reads the record with this key from a buffer's folder. Raises DamagedFile if it is not a whole one."""
+    path = _record_path(folder, key)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = json.loads(file.metadata()["record"])
+            return FeatureRecord(file.get_tensor("token_ids").tolist(), file.get_tensor("features").to(device),
+                                 tuple(metadata["layers"]), file.get_tensor("versions").tolist(), metadata["prompt_length"])
+    except (SafetensorError, FileNotFoundError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFile(f"{damaged(path, error)}; without it the answer is generated again") from None
 
 
 def read_record_info(path: Path) -> RecordInfo | None:
@@ -330,7 +333,7 @@ def read_record_info(path: Path) -> RecordInfo | None:
             assert "features" in file.keys()  # noqa: SIM118 (not a mapping)
             return RecordInfo(int(path.stem), metadata["step"], metadata["version"], tokens, metadata["prompt_length"],
                               path.stat().st_size)
-    except (SafetensorError, KeyError, ValueError, OSError):
+    except (SafetensorError, KeyError, TypeError, ValueError, AssertionError, OSError):
         return None
 
 
@@ -340,7 +343,7 @@ def _write_record(folder: Path, key: int, step: int, record: FeatureRecord) -> N
     metadata = {"step": step, "prompt_length": record.prompt_length, "layers": list(record.layers),
                 "version": max(record.versions, default=0)}
     # Flushing each of thousands of small files would cost more than the few that a power failure damages; `open` skips those.
-    atomic_write(_record_path(folder, key), lambda path: save_file(tensors, path, {"record": json.dumps(metadata)}), fsync=False)
+    save_tensors(_record_path(folder, key), tensors, {"record": json.dumps(metadata)}, fsync=False)
 
 
 def _record_path(folder: Path, key: int) -> Path:

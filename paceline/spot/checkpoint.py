@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.drafters.fingerprint import PolicyFingerprint
-from paceline.files import atomic_write
+from paceline.files import DamagedFile, damaged, save_tensors
 from paceline.spot.scaling import Scales
 from paceline.spot.trainer import SpotTrainer, StepPlan, TrainingProgress
 
@@ -52,8 +51,8 @@ def snapshot(trainer: SpotTrainer) -> Snapshot:
 
 
 def load_snapshot(folder: Path | str) -> Snapshot | None:
-    """Reads the checkpoint in a folder; None if there is none. Raises ValueError if the file is damaged, which killing the
-    process that writes it does not cause."""
+    """Reads the checkpoint in a folder; None if there is none. Raises DamagedFile if the file is damaged, which killing
+    the process that writes it does not cause."""
     path = Path(folder) / _FILE
     if not path.is_file():
         return None
@@ -61,8 +60,8 @@ def load_snapshot(folder: Path | str) -> Snapshot | None:
         with safe_open(path, "pt") as file:
             metadata = json.loads(file.metadata()["spot"])
             return Snapshot({name: file.get_tensor(name) for name in file.keys()}, metadata)  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: damaged checkpoint ({error})") from None
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFile(f"{damaged(path, error)}; remove it to train the drafter from the start") from None
 
 
 def restore(trainer: SpotTrainer, found: Snapshot) -> None:
@@ -173,5 +172,4 @@ def _copied(tensors: dict[str, Tensor], into: dict[str, Tensor], pin: bool) -> d
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    contiguous = {name: t.contiguous() for name, t in tensors.items()}
-    atomic_write(path, lambda temporary: save_file(contiguous, temporary, {"spot": json.dumps(metadata)}))
+    save_tensors(path, {name: t.contiguous() for name, t in tensors.items()}, {"spot": json.dumps(metadata)})

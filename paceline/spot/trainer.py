@@ -20,7 +20,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of
 from paceline.kernels import TorchOps
 from paceline.models.decoder import Decoder, Rope
-from paceline.optim import learning_rate_factor, make_adamw
+from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
 from paceline.packing import first_fit_decreasing
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.config import SpotConfig
@@ -31,6 +31,8 @@ from paceline.types import FeatureRecord
 
 _SCALE_RECORDS = 64
 """Number of records that the input scales are measured on."""
+_MAX_SKIPPED = 20
+"""Number of consecutive optimizer steps with a gradient that is not finite after which training is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class SpotTrainer:
         assert config.lr is not None, "resolved"
         self.optimizer = make_adamw(self.parameters.values(), config.lr, config.betas, config.eps, config.weight_decay)
         self.progress = TrainingProgress()
+        self._skipped_in_a_row = 0
         rope = Rope(policy.config, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._loss = DrafterLoss(policy, config, self.scales, TorchOps(), rope)
         self._cuda_stream = cuda_stream
@@ -123,6 +126,9 @@ class SpotTrainer:
             until: A function that is called before each micro-batch and returns True to stop, or a time limit in seconds.
             lengths: Answer lengths that the training data should follow, see `FeatureBuffer.draw`.
             on_micro_batch: Called after each micro-batch, for example to save a checkpoint.
+
+        Raises NonFiniteError once a weight is not finite, or the gradients of twenty steps in a row are not. The trainer cannot
+        be used any more then; its last checkpoint can.
         """
         began = time.perf_counter()
         done = until if callable(until) else (lambda: time.perf_counter() - began >= until)
@@ -214,10 +220,15 @@ class SpotTrainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = config.lr * factor
             self.optimizer.step()
+            require_finite(self.parameters.items(), "drafter")
             progress.step += 1
             self._update_average()
+            self._skipped_in_a_row = 0
         else:
             progress.skipped += 1
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row == _MAX_SKIPPED:
+                raise NonFiniteError(f"drafter: the gradients of {_MAX_SKIPPED} steps in a row are not finite")
         self.optimizer.zero_grad(set_to_none=True)
         progress.plan, progress.cursor = StepPlan(), 0
 

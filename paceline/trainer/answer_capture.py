@@ -165,9 +165,11 @@ class AnswerCapture:
         owners[request] = answer
 
     def _keep(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
+        if rollout.error is not None:
+            raise ValueError(f"answer {answer.number} ended with an error: {rollout.error}")
         record = rollout.features
         key = None
-        if record is not None and rollout.error is None:
+        if record is not None:
             key = (self._held if answer.held_out else self.buffer).add(record, 0)
         line = {"answer": answer.number, "held_out": answer.held_out, "key": key, "tokens": len(rollout.token_ids)}
         index.append((json.dumps(line) + "\n").encode())

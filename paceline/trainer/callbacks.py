@@ -22,7 +22,7 @@ class RunStatus(enum.Enum):
     COMPLETED = "completed"
     """All steps are done, or the task has no prompts left."""
     FAILED = "failed"
-    """A step's loss or gradient was not finite. The last checkpoint is intact."""
+    """A loss, a gradient or a weight was not finite, or a rollout ended with an error. The last checkpoint is intact."""
     INTERRUPTED = "interrupted"
     """A KeyboardInterrupt ended the run. It can be resumed from its last checkpoint."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import tomllib
@@ -13,6 +12,7 @@ from typing import Any
 
 from paceline.bundled import default_train_config
 from paceline.config import RENAMED_KEYS, Config, ConfigError, TrainConfig, with_current_names
+from paceline.files import DamagedFile, read_json
 
 CONFIG_FILE = "config.json"
 
@@ -35,12 +35,13 @@ def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -
 def load_run_config(folder: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     """The configuration that the run in `folder` was started with, with overrides applied."""
     path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder}: there is no {CONFIG_FILE}; is it a run folder?")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: there is no {CONFIG_FILE}; is it a run folder?") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raw = read_json(path)
+    except DamagedFile as error:
+        raise ValueError(f"{error}; restore it, or train on from the policy in {folder}/checkpoints as the model of a new run "
+                         "(--set model=…/policy)") from None
     # A run folder lists every key, so its former names were not chosen by the user: no warning.
     return _validated(with_current_names(raw, logging.INFO), overrides, str(path))
 

@@ -23,6 +23,7 @@ from paceline.config import TrainConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.optim import NonFiniteError
 from paceline.spot import (
     FeatureBuffer,
     SpotCheckpoints,
@@ -85,6 +86,8 @@ class OnlineDrafterTrainer:
         self._generation_s: dict[int, float] = {}  # by step
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
+        self.failure: str | None = None
+        """Why the drafter is no longer trained; None: it is."""
         self._open(folder)
 
     @property
@@ -99,14 +102,21 @@ class OnlineDrafterTrainer:
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
         """Called once per training step, after generation and before the policy changes: the captured features and the policy's
-        head belong together. `generation_s` is how long the step's generation took. Returns metrics."""
+        head belong together. `generation_s` is how long the step's generation took. Returns metrics, with `drafter/failed` in
+        the step in which training failed: the engine then keeps the drafter it has."""
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
         held_out, self._held_out = self._held_out, []
         self._prompts.clear()
         self._generation_s[step] = generation_s
         self._usual_generation_s = median_low(list(self._generation_s.values())[-_GENERATION_WINDOW:])
         self.budget.set_step(step)
-        metrics = self._train(held_out[:_MAX_HELD_OUT])
+        if self.failure is not None:
+            return {}
+        try:
+            metrics = self._train(held_out[:_MAX_HELD_OUT])
+        except NonFiniteError as error:
+            self.failure = str(error)
+            return {"drafter/failed": 1.0}
         for record in held_out:
             self._add(record, step)
         return metrics
@@ -117,7 +127,7 @@ class OnlineDrafterTrainer:
 
     def save(self) -> None:
         """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
-        if self._trainer is not None:
+        if self._trainer is not None and self.failure is None:
             self.checkpoints.save(snapshot(self._trainer))
 
     def close(self) -> None:
@@ -204,7 +214,8 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
         super()._open(folder)
 
     def begin_step(self, step: int) -> None:
-        self._step, self._should_start = step, self.budget.next_seconds(self._usual_generation_s) > 0
+        self._step = step
+        self._should_start = self.failure is None and self.budget.next_seconds(self._usual_generation_s) > 0
         if self._trainer is not None:
             self._trainer.policy_changed()
 
@@ -256,6 +267,8 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        if self.failure is not None:
+            return
         if self._policy_changed:
             self._process.policy_changed()
         self._policy_changed = True
@@ -272,7 +285,8 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
         self._process.close()
 
     def _add(self, record: FeatureRecord, step: int) -> None:
-        self._process.add(record, step)
+        if self.failure is None:
+            self._process.add(record, step)
 
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
         if not self._process.running:

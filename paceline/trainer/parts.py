@@ -12,6 +12,7 @@ from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
+from paceline.files import DamagedFile
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import export_state, load_state
 from paceline.models.weights import empty_model, load_model, parse_dtype
@@ -25,12 +26,17 @@ from paceline.trainer.drafter import new_drafter
 
 def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:
     """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Weights are held in float32 or
-    better."""
+    better. DamagedFile or NonFiniteError if the checkpoint is not usable."""
     compute = parse_dtype(config.dtype)
     master = torch.float64 if compute == torch.float64 else torch.float32
     lora = config.learner.lora_rank > 0
     source = resolve_model(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
-    model, tokenizer = load_model(source, config.device, master)
+    try:
+        model, tokenizer = load_model(source, config.device, master)
+    except ValueError as error:
+        if checkpoint is None or source != policy_folder(checkpoint):
+            raise
+        raise DamagedFile(str(error)) from None  # the run itself has written it
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
     if config.reward_model is not None:

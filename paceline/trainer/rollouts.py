@@ -18,6 +18,10 @@ from paceline.tasks import Problem, RewardPool, Task
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
 
+class RolloutFailed(ValueError):
+    """A rollout ended with an error, for example because the policy's logits are not numbers."""
+
+
 class PromptStream:
     """The problems of a task in the order in which a run uses them: shuffled anew for every epoch, determined by the seed
     alone."""
@@ -122,6 +126,9 @@ class RolloutCollector:
             result = engine.step()
             for rollout in result.finished:
                 problem, group = owner.pop(rollout.request_id)
+                if rollout.finish_reason == "error":
+                    engine.abort(list(owner))
+                    raise RolloutFailed(f"a rollout of problem {problem.id} ended with an error: {rollout.error}")
                 group.prompt_ids = rollout.prompt_ids
                 group.rollouts.append(rollout)
                 if graded:

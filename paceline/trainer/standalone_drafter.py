@@ -25,6 +25,7 @@ from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import EagleConfig
 from paceline.engine import Engine
+from paceline.files import DamagedFile, damaged, read_json
 from paceline.generation import GenerationOptions, NamedPrompt, read_prompts, sampling_settings
 from paceline.generation.prompts import digest
 from paceline.models.weights import check_device, load_model
@@ -315,7 +316,7 @@ def _write_or_compare_settings(folder: RunFolder, settings: dict[str, Any]) -> N
             raise ValueError(f"{folder.path}: is not empty, and not a folder of drafter training; choose another")
         folder.write(SETTINGS_FILE, json.dumps(settings, indent=1) + "\n")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_json(path)
     changed = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in settings.items() if before.get(name) != value]
     if changed:
         raise ValueError(f"{folder.path}: was made with other settings ({changed[0]}); choose another folder")
@@ -324,7 +325,10 @@ def _write_or_compare_settings(folder: RunFolder, settings: dict[str, Any]) -> N
 def _read_report(folder: Path, command: str) -> dict[str, Any]:
     """The report of earlier runs in this folder, with this run's command, date and versions."""
     path = folder / REPORT_FILE
-    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"slices": []}
+    before = read_json(path) if path.is_file() else {"slices": []}
+    slices = before.get("slices")
+    if not isinstance(slices, list) or not all(isinstance(line, dict) and "step" in line for line in slices):
+        raise DamagedFile(damaged(path, "it holds no evaluations") + "; without it the same command continues")
     packages = ("paceline", "torch", "transformers")
     return before | {"command": command, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                      "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}}

@@ -14,11 +14,13 @@ import torch
 
 from paceline.config import TrainConfig
 from paceline.engine import Engine
+from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
 from paceline.models.weights import check_device
+from paceline.optim import NonFiniteError
 from paceline.report import EventLog, read_metrics
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state
-from paceline.rl.learner import Learner, NonFiniteError
+from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
@@ -29,7 +31,7 @@ from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, d
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
-from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
 from paceline.trainer.run_folder import RunFolder
 from paceline.trainer.summary import RunTotals, rollout_metrics, summarize
 from paceline.types import RolloutGroup, SamplingParams, StepResult
@@ -94,11 +96,9 @@ class Trainer:
     def _load(self) -> None:
         config, folder = self.config, self.folder
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints)
-        latest = self.checkpoints.latest()
-        self.state = read_state(latest) if latest is not None else RunState()
-        folder.remove_rollouts_after(self.state.step)
         task = self._task or make_task(config.task, **config.task_options)
-        self.learner, self.tokenizer = make_learner(config, latest)
+        self._load_checkpoint()
+        folder.remove_rollouts_after(self.state.step)
         self.engine = make_engine(config, self.learner, self.tokenizer, speculate=True)
         self.baseline = self._make_baseline()
         for engine in self._engines():
@@ -112,6 +112,24 @@ class Trainer:
         self._stream = generation_stream(device) if trains_on_stream else None
         self._totals = RunTotals()
         self._strategy_steps: Counter[str] = Counter()
+
+    def _load_checkpoint(self) -> None:
+        """Loads the policy and the trainer's state from the latest checkpoint that is intact. A damaged one is set aside, and the
+        steps since the one before are repeated."""
+        latest = self.checkpoints.latest()
+        try:
+            self.state = read_state(latest) if latest is not None else RunState()
+            self.learner, self.tokenizer = make_learner(self.config, latest)
+        except (DamagedFile, NonFiniteError) as error:
+            if latest is None:
+                raise
+            aside = self.checkpoints.set_aside(latest)
+            before = self.checkpoints.latest()
+            if before is None:
+                raise ValueError(f"{error}; no other checkpoint is left. It is kept as {aside}; another --set out=FOLDER starts "
+                                 "anew") from None
+            self._warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
+            self._load_checkpoint()
 
     def _make_baseline(self) -> Engine | None:
         config = self.config
@@ -146,8 +164,8 @@ class Trainer:
                                    self._on_step_end, self._on_phase,
                                    None if self.drafter_trainer is None else self._train_drafter, self._on_step_begin)
                 self._save()
-            except NonFiniteError as error:
-                message = f"step {self.state.step + 1}: {error}; no weight was changed by it. {self._last_checkpoint()}"
+            except (NonFiniteError, RolloutFailed) as error:
+                message = f"step {self.state.step + 1}: {error}. {self._last_checkpoint()}"
                 self._warn(message)
                 return RunStatus.FAILED, message
             except KeyboardInterrupt:
@@ -188,7 +206,10 @@ class Trainer:
 
     def _train_drafter(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
         assert self.drafter_trainer is not None
-        return self.drafter_trainer.train(groups, step, self.collector.generation_s)
+        metrics = self.drafter_trainer.train(groups, step, self.collector.generation_s)
+        if self.drafter_trainer.failure is not None and "drafter/failed" in metrics:
+            self._warn(f"{self.drafter_trainer.failure}; it is no longer trained, and the one before stays in use")
+        return metrics
 
     def _publish(self, learner: Learner, version: int) -> None:
         for engine in self._engines():
@@ -211,6 +232,7 @@ class Trainer:
 
     def _on_step_end(self, outcome: StepOutcome) -> None:
         step, groups = outcome.state.step, outcome.groups
+        self.checkpoints.confirm()  # this step was generated by the weights of the last one
         metrics = {**rollout_metrics(groups), **self._engine_metrics(outcome.metrics), **outcome.metrics,
                    **self._reward_metrics(), **self._drafter_alarms()}
         metrics["time/step"] -= metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
@@ -261,8 +283,7 @@ class Trainer:
     # The end
 
     def _save(self) -> None:
-        latest = self.checkpoints.latest()
-        if latest is not None and read_state(latest).step >= self.state.step:
+        if self.checkpoints.latest_step() >= self.state.step:
             return
         path = self.checkpoints.save(self.learner, self.state, self.tokenizer)
         if self.drafter_trainer is not None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import toy
 from safetensors.torch import load_file
+from toy import drafter_settings
 
 from paceline import Engine, SamplingParams
 from paceline.bundled import resolve_model
@@ -32,14 +33,6 @@ def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as stopped:
         main([str(x) for x in arguments])
     return int(stopped.value.code or 0)
-
-
-def toy_train(folder: Path, out: str, **changes: object) -> list[str]:
-    """Arguments of a quick run on the toy policy. Small micro-batches: several to an optimizer step."""
-    values = {"model": folder / "model", "prompts": folder / "prompts.jsonl", "out": folder / out, "answers": 48, "steps": 40,
-              "max_new_tokens": 12, "dtype": "float64", "threads": 1, "report_every": 5, "seed": 3, **changes}
-    sizes = ["--set", "step_tokens=64", "--set", "micro_batch_tokens=24"]
-    return ["drafter", "train", *(str(x) for k, v in values.items() for x in (f"--{k.replace('_', '-')}", v)), *sizes]
 
 
 def drafter(out: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +68,7 @@ def unbroken(tmp_path_factory):
     """The drafter of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
     toy.make_folder(folder)
-    assert run(*toy_train(folder, "unbroken")) == 0
+    assert run(*drafter_settings(folder, "unbroken")) == 0
     return folder / "unbroken"
 
 
@@ -116,7 +109,7 @@ def test_an_engine_profits_and_draws_the_same_tokens(tmp_path, capsys):
 
 
 def test_generate_takes_the_folder(folder):
-    assert run(*toy_train(folder, "drafter", steps=5)) == 0
+    assert run(*drafter_settings(folder, "drafter", steps=5)) == 0
     common = ("--model", folder / "model", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 12, "--dtype", "float64",
               "--threads", 1)
     learned = ("--drafter", folder / "drafter", "--strategy", "eagle:d3w2v6")
@@ -129,7 +122,7 @@ def test_generate_takes_the_folder(folder):
 
 def test_a_killed_run_goes_on_to_the_same_drafter(folder, unbroken):
     out = folder / "killed"
-    process = subprocess.Popen([sys.executable, "-m", "paceline.cli", *toy_train(folder, "killed")],
+    process = subprocess.Popen([sys.executable, "-m", "paceline.cli", *drafter_settings(folder, "killed")],
                                stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for(lambda: steps_saved(out) > 5)
     process.kill()
@@ -138,7 +131,7 @@ def test_a_killed_run_goes_on_to_the_same_drafter(folder, unbroken):
     assert 5 < saved < 40
     records = {path: path.stat().st_mtime_ns for path in out.glob("*/*.record")}
     assert len(records) == 48
-    assert run(*toy_train(folder, "killed")) == 0
+    assert run(*drafter_settings(folder, "killed")) == 0
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*.record")} == records  # no answer was generated again
     assert json.loads((out / "report.json").read_text())["steps"] == 40
     assert_same_drafter(out, unbroken)
@@ -153,32 +146,32 @@ def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, unbr
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    assert run(*toy_train(folder, "stopped")) == 130
+    assert run(*drafter_settings(folder, "stopped")) == 130
     thread.join()
     assert "interrupted" in capsys.readouterr().err
     assert steps_saved(out) < 40
-    assert run(*toy_train(folder, "stopped")) == 0
+    assert run(*drafter_settings(folder, "stopped")) == 0
     assert_same_drafter(out, unbroken)
 
 
 def test_a_finished_run_says_so_and_more_steps_go_on(folder, capsys):
-    assert run(*toy_train(folder, "long", steps=16)) == 0
-    assert run(*toy_train(folder, "grown", steps=8)) == 0
+    assert run(*drafter_settings(folder, "long", steps=16)) == 0
+    assert run(*drafter_settings(folder, "grown", steps=8)) == 0
     before = drafter(folder / "grown")
     capsys.readouterr()
-    assert run(*toy_train(folder, "grown", steps=8)) == 0
+    assert run(*drafter_settings(folder, "grown", steps=8)) == 0
     assert "finished: 8 steps" in " ".join(capsys.readouterr().err.split())
     assert all(torch.equal(before[name], value) for name, value in drafter(folder / "grown").items())
-    assert run(*toy_train(folder, "grown", steps=16)) == 0
+    assert run(*drafter_settings(folder, "grown", steps=16)) == 0
     assert_same_drafter(folder / "grown", folder / "long")
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"max_new_tokens": 13}, "max_new_tokens 12, now 13"), ({"form": "eagle3"}, "training"), ({"seed": 4}, "seed 3, now 4")])
 def test_another_run_in_the_same_folder_is_refused(folder, capsys, changes, said):
-    assert run(*toy_train(folder, "run", steps=1)) == 0
+    assert run(*drafter_settings(folder, "run", steps=1)) == 0
     capsys.readouterr()
-    assert run(*toy_train(folder, "run", steps=1, **changes)) == 2
+    assert run(*drafter_settings(folder, "run", steps=1, **changes)) == 2
     assert said in capsys.readouterr().err
 
 
@@ -186,7 +179,7 @@ def test_another_run_in_the_same_folder_is_refused(folder, capsys, changes, said
     (["--set", "nonsense=1"], "nonsense: no such key"), (["--form", "medusa"], "form"), (["--temperature", "0"], "temperature"),
     (["--seconds", "1"], "one of them"), (["--prompts", "task:nothing"], "there is no 'nothing'")])
 def test_wrong_arguments_are_one_line(folder, capsys, arguments, said):
-    assert run(*toy_train(folder, "run"), *arguments) == 2
+    assert run(*drafter_settings(folder, "run"), *arguments) == 2
     line = capsys.readouterr().err
     assert said in line and line.count("\n") == 1
 
@@ -244,5 +237,5 @@ def test_prompts_come_from_questions_and_tasks(tmp_path):
 def test_answers_too_short_to_learn_from_are_an_error_again_and_again(folder, capsys):
     (folder / "one.jsonl").write_text('{"token_ids": [1]}\n')
     for _ in range(2):  # the second time all answers are there already
-        assert run(*toy_train(folder, "short", max_new_tokens=1, prompts=folder / "one.jsonl")) == 2
+        assert run(*drafter_settings(folder, "short", max_new_tokens=1, prompts=folder / "one.jsonl")) == 2
         assert "0 to train on" in capsys.readouterr().err

@@ -1,48 +1,15 @@
-"""`paceline train` from end to end on a toy: speculation changes nothing, a killed run continues to the same weights, failures
-are one clear line and leave the last checkpoint whole."""
+"""`paceline train` from end to end on a toy: speculation changes nothing, a resumed run continues to the same weights, wrong
+settings are one clear line. Kills, full disks and damaged files are in `tests/faults`."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-import toy
-from safetensors.torch import load_file
-from toy import settings
+from toy import assert_same_run, rollouts, run, settings, weights
 
-from paceline.cli import main
 from paceline.report import read_metrics
-
-
-def run(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    return int(stopped.value.code or 0)
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    latest = sorted((out / "checkpoints").glob("step-*"))[-1]
-    return load_file(latest / "policy" / "model.safetensors")
-
-
-def rollouts(out: Path) -> list[dict]:
-    return [json.loads(line) for file in sorted(out.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert rollouts(a) == rollouts(b)
-    left, right = weights(a), weights(b)
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
 
 
 @pytest.mark.parametrize(("algorithm", "changes"), [
@@ -117,33 +84,6 @@ def test_the_whole_step_with_a_learned_reward_model(folder):
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
-def start(arguments: list[str]) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], env=environment, stderr=subprocess.DEVNULL,
-                            stdout=subprocess.DEVNULL)
-
-
-def test_killed_at_any_moment_it_ends_with_the_same_weights(folder):
-    common = {"algorithm": "ppo", "steps": 8, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear"}
-    assert run(settings(folder, "whole", **common)) == 0
-    broken, draw = folder / "broken", random.Random(7)
-    arguments = settings(folder, "broken", **common)
-    for attempt in range(2):
-        process = start(arguments if attempt == 0 else ["train", "--resume", str(broken)])
-        deadline, done = time.monotonic() + 60, len(read_metrics(broken)) if (broken / "metrics.jsonl").exists() else 0
-        while time.monotonic() < deadline and process.poll() is None:
-            if (broken / "metrics.jsonl").exists() and len(read_metrics(broken)) > done + draw.randint(0, 1):
-                break
-            time.sleep(0.005)
-        time.sleep(draw.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=90) in (0, -signal.SIGKILL)
-    assert run(["train", "--resume", str(broken)]) == 0
-    assert json.loads((broken / "summary.json").read_text())["steps"] == 8
-    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 9))
-    assert_same_run(folder / "whole", broken)
-
-
 def test_resume_refuses_what_is_no_run(folder, capsys):
     assert run(["train", "--resume", str(folder)]) == 2
     assert "is it a run folder" in capsys.readouterr().err
@@ -172,54 +112,6 @@ def test_a_finished_run_resumed_with_more_steps_equals_one_run(folder):
     assert run(settings(folder, "short", steps=3)) == 0
     assert run(["train", "--resume", str(folder / "short"), "--set", "steps=6"]) == 0
     assert_same_run(folder / "long", folder / "short")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A run of the usual settings."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    toy.make_folder(folder)
-    assert run(settings(folder, "whole")) == 0
-    return folder / "whole"
-
-
-def test_a_loss_that_is_no_number(folder, undisturbed, capsys, monkeypatch):
-    from paceline.rl.learner import Learner
-
-    update = Learner.update
-
-    def poisoned(self, samples, step):
-        if step == 3:
-            samples[0].advantages = samples[0].advantages * float("nan")
-        return update(self, samples, step)
-
-    monkeypatch.setattr(Learner, "update", poisoned)
-    assert run(settings(folder, "run")) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert "step 4" in error and "nan" in error and "step-000002" in error
-    monkeypatch.undo()
-    assert run(["train", "--resume", str(folder / "run")]) == 0  # the last good checkpoint is intact
-    assert_same_run(folder / "run", undisturbed)
-
-
-def test_a_full_disk(folder, undisturbed, capsys, monkeypatch):
-    import paceline.rl.checkpoint as checkpoint
-
-    save, calls = checkpoint.save_file, []
-
-    def full(tensors, file):
-        calls.append(file)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        save(tensors, file)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    assert run(settings(folder, "run")) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert "No space left on device" in error and "step-000002" in error
-    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    assert run(["train", "--resume", str(folder / "run")]) == 0
-    assert_same_run(folder / "run", undisturbed)
 
 
 def test_problems_used_up(folder, capsys):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import string
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from paceline.cli import main
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 
@@ -50,3 +56,46 @@ def empty_config(path: Path) -> Path:
     file = path / "empty.toml"
     file.write_text("")
     return file
+
+
+def drafter_settings(path: Path, out: str, **changes: object) -> list[str]:
+    """Arguments of a quick `paceline drafter train`. Small micro-batches: several to an optimizer step."""
+    values = {"model": path / "model", "prompts": path / "prompts.jsonl", "out": path / out, "answers": 48, "steps": 40,
+              "max_new_tokens": 12, "dtype": "float64", "threads": 1, "report_every": 5, "seed": 3, **changes}
+    sizes = ["--set", "step_tokens=64", "--set", "micro_batch_tokens=24"]
+    return ["drafter", "train", *(str(x) for k, v in values.items() for x in (f"--{k.replace('_', '-')}", v)), *sizes]
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command line in this process and returns its exit code."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    return int(stopped.value.code or 0)
+
+
+def start(arguments: list[str], **options: object) -> subprocess.Popen:
+    """Starts the command line in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    streams = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **options}
+    return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], env=environment, **streams)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Weights of the policy in a run's last checkpoint."""
+    latest = sorted(path for path in (out / "checkpoints").glob("step-*") if path.suffix != ".damaged")[-1]
+    return load_file(latest / "policy" / "model.safetensors")
+
+
+def rollouts(out: Path) -> list[dict]:
+    return [json.loads(line) for file in sorted(out.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert rollouts(a) == rollouts(b)
+    assert_same_tensors(weights(a), weights(b))
+
+
+def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name

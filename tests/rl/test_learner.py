@@ -163,7 +163,7 @@ def test_checkpoints_are_whole_or_absent(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.rl.checkpoint.save_file", full)
+    monkeypatch.setattr("paceline.rl.checkpoint.save_tensors", full)
     with pytest.raises(OSError, match=r"No space left.*step-000001"):
         checkpoints.save(learner, RunState(2, 2), None)
     assert [path.name for path in checkpoints.all()] == ["step-000001"]
@@ -172,6 +172,27 @@ def test_checkpoints_are_whole_or_absent(tmp_path, monkeypatch):
     (tmp_path / ".new").mkdir()  # a run killed while it was writing
     checkpoints.save(learner, RunState(3, 3), None)
     assert [path.name for path in checkpoints.all()] == ["step-000003"]
+
+
+def test_the_last_checkpoint_that_a_step_was_done_from_is_kept(tmp_path):
+    """With keep=1 a new checkpoint replaces the old one only when a step has been done from it."""
+    learner, checkpoints = make_learner(), Checkpoints(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        checkpoints.confirm()
+        checkpoints.save(learner, RunState(step, step), None)
+    assert [path.name for path in checkpoints.all()] == ["step-000002", "step-000003"]
+    checkpoints.confirm()
+    assert [path.name for path in checkpoints.all()] == ["step-000003"]
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
+    learner, checkpoints = make_learner(), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(learner, RunState(1, 1), None)
+    with torch.no_grad():
+        next(p for p in learner.policy.parameters() if p.requires_grad)[0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"policy: .* is not finite"):
+        checkpoints.save(learner, RunState(2, 2), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_reward_model_equals_transformers(tmp_path):

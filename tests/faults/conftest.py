@@ -1,0 +1,25 @@
+"""Fault injection: kills, damaged files, full disks, weights that are no numbers, code that attacks its sandbox. A short form is
+part of the default suite; the rest is marked `slow`."""
+
+from __future__ import annotations
+
+import pytest
+from e2e import toy
+
+
+@pytest.fixture
+def folder(tmp_path):
+    toy.make_folder(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def one_line(capsys):
+    """What a command that failed said on stderr, which has to be one line."""
+
+    def said() -> str:
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("paceline: "), lines
+        return lines[0]
+
+    return said

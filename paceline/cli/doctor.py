@@ -14,6 +14,7 @@ import torch
 from paceline import __version__
 from paceline.kernels import KERNELS_VARIABLE, choose_backend
 from paceline.models.weights import parse_dtype
+from paceline.tasks.sandbox.service import describe_sandbox
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -40,6 +41,7 @@ def facts() -> dict[str, str]:
         "threads": "torch's OpenMP runtime" if call.has_threads() else "one: torch's OpenMP runtime cannot be reached here",
         "triton": _version("triton") if find_spec("triton") else "not installed",
         "cuda": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "no device",
+        "sandbox": describe_sandbox(),
         KERNELS_VARIABLE.lower(): os.environ.get(KERNELS_VARIABLE, "not set"),
     }
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

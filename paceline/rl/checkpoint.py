@@ -41,7 +41,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
-        self._confirmed = self.latest()
+        self.confirmed = self.latest()
+        """The most recent checkpoint that a step has been done from. It is never removed."""
 
     def save(self, learner: Learner, state: RunState, tokenizer: Any) -> Path:
         """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
@@ -68,7 +69,7 @@ class Checkpoints:
 
     def confirm(self) -> None:
         """A step has been generated and trained from the weights of the latest checkpoint, so the ones before it may go."""
-        self._confirmed = self.latest()
+        self.confirmed = self.latest()
         self._remove_old()
 
     def set_aside(self, checkpoint: Path) -> Path:
@@ -76,7 +77,7 @@ class Checkpoints:
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(checkpoint, aside)
-        self._confirmed = self.latest()
+        self.confirmed = self.latest()
         return aside
 
     def all(self) -> list[Path]:
@@ -95,7 +96,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for old in self.all()[: -self.keep]:
-            if old != self._confirmed:
+            if old != self.confirmed:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _kept(self) -> str:

@@ -165,7 +165,7 @@ class Trainer:
                                    None if self.drafter_trainer is None else self._train_drafter, self._on_step_begin)
                 self._save()
             except (NonFiniteError, RolloutFailed) as error:
-                message = f"step {self.state.step + 1}: {error}. {self._last_checkpoint()}"
+                message = f"step {self.state.step + 1}: {error}. {self._last_good_checkpoint()}"
                 self._warn(message)
                 return RunStatus.FAILED, message
             except KeyboardInterrupt:
@@ -302,6 +302,13 @@ class Trainer:
 
     def _summary(self) -> dict[str, Any]:
         return summarize(self.state.step, read_metrics(self.folder.path), self._totals, self.collector.comparison)
+
+    def _last_good_checkpoint(self) -> str:
+        latest, confirmed = self.checkpoints.latest(), self.checkpoints.confirmed
+        if latest is None or confirmed is None or latest == confirmed:
+            return self._last_checkpoint()
+        return (f"The last checkpoint that a step was done from is {confirmed}; {latest.name} is newer: remove it if a resumed run "
+                "fails again.")
 
     def _last_checkpoint(self) -> str:
         latest = self.checkpoints.latest()

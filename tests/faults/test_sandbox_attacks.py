@@ -21,12 +21,11 @@ import pytest
 from faults.attacks import ATTACKS, FILTER, HOOK, NAMESPACES, RUN_ATTACKS
 
 from paceline.tasks import make_task
-from paceline.tasks.sandbox import service
+from paceline.tasks.sandbox import service, syscalls
 from paceline.tasks.sandbox.policy import SandboxUnavailable
 from paceline.tasks.sandbox.run import Limits, run_tests
 
-ROOT = Path(__file__).resolve().parents[2]
-SANDBOX = ROOT / "paceline" / "tasks" / "sandbox"
+SANDBOX = Path(service.__file__).parent
 PATIENT = Limits(seconds=60.0, memory_mb=512)
 
 
@@ -247,9 +246,38 @@ def f(x):
     assert verdict.passed, verdict.detail
 
 
+def filtered(machine: str, number: int, argument: int = 0, architecture: int | None = None, attributes: bool = True) -> int:
+    """What the filter of system calls returns, by interpreting it."""
+    found, register, place = syscalls._program(attributes), 0, 0
+    data = {0: number, 4: syscalls._ARCHITECTURES[machine][0] if architecture is None else architecture, 16: argument}
+    while True:
+        code, if_true, if_false, operand = found[place]
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            register = data[operand]
+        else:
+            holds = {0x15: register == operand, 0x35: register >= operand, 0x45: bool(register & operand)}[code]
+            place += if_true if holds else if_false
+        place += 1
+
+
+@pytest.mark.parametrize(("machine", "read", "clone", "execve", "chmod", "prctl"), [
+    ("x86_64", 0, 56, 59, 90, 157), ("aarch64", 63, 220, 221, 53, 167)])
+def test_the_filter_of_system_calls_on_every_architecture(monkeypatch, machine, read, clone, execve, chmod, prctl):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+    assert filtered(machine, read) == filtered(machine, 436) == filtered(machine, 439) == allow
+    assert filtered(machine, execve) == refuse and filtered(machine, 435) == filtered(machine, 999) == unknown
+    assert filtered(machine, clone, 17) == refuse and filtered(machine, clone, 0x3D0F00) == allow, "threads only"
+    assert filtered(machine, prctl, 1) == refuse and filtered(machine, prctl, 15) == allow
+    assert filtered(machine, chmod) == allow and filtered(machine, chmod, attributes=False) == refuse
+    assert filtered(machine, read, architecture=0x40000003) == kill and filtered(machine, 0x40000000 + read) == kill
+
+
 # Where the kernel grants no namespaces
 
-def test_without_namespaces_it_refuses_in_one_line_and_says_what_to_do(monkeypatch, tmp_path):
+def test_without_namespaces_it_refuses_in_one_line_and_says_what_to_do(monkeypatch, tmp_path, caplog):
     """The judge and the scorer are told that the system refuses, as in a container."""
     for name in ("judge.py", "scorer.py", "player.py", "guard.py", "landlock.py", "rootfs.py", "syscalls.py", "wire.py"):
         shutil.copy(SANDBOX / name, tmp_path / name)
@@ -276,6 +304,7 @@ def test_without_namespaces_it_refuses_in_one_line_and_says_what_to_do(monkeypat
     task = make_task("humaneval", **tasks["humaneval"])
     verdict = task.examine(task[0], "    return 1\n")
     assert verdict.passed and "namespaces" not in verdict.held
+    assert "the sandbox runs without namespaces" in caplog.text
     assert make_task("jsonl", **tasks["jsonl"])
     monkeypatch.setenv("PACELINE_SANDBOX", "none")
     with pytest.raises(ValueError, match="PACELINE_SANDBOX: 'none' is neither of full, partial"):

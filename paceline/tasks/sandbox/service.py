@@ -98,14 +98,27 @@ def require_sandbox(task: str) -> None:
         raise ValueError(said) from None
 
 
+def describe_sandbox() -> str:
+    """What holds sandboxed processes on this machine, or why they do not run, in one line."""
+    try:
+        return f"held by {', '.join(_probe(may_be_partial())) or 'resource limits and the audit hook only'}"
+    except SandboxUnavailable as error:
+        return f"does not run: {error}"
+
+
 @lru_cache(maxsize=2)
-def _probe(partial: bool) -> None:
+def _probe(partial: bool) -> tuple[str, ...]:
+    """What the kernel enforces here. `partial` only tells the settings apart in the cache."""
     scorer = SandboxedScorer("probe", {})
     try:
         if scorer.score(1.0) != 1.0:
             raise SandboxUnavailable("its processes end without a score")
     finally:
         scorer.close()
+    if "namespaces" not in scorer.held:
+        logger.warning("the sandbox runs without namespaces, held by %s (PACELINE_SANDBOX=partial)",
+                       ", ".join(scorer.held) or "resource limits and the audit hook only")
+    return scorer.held
 
 
 class _Server:

@@ -307,8 +307,8 @@ class Trainer:
         latest, confirmed = self.checkpoints.latest(), self.checkpoints.confirmed
         if latest is None or confirmed is None or latest == confirmed:
             return self._last_checkpoint()
-        return (f"The last checkpoint that a step was done from is {confirmed}; {latest.name} is newer: remove it if a resumed run "
-                "fails again.")
+        return (f"The last checkpoint that a step was done from is {confirmed}; {latest.name} is newer: remove it if the resumed "
+                "run fails again.")
 
     def _last_checkpoint(self) -> str:
         latest = self.checkpoints.latest()

@@ -84,13 +84,10 @@ def hide_memory() -> None:
     _prctl(_DUMPABLE, 0)
 
 
-def limit(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None) -> None:
-    """Sets the resource limits of this process. `processes` is for processes that fork nothing: without a user namespace all
-    processes of the user count."""
+def limit(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> None:
+    """Sets the resource limits of this process. Of `processes`, without a user namespace, all those of the user count."""
     wanted = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: file_bytes,
-              resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0}
-    if processes is not None:
-        wanted[resource.RLIMIT_NPROC] = processes
+              resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: processes}
     for kind, most in wanted.items():
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)

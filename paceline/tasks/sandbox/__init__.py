@@ -1,5 +1,7 @@
-"""Running code that nobody vouches for. `run.py` and `service.py` are used by tasks. The other files run in the child processes,
-which are started by path and import the standard library only (`scorer.py` also the scoring libraries).
+"""Running code that nobody vouches for. `run.py` and `service.py` are used by tasks; `policy.py` says whether they may run where
+the system cannot isolate them. The other files run in the child processes, which are started by path and import the standard
+library only (`scorer.py` also the scoring libraries). What holds these processes: `cage.py` (with `rootfs.py`, `syscalls.py`
+and `landlock.py`) by the kernel, `guard.py` by Python.
 
 `run.py`: a candidate's code against tests.
 

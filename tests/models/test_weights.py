@@ -186,7 +186,7 @@ def test_saving_replaces_only_when_asked_and_cleans_up(tmp_path: Path, monkeypat
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("paceline.models.save.save_file", fail)
+    monkeypatch.setattr("paceline.models.save.save_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
         save_model(make("llama"), None, folder, overwrite=True)
     assert list(tmp_path.iterdir()) == [folder]

@@ -297,20 +297,20 @@ class _Failure(NamedTuple):
     message: str
 
 
-_PASSED_ON = (OSError, DamagedFile, NonFiniteError)
-"""Exceptions of a worker that the parent process raises with the same type."""
+_PASSED_ON: tuple[type[Exception], ...] = (OSError, DamagedFile, NonFiniteError)
+"""Exceptions of a worker that the parent process raises as they are; all others are faults of the program."""
 
 
 def _run_worker(setup: _Setup, commands: multiprocessing.Queue[Any], replies: Connection) -> None:
     """Runs a worker until it is told to close or its parent process has ended."""
     torch.set_num_threads(setup.threads)
-    worker = _Worker(setup, commands, replies)
     try:
+        worker = _Worker(setup, commands, replies)
         worker.run()
         if worker.checkpoints is not None:
             worker.checkpoints.close()
-    except (OSError, ValueError) as error:  # raised again in the parent process
-        replies.send(_Failure(type(error) if type(error) in _PASSED_ON else ValueError, str(error)))
+    except _PASSED_ON as error:  # raised again in the parent process
+        replies.send(_Failure(next(kind for kind in _PASSED_ON if isinstance(error, kind)), str(error)))
     except BaseException:
         replies.send(_Failure(RuntimeError, f"the drafter's training process failed:\n{traceback.format_exc()}"))
 

@@ -16,6 +16,7 @@ from tiny import eagle, model
 
 from paceline import Engine, SamplingParams
 from paceline.drafters.fingerprint import fingerprint_of
+from paceline.files import DamagedFile
 from paceline.spot.background import BackgroundProcess, BackgroundThread
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.checkpoint import SpotCheckpoints, load_snapshot, restore, snapshot
@@ -137,6 +138,22 @@ def test_a_process_beside_generation(records, tmp_path):
     taken_up, found = SpotTrainer(start, policy, FeatureBuffer(10), config), load_snapshot(tmp_path)
     restore(taken_up, found)
     assert taken_up.progress.step > 0 and found.metadata["policy"]["weights"] == fingerprint_of(policy).weights
+
+
+def test_what_goes_wrong_in_the_process_is_raised_as_it_is(tmp_path):
+    """A checkpoint that cannot be written or read is one line, not the process's traceback."""
+    policy, start, config = model(), fresh_eagle(model()), SpotConfig(form="eagle")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "spot.safetensors").write_bytes(bytes(64))
+    for name, kind, said in (("file", OSError, "file"), ("damaged", DamagedFile, "spot.safetensors: damaged")):
+        process = BackgroundProcess(start, policy, config, 10**9, tmp_path / name)
+        try:
+            with pytest.raises(kind, match=said) as raised:
+                process.drafter()
+            assert "\n" not in str(raised.value)
+        finally:
+            process.close()
 
 
 def _train_until_killed(folder) -> None:

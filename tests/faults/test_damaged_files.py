@@ -12,6 +12,7 @@ import pytest
 import torch
 from e2e import toy
 from e2e.toy import assert_same_run, drafter_settings, run, settings
+from faults.marks import slow
 from safetensors.torch import load_file, save_file
 
 from paceline.report import read_metrics
@@ -79,13 +80,12 @@ def again(finished, tmp_path):
 
 
 @pytest.mark.parametrize(("file", "damage"), [
-    ("state.json", empty), ("state.json", half), ("state.json", zeros), ("state.json", garbage), ("state.json", missing),
-    ("state.json", a_list), ("state.json", wrong_types),
-    ("trainer.safetensors", empty), ("trainer.safetensors", half), ("trainer.safetensors", zeros),
-    ("trainer.safetensors", garbage), ("trainer.safetensors", missing),
-    ("policy/model.safetensors", half), ("policy/model.safetensors", zeros), ("policy/model.safetensors", missing),
-    ("policy/model.safetensors", not_numbers), ("policy/config.json", half), ("policy/config.json", missing),
-    ("policy/tokenizer.json", half),
+    ("state.json", zeros), ("state.json", missing), ("trainer.safetensors", half), ("policy/model.safetensors", half),
+    ("policy/model.safetensors", not_numbers), ("policy/config.json", half), ("policy/tokenizer.json", half),
+    slow("state.json", empty), slow("state.json", half), slow("state.json", garbage), slow("state.json", a_list),
+    slow("state.json", wrong_types), slow("trainer.safetensors", empty), slow("trainer.safetensors", zeros),
+    slow("trainer.safetensors", garbage), slow("trainer.safetensors", missing), slow("policy/model.safetensors", zeros),
+    slow("policy/model.safetensors", missing), slow("policy/config.json", missing),
 ], ids=lambda value: value if isinstance(value, str) else value.__name__)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(finished, again, capsys, file, damage):
     damage(again / "checkpoints" / "step-000003" / file)
@@ -152,8 +152,9 @@ def drafter_again(drafted, tmp_path):
 
 
 @pytest.mark.parametrize(("file", "damage"), [
-    ("report.json", half), ("report.json", a_list), ("report.json", empty), ("settings.json", half), ("settings.json", zeros),
-    ("checkpoint/spot.safetensors", half), ("checkpoint/spot.safetensors", zeros), ("checkpoint/spot.safetensors", empty)],
+    ("report.json", half), ("report.json", a_list), ("settings.json", half), ("checkpoint/spot.safetensors", half),
+    slow("report.json", empty), slow("settings.json", zeros), slow("checkpoint/spot.safetensors", zeros),
+    slow("checkpoint/spot.safetensors", empty)],
     ids=lambda value: value if isinstance(value, str) else value.__name__)
 def test_damaged_files_of_drafter_training_are_named(drafted, drafter_again, capsys, file, damage):
     (drafter_again / "drafter" / "settings.json").write_text(_moved(drafted, drafter_again))
@@ -171,7 +172,7 @@ def _moved(before: Path, after: Path) -> str:
     return json.dumps({**found, "model": str((after / "model").resolve()), "weights": stamp})
 
 
-@pytest.mark.parametrize("damage", [half, zeros, empty, missing], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [half, slow(zeros), slow(empty), slow(missing)], ids=lambda damage: damage.__name__)
 def test_damaged_records_are_generated_again(drafted, drafter_again, damage):
     """The drafter's checkpoint is removed, so that training starts anew, from the same records."""
     (drafter_again / "drafter" / "settings.json").write_text(_moved(drafted, drafter_again))
@@ -201,6 +202,18 @@ def test_a_damaged_drafter_is_named(drafted, drafter_again, one_line, file, dama
     damage(drafter_again / "drafter" / file)
     assert run(settings(drafter_again, "run", drafter=str(drafter_again / "drafter"))) == 2
     assert f"drafter/{file}: damaged" in one_line()
+
+
+def test_a_damaged_checkpoint_of_the_drafter_that_a_run_trains(folder, capsys):
+    changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 2, "drafter_budget.upkeep": 1.0}
+    assert run(settings(folder, "run", **changes)) == 0
+    half(folder / "run" / "drafter" / "spot.safetensors")
+    capsys.readouterr()
+    assert run(["train", "--resume", str(folder / "run"), "--set", "steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "run/drafter/spot.safetensors: damaged" in line and "remove it" in line
+    (folder / "run" / "drafter" / "spot.safetensors").unlink()
+    assert run(["train", "--resume", str(folder / "run"), "--set", "steps=3"]) == 0
 
 
 # The output of `paceline generate`

@@ -16,6 +16,7 @@ import pytest
 import torch
 from e2e import toy
 from e2e.toy import assert_same_run, assert_same_tensors, drafter_settings, run, settings
+from faults.marks import slow
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -64,7 +65,7 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [slow(1), 2, 3, slow(4)])
 def test_training_whose_checkpoint_does_not_fit(folder, undisturbed, capsys, monkeypatch, at):
     """A checkpoint is two files of tensors: the policy and the trainer's state."""
     FailingSave(monkeypatch, at)
@@ -79,7 +80,7 @@ def test_training_whose_checkpoint_does_not_fit(folder, undisturbed, capsys, mon
     assert_same_run(folder / "run", undisturbed / "run")
 
 
-@pytest.mark.parametrize("at", [1, 10, 49, 50, 52])
+@pytest.mark.parametrize("at", [slow(1), 10, slow(49), 50, slow(52)])
 def test_drafter_training(folder, undisturbed, capsys, monkeypatch, at):
     """48 answers are recorded, then come drafters and checkpoints. Answers generated again are drawn in another order."""
     FailingSave(monkeypatch, at)
@@ -173,10 +174,10 @@ def quoted(arguments: list[str]) -> str:
     return " ".join("'" + argument.replace("'", "'\\''") + "'" for argument in [sys.executable, "-m", "paceline.cli", *arguments])
 
 
-SIZES = [120, *(pytest.param(size_kb, marks=pytest.mark.slow) for size_kb in (8, 40, 80, 160, 250, 400, 600))]
+SIZES = [slow(size_kb) for size_kb in (8, 40, 80, 160, 250, 400, 600)]
 
 
-@pytest.mark.parametrize("size_kb", SIZES)
+@pytest.mark.parametrize("size_kb", [120, *SIZES])
 def test_training_on_a_small_file_system(folder, undisturbed, can_mount, size_kb):
     """What was written is copied out before the file system goes; there it continues to the same end."""
     small = folder / "small"

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from e2e import toy
 from e2e.toy import assert_same_run, run, settings, start
+from faults.marks import slow
 
 from paceline.report import read_metrics
 
-RUNS = [pytest.param(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(1, 5))]
+RUNS = [(0, 2), *(slow(seed, 5) for seed in range(1, 5))]
 """Seed of the moments, and number of kills, for each of the commands below."""
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from e2e import toy
 from e2e.toy import assert_same_run, drafter_settings, run, settings, weights
+from faults.marks import slow
 from safetensors.torch import load_file
 
 from paceline.models.weights import load_model
@@ -59,7 +60,7 @@ def test_a_loss_that_is_no_number(folder, capsys, monkeypatch):
     assert_same_run(folder / "run", folder / "whole")
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, slow(2)])
 def test_an_update_that_gives_no_numbers_is_neither_published_nor_saved(folder, capsys, monkeypatch, keep):
     """The optimizer itself goes wrong in step 3, after a loss and gradients that were fine."""
     step = torch.optim.AdamW.step
@@ -165,7 +166,7 @@ def test_drafter_training_ends_with_one_line_and_keeps_the_last_good_drafter(fol
     assert json.loads((folder / "drafter" / "report.json").read_text())["steps"] == 12
 
 
-@pytest.mark.parametrize("mode", ["interleaved", "cuda_stream"])
+@pytest.mark.parametrize("mode", ["interleaved", slow("cuda_stream")])
 def test_a_drafter_that_fails_does_not_stop_the_run(folder, capsys, monkeypatch, mode):
     """The engine keeps the drafter it has; the policy does not depend on it."""
     common = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 4, "drafter_budget.upkeep": 1.0}

@@ -8,7 +8,6 @@ import os
 import platform
 import struct
 import sys
-import sysconfig
 from typing import Any
 
 FOLDER = "/sandbox"
@@ -25,7 +24,7 @@ _RDONLY, _NOSUID, _NODEV = 1, 2, 4
 
 def visible_paths(readable: tuple[str, ...] = ()) -> tuple[str, ...]:
     """What can be read from inside: Python's installation, the system's shared libraries, the devices and `readable`."""
-    python = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib")} - {"/"}
+    python = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)} - {"/"}
     return tuple(sorted(path for path in {*python, *_LIBRARIES, *_DEVICES, *readable} if os.path.exists(path)))
 
 

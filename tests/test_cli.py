@@ -332,8 +332,13 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("paceline ")
-    assert run("generate", "--help") == 0
-    assert "--prompts" in capsys.readouterr().out
+    for wanted in ("--help", "-h"):
+        assert run("generate", wanted) == 0
+        assert "--prompts" in capsys.readouterr().out
+    for command in ((), ("drafter",), ("bench",)):
+        assert run(*command) == 2
+        printed = capsys.readouterr()
+        assert "Usage: paceline" in printed.out + printed.err and "paceline: str" not in printed.err
 
 
 def test_demo_reports_what_it_measured(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,14 @@ import typer
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.types import EngineStalledError, SamplingParams
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+_HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
                   help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
 
-drafter_app = typer.Typer(no_args_is_help=True, help="Learned drafters: train one for a policy, or evaluate one.")
+drafter_app = typer.Typer(no_args_is_help=True, context_settings=_HELP,
+                          help="Learned drafters: train one for a policy, or evaluate one.")
 app.add_typer(drafter_app, name="drafter")
-bench_app = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
+bench_app = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Measurements on this machine.")
 app.add_typer(bench_app, name="bench")
 
 _DEFAULT = SamplingParams()
@@ -36,7 +38,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         code = app(args=args, standalone_mode=False, prog_name="paceline")
     except _UsageError as error:
-        code = _fail(error.format_message())  # type: ignore[attr-defined]
+        without_args = type(error).__name__ == "NoArgsIsHelpError"  # the help has been printed
+        code = 2 if without_args else _fail(error.format_message())  # type: ignore[attr-defined]
     except (ValueError, OSError, EngineStalledError) as error:
         code = _fail(error)
     except (KeyboardInterrupt, typer.Abort):

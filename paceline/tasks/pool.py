@@ -31,6 +31,8 @@ class Graded:
     """What went wrong in the grader; None if nothing did."""
     seconds: float
     """Time spent on grading; 0 if the worker crashed, because it is not known then."""
+    traceback: str = ""
+    """Where the grader raised, if it did: file, line and code of the last three calls, innermost first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -137,9 +139,9 @@ class RewardPool:
         self.num_crashes += 1
         handle.graded = Graded(0.0, error, 0.0)
 
-    def _count(self, value: float, error: str | None, seconds: float) -> Graded:
+    def _count(self, value: float, error: str | None, seconds: float, trace: str) -> Graded:
         self.num_errors += error is not None
-        return Graded(value, error, seconds)
+        return Graded(value, error, seconds, trace)
 
     def _schedule(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         assert not self._closed, "the pool is closed"

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -45,7 +46,7 @@ def ready() -> bool:
     return "task" in _held
 
 
-def grade_in_worker(problem: Problem, answer: str) -> tuple[float, str | None, float]:
+def grade_in_worker(problem: Problem, answer: str) -> tuple[float, str | None, float, str]:
     """`grade_here` with the task of this worker."""
     return grade_here(_load, problem, answer)
 
@@ -56,19 +57,21 @@ def _load() -> Task:
     return _held["task"]
 
 
-def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> tuple[float, str | None, float]:
-    """The reward, the error if there was one, and the seconds it took. A grader may be anybody's code, so whatever it raises is
-    caught."""
+def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> tuple[float, str | None, float, str]:
+    """The reward, the error if there was one, the seconds it took, and the traceback of an exception. A grader may be anybody's
+    code, so whatever it raises is caught."""
     start = time.perf_counter()
     value: Any = 0.0
-    error = None
+    error, trace = None, ""
     try:
         value = load().grade(problem, answer)
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"[:1000]
+        frames = traceback.extract_tb(raised.__traceback__)[1:][-3:]
+        trace = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames))[:2000]
     if error is None:
         error = _no_reward(value)
-    return 0.0 if error else float(value), error, time.perf_counter() - start
+    return 0.0 if error else float(value), error, time.perf_counter() - start, trace
 
 
 def _no_reward(value: Any) -> str | None:

@@ -15,6 +15,7 @@ from paceline.engine import Engine
 from paceline.generation import plain_prompt
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task
+from paceline.trainer.health import GradingMonitor
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
 
@@ -78,6 +79,7 @@ class RolloutCollector:
         self.params = SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
                                      min_p=rollout.min_p, max_new_tokens=rollout.max_new_tokens, stop=rollout.stop, seed=seed)
         self.comparison = SpeculationComparison()
+        self.grading = GradingMonitor()
         self.refused: list[str] = []
         """Messages about problems that the engine refused."""
         self.generation_s = 0.0
@@ -100,8 +102,10 @@ class RolloutCollector:
         seconds = time.perf_counter() - began
         self.generation_s += seconds
         with timer("reward"):
-            for rollout, graded in zip((r for r, _ in handles), self.pool.collect([h for _, h in handles]), strict=True):
+            rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
+            for rollout, graded in zip(rollouts, grades, strict=True):
                 rollout.reward = graded.value
+            self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, keys, timer)
             self.comparison.seconds_on.append(seconds)

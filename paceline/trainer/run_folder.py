@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.files import atomic_write
+from paceline.trainer.health import GradingFailure
 from paceline.types import RolloutGroup
 
 SUMMARY_FILE = "summary.json"
+GRADING_FAILURES_FILE = "grading_failures.jsonl"
 
 
 class RunFolder:
@@ -51,6 +53,12 @@ class RunFolder:
                              "seed": rollout.seed}, ensure_ascii=False)
                  for group in groups for rollout in group.rollouts]
         self.write(f"rollouts-{step:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def write_grading_failures(self, failures: Sequence[GradingFailure]) -> None:
+        """Writes answers that could not be graded, one JSON object per line."""
+        if failures:
+            lines = [json.dumps(failure._asdict(), ensure_ascii=False) for failure in failures]
+            self.write(GRADING_FAILURES_FILE, "\n".join(lines) + "\n")
 
     def remove_rollouts_after(self, step: int) -> None:
         """Removes the rollouts of steps that will be repeated."""

@@ -29,10 +29,11 @@ from paceline.tasks import RewardPool, Task, make_task
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, dump_config
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
+from paceline.trainer.health import GraderFailed, SignalMonitor
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
-from paceline.trainer.run_folder import RunFolder
+from paceline.trainer.run_folder import GRADING_FAILURES_FILE, RunFolder
 from paceline.trainer.summary import RunTotals, rollout_metrics, summarize
 from paceline.types import RolloutGroup, SamplingParams, StepResult
 
@@ -110,6 +111,7 @@ class Trainer:
         device = self.engine.model.norm.device
         trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
         self._stream = generation_stream(device) if trains_on_stream else None
+        self._signals, self._graded_badly = SignalMonitor(config), False
         self._totals = RunTotals()
         self._strategy_steps: Counter[str] = Counter()
 
@@ -158,13 +160,15 @@ class Trainer:
                 if self.drafter_trainer is not None and config.drafter_mode == "background_process" and not idle_cores():
                     self._warn(f"drafter_mode background_process: generation uses all cores (threads {torch.get_num_threads()}); "
                                "set threads one lower")
+                for line in self._signals.at_start():
+                    self._warn(line)
                 self._warm_up()
                 self._totals.began = time.perf_counter()
                 self.state = train(self.learner, self.state, config.steps, config.rollout.prompts, self._collect, self._publish,
                                    self._on_step_end, self._on_phase,
                                    None if self.drafter_trainer is None else self._train_drafter, self._on_step_begin)
                 self._save()
-            except (NonFiniteError, RolloutFailed) as error:
+            except (NonFiniteError, RolloutFailed, GraderFailed) as error:
                 message = f"step {self.state.step + 1}: {error}. {self._last_good_checkpoint()}"
                 self._warn(message)
                 return RunStatus.FAILED, message
@@ -202,6 +206,10 @@ class Trainer:
             groups = self.collector(cursor, count, timer)
         for line in self.collector.refused[num_refused:]:
             self._warn(f"left out: {line}")
+        if self.collector.grading.examples and not self._graded_badly:
+            first, self._graded_badly = self.collector.grading.examples[0], True
+            self._warn(f"the grader failed on problem {first.problem}, its reward counts as 0: {first.error} ({first.traceback})"
+                       f"; further failures are counted (reward/errors), examples are in {GRADING_FAILURES_FILE}")
         return groups
 
     def _train_drafter(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
@@ -237,6 +245,9 @@ class Trainer:
                    **self._reward_metrics(), **self._drafter_alarms()}
         metrics["time/step"] -= metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
         self._totals.step_seconds += metrics["time/step"]
+        for line in self._signals.observe(groups):
+            self._warn(line)
+        self.folder.write_grading_failures(self.collector.grading.examples)
         self._totals.lengths += [len(r.token_ids) for group in groups for r in group.rollouts]
         self.state = outcome.state
         self.folder.write_rollouts(step, groups)

@@ -110,7 +110,7 @@ def test_place_batch_and_strategy_change_no_rollout(model: Path, whole: Rollouts
     assert "suffix:d6w2v12 100 %" in figures
 
 
-@pytest.mark.parametrize("strategy", ["auto", "model", "beg"])
+@pytest.mark.parametrize("strategy", ["auto", "beg"])
 def test_every_selector_has_a_name(model: Path, whole: Rollouts, tmp_path: Path, strategy: str) -> None:
     lines = write(tmp_path / "in.jsonl", LINES[:1])
     assert generate(model, lines, tmp_path / "out.jsonl", "--strategy", strategy) == 0

@@ -15,7 +15,7 @@ import random
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -179,17 +179,20 @@ class FeatureBuffer:
         return max((self._answer_lengths[step] for step in reversed(steps)), key=len, default=[])
 
     def flush(self) -> None:
-        """Waits until every record that was added is on disk."""
+        """Waits until every record that was added is on disk, or could not be written; then raises the first error, if any."""
         with self._lock:
             waiting = list(self._writing.values())
+        wait(waiting)
         for future in waiting:
             future.result()
 
     def close(self) -> None:
         """Flushes the buffer and stops its writer thread."""
         if self._writer is not None:
-            self.flush()
-            self._writer.shutdown()
+            try:
+                self.flush()
+            finally:
+                self._writer.shutdown()
 
     def _register(self, entry: RecordInfo) -> None:
         self._entries[entry.key] = entry

@@ -119,8 +119,10 @@ class AnswerCapture:
                 on_step(engine, len(result.finished))
             engine.abort(list(owners))
         finally:
-            self.flush()
-            index.close()
+            try:
+                self.flush()
+            finally:
+                index.close()
 
     def require_enough(self) -> None:
         """Raises a ValueError unless there are records both to train on and to evaluate on."""
@@ -146,13 +148,17 @@ class AnswerCapture:
 
     def flush(self) -> None:
         """Waits until all records are written."""
-        self.buffer.flush()
-        self._held.flush()
+        try:
+            self.buffer.flush()
+        finally:
+            self._held.flush()
 
     def close(self) -> None:
         """Writes all records and closes the folder."""
-        self.buffer.close()
-        self._held.close()
+        try:
+            self.buffer.close()
+        finally:
+            self._held.close()
 
     def _request(self, engine: Engine, answer: Answer, owners: dict[int, Answer]) -> None:
         prompt = self.prompts[answer.prompt]

@@ -52,7 +52,7 @@ def test_without_the_guard_losses_go_on():
         world, selector = World(cpu_costs(), 32, {"suffix": 0.1}, noise=0.0), fresh(name, cpu_costs())
         selector.predictor = SuffixIsFiveTimes(cpu_costs())
         rates[name] = world.run(selector, 600)
-    assert rates["auto-guard"] < 0.8 * rates["auto"]
+    assert rates["auto-guard"] < 0.9 * rates["auto"]
 
 
 def test_without_makespan_all_requests_are_drafted_for():

@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("at", [slow(1), 2, 3, slow(4)])
+@pytest.mark.parametrize("at", [slow(1), slow(2), 3, slow(4)])
 def test_training_whose_checkpoint_does_not_fit(folder, undisturbed, capsys, monkeypatch, at):
     """A checkpoint is two files of tensors: the policy and the trainer's state."""
     FailingSave(monkeypatch, at)
@@ -177,7 +177,7 @@ def quoted(arguments: list[str]) -> str:
 SIZES = [slow(size_kb) for size_kb in (8, 40, 80, 160, 250, 400, 600)]
 
 
-@pytest.mark.parametrize("size_kb", [120, *SIZES])
+@pytest.mark.parametrize("size_kb", [slow(120), *SIZES])
 def test_training_on_a_small_file_system(folder, undisturbed, can_mount, size_kb):
     """What was written is copied out before the file system goes; there it continues to the same end."""
     small = folder / "small"

@@ -22,13 +22,19 @@ ALLOWED = {
     "generation": BELOW_ENGINE | {"engine", "tasks"},
     "bench": BELOW_ENGINE | {"engine", "tasks", "generation"},
     "trainer": BELOW_TRAINER,
-    "cli": BELOW_TRAINER | {"trainer", "bench"},
+    "cluster": BELOW_TRAINER | {"trainer"},
+    "sim": LEAVES | {"strategy", "cluster"},
+    "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim"},
 }
+ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set(), "cluster/lengths.py": set(),
+        "sim/": {"paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types", "paceline.cluster.lengths",
+                 "paceline.sim"}}
+"""Files and folders that import nothing else of Paceline."""
 TORCH_FREE = ["types.py", "config.py", "files.py", "bundled.py", "cache/pages.py", "engine/scheduler.py", "engine/request.py",
               "engine/prompts.py", "engine/stats.py", "engine/outputs.py", "strategy/selector.py", "strategy/beg.py",
               "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
-              "cli/app.py", "cli/__init__.py",
+              "cli/app.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
               *(str(path.relative_to(ROOT)) for package in ("tasks", "report") for path in (ROOT / package).rglob("*.py"))]
 PRINTING = {"typer", "rich"}
 
@@ -54,6 +60,15 @@ def test_layers():
         assert package in ALLOWED, f"{package}: a package without rules; add them here and to docs/architecture.md"
         ours = {name.split(".")[1] for name in imported(path) if name.startswith("paceline.")}
         assert ours <= ALLOWED[package] | {package}, f"{path.relative_to(ROOT)} imports {ours - ALLOWED[package] - {package}}"
+
+
+def test_the_scheduling_policy_and_the_simulator_stand_alone():
+    for start, allowed in ONLY.items():
+        for path in sorted(ROOT.rglob("*.py")):
+            if path.relative_to(ROOT).as_posix().startswith(start):
+                ours = {name for name in imported(path) if name.startswith("paceline.")}
+                outside = {name for name in ours if not any(name == ok or name.startswith(ok + ".") for ok in allowed)}
+                assert not outside, f"{path.relative_to(ROOT)} imports {outside}"
 
 
 def test_control_plane_is_free_of_torch():

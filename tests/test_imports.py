@@ -27,8 +27,8 @@ ALLOWED = {
     "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim"},
 }
 ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set(), "cluster/lengths.py": set(),
-        "sim/": {"paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types", "paceline.cluster.lengths",
-                 "paceline.sim"}}
+        "sim/": {"paceline.types", "paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types",
+                 "paceline.cluster.lengths", "paceline.sim"}}
 """Files and folders that import nothing else of Paceline."""
 TORCH_FREE = ["types.py", "config.py", "files.py", "bundled.py", "cache/pages.py", "engine/scheduler.py", "engine/request.py",
               "engine/prompts.py", "engine/stats.py", "engine/outputs.py", "strategy/selector.py", "strategy/beg.py",

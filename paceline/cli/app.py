@@ -277,6 +277,33 @@ def drafter_eval(
 
 
 @app.command()
+def simulate(
+    lengths: Annotated[Path, typer.Option(help="Answer lengths: a CSV file with output_tokens and probability, or one length per "
+                                               "line.")],
+    curve: Annotated[Path, typer.Option(help="Cost curve of a worker, as Engine.profile writes it (docs/cluster.md).")],
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 16384,
+    group_size: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 16,
+    correlation: Annotated[float, typer.Option(help="How alike the lengths of a prompt's answers are, 0 to 1.")] = 0.8,
+    drafter: Annotated[Path | None, typer.Option(help="Coverage of a drafter by its training time, as JSON; without it nothing "
+                                                      "is simulated that speculates.")] = None,
+    trained_s: Annotated[float, typer.Option(help="Seconds that the drafter was trained before.")] = 30.0,
+    trainers: Annotated[int, typer.Option(min=0, help="Largest number of idle workers that train the drafter at once.")] = 8,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests that a worker runs at the same time.")] = 64,
+    kv_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens that a worker's KV cache holds.")] = 1_500_000,
+    seed: Annotated[int, typer.Option(help="Seed of the lengths.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> int:
+    """Simulate a rollout batch on many workers, with the scheduling policy of a real cluster."""
+    from paceline.cli.simulate import simulate as run
+    from paceline.sim import SimConfig, read_lengths, sample_workload
+
+    workload = sample_workload(*read_lengths(lengths), requests, group_size, correlation, seed)
+    config = SimConfig(workers, max_batch=max_batch, kv_tokens=kv_tokens, trained_s=trained_s)
+    return run(workload, curve, drafter, config, trainers, json_file)
+
+
+@app.command()
 def doctor(
     compile_kernels: Annotated[str, typer.Option(
         "--compile", help="Compile the CPU kernels now for these data types, like float32,bfloat16.")] = "",

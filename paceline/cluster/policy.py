@@ -54,9 +54,8 @@ def finish_s(remaining: Floats, token_s: Floats) -> float:
     others. While the i-th shortest runs, n - i + 1 requests share every step:
     sum over i of (remaining[i] - remaining[i - 1]) * token_s[n - i + 1]."""
     count = len(remaining)
-    if not count:
-        return 0.0
-    steps = np.diff(remaining, prepend=0.0)
+    steps = remaining.copy()
+    steps[1:] -= remaining[:-1]
     return float(steps @ token_s[np.minimum(np.arange(count, 0, -1), len(token_s) - 1)])
 
 
@@ -77,7 +76,11 @@ class _Load:
             held = place >= 0
             slots += np.bincount(place[held], minlength=size)
             tokens += np.bincount(place[held], (requests.context + requests.remaining)[held], minlength=size)
+        token_s = view.token_s[np.minimum(slots, len(view.token_s) - 1)]
+        ends_soon = (requests.worker >= 0) & (requests.remaining * token_s[requests.worker] < view.interval_s)
+        slots -= np.bincount(requests.worker[ends_soon], minlength=size)
         self.slots: list[int] = slots.tolist()
+        """Number of requests of every worker, without those that end before the next decision."""
         self.tokens: list[float] = tokens.tolist()
         self.waiting: Indices = np.flatnonzero(requests.worker == NOWHERE)
         self.num_waiting = len(self.waiting)
@@ -89,8 +92,8 @@ class _Load:
 
     def fits(self, worker: WorkerView, row: int) -> bool:
         """Whether the worker has room for a request. An empty worker has room for any."""
-        slots = self.slots[worker.id]
-        return slots < worker.max_batch and (self.tokens[worker.id] + self.needed[row] <= worker.kv_tokens or not slots)
+        slots, tokens = self.slots[worker.id], self.tokens[worker.id]
+        return slots < worker.max_batch and (tokens + self.needed[row] <= worker.kv_tokens or not tokens)
 
 
 # -- assignment
@@ -157,10 +160,8 @@ def _reallocate(load: _Load, config: PolicyConfig) -> list[Action]:
     """Move requests between pairs of workers: the one that is expected to finish last and the one that is expected to finish
     first, then the next two, as long as that pays."""
     requests = load.view.requests
-    held = _movable(load)
+    held, finish = _expectations(load)
     arriving = set(requests.target[requests.target >= 0].tolist())
-    finish = {worker.id: worker.slowdown * finish_s(requests.remaining[held[worker.id]], load.view.token_s)
-              for worker in load.alive}
     slowest = sorted(load.alive, key=lambda worker: (-finish[worker.id], worker.id))
     fastest = sorted((worker for worker in load.usable if worker.id not in arriving),  # one transfer at a time
                      key=lambda worker: (finish[worker.id], worker.id))
@@ -174,13 +175,20 @@ def _reallocate(load: _Load, config: PolicyConfig) -> list[Action]:
     return actions
 
 
-def _movable(load: _Load) -> dict[int, Indices]:
-    """Each worker's requests that are not being moved already, shortest expected first."""
-    requests = load.view.requests
+def _expectations(load: _Load) -> tuple[dict[int, Indices], dict[int, float]]:
+    """Each worker's requests that are not being moved already, shortest expected first, and `finish_s` of them; computed for all
+    workers together."""
+    requests, token_s = load.view.requests, load.view.token_s
     rows = np.flatnonzero((requests.worker >= 0) & (requests.target == NOWHERE))
     rows = rows[np.lexsort((requests.remaining[rows], requests.worker[rows]))]
-    owner = requests.worker[rows]
-    return {worker.id: rows[slice(*np.searchsorted(owner, [worker.id, worker.id + 1]))] for worker in load.alive}
+    owner, remaining = requests.worker[rows], requests.remaining[rows]
+    ends = np.searchsorted(owner, np.arange(len(load.slots) + 1))  # first row of every worker, and the end
+    steps = remaining.copy()
+    steps[1:] -= np.where(owner[1:] == owner[:-1], remaining[:-1], 0.0)
+    batch = ends[owner + 1] - np.arange(len(rows))  # requests that run until this one ends
+    seconds = np.bincount(owner, steps * token_s[np.minimum(batch, len(token_s) - 1)], minlength=len(load.slots))
+    return ({worker.id: rows[ends[worker.id] : ends[worker.id + 1]] for worker in load.alive},
+            {worker.id: worker.slowdown * float(seconds[worker.id]) for worker in load.alive})
 
 
 def _best_move(load: _Load, config: PolicyConfig, source: WorkerView, target: WorkerView, held: dict[int, Indices],
@@ -216,11 +224,11 @@ def _train(load: _Load, config: PolicyConfig, work: list[Action]) -> list[Action
     view = load.view
     training = {worker.id for worker in load.alive if worker.state is WorkerState.TRAINING}
     generating = len(view.requests) > 0
-    stops: list[Action] = [StopTraining(w) for w in sorted(training) if not generating or load.slots[w]]
+    stops: list[Action] = [StopTraining(w) for w in sorted(training) if not generating or load.tokens[w]]
     if not (generating and view.can_train) or load.num_waiting:
         return stops + work
     num_training = len(training) - len(stops)
-    idle = [worker.id for worker in load.usable if worker.id not in training and not load.slots[worker.id]]
+    idle = [worker.id for worker in load.usable if worker.id not in training and not load.tokens[worker.id]]
     starts: list[Action] = []
     if idle and num_training < config.max_trainers and _left_s(load) >= config.min_train_s:
         starts = [TrainDrafter(w) for w in idle[: config.max_trainers - num_training]]

@@ -80,6 +80,9 @@ class ClusterView:
     token_s: NDArray[np.float64]
     """[max_batch + 1] predicted seconds until every request of a worker has one more token, by the worker's number of requests:
     cost curve over accept length. Entry 0 is unused."""
+    interval_s: float = 0.0
+    """Seconds until the next decision. Requests that are expected to end before are replaced in advance, so that no slot stays
+    empty."""
     move_pause_s: float = 0.0
     """Seconds that a request pauses when it is moved."""
     move_token_s: float = 0.0

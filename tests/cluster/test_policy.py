@@ -172,6 +172,13 @@ def test_outdated_workers_are_brought_up_to_date_before_they_generate():
     assert [a for a in decide(newer_drafter) if isinstance(a, Publish)] == [Publish(1)]
 
 
+def test_requests_that_end_before_the_next_decision_are_replaced_in_advance():
+    rows = [{"worker": 0, "remaining": 5.0}, {"worker": 0, "remaining": 5000.0}, {}, {}]
+    view = cluster(1, rows, max_batch=2)
+    assert decide(view) == []
+    assert decide(replace(view, interval_s=0.5)) == [Assign(0, (2,))]
+
+
 def test_static_assignment_keeps_groups_together():
     rows = [{"group": i // 4} for i in range(16)]
     actions = decide(cluster(2, rows, max_batch=1), PolicyConfig(scheduling=False))

@@ -66,7 +66,7 @@ def views(draw: st.DrawFn) -> ClusterView:
                      "remaining": float(rng.integers(1, 400)), "waited_s": float(rng.integers(0, 50))})
     workers = tuple(WorkerView(w, states[w], max_batch, kv_tokens, draw(st.sampled_from([1.0, 1.0, 3.0])), versions[w])
                     for w in range(count))
-    return ClusterView(workers, table(rows), TOKEN_S, 0.01, 1e-6, policy_version=3, can_train=draw(st.booleans()))
+    return ClusterView(workers, table(rows), TOKEN_S, 0.0, 0.01, 1e-6, policy_version=3, can_train=draw(st.booleans()))
 
 
 def carry_out(view: ClusterView, actions: list[Action]) -> ClusterView:

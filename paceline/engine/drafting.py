@@ -27,6 +27,8 @@ from paceline.kernels.upload import upload, upload_into
 from paceline.types import DrafterName, Strategy
 
 _USUAL_NODES = 48
+_ELSEWHERE = -1
+"""Request id of answers that another engine generated."""
 
 
 class StepDrafts(NamedTuple):
@@ -122,6 +124,24 @@ class Drafting:
         self._drafted_last = set()
         if self.suffix is not None:
             self.suffix.clear()
+
+    # -- migration
+
+    def lag(self, request: Request) -> int:
+        """Upper bound on the committed tokens of a request that the learned drafter has not processed; 0 without one."""
+        return 0 if self.eagle is None else self._max_missing.get(request.id, 0)
+
+    def adopt(self, request: Request, lag: int) -> None:
+        """A request continues here that was generated on another engine, with its stored tensors."""
+        self._max_missing[request.id] = lag
+        if self.suffix is not None:
+            self.suffix.start(request.id, request.prompt_ids, request.output_ids)
+
+    def learn_text(self, prompt_ids: list[int], token_ids: list[int]) -> None:
+        """Add an answer that another engine generated to the suffix drafter's history of its prompt."""
+        if self.suffix is not None:
+            self.suffix.start(_ELSEWHERE, prompt_ids, token_ids)
+            self.suffix.finish(_ELSEWHERE)
 
     # -- drafting on the host, and dummy steps
 

@@ -24,6 +24,7 @@ from paceline.engine.dummy import DummySteps
 from paceline.engine.failures import end_broken_requests
 from paceline.engine.generate import generate_groups
 from paceline.engine.graphs import GraphReport, Timestamp
+from paceline.engine.migration import Migration
 from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, make_rollout, read_features
 from paceline.engine.profile import engine_identity, load_or_profile
 from paceline.engine.prompts import Prompt, answer_seeds, check, encode
@@ -75,6 +76,8 @@ class Engine:
          self._feature_columns, self._pipelined) = parts
         self._watchdog = Watchdog(self.scheduler)
         self.dummy_steps = DummySteps(self.runner, self.batches, self.drafting, self.scheduler)
+        self.migration = Migration(self._requests, self.scheduler, self.store, self.state, self.drafting,
+                                   lambda: next(self._ids), self._stop_ids, self._drain)
         self._prepare_weights()
         self.drafter_mismatch: str | None = None
         if self.drafting.eagle is not None:
@@ -235,14 +238,16 @@ class Engine:
         prompt_ids = self.encode(prompt)
         check(prompt_ids, params, n, self.tokenizer, self.model.config.vocab_size, self.scheduler.max_length)
         own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
-        stop_ids = frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
-        group = next(self._groups)
+        stop_ids, group = self._stop_ids(params), next(self._groups)
         requests = [Request(next(self._ids), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
                     for sample, seed in enumerate(own_seeds)]
         for request in requests:
             self._requests[request.id] = request
             self.scheduler.add(request)
         return [request.id for request in requests]
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt given as text, chat messages or token ids."""

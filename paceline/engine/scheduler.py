@@ -82,6 +82,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
+    def adopt(self, request: Request) -> None:
+        """Run a request that comes with its pages, filled on another engine. There must be a free slot (`has_slot`)."""
+        request.slot, request.status = self._free_slots.pop(), Status.DECODE
+        self._insert_running(request)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether there is a slot for one more request."""
+        return bool(self._free_slots)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

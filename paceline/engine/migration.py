@@ -1,0 +1,187 @@
+"""Migration: a request leaves one engine and continues on another, token for token.
+
+A request moves in two stages. Its full pages (keys and values of policy and drafter, captured features) are copied while it
+keeps generating; then it pauses, and only the last pages and its tokens follow:
+
+    pages = source.migration.export_pages(request_id)          # it keeps generating
+    reservation = target.migration.reserve(pages)              # None: no room
+    state = source.migration.export_request(request_id, pages.num_tokens)
+    request_id = target.migration.import_request(state, reservation)
+
+A state without pages is prefilled by the engine that imports it: a new request, one whose worker died, or one that finds no room
+for its pages. Tokens are the same in every case, because they depend only on weights, prompt, seed and sampling parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.cache.store import PagedStore
+from paceline.engine.drafting import Drafting
+from paceline.engine.request import Request, Status
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.state import SlotState
+from paceline.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """Everything that an engine stores for consecutive tokens of a request, as bytes that travel without conversion."""
+
+    num_tokens: int
+    arrays: list[np.ndarray]
+    """One array of bytes per tensor of the store."""
+    num_drafted: int = 0
+    """Number of leading tokens of the request that the learned drafter had processed when they were copied."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request between two engines."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    """Sampling parameters, with the request's own seed."""
+    group: int
+    """Number of the prompt: requests of one group share its prefill."""
+    sample: int
+    output_ids: list[int] = field(default_factory=list)
+    """Tokens of the answer so far."""
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv: KvPages | None = None
+    """Stored tensors of its last tokens, those of the pages that were sent before left out; None if it must be prefilled."""
+    version: int = 0
+    """Version of the policy that it was generated with last."""
+    stale: bool = False
+    """Whether part of its KV cache was computed with earlier weights."""
+    drafter_lag: int = 0
+    """Upper bound on the tokens at the end that the learned drafter has not processed."""
+    first_token_acceptance: float | None = None
+    """Recent first-token acceptance; None for a new request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages of the target that already hold a request's first tokens."""
+
+    pages: list[int]
+    num_tokens: int
+    num_drafted: int
+    """Number of leading tokens that the learned drafter had processed when the pages were copied."""
+
+
+class Migration:
+    """Exports requests from one engine and imports them into it. Must be called between two steps of the engine."""
+
+    def __init__(self, requests: dict[int, Request], scheduler: Scheduler, store: PagedStore, state: SlotState,
+                 drafting: Drafting, new_id: Callable[[], int], stop_ids: Callable[[SamplingParams], frozenset[int]],
+                 drain: Callable[[], None]) -> None:
+        """`requests`: the engine's requests by id. `drain`: waits for the step in flight."""
+        self._requests, self._scheduler, self._store, self._state, self._drafting = requests, scheduler, store, state, drafting
+        self._new_id, self._stop_ids, self._drain = new_id, stop_ids, drain
+
+    # -- leaving
+
+    def export_pages(self, request_id: int) -> KvPages | None:
+        """Copy what a request's full pages hold. Later steps do not change them, except that a learned drafter may process tokens
+        that it has missed; the target's drafter does the same. None if there is no full page, or the request has finished."""
+        self._drain()
+        request = self._requests.get(request_id)
+        if request is None or request.status is not Status.DECODE:
+            return None
+        num_pages = request.num_computed // self._store.page_size
+        drafted = request.num_computed - self._drafting.lag(request)
+        return self._copy(request.pages[:num_pages], num_pages * self._store.page_size, drafted) if num_pages else None
+
+    def export_request(self, request_id: int, version: int, num_sent: int = 0) -> RequestState | None:
+        """Take a request out of the engine. `version`: the policy's. `num_sent`: number of leading tokens that `export_pages`
+        copied before. None if the request has finished."""
+        self._drain()
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        found = RequestState(request.prompt_ids, request.params, request.group, request.sample, request.output_ids,
+                             request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale,
+                             first_token_acceptance=request.first_token_acceptance)
+        if request.status is Status.DECODE:
+            first = num_sent // self._store.page_size
+            found.kv = self._copy(request.pages[first:], request.num_computed - num_sent)
+            found.drafter_lag = self._drafting.lag(request)
+        self._drafting.finish(request)
+        self._scheduler.finish(request)
+        del self._requests[request_id]
+        return found
+
+    # -- arriving
+
+    def reserve(self, pages: KvPages) -> Reservation | None:
+        """Store the first pages of a request that will follow. None if there is no room for them."""
+        allocator = self._scheduler.pages
+        wanted = allocator.pages_for(pages.num_tokens)
+        if not self._scheduler.has_slot or wanted + len(self._scheduler.running) + 1 > allocator.num_available:
+            return None
+        allocated = allocator.allocate(wanted)
+        assert allocated is not None
+        self._store.import_request(allocated, self._tensors(pages))
+        return Reservation(allocated, pages.num_tokens, pages.num_drafted)
+
+    def release(self, reservation: Reservation) -> None:
+        """The request will not follow."""
+        self._scheduler.pages.release(reservation.pages)
+
+    def import_request(self, state: RequestState, version: int, reservation: Reservation | None = None) -> int:
+        """Continue a request here and return its new id. With its stored tensors and room for them it is in the next step;
+        otherwise it is prefilled like a new request. `version`: version of this engine's policy."""
+        request = Request(self._new_id(), state.group, state.sample, state.prompt_ids, state.params, self._stop_ids(state.params),
+                          logprobs=list(state.logprobs), raw_logprobs=list(state.raw_logprobs), versions=list(state.versions))
+        request.tokens += state.output_ids
+        if state.first_token_acceptance is not None:
+            request.first_token_acceptance = state.first_token_acceptance
+        self._requests[request.id] = request
+        if state.kv is None or state.version != version or not self._place(request, state, reservation):
+            if reservation is not None:
+                self.release(reservation)
+            self._scheduler.add(request)
+        return request.id
+
+    def _place(self, request: Request, state: RequestState, reservation: Reservation | None) -> bool:
+        """Give the request a slot and pages, and store its tensors. Returns False, without a change, if there is no room."""
+        assert state.kv is not None
+        allocator = self._scheduler.pages
+        held = [] if reservation is None else reservation.pages
+        num_computed = len(request.tokens) - 1
+        assert state.kv.num_tokens + (0 if reservation is None else reservation.num_tokens) == num_computed
+        pages = allocator.allocate(allocator.pages_for(len(request.tokens)) - len(held)) if self._scheduler.has_slot else None
+        if pages is None:
+            return False
+        if state.kv.num_tokens:
+            self._store.import_request(pages, self._tensors(state.kv))
+        request.pages, request.num_computed, request.stale = held + pages, num_computed, state.stale
+        self._scheduler.adopt(request)
+        lag = state.drafter_lag
+        if reservation is not None and reservation.num_drafted < reservation.num_tokens:
+            lag = max(lag, num_computed - reservation.num_drafted)
+        self._drafting.adopt(request, lag)
+        self._state.update([request], self._scheduler.running)
+        return True
+
+    # -- tensors and bytes
+
+    def _copy(self, pages: list[int], num_tokens: int, num_drafted: int = 0) -> KvPages:
+        tensors = self._store.export_request(pages, num_tokens)
+        return KvPages(num_tokens, [tensor.contiguous().view(torch.uint8).numpy() for tensor in tensors], num_drafted)
+
+    def _tensors(self, pages: KvPages) -> list[Tensor]:
+        return [torch.from_numpy(np.require(array, requirements="W")).view(own.dtype)
+                for array, own in zip(pages.arrays, self._store.tensors(), strict=True)]

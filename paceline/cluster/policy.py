@@ -225,10 +225,11 @@ def _train(load: _Load, config: PolicyConfig, work: list[Action]) -> list[Action
     training = {worker.id for worker in load.alive if worker.state is WorkerState.TRAINING}
     generating = len(view.requests) > 0
     stops: list[Action] = [StopTraining(w) for w in sorted(training) if not generating or load.tokens[w]]
-    if not (generating and view.can_train) or load.num_waiting:
+    if not generating or load.num_waiting:
         return stops + work
     num_training = len(training) - len(stops)
-    idle = [worker.id for worker in load.usable if worker.id not in training and not load.tokens[worker.id]]
+    idle = [worker.id for worker in load.usable
+            if worker.can_train and worker.id not in training and not load.tokens[worker.id]]
     starts: list[Action] = []
     if idle and num_training < config.max_trainers and _left_s(load) >= config.min_train_s:
         starts = [TrainDrafter(w) for w in idle[: config.max_trainers - num_training]]

@@ -41,6 +41,8 @@ class WorkerView:
     """Version of the policy's weights that it has."""
     drafter_version: int = 0
     """Version of the drafter that it has."""
+    can_train: bool = False
+    """Whether it has a drafter to train and data to train it on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +93,6 @@ class ClusterView:
     """Newest version of the policy. A worker with an older one must not generate."""
     drafter_version: int = 0
     """Newest version of the drafter."""
-    can_train: bool = False
-    """Whether there is a drafter to train and data to train it on."""
 
 
 @dataclass(frozen=True, slots=True)

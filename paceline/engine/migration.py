@@ -176,6 +176,26 @@ class Migration:
         self._state.update([request], self._scheduler.running)
         return True
 
+    # -- following requests
+
+    def outputs(self, request_id: int, start: int) -> tuple[list[int], list[float], list[float], list[int]] | None:
+        """Tokens, log-probabilities, raw log-probabilities and versions of a request's answer from position `start` on; None if
+        the request has ended. May be called while a step is running: a token counts once all of its values are there."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        end = min(len(request.versions), len(request.logprobs))
+        if request.params.raw_logprobs:
+            end = min(end, len(request.raw_logprobs))
+        raw = request.raw_logprobs[start:end]
+        first = len(request.prompt_ids)
+        return request.tokens[first + start : first + end], request.logprobs[start:end], raw, request.versions[start:end]
+
+    def is_running(self, request_id: int) -> bool:
+        """Whether a request has a slot and needs no prefill."""
+        request = self._requests.get(request_id)
+        return request is not None and request.status is Status.DECODE
+
     # -- tensors and bytes
 
     def _copy(self, pages: list[int], num_tokens: int, num_drafted: int = 0) -> KvPages:

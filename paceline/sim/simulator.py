@@ -151,9 +151,10 @@ class _Simulation:
             left, self.worker[left], self.target[left], groups[left], self.is_first[left] & ~self.lengths.is_known(groups[left]),
             self.work.prompt_tokens + generated, self.lengths.remaining(groups[left], generated, limit),
             np.full(len(left), self.now))
-        workers = tuple(WorkerView(worker.id, self._state(worker), config.max_batch, config.kv_tokens) for worker in self.workers)
-        return ClusterView(workers, requests, self._table(), config.interval_s, config.move_pause_s, config.move_token_s,
-                           can_train=self.pace.quality is not None)
+        can_train = self.pace.quality is not None
+        workers = tuple(WorkerView(worker.id, self._state(worker), config.max_batch, config.kv_tokens, can_train=can_train)
+                        for worker in self.workers)
+        return ClusterView(workers, requests, self._table(), config.interval_s, config.move_pause_s, config.move_token_s)
 
     def _state(self, worker: _Worker) -> WorkerState:
         if worker.training_since is not None:

@@ -35,10 +35,10 @@ def table(rows: list[dict[str, Any]]) -> RequestTable:
 
 
 def cluster(num_workers: int, rows: list[dict[str, Any]], max_batch: int = 8, kv_tokens: int = 1 << 20,
-            **fields: Any) -> ClusterView:
+            can_train: bool = False, **fields: Any) -> ClusterView:
     requests = table(rows)
-    workers = tuple(WorkerView(w, WorkerState.BUSY if (requests.worker == w).any() else WorkerState.IDLE, max_batch, kv_tokens)
-                    for w in range(num_workers))
+    workers = tuple(WorkerView(w, WorkerState.BUSY if (requests.worker == w).any() else WorkerState.IDLE, max_batch, kv_tokens,
+                               can_train=can_train) for w in range(num_workers))
     return ClusterView(workers, requests, TOKEN_S, **fields)
 
 
@@ -64,9 +64,9 @@ def views(draw: st.DrawFn) -> ClusterView:
         rows.append({"id": 100 + i, "worker": worker, "target": int(rng.choice(others)) if moving else NOWHERE,
                      "group": int(rng.integers(10)), "probe": bool(rng.random() < 0.2), "context": int(rng.integers(1, 200)),
                      "remaining": float(rng.integers(1, 400)), "waited_s": float(rng.integers(0, 50))})
-    workers = tuple(WorkerView(w, states[w], max_batch, kv_tokens, draw(st.sampled_from([1.0, 1.0, 3.0])), versions[w])
-                    for w in range(count))
-    return ClusterView(workers, table(rows), TOKEN_S, 0.0, 0.01, 1e-6, policy_version=3, can_train=draw(st.booleans()))
+    workers = tuple(WorkerView(w, states[w], max_batch, kv_tokens, draw(st.sampled_from([1.0, 1.0, 3.0])), versions[w],
+                               can_train=draw(st.booleans())) for w in range(count))
+    return ClusterView(workers, table(rows), TOKEN_S, 0.0, 0.01, 1e-6, policy_version=3)
 
 
 def carry_out(view: ClusterView, actions: list[Action]) -> ClusterView:

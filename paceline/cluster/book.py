@@ -1,0 +1,138 @@
+"""The coordinator's book of requests: where each one is, and the tokens it has. What a dead worker was doing is started again
+from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.cluster.lengths import LengthModel
+from paceline.cluster.messages import Progress
+from paceline.cluster.types import NOWHERE, RequestTable
+from paceline.engine.migration import RequestState
+
+Ints = NDArray[np.int64]
+_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "epoch")
+
+
+class RequestBook:
+    """All requests of a batch. Ids count up; the book is emptied when all requests of the batch are finished."""
+
+    def __init__(self, lengths: LengthModel) -> None:
+        self.lengths = lengths
+        self._first = 0  # id of row 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._states: list[RequestState] = []
+        self._columns = np.zeros((len(_COLUMNS), 0), np.int64)
+        self._submitted, self._done = np.zeros(0), np.zeros(0, bool)
+        self._left: Ints = np.zeros(0, np.int64)  # rows that are not finished
+
+    def __len__(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._left)
+
+    def add(self, states: Sequence[RequestState], key: str, now: float) -> list[int]:
+        """Add the answers of one prompt and return their ids. `key`: the prompt, as it is recognized in later epochs."""
+        if not len(self) and self._states:
+            self._first += len(self._states)
+            self._clear()
+            self.lengths.end_batch()
+        group, first = self.lengths.begin([key]), len(self._states)
+        for state in states:
+            state.group = group
+        new = np.array([(NOWHERE, NOWHERE, group, state.sample, len(state.prompt_ids), len(state.output_ids),
+                         state.params.max_new_tokens, 0) for state in states]).T
+        rows = np.arange(first, first + len(states))
+        self._states += states
+        self._columns = np.concatenate([self._columns, new], axis=1)
+        self._submitted = np.append(self._submitted, np.full(len(states), now))
+        self._done = np.append(self._done, np.zeros(len(states), bool))
+        self._left = np.append(self._left, rows)
+        return (self._first + rows).tolist()
+
+    def table(self, now: float) -> RequestTable:
+        """The unfinished requests as the scheduling policy sees them."""
+        rows = self._left
+        worker, target, group, sample, prompt, generated, limit, _ = self._columns[:, rows]
+        remaining = self.lengths.remaining(group, generated, limit - generated)
+        probe = (sample == 0) & ~self.lengths.is_known(group)
+        return RequestTable(self._first + rows, worker, target, group, probe, prompt + generated, remaining,
+                            now - self._submitted[rows])
+
+    # -- one request
+
+    def is_open(self, request: int) -> bool:
+        """Whether the request is known and not finished."""
+        row = request - self._first
+        return 0 <= row < len(self._states) and not self._done[row]
+
+    def state(self, request: int) -> RequestState:
+        """The request with the tokens that are known of it, to be started on any worker."""
+        return self._states[request - self._first]
+
+    def worker(self, request: int) -> int:
+        return self._get("worker", request)
+
+    def target(self, request: int) -> int:
+        return self._get("target", request)
+
+    def epoch(self, request: int) -> int:
+        return self._get("epoch", request)
+
+    def place(self, request: int, worker: int, epoch: int) -> None:
+        """The request is on a worker now."""
+        self._set(request, worker=worker, target=NOWHERE, epoch=epoch)
+
+    def set_target(self, request: int, target: int) -> None:
+        self._set(request, target=target)
+
+    def restart(self, request: int) -> None:
+        """The request waits again, with the tokens that are known. Stays that may have begun unnoticed are outdated."""
+        self._set(request, worker=NOWHERE, target=NOWHERE, epoch=self.epoch(request) + 2)
+
+    def extend(self, progress: Progress) -> None:
+        """Append new tokens; those that are known already are skipped."""
+        state = self.state(progress.request)
+        known = len(state.output_ids) - progress.start
+        if known < 0:
+            return  # an earlier report was lost: later tokens cannot be appended
+        state.output_ids += progress.token_ids[known:]
+        state.logprobs += progress.logprobs[known:]
+        state.raw_logprobs += progress.raw_logprobs[known:]
+        state.versions += progress.versions[known:]
+        self._set(progress.request, generated=len(state.output_ids))
+
+    def finish(self, request: int, num_tokens: int) -> None:
+        """The request is finished, with so many tokens."""
+        row = request - self._first
+        self._done[row] = True
+        self._left = self._left[self._left != row]
+        self.lengths.observe(self._get("group", request), num_tokens)
+
+    # -- several requests
+
+    def open_requests(self) -> list[int]:
+        """Ids of all unfinished requests."""
+        return (self._first + self._left).tolist()
+
+    def on_worker(self, worker: int) -> list[int]:
+        """Ids of the unfinished requests that are on a worker or on their way to it."""
+        columns = self._columns[:, self._left]
+        return (self._first + self._left[(columns[0] == worker) | (columns[1] == worker)]).tolist()
+
+    def sibling_workers(self, request: int) -> Iterable[int]:
+        """Workers that have unfinished answers to the same prompt."""
+        columns = self._columns[:, self._left]
+        mine = (columns[2] == self._get("group", request)) & (columns[0] != NOWHERE)
+        return set(columns[0, mine].tolist())
+
+    def _get(self, name: str, request: int) -> int:
+        return int(self._columns[_COLUMNS.index(name), request - self._first])
+
+    def _set(self, request: int, **values: int) -> None:
+        for name, value in values.items():
+            self._columns[_COLUMNS.index(name), request - self._first] = value

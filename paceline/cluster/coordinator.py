@@ -1,0 +1,270 @@
+"""The coordinator: it knows where every request is, asks the scheduling policy what to do, and has the workers do it.
+
+A round (`step`) polls the workers, writes their reports into the book, and carries out the actions of `decide`. A worker that is
+lost costs only time: its requests wait again with the tokens that the book has, and because a rollout is a pure function of
+weights, prompt and seed, they come out the same on any other worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.cluster.book import RequestBook
+from paceline.cluster.lengths import LengthModel
+from paceline.cluster.messages import (
+    Add,
+    Arrived,
+    Cancel,
+    EndTraining,
+    Finished,
+    LearnText,
+    Lost,
+    Message,
+    MoveOut,
+    Report,
+    SetDrafter,
+    SetPolicy,
+    StartTraining,
+    Stayed,
+    StepSums,
+    TrainedDrafter,
+)
+from paceline.cluster.pace import PaceModel
+from paceline.cluster.policy import decide
+from paceline.cluster.timeline import Timeline
+from paceline.cluster.types import (
+    Action,
+    Assign,
+    ClusterView,
+    Migrate,
+    PolicyConfig,
+    Publish,
+    StopTraining,
+    TrainDrafter,
+    WorkerState,
+    WorkerView,
+)
+from paceline.engine.migration import RequestState
+from paceline.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime(Protocol):
+    """Starts workers and carries messages: Ray's actors, or workers in this process."""
+
+    num_workers: int
+
+    def start(self, worker: int) -> None:
+        """Start a worker that was lost. It reports when it is ready."""
+
+    def put(self, value: Any) -> Any:
+        """Store a value that is sent to several workers, and return what `post` takes as its payload."""
+
+    def post(self, worker: int, message: Message, payload: Any = None) -> None:
+        """Send a message; a lost worker never gets it."""
+
+    def poll(self, timeout_s: float) -> list[Report | Lost]:
+        """Reports of the workers that have one, after at most so many seconds."""
+
+    def close(self) -> None:
+        """End all workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLimits:
+    """What one worker holds, and what moving costs."""
+
+    max_batch: int
+    kv_tokens: int
+    interval_s: float = 0.1
+    """Usual time between two rounds."""
+    move_pause_s: float = 0.02
+    move_token_s: float = 1e-5
+
+
+class Coordinator:
+    """Generates requests on all workers of a runtime."""
+
+    def __init__(self, runtime: Runtime, limits: ClusterLimits, config: PolicyConfig | None = None,
+                 timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.runtime, self.limits, self.config = runtime, limits, config or PolicyConfig()
+        self.timeline = timeline or Timeline()
+        self.book = RequestBook(LengthModel())
+        self.pace = PaceModel(limits.max_batch)
+        self.sums = StepSums()
+        """Sums over all workers since the caller last replaced it."""
+        self.policy_version = self.drafter_version = -1
+        self.trained: TrainedDrafter | None = None
+        """The newest drafter that a worker has trained."""
+        self._clock = clock
+        self._workers = {w: WorkerView(w, WorkerState.DOWN, limits.max_batch, limits.kv_tokens, 1.0, -1, -1)
+                         for w in range(runtime.num_workers)}
+        self._policy: Any = None
+        self._drafter: Any = None
+        self._sent: dict[int, tuple[int, int]] = {}  # worker → versions of policy and drafter that are on their way
+        self._finished: list[tuple[int, Rollout]] = []
+
+    # -- what callers use
+
+    def submit(self, states: Sequence[RequestState], key: str) -> list[int]:
+        """Queue the answers of one prompt and return their ids. `key`: recognizes the prompt in later epochs."""
+        return self.book.add(states, key, self._clock())
+
+    def publish_policy(self, weights: Any, version: int) -> None:
+        """Replace the policy's weights on every worker before it generates again. `weights`: a safetensors file as bytes."""
+        self._policy, self.policy_version = self.runtime.put(weights), version
+        self.timeline.record("policy", version=version)
+
+    def step(self, timeout_s: float | None = None) -> list[tuple[int, Rollout]]:
+        """One round. Returns the ids and rollouts of requests that have finished."""
+        for news in self.runtime.poll(self.limits.interval_s if timeout_s is None else timeout_s):
+            if isinstance(news, Lost):
+                self._lose(news)
+            else:
+                self._receive(news)
+        for action in decide(self._view(), self.config):
+            self._act(action)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def cancel(self, requests: Sequence[int]) -> None:
+        """Give requests up, wherever they are."""
+        for request in requests:
+            if self.book.is_open(request):
+                self._cancel_everywhere(request)
+                self.book.finish(request, max(1, len(self.book.state(request).output_ids)))
+
+    def close(self) -> None:
+        self.timeline.close()
+        self.runtime.close()
+
+    # -- what workers report
+
+    def _receive(self, report: Report) -> None:
+        w, before = report.worker, self._workers[report.worker]
+        if before.state is WorkerState.DOWN:
+            self._sent.pop(w, None)
+            self.pace.forget(w)
+        self.timeline.set_state(w, report.state)
+        self.pace.observe(w, report.sums.pace)
+        _add_sums(self.sums, report.sums)
+        self._workers[w] = WorkerView(w, report.state, before.max_batch, before.kv_tokens, self.pace.slowdown(w),
+                                      report.policy_version, report.drafter_version, report.can_train)
+        for event in report.events:
+            match event:
+                case Finished():
+                    self._finish(event, w)
+                case Arrived():
+                    self._arrived(event, w)
+                case Stayed():
+                    if self._is_moving(event):
+                        self.book.set_target(event.request, -1)
+        for progress in report.progress:
+            if self.book.is_open(progress.request) and self.book.epoch(progress.request) == progress.epoch:
+                self.book.extend(progress)
+            elif not self._is_moving(progress):
+                self.runtime.post(w, Cancel(progress.request, progress.epoch))  # it runs elsewhere, or is finished
+        for seconds in report.preempt_s:
+            self.timeline.record("training preempted", worker=w, wait_s=round(seconds, 6))
+        if report.trained is not None:
+            self._publish_drafter(report.trained, w)
+
+    def _is_moving(self, event: Any) -> bool:
+        """Whether an event belongs to the stay that the request's present move leads to."""
+        return (self.book.is_open(event.request) and self.book.target(event.request) >= 0
+                and event.epoch == self.book.epoch(event.request) + 1)
+
+    def _finish(self, event: Finished, worker: int) -> None:
+        """Whichever worker finishes a request first counts; others that have it would generate the same tokens."""
+        if not self.book.is_open(event.request):
+            return
+        if self.book.epoch(event.request) != event.epoch or self.book.target(event.request) >= 0:
+            self._cancel_everywhere(event.request)
+        self.book.finish(event.request, len(event.rollout.token_ids))
+        self._finished.append((event.request, event.rollout))
+        for other in self.book.sibling_workers(event.request):
+            if other != worker:
+                self.runtime.post(other, LearnText(event.rollout.prompt_ids, event.rollout.token_ids))
+
+    def _arrived(self, event: Arrived, worker: int) -> None:
+        if not self._is_moving(event):
+            self.runtime.post(worker, Cancel(event.request, event.epoch))
+            return
+        self.timeline.record("migrated", worker=worker, source=self.book.worker(event.request), request=event.request,
+                             pause_s=round(event.pause_s, 6), prefilled=event.prefilled)
+        self.book.place(event.request, worker, event.epoch)
+
+    def _lose(self, lost: Lost) -> None:
+        """A worker is lost. Its requests wait again, also those that were on their way to it."""
+        logger.warning("worker %d is lost (%s); %d requests continue elsewhere", lost.worker, lost.reason,
+                       len(self.book.on_worker(lost.worker)))
+        self.timeline.record("lost", worker=lost.worker, reason=lost.reason)
+        self.timeline.set_state(lost.worker, WorkerState.DOWN)
+        before = self._workers[lost.worker]
+        self._workers[lost.worker] = WorkerView(lost.worker, WorkerState.DOWN, before.max_batch, before.kv_tokens, 1.0, -1, -1)
+        for request in self.book.on_worker(lost.worker):
+            self._cancel_everywhere(request)
+            self.book.restart(request)
+        self.runtime.start(lost.worker)
+
+    def _cancel_everywhere(self, request: int) -> None:
+        """Whatever stay of a request there is or is about to begin, it ends."""
+        for worker in {self.book.worker(request), self.book.target(request)} - {-1}:
+            self.runtime.post(worker, Cancel(request, self.book.epoch(request) + 1))
+
+    def _publish_drafter(self, trained: TrainedDrafter, worker: int) -> None:
+        self.trained, self._drafter = trained, self.runtime.put(trained)
+        self.drafter_version += 1
+        self.timeline.record("drafter", worker=worker, version=self.drafter_version)
+
+    # -- what the policy decides
+
+    def _view(self) -> ClusterView:
+        limits = self.limits
+        # What is on its way counts as arrived: messages to one worker keep their order.
+        workers = tuple(view if w not in self._sent else _with_versions(view, *self._sent[w])
+                        for w, view in self._workers.items())
+        return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, limits.interval_s, limits.move_pause_s,
+                           limits.move_token_s, self.policy_version, self.drafter_version)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Assign(worker, requests):
+                for request in requests:
+                    self.book.place(request, worker, self.book.epoch(request) + 1)
+                    self.runtime.post(worker, Add(request, self.book.epoch(request), self.book.state(request)))
+            case Migrate(request, source, target):
+                self.book.set_target(request, target)
+                self.runtime.post(source, MoveOut(request, self.book.epoch(request) + 1, target))
+            case Publish(worker):
+                self._publish(worker)
+            case TrainDrafter(worker):
+                self.runtime.post(worker, StartTraining(), self._drafter)
+            case StopTraining(worker):
+                self.runtime.post(worker, EndTraining())
+
+    def _publish(self, worker: int) -> None:
+        view, sent = self._workers[worker], self._sent.get(worker, (-1, -1))
+        if max(view.policy_version, sent[0]) < self.policy_version:
+            self.runtime.post(worker, SetPolicy(self.policy_version), self._policy)
+        if max(view.drafter_version, sent[1]) < self.drafter_version:
+            self.runtime.post(worker, SetDrafter(self.drafter_version), self._drafter)
+        self._sent[worker] = self.policy_version, self.drafter_version
+        self.timeline.record("published", worker=worker, policy=self.policy_version, drafter=self.drafter_version)
+
+
+def _with_versions(view: WorkerView, policy: int, drafter: int) -> WorkerView:
+    return WorkerView(view.id, view.state, view.max_batch, view.kv_tokens, view.slowdown, max(view.policy_version, policy),
+                      max(view.drafter_version, drafter), view.can_train)
+
+
+def _add_sums(total: StepSums, new: StepSums) -> None:
+    for name in ("steps", "tokens", "prompt_tokens", "drafted", "accepted", "verifications", "preemptions"):
+        setattr(total, name, getattr(total, name) + getattr(new, name))
+    for strategy, steps in new.strategies.items():
+        total.strategies[strategy] = total.strategies.get(strategy, 0) + steps

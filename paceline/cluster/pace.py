@@ -1,0 +1,58 @@
+"""How fast workers generate: seconds per token by batch size, predicted at first and measured from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+_MEMORY_TOKENS = 2000.0
+"""Measurements of so many tokens weigh as much as the newest ones."""
+
+
+class PaceModel:
+    """Learns `ClusterView.token_s`, and how slow each worker is relative to it."""
+
+    def __init__(self, max_batch: int, predicted: Floats | None = None) -> None:
+        """`predicted`: seconds per token [max_batch + 1] from a cost curve; None guesses a step of 10 ms."""
+        batch = np.arange(max_batch + 1)
+        self._table: Floats = 0.01 + 1e-4 * batch.astype(np.float64) if predicted is None else predicted.copy()
+        self._tokens = np.zeros(max_batch + 1)
+        self._seconds = np.zeros(max_batch + 1)
+        self._slowdown: dict[int, float] = {}
+
+    @property
+    def token_s(self) -> Floats:
+        """[max_batch + 1] seconds until every request of a worker has one more token, by the worker's number of requests. Batch
+        sizes that were never measured follow the prediction, scaled like their neighbours."""
+        seen = np.flatnonzero(self._tokens)
+        if not len(seen):
+            return self._table
+        ratio = self._seconds[seen] / self._tokens[seen] / self._table[seen]
+        found: Floats = self._table * np.interp(np.arange(len(self._table)), seen, ratio)
+        return np.maximum.accumulate(found)
+
+    def observe(self, worker: int, pace: Mapping[int, tuple[int, float]]) -> None:
+        """A worker's decode steps: batch size → tokens, and seconds summed over requests."""
+        expected, took = 0.0, 0.0
+        before = self.token_s
+        for requests, (tokens, seconds) in pace.items():
+            size = min(requests, len(self._table) - 1)
+            expected, took = expected + tokens * before[size], took + seconds
+            keep = _MEMORY_TOKENS / (_MEMORY_TOKENS + tokens)
+            self._tokens[size] = keep * self._tokens[size] + tokens
+            self._seconds[size] = keep * self._seconds[size] + seconds
+        if expected > 0:
+            old = self._slowdown.get(worker, 1.0)
+            self._slowdown[worker] = old + 0.1 * (took / expected - old)
+
+    def slowdown(self, worker: int) -> float:
+        """Duration of a worker's steps relative to `token_s`; 1 unless it is clearly slower."""
+        found = self._slowdown.get(worker, 1.0)
+        return found if found > 1.5 else 1.0
+
+    def forget(self, worker: int) -> None:
+        """The worker was started again."""
+        self._slowdown.pop(worker, None)

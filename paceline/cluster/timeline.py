@@ -1,0 +1,79 @@
+"""The timeline of a cluster: state changes, migrations and publications as JSON lines, and as a trace for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.cluster.types import WorkerState
+
+EVENTS_FILE, TRACE_FILE = "timeline.jsonl", "timeline.trace.json"
+
+
+class Timeline:
+    """Records events in memory and, if there is a folder, in files."""
+
+    def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._began = clock, clock()
+        self.events: list[dict[str, Any]] = []
+        self._folder = folder
+        self._file: TextIO | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8")
+        self._states: dict[int, tuple[WorkerState, float]] = {}
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Add an event: what happened, and its details."""
+        event = {"t": round(self._clock() - self._began, 6), "event": kind, **fields}
+        self.events.append(event)
+        if self._file is not None:
+            self._file.write(json.dumps(event) + "\n")
+
+    def set_state(self, worker: int, state: WorkerState) -> None:
+        """A worker is in this state now. The interval before is recorded when the state changes."""
+        now = self._clock() - self._began
+        before = self._states.get(worker)
+        if before is None or before[0] is not state:
+            self._states[worker] = state, now
+            if before is not None:
+                self.record("interval", worker=worker, state=before[0].value, start=round(before[1], 6), end=round(now, 6))
+
+    def shares(self) -> dict[str, float]:
+        """Share of the workers' time in each state, over all intervals that have ended."""
+        seconds = {state.value: 0.0 for state in WorkerState}
+        for event in self.events:
+            if event["event"] == "interval":
+                seconds[event["state"]] += event["end"] - event["start"]
+        total = sum(seconds.values())
+        return {state: value / total for state, value in seconds.items()} if total else {}
+
+    def close(self) -> None:
+        """End all intervals and write the trace."""
+        now = self._clock() - self._began
+        for worker, (state, since) in self._states.items():
+            self.record("interval", worker=worker, state=state.value, start=round(since, 6), end=round(now, 6))
+        self._states = {}
+        if self._file is not None and self._folder is not None:
+            self._file.close()
+            (self._folder / TRACE_FILE).write_text(json.dumps(chrome_trace(self.events)), encoding="utf-8")
+
+
+def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Events in the trace format that Perfetto and chrome://tracing read: one row per worker."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "interval":
+            found.append({"name": event["state"], "ph": "X", "pid": 0, "tid": event["worker"], "ts": 1e6 * event["start"],
+                          "dur": 1e6 * (event["end"] - event["start"])})
+        else:
+            details = {name: value for name, value in event.items() if name not in ("t", "event", "worker")}
+            found.append({"name": event["event"], "ph": "i", "s": "t", "pid": 0, "tid": event.get("worker", -1),
+                          "ts": 1e6 * event["t"], "args": details})
+    rows = sorted({event["tid"] for event in found})
+    names = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": row,
+              "args": {"name": "coordinator" if row < 0 else f"worker {row}"}} for row in rows]
+    return {"traceEvents": names + found}

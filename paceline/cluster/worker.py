@@ -1,0 +1,281 @@
+"""A worker: one engine that generates, and the drafter's training when the engine has nothing to do. No Ray in here.
+
+Messages are handled between two steps, so the engine never sees two threads: `post` may be called from anywhere, `step` by one
+thread only, and `report` by another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from safetensors.torch import load
+
+from paceline.cluster.messages import (
+    Add,
+    Arrive,
+    Arrived,
+    Cancel,
+    EndTraining,
+    Finished,
+    FirstPages,
+    LearnText,
+    Message,
+    MoveOut,
+    PagesReady,
+    Progress,
+    Report,
+    SetDrafter,
+    SetPolicy,
+    StartTraining,
+    Stayed,
+    StepSums,
+    TrainedDrafter,
+)
+from paceline.cluster.training import DrafterTraining, unpack_drafter
+from paceline.cluster.types import WorkerState
+from paceline.engine import Engine
+from paceline.engine.migration import Reservation
+from paceline.types import StepResult
+
+logger = logging.getLogger(__name__)
+
+_RESERVED_S = 60.0
+"""Seconds that room is kept for a request that is on its way."""
+
+Send = Callable[[int, Message], None]
+"""Sends a message to another worker."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request on this worker."""
+
+    epoch: int
+    local: int
+    """Its id in the engine."""
+    reported: int
+    """Number of answer tokens that the coordinator knows."""
+
+
+class _Reserved(NamedTuple):
+    """Room for a request that is on its way to this worker."""
+
+    epoch: int
+    pages: Reservation | None
+    since: float
+
+
+class Worker:
+    """Generates requests, moves them to and from other workers, and trains the drafter while it has none."""
+
+    def __init__(self, worker_id: int, engine: Engine, send: Send, training: DrafterTraining | None = None,
+                 clock: Callable[[], float] = time.time) -> None:
+        """`training`: None if this worker does not train a drafter. `clock`: the same for all workers."""
+        self.id, self.engine, self.training = worker_id, engine, training
+        self._send, self._clock = send, clock
+        self._inbox: deque[tuple[Message, Any, float]] = deque()
+        self._held: dict[int, _Held] = {}
+        self._by_local: dict[int, int] = {}
+        self._reserved: dict[int, _Reserved] = {}
+        self._events: deque[Finished | Arrived | Stayed] = deque()
+        self._sums, self._preempt_s = StepSums(), list[float]()
+        self._trained: TrainedDrafter | None = None
+        self.policy_version = self.drafter_version = -1
+        """Versions that the coordinator has published to this worker; -1: none yet."""
+
+    def post(self, message: Message, payload: Any = None) -> None:
+        """Queue a message; it is handled before the next step."""
+        self._inbox.append((message, payload, self._clock()))
+
+    @property
+    def state(self) -> WorkerState:
+        if self.training is not None and self.training.active:
+            return WorkerState.TRAINING
+        return WorkerState.BUSY if self._held else WorkerState.IDLE
+
+    def step(self) -> bool:
+        """Handle all messages, then generate one step or train one micro-batch. Returns whether there was anything to do."""
+        handled = bool(self._inbox)
+        while self._inbox:
+            self._handle(*self._inbox.popleft())
+        self._expire_reservations()
+        if self.engine.has_work:
+            self._generate()
+        elif self.training is not None and self.training.active:
+            self._trained = self.training.run_micro_batch() or self._trained
+        else:
+            return handled
+        return True
+
+    def report(self) -> Report:
+        """What has happened since the last report."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        progress = [found for request, held in list(self._held.items()) if (found := self._progress(request, held)) is not None]
+        sums, self._sums = self._sums, StepSums()
+        trained, self._trained = self._trained, None
+        preempt_s, self._preempt_s = tuple(self._preempt_s), []
+        can_train = self.training is not None and self.training.has_data
+        return Report(self.id, self.state, self.policy_version, self.drafter_version, can_train, events, progress, sums, trained,
+                      preempt_s)
+
+    # -- generation
+
+    def _generate(self) -> None:
+        before = self.engine.scheduler.num_preemptions
+        result = self.engine.step()
+        self._count(result, self.engine.scheduler.num_preemptions - before)
+        for rollout in result.finished:
+            request = self._by_local.pop(rollout.request_id, None)
+            if request is None:
+                continue  # it was cancelled while its last step was in flight
+            held = self._held.pop(request)
+            if self.training is not None and rollout.features is not None:
+                self.training.add(rollout.features, self.policy_version)
+            self._events.append(Finished(request, held.epoch, replace(rollout, features=None)))
+
+    def _count(self, result: StepResult, preemptions: int) -> None:
+        sums, tokens = self._sums, sum(map(len, result.tokens.values()))
+        sums.steps += 1
+        sums.tokens += tokens
+        sums.prompt_tokens += result.num_prefill_rows
+        sums.drafted += result.drafted
+        sums.accepted += result.accepted
+        sums.verifications += result.num_requests
+        sums.preemptions += preemptions
+        if result.num_requests:
+            sums.strategies[str(result.strategy)] = sums.strategies.get(str(result.strategy), 0) + 1
+            if not result.num_prefill_rows:
+                old = sums.pace.get(result.num_requests, (0, 0.0))
+                sums.pace[result.num_requests] = old[0] + tokens, old[1] + result.num_requests * result.ms / 1e3
+
+    def _progress(self, request: int, held: _Held) -> Progress | None:
+        found = self.engine.migration.outputs(held.local, held.reported)
+        if found is None or not found[0]:
+            return None
+        progress = Progress(request, held.epoch, held.reported, *found)
+        held.reported += len(progress.token_ids)
+        return progress
+
+    # -- messages
+
+    def _handle(self, message: Message, payload: Any, posted_at: float) -> None:
+        match message:
+            case Add():
+                self._stop_training(posted_at)
+                self._add(message)
+            case MoveOut():
+                self._offer(message)
+            case FirstPages():
+                self._stop_training(posted_at)
+                self._reserve(message)
+            case PagesReady():
+                self._follow(message)
+            case Arrive():
+                self._arrive(message)
+            case Cancel():
+                self._cancel(message)
+            case SetPolicy(version):
+                self.engine.update_weights(load(bytes(payload)), version)
+                self.policy_version = version
+                if self.training is not None:
+                    self.training.policy_changed()
+            case SetDrafter(version):
+                drafter = unpack_drafter(payload, self.engine)
+                self.engine.update_drafter(drafter, min(payload.fingerprint.version, self.engine.version))
+                self.drafter_version = version
+            case StartTraining():
+                if self.training is not None and not self._held:
+                    self.training.start(payload)
+            case EndTraining():
+                self._stop_training(posted_at)
+            case LearnText(prompt_ids, token_ids):
+                self.engine.drafting.learn_text(prompt_ids, token_ids)
+
+    def _add(self, message: Add) -> None:
+        local = self.engine.migration.import_request(message.state, self.engine.version)
+        self._hold(message.request, message.epoch, local, len(message.state.output_ids))
+
+    def _stop_training(self, asked_at: float) -> None:
+        if self.training is not None and self.training.active:
+            self._preempt_s.append(self._clock() - asked_at)
+            self._trained = self.training.stop() or self._trained
+
+    def _hold(self, request: int, epoch: int, local: int, reported: int) -> None:
+        self._drop(request)  # an earlier stay that the coordinator has given up
+        self._held[request] = _Held(epoch, local, reported)
+        self._by_local[local] = request
+
+    def _drop(self, request: int) -> None:
+        held = self._held.pop(request, None)
+        if held is not None:
+            del self._by_local[held.local]
+            self.engine.abort([held.local])
+
+    def _cancel(self, message: Cancel) -> None:
+        held = self._held.get(message.request)
+        if held is not None and held.epoch <= message.epoch:
+            self._drop(message.request)
+        reserved = self._reserved.get(message.request)
+        if reserved is not None and reserved.epoch <= message.epoch:
+            self._release(message.request)
+
+    def _release(self, request: int) -> None:
+        pages = self._reserved.pop(request).pages
+        if pages is not None:
+            self.engine.migration.release(pages)
+
+    def _expire_reservations(self) -> None:
+        """Free the room for requests that never came, because their worker died."""
+        for request, reserved in list(self._reserved.items()):
+            if self._clock() - reserved.since > _RESERVED_S:
+                self._release(request)
+
+    # -- migration: MoveOut → FirstPages → PagesReady → Arrive
+
+    def _offer(self, message: MoveOut) -> None:
+        held = self._held.get(message.request)
+        if held is None or held.epoch >= message.epoch:
+            return  # it has ended
+        pages = self.engine.migration.export_pages(held.local)
+        self._send(message.target, FirstPages(message.request, message.epoch, self.id, pages))
+
+    def _reserve(self, message: FirstPages) -> None:
+        reservation, accepted = None, True
+        if message.pages is not None:
+            reservation = self.engine.migration.reserve(message.pages)
+            accepted = reservation is not None
+        if accepted:
+            self._cancel(Cancel(message.request, message.epoch - 1))
+            self._reserved[message.request] = _Reserved(message.epoch, reservation, self._clock())
+        num_tokens = 0 if reservation is None else reservation.num_tokens
+        self._send(message.source, PagesReady(message.request, message.epoch, self.id, num_tokens, accepted))
+
+    def _follow(self, message: PagesReady) -> None:
+        held = self._held.get(message.request)
+        if held is None or held.epoch >= message.epoch:
+            self._send(message.target, Cancel(message.request, message.epoch))  # it has ended meanwhile
+            return
+        if not message.accepted:
+            self._events.append(Stayed(message.request, message.epoch))
+            return
+        state = self.engine.migration.export_request(held.local, self.engine.version, message.num_tokens)
+        if state is None:
+            self._send(message.target, Cancel(message.request, message.epoch))
+            return
+        del self._held[message.request], self._by_local[held.local]
+        self._send(message.target, Arrive(message.request, message.epoch, state, self._clock()))
+
+    def _arrive(self, message: Arrive) -> None:
+        reserved = self._reserved.get(message.request)
+        if reserved is None or reserved.epoch != message.epoch:
+            return  # it was cancelled: the coordinator has started it again elsewhere
+        del self._reserved[message.request]
+        local = self.engine.migration.import_request(message.state, self.engine.version, reserved.pages)
+        self._hold(message.request, message.epoch, local, len(message.state.output_ids))
+        prefilled = not self.engine.migration.is_running(local)
+        self._events.append(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))

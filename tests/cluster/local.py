@@ -1,0 +1,95 @@
+"""Clusters of tiny float64 engines in this process."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from safetensors.torch import save
+from tiny import eagle, model
+
+from paceline import Engine, Rollout, SamplingParams, Strategy
+from paceline.cluster.coordinator import ClusterLimits, Coordinator
+from paceline.cluster.local_runtime import LocalRuntime
+from paceline.cluster.messages import to_payload
+from paceline.cluster.types import PolicyConfig
+from paceline.cluster.worker import Worker
+from paceline.config import EngineConfig
+from paceline.engine.migration import RequestState
+from paceline.engine.prompts import derive_seed
+from paceline.models.decoder import Decoder
+from paceline.models.state_dict import export_state
+
+PROMPTS = [[5, 9, 9, 2, 40, 17, 3, 3, 8], [1], [7, 7, 7, 30, 12], [11, 12, 13]]
+GROUP = 3
+PARAMS = SamplingParams(max_new_tokens=32, seed=3)
+EAGER = PolicyConfig(min_gain=0.0)
+"""Moves requests for any gain."""
+
+
+def make_engine(strategy: str = "off", seed: int = 0, **options: Any) -> Engine:
+    """An engine with a policy and a drafter of its own, which may be updated."""
+    source = model("llama", seed)
+    policy = Decoder.random(source.config, 0, dtype=source.norm.dtype)
+    policy.load_state_dict(source.state_dict())
+    sizes = {"page_size": 4, "kv_tokens": 400, "max_batch": 5, "kernels": "torch", **options}
+    return Engine(policy, None, deepcopy(eagle("llama")), Strategy.parse(strategy), EngineConfig(**sizes))
+
+
+def weights(seed: int = 0) -> Any:
+    """The policy as it is published."""
+    return to_payload(save({name: t.contiguous() for name, t in export_state(model("llama", seed)).items()}))
+
+
+def make_cluster(num_workers: int, config: PolicyConfig | None = None, strategy: str = "off", steps_per_poll: int = 2,
+                 **limits: Any) -> Coordinator:
+    """A coordinator of workers that start with other weights than the published ones (version 0)."""
+    batch = limits.get("max_batch", 5)
+    runtime = LocalRuntime(num_workers, lambda w, send: Worker(w, make_engine(strategy, seed=7, max_batch=batch), send),
+                           steps_per_poll)
+    sizes = {"max_batch": 5, "kv_tokens": 400, "interval_s": 0.0, "move_pause_s": 0.0, "move_token_s": 0.0, **limits}
+    coordinator = Coordinator(runtime, ClusterLimits(**sizes), config)
+    coordinator.publish_policy(weights(), 0)
+    return coordinator
+
+
+def submit(coordinator: Coordinator, params: SamplingParams = PARAMS) -> list[int]:
+    ids = []
+    for number, prompt in enumerate(PROMPTS):
+        states = [RequestState(prompt, _seeded(params, prompt, sample), 0, sample) for sample in range(GROUP)]
+        ids += coordinator.submit(states, str(number))
+    return ids
+
+
+def _seeded(params: SamplingParams, prompt: list[int], sample: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=params.max_new_tokens, seed=derive_seed(params.seed, prompt, sample))
+
+
+@cache
+def reference(seed: int = 0) -> dict[int, Rollout]:
+    """The same answers from one engine, by seed."""
+    engine = make_engine(seed=seed)
+    return {rollout.seed: rollout for group in engine.generate(PROMPTS, PARAMS, GROUP) for rollout in group.rollouts}
+
+
+def run(coordinator: Coordinator, ids: list[int], rounds: int = 600) -> dict[int, Rollout]:
+    """Run to the end. Rollouts by id; none comes twice."""
+    found: dict[int, Rollout] = {}
+    for _ in range(rounds):
+        for request, rollout in coordinator.step():
+            assert request not in found, "a rollout came twice"
+            found[request] = rollout
+        if len(found) == len(ids):
+            return found
+    raise AssertionError(f"{len(ids) - len(found)} of {len(ids)} requests are lost")
+
+
+def assert_same(found: dict[int, Rollout], seed: int = 0) -> None:
+    """The rollouts are those of one engine."""
+    expected = reference(seed)
+    assert {rollout.seed for rollout in found.values()} == expected.keys()
+    for rollout in found.values():
+        assert rollout.token_ids == expected[rollout.seed].token_ids
+        assert max(abs(a - b) for a, b in zip(rollout.logprobs, expected[rollout.seed].logprobs, strict=True)) < 1e-12
+        assert rollout.finish_reason == expected[rollout.seed].finish_reason

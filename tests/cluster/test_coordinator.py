@@ -1,0 +1,127 @@
+"""Requests on several workers: the same tokens as on one, whatever is moved, killed or updated on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cluster.local import EAGER, assert_same, make_cluster, run, submit, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cluster.types import PolicyConfig
+
+STATIC = PolicyConfig(scheduling=False, reallocation=False)
+
+
+def check_clean(coordinator) -> None:
+    """Nothing is left on any worker."""
+    for _ in range(3):
+        coordinator.step()
+    assert len(coordinator.book) == 0
+    for worker in coordinator.runtime.workers.values():
+        assert not worker._held and not worker._by_local and not worker._reserved
+        assert not worker.engine.scheduler.has_work
+        worker.engine.scheduler.pages.check_integrity()
+        pages = worker.engine.scheduler.pages
+        assert pages.num_available == pages.num_pages
+
+
+def test_any_number_of_workers_gives_the_same_rollouts():
+    for num_workers in (1, 2, 4):
+        for config in (None, STATIC, EAGER):
+            coordinator = make_cluster(num_workers, config)
+            assert_same(run(coordinator, submit(coordinator)))
+            check_clean(coordinator)
+
+
+def test_speculating_workers_give_the_same_rollouts():
+    for strategy in ("suffix:d4w2v6", "eagle:d3w2v4", "both:d3w2v4"):
+        coordinator = make_cluster(2, EAGER, strategy)
+        assert_same(run(coordinator, submit(coordinator)))
+
+
+def test_requests_move_to_where_there_is_room():
+    """All requests are on one worker; a second one appears."""
+    coordinator = make_cluster(2, EAGER, max_batch=12)
+    coordinator.runtime.kill(1)
+    coordinator.runtime.start = lambda worker: None
+    ids = submit(coordinator)
+    for _ in range(5):
+        coordinator.step()
+    del coordinator.runtime.start
+    coordinator.runtime.start(1)
+    assert_same(run(coordinator, ids))
+    moved = [event for event in coordinator.timeline.events if event["event"] == "migrated"]
+    assert moved and not any(event["prefilled"] for event in moved)
+    check_clean(coordinator)
+
+
+FAULTS = (st.integers(1, 4), st.sampled_from([None, STATIC, EAGER]), st.integers(1, 5), st.sampled_from(["off", "both:d3w2v4"]),
+          st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), max_size=6))
+
+
+@settings(max_examples=8, deadline=None)
+@given(*FAULTS)
+def test_workers_may_die_at_any_moment(num_workers, config, steps_per_poll, strategy, faults):
+    survive(num_workers, config, steps_per_poll, strategy, faults)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(*FAULTS)
+def test_workers_may_die_at_any_moment_thoroughly(num_workers, config, steps_per_poll, strategy, faults):
+    survive(num_workers, config, steps_per_poll, strategy, faults)
+
+
+def survive(num_workers, config, steps_per_poll, strategy, faults):
+    """Faults: after so many rounds this worker dies, between two polls or in the middle of one. Nothing is lost, nothing comes
+    twice, and the rollouts are the same."""
+    coordinator = make_cluster(num_workers, config, strategy, steps_per_poll)
+    ids = submit(coordinator)
+    found = {}
+    runtime = coordinator.runtime
+    for rounds, worker, in_between in faults:
+        for _ in range(rounds):
+            found |= dict(coordinator.step())
+        if in_between:  # messages are on their way, and some steps are done that nobody was told of
+            for other in list(runtime.workers.values())[::-1]:
+                other.step()
+        runtime.kill(worker % num_workers)
+    left = [request for request in ids if request not in found]
+    found |= run(coordinator, left) if left else {}
+    assert_same(found)
+    check_clean(coordinator)
+
+
+def test_every_worker_has_the_published_policy_bit_for_bit():
+    coordinator = make_cluster(3)
+    ids = submit(coordinator)
+    run(coordinator, ids)
+    coordinator.publish_policy(weights(seed=5), 1)
+    coordinator.runtime.kill(2)  # it misses the publication
+    assert_same(run(coordinator, submit(coordinator)), seed=5)
+    for _ in range(3):
+        coordinator.step()
+    policies = [dict(worker.engine.model.named_parameters()) for worker in coordinator.runtime.workers.values()]
+    assert len(policies) == 3
+    for other in policies[1:]:
+        assert all(torch.equal(policies[0][name], other[name]) for name in other)
+    assert all(worker.engine.version == 1 for worker in coordinator.runtime.workers.values())
+
+
+def test_versions_are_recorded_with_the_tokens():
+    coordinator = make_cluster(2)
+    run(coordinator, submit(coordinator))
+    coordinator.publish_policy(weights(), 3)
+    found = run(coordinator, submit(coordinator))
+    assert {version for rollout in found.values() for version in rollout.versions} == {3}
+
+
+def test_cancelled_requests_leave_nothing_behind():
+    coordinator = make_cluster(2)
+    ids = submit(coordinator)
+    for _ in range(3):
+        coordinator.step()
+    coordinator.cancel(ids)
+    check_clean(coordinator)
+    assert_same(run(coordinator, submit(coordinator)))

@@ -1,0 +1,110 @@
+"""Drafter training on idle workers while others generate."""
+
+from __future__ import annotations
+
+import torch
+from cluster.local import PARAMS, PROMPTS, assert_same, make_engine, run, submit, weights
+from tiny import eagle
+
+from paceline import SamplingParams
+from paceline.cluster.coordinator import ClusterLimits, Coordinator
+from paceline.cluster.local_runtime import LocalRuntime
+from paceline.cluster.messages import EndTraining, StartTraining
+from paceline.cluster.training import DrafterTraining
+from paceline.cluster.types import PolicyConfig, WorkerState
+from paceline.cluster.worker import Worker
+from paceline.engine.migration import RequestState
+from paceline.spot import SpotConfig, capture_layers
+
+
+def make_training_cluster(num_workers: int = 3) -> Coordinator:
+    """Workers that report their drafter after every step; a few answers last long."""
+    layers = capture_layers(eagle("llama").config)
+    config = SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)
+
+    def make(worker, send):
+        engine = make_engine("eagle:d3w2v4", capture=layers)
+        return Worker(worker, engine, send, DrafterTraining(engine, config, publish_s=0.0))
+
+    coordinator = Coordinator(LocalRuntime(num_workers, make, 2), ClusterLimits(5, 400, 0.0),
+                              PolicyConfig(reallocation=False, min_train_s=0.0))
+    coordinator.publish_policy(weights(), 0)
+    return coordinator
+
+
+def test_idle_workers_train_while_others_generate():
+    coordinator = make_training_cluster()
+    ids = submit(coordinator)
+    assert_same(run(coordinator, ids))
+    long = [request for request in submit(coordinator) if request is not None]
+    assert_same(run(coordinator, long))
+    for _ in range(4):
+        coordinator.step()
+    coordinator.timeline.close()
+    intervals = [e for e in coordinator.timeline.events if e["event"] == "interval"]
+    training = [e for e in intervals if e["state"] == "training"]
+    busy = [e for e in intervals if e["state"] == "busy"]
+    assert training, "no worker has trained"
+    assert any(a["worker"] != b["worker"] and a["start"] < b["end"] and b["start"] < a["end"] for a in training for b in busy)
+    assert coordinator.drafter_version >= 0 and coordinator.trained is not None
+    assert coordinator.timeline.shares()["training"] > 0
+
+
+def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
+    coordinator = make_training_cluster()
+    before = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
+    for _ in range(2):
+        run(coordinator, submit(coordinator))
+    for _ in range(6):
+        coordinator.step()
+    workers = list(coordinator.runtime.workers.values())
+    assert {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1}
+    drafters = [list(worker.engine.drafting.eagle.module.parameters()) for worker in workers]
+    for other in drafters[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(drafters[0], other, strict=True))
+    original = list(eagle("llama").parameters())
+    assert not all(torch.equal(a, b) for a, b in zip(drafters[0], original, strict=True)), "it was trained"
+    assert all(torch.equal(a, b) for a, b in zip(before, workers[0].engine.model.parameters(), strict=True))
+
+
+def test_training_continues_on_another_worker_after_its_trainer_died():
+    coordinator = make_training_cluster()
+    run(coordinator, submit(coordinator))
+    (long,) = coordinator.submit([RequestState([3, 1, 4], SamplingParams(max_new_tokens=200, seed=1), 0, 0)], "long")
+    trainers, reported, found = [], [], {}
+    for _ in range(400):
+        found |= dict(coordinator.step())
+        active = [w for w, worker in coordinator.runtime.workers.items() if worker.training.active]
+        if active and coordinator.trained is not None and len(trainers) < 2 and active[0] not in trainers:
+            reported.append(coordinator.trained.snapshot_metadata["progress"]["step"])
+            trainers += active
+            if len(trainers) == 1:
+                coordinator.runtime.kill(active[0])
+                coordinator.runtime.start = lambda worker: None
+        if found:
+            break
+    assert len(trainers) == 2, "another worker trains"
+    assert 0 < reported[0] < coordinator.trained.snapshot_metadata["progress"]["step"], "it went on from there"
+    alone = make_engine()
+    alone.add([3, 1, 4], SamplingParams(max_new_tokens=200), seeds=[1])
+    expected = alone.step()
+    while not expected.finished:
+        expected = alone.step()
+    assert found[long].token_ids == expected.finished[0].token_ids
+
+
+def test_work_ends_training_within_one_micro_batch():
+    engine = make_engine("eagle:d3w2v4", capture=capture_layers(eagle("llama").config))
+    sent = []
+    worker = Worker(0, engine, lambda *message: sent.append(message),
+                    DrafterTraining(engine, SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)))
+    for group in engine.generate(PROMPTS, PARAMS, 2):
+        for rollout in group.rollouts:
+            worker.training.add(rollout.features, 0)
+    worker.post(StartTraining())
+    worker.step()
+    assert worker.state is WorkerState.TRAINING
+    worker.post(EndTraining())
+    worker.step()
+    report = worker.report()
+    assert report.state is WorkerState.IDLE and len(report.preempt_s) == 1 and report.trained is not None

@@ -98,6 +98,11 @@ class Worker:
             return WorkerState.TRAINING
         return WorkerState.BUSY if self._held else WorkerState.IDLE
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the coordinator should hear from this worker soon: a request has ended or moved, or there is a drafter."""
+        return bool(self._events) or self._trained is not None
+
     def step(self) -> bool:
         """Handle all messages, then generate one step or train one micro-batch. Returns whether there was anything to do."""
         handled = bool(self._inbox)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from paceline.cluster.coordinator import ClusterLimits, Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
 from paceline.cluster.types import PolicyConfig
-from paceline.cluster.worker import Worker
+from paceline.cluster.worker import Send, Worker
 from paceline.config import EngineConfig
 from paceline.engine.migration import RequestState
 from paceline.engine.prompts import derive_seed
@@ -35,6 +36,16 @@ def make_engine(strategy: str = "off", seed: int = 0, **options: Any) -> Engine:
     policy.load_state_dict(source.state_dict())
     sizes = {"page_size": 4, "kv_tokens": 400, "max_batch": 5, "kernels": "torch", **options}
     return Engine(policy, None, deepcopy(eagle("llama")), Strategy.parse(strategy), EngineConfig(**sizes))
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """Makes a worker in another process, with a tiny engine whose policy is not the published one."""
+
+    strategy: str = "off"
+
+    def build(self, worker_id: int, send: Send) -> Worker:
+        return Worker(worker_id, make_engine(self.strategy, seed=7), send)
 
 
 def weights(seed: int = 0) -> Any:

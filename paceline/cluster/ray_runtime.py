@@ -1,0 +1,222 @@
+"""Workers as Ray actors: one process per worker, on this machine or on any node of a Ray cluster.
+
+Ray starts the processes, carries the messages (large payloads through its object store) and notices when a process dies. All
+decisions are the coordinator's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from itertools import count
+from typing import Any, Protocol
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.cluster.messages import Lost, Message, Report
+from paceline.cluster.worker import Send, Worker
+
+logger = logging.getLogger(__name__)
+
+_COORDINATOR = -1
+_REPORT_S = 0.2
+"""Largest time between two reports of a worker that has nothing urgent to say."""
+_SILENT_S = 120.0
+"""A worker that has not reported for so long, once it was ready, is killed and counts as lost."""
+_MAX_FAILED_STARTS = 3
+"""A worker that dies so many times in a row before its first report cannot be started at all."""
+
+
+class WorkerSpec(Protocol):
+    """How to make a worker; sent to the process that runs it."""
+
+    def build(self, worker_id: int, send: Send) -> Worker: ...
+
+
+class RayRuntime:
+    """Implements `coordinator.Runtime` with one actor per worker."""
+
+    def __init__(self, num_workers: int, spec: WorkerSpec, address: str | None = None, num_cpus: float = 0.0,
+                 num_gpus: float = 0.0) -> None:
+        """`address`: None starts Ray on this machine, on the loopback interface, unless it is already running; "auto" joins the
+        cluster that this machine belongs to. `num_cpus`, `num_gpus`: what Ray reserves for each worker."""
+        self.num_workers, self._spec = num_workers, spec
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _init_ray(address)
+        self._group: PlacementGroup | None = None
+        self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0}
+        if num_cpus or num_gpus:
+            bundle = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
+            self._group = placement_group([bundle] * num_workers, strategy="PACK")
+            ray.get(self._group.ready())
+        self._starts = count()
+        self._actors: dict[int, Any] = {}
+        self._incarnation: dict[int, int] = {}
+        self._numbers: dict[int, count[int]] = {}
+        self._reports: dict[Any, tuple[int, float]] = {}  # pending report → worker, and when it was asked for
+        self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
+        for worker in range(num_workers):
+            self._launch(worker)
+        self._connect()
+
+    def start(self, worker: int) -> None:
+        self._launch(worker)
+        self._connect()
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def post(self, worker: int, message: Message, payload: Any = None) -> None:
+        self._actors[worker].post.remote(_COORDINATOR, next(self._numbers[worker]), message, payload)
+
+    def poll(self, timeout_s: float) -> list[Report | Lost]:
+        ready, _ = ray.wait(list(self._reports), num_returns=1, timeout=max(timeout_s, 1e-3))
+        if ready:  # take what else is there
+            ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=0)
+        silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
+                  and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
+        return [self._result(reference) for reference in ready] + [self._give_up(reference) for reference in silent]
+
+    def pids(self) -> dict[int, int]:
+        """Process ids of the workers."""
+        return {worker: ray.get(actor.pid.remote()) for worker, actor in self._actors.items()}
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+        if self._group is not None:
+            remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _launch(self, worker: int) -> None:
+        options = dict(self._options)
+        if self._group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, worker)
+        self._incarnation[worker] = next(self._starts)
+        self._failed_starts[worker] += 1
+        actor = ray.remote(concurrency_groups={"inbox": 1, "report": 1})(_WorkerActor)  # type: ignore[call-overload]
+        self._actors[worker] = actor.options(**options).remote(worker, self._incarnation[worker], self._spec)
+        self._numbers[worker] = count()
+        self._ask(worker)
+
+    def _ask(self, worker: int) -> None:
+        self._reports[self._actors[worker].report.remote(_REPORT_S)] = worker, time.perf_counter()
+
+    def _result(self, reference: Any) -> Report | Lost:
+        worker, _ = self._reports.pop(reference)
+        try:
+            report: Report = ray.get(reference)
+        except (RayActorError, RayTaskError) as error:
+            if self._failed_starts[worker] >= _MAX_FAILED_STARTS:
+                raise RuntimeError(f"worker {worker} cannot be started: {error}") from None
+            return Lost(worker, str(error).splitlines()[0])
+        self._failed_starts[worker] = 0
+        self._ask(worker)
+        return report
+
+    def _give_up(self, reference: Any) -> Lost:
+        worker, _ = self._reports.pop(reference)
+        ray.kill(self._actors[worker])
+        return Lost(worker, f"no report for {_SILENT_S:.0f} s")
+
+    def _connect(self) -> None:
+        for actor in self._actors.values():
+            actor.connect.remote(dict(self._actors), dict(self._incarnation))
+
+
+def _init_ray(address: str | None) -> None:
+    """Join a cluster, or start Ray here so that it listens on the loopback interface only."""
+    if address is not None:
+        ray.init(address=address, logging_level=logging.WARNING)
+        return
+    # Ray replaces a loopback address by one that other nodes can reach, unless this switch of its own is off.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, logging_level=logging.WARNING)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
+
+
+class _Inbox:
+    """Puts messages of each sender into the order in which they were sent: concurrent actor calls may overtake each other."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, int], int] = {}
+        self._early: dict[tuple[int, int], dict[int, Any]] = {}
+
+    def receive(self, sender: tuple[int, int], number: int, item: Any) -> list[Any]:
+        """Returns what can be handled now."""
+        early = self._early.setdefault(sender, {})
+        early[number] = item
+        due = []
+        while (following := self._next.get(sender, 0)) in early:
+            due.append(early.pop(following))
+            self._next[sender] = following + 1
+        return due
+
+
+class _WorkerActor:
+    """Runs a worker in a thread of its own, so that messages and reports never wait for a step."""
+
+    def __init__(self, worker_id: int, incarnation: int, spec: WorkerSpec) -> None:
+        self._id, self._incarnation = worker_id, incarnation
+        self._peers: dict[int, Any] = {}
+        self._peer_incarnation: dict[int, int] = {}
+        self._numbers: dict[tuple[int, int], count[int]] = {}
+        self._inbox, self._wake = _Inbox(), threading.Event()
+        self._news = threading.Event()
+        self._worker = spec.build(worker_id, self._send)
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
+
+    @ray.method(concurrency_group="inbox")
+    def connect(self, peers: dict[int, Any], incarnations: dict[int, int]) -> None:
+        self._peers, self._peer_incarnation = peers, incarnations
+
+    @ray.method(concurrency_group="inbox")
+    def post(self, sender: int, number: int, message: Message, payload: Any = None, incarnation: int = 0) -> None:
+        for item in self._inbox.receive((sender, incarnation), number, (message, payload)):
+            self._worker.post(*item)
+        self._wake.set()
+
+    @ray.method(concurrency_group="report")
+    def report(self, wait_s: float) -> Report:
+        """The worker's report, as soon as there is news, or after `wait_s`."""
+        self._news.wait(wait_s)
+        self._news.clear()
+        return self._worker.report()
+
+    @ray.method(concurrency_group="report")
+    def pid(self) -> int:
+        return os.getpid()
+
+    def _send(self, worker: int, message: Message) -> None:
+        if worker in self._peers:
+            key = worker, self._peer_incarnation[worker]
+            number = next(self._numbers.setdefault(key, count()))
+            self._peers[worker].post.remote(self._id, number, message, None, self._incarnation)
+
+    def _run(self) -> None:
+        try:
+            state = self._worker.state
+            while True:
+                if not self._worker.step():
+                    self._wake.wait(1.0)
+                    self._wake.clear()
+                if self._worker.has_news or self._worker.state is not state:
+                    state = self._worker.state
+                    self._news.set()
+        except BaseException:  # the thread's errors would go unnoticed: end the process, which Ray does notice
+            traceback.print_exc()
+            os._exit(1)

@@ -1,0 +1,50 @@
+"""Workers in processes of their own, started by Ray on this machine: the same rollouts, also if one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+from cluster.local import EAGER, PARAMS, TinySpec, assert_same, run, submit, weights
+
+from paceline.cluster.coordinator import ClusterLimits, Coordinator
+from paceline.cluster.ray_runtime import RayRuntime, _Inbox
+
+
+def assert_listens_on_loopback() -> None:
+    children = {child.pid for child in psutil.Process().children(recursive=True)} | {os.getpid()}
+    found = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in children}
+    assert found and found <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+def test_messages_are_put_into_order():
+    inbox = _Inbox()
+    assert inbox.receive((0, 0), 1, "b") == [] and inbox.receive((1, 0), 0, "x") == ["x"]
+    assert inbox.receive((0, 0), 0, "a") == ["a", "b"] and inbox.receive((0, 0), 2, "c") == ["c"]
+    assert inbox.receive((0, 1), 0, "from a new process") == ["from a new process"]
+
+
+def test_two_workers_on_ray_with_one_killed(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")]))
+    coordinator = Coordinator(RayRuntime(2, TinySpec()), ClusterLimits(5, 400, 0.05, 0.0, 0.0), EAGER)
+    try:
+        coordinator.publish_policy(weights(), 0)
+        assert_listens_on_loopback()
+        assert_same(run(coordinator, submit(coordinator), rounds=2000))
+        ids, found = submit(coordinator, PARAMS), {}
+        while not any(coordinator.book.state(i).output_ids for i in ids if coordinator.book.is_open(i)) and not found:
+            found |= dict(coordinator.step())
+        os.kill(coordinator.runtime.pids()[1], signal.SIGKILL)
+        left = [request for request in ids if request not in found]
+        assert_same(found | run(coordinator, left, rounds=2000))
+        lost = [event for event in coordinator.timeline.events if event["event"] == "lost"]
+        assert len(lost) == 1 and lost[0]["worker"] == 1
+        coordinator.publish_policy(weights(seed=5), 1)
+        assert_same(run(coordinator, submit(coordinator), rounds=2000), seed=5)  # it is back, with the new weights
+    finally:
+        coordinator.close()

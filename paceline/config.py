@@ -222,6 +222,32 @@ class RewardConfig(Config):
     """Maximum number of seconds for grading one answer."""
 
 
+class ClusterConfig(Config):
+    """Rollouts on several workers. Nothing in this class changes a generated token."""
+
+    workers: int = Field(1, ge=1)
+    """Number of workers that generate, each in a process of its own. More than 1 needs Ray (`pip install paceline[cluster]`)."""
+    address: str | None = None
+    """Ray cluster to join: `auto`, or the address of its head node. None: Ray is started on this machine if it is needed."""
+    cpus_per_worker: float = Field(0.0, ge=0)
+    """CPU cores that Ray reserves for each worker. 0: none are reserved."""
+    gpus_per_worker: float | None = Field(None, ge=0)
+    """GPUs that Ray reserves for each worker. None: 1 if the run's device is a GPU, otherwise 0."""
+    scheduling: bool = True
+    """Assign requests as workers have room, by expected length. False: all at once, the answers of a prompt to one worker."""
+    reallocation: bool = True
+    """Move running requests to less loaded workers."""
+    spot_training: bool = True
+    """Train the learned drafter on workers that have nothing to generate."""
+    interval_s: float = Field(0.1, gt=0)
+    """Longest time between two decisions of the coordinator, in seconds."""
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether the run has workers in other processes."""
+        return self.workers > 1 or self.address is not None
+
+
 class TrainConfig(Config):
     """Configuration of one reinforcement learning run. It is written, with all defaults filled in, to the run folder."""
 
@@ -284,6 +310,7 @@ class TrainConfig(Config):
     learner: LearnerConfig = LearnerConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -18,10 +18,19 @@ EXIT_CODES = {RunStatus.COMPLETED: 0, RunStatus.FAILED: 2, RunStatus.INTERRUPTED
 def train(config: TrainConfig, resume: bool = False) -> int:
     """Runs the training and returns the exit code."""
     with TerminalView(config) as view:
-        result = Trainer(config, callbacks=[view, ReportWriter()], resume=resume).run()
+        result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume).run()
     if result.status is RunStatus.COMPLETED:
         show(result, config)
     return EXIT_CODES[result.status]
+
+
+def trainer_class(config: TrainConfig) -> type[Trainer]:
+    """The trainer for one worker, or for several."""
+    if not config.cluster.needs_ray:
+        return Trainer
+    from paceline.cluster.trainer import ClusterTrainer
+
+    return ClusterTrainer
 
 
 class TerminalView(TrainerCallback):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.cluster.book import RequestBook
@@ -75,35 +74,30 @@ class Runtime(Protocol):
         """End all workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterLimits:
-    """What one worker holds, and what moving costs."""
-
-    max_batch: int
-    kv_tokens: int
-    interval_s: float = 0.1
-    """Usual time between two rounds."""
-    move_pause_s: float = 0.02
-    move_token_s: float = 1e-5
+_MOVE_TOKEN_S = 1e-5
+"""Guess of the seconds that copying the KV cache of one token takes."""
 
 
 class Coordinator:
     """Generates requests on all workers of a runtime."""
 
-    def __init__(self, runtime: Runtime, limits: ClusterLimits, config: PolicyConfig | None = None,
+    def __init__(self, runtime: Runtime, config: PolicyConfig | None = None, interval_s: float = 0.1,
                  timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.runtime, self.limits, self.config = runtime, limits, config or PolicyConfig()
+        """`interval_s`: longest time between two decisions."""
+        self.runtime, self.config, self.interval_s = runtime, config or PolicyConfig(), interval_s
         self.timeline = timeline or Timeline()
         self.book = RequestBook(LengthModel())
-        self.pace = PaceModel(limits.max_batch)
+        self.pace = PaceModel()
+        self.max_length = 0
+        """Largest number of tokens of one request; 0 until a worker has reported."""
         self.sums = StepSums()
         """Sums over all workers since the caller last replaced it."""
         self.policy_version = self.drafter_version = -1
         self.trained: TrainedDrafter | None = None
         """The newest drafter that a worker has trained."""
         self._clock = clock
-        self._workers = {w: WorkerView(w, WorkerState.DOWN, limits.max_batch, limits.kv_tokens, 1.0, -1, -1)
-                         for w in range(runtime.num_workers)}
+        self._workers = {w: _down(w) for w in range(runtime.num_workers)}
+        self._move_pause_s = 0.0  # average of recent moves
         self._policy: Any = None
         self._drafter: Any = None
         self._sent: dict[int, tuple[int, int]] = {}  # worker → versions of policy and drafter that are on their way
@@ -120,9 +114,15 @@ class Coordinator:
         self._policy, self.policy_version = self.runtime.put(weights), version
         self.timeline.record("policy", version=version)
 
+    def publish_drafter(self, trained: TrainedDrafter, worker: int = -1) -> None:
+        """Replace the drafter on every worker, and continue its training from here. `worker`: the one that trained it."""
+        self.trained, self._drafter = trained, self.runtime.put(trained)
+        self.drafter_version += 1
+        self.timeline.record("drafter", worker=worker, version=self.drafter_version)
+
     def step(self, timeout_s: float | None = None) -> list[tuple[int, Rollout]]:
         """One round. Returns the ids and rollouts of requests that have finished."""
-        for news in self.runtime.poll(self.limits.interval_s if timeout_s is None else timeout_s):
+        for news in self.runtime.poll(self.interval_s if timeout_s is None else timeout_s):
             if isinstance(news, Lost):
                 self._lose(news)
             else:
@@ -153,7 +153,8 @@ class Coordinator:
         self.timeline.set_state(w, report.state)
         self.pace.observe(w, report.sums.pace)
         _add_sums(self.sums, report.sums)
-        self._workers[w] = WorkerView(w, report.state, before.max_batch, before.kv_tokens, self.pace.slowdown(w),
+        self.max_length = report.limits.max_length
+        self._workers[w] = WorkerView(w, report.state, report.limits.max_batch, report.limits.kv_tokens, self.pace.slowdown(w),
                                       report.policy_version, report.drafter_version, report.can_train)
         for event in report.events:
             match event:
@@ -172,7 +173,7 @@ class Coordinator:
         for seconds in report.preempt_s:
             self.timeline.record("training preempted", worker=w, wait_s=round(seconds, 6))
         if report.trained is not None:
-            self._publish_drafter(report.trained, w)
+            self.publish_drafter(report.trained, w)
 
     def _is_moving(self, event: Any) -> bool:
         """Whether an event belongs to the stay that the request's present move leads to."""
@@ -197,6 +198,7 @@ class Coordinator:
             return
         self.timeline.record("migrated", worker=worker, source=self.book.worker(event.request), request=event.request,
                              pause_s=round(event.pause_s, 6), prefilled=event.prefilled)
+        self._move_pause_s += 0.1 * (event.pause_s - self._move_pause_s)
         self.book.place(event.request, worker, event.epoch)
 
     def _lose(self, lost: Lost) -> None:
@@ -205,8 +207,7 @@ class Coordinator:
                        len(self.book.on_worker(lost.worker)))
         self.timeline.record("lost", worker=lost.worker, reason=lost.reason)
         self.timeline.set_state(lost.worker, WorkerState.DOWN)
-        before = self._workers[lost.worker]
-        self._workers[lost.worker] = WorkerView(lost.worker, WorkerState.DOWN, before.max_batch, before.kv_tokens, 1.0, -1, -1)
+        self._workers[lost.worker] = _down(lost.worker)
         for request in self.book.on_worker(lost.worker):
             self._cancel_everywhere(request)
             self.book.restart(request)
@@ -217,20 +218,14 @@ class Coordinator:
         for worker in {self.book.worker(request), self.book.target(request)} - {-1}:
             self.runtime.post(worker, Cancel(request, self.book.epoch(request) + 1))
 
-    def _publish_drafter(self, trained: TrainedDrafter, worker: int) -> None:
-        self.trained, self._drafter = trained, self.runtime.put(trained)
-        self.drafter_version += 1
-        self.timeline.record("drafter", worker=worker, version=self.drafter_version)
-
     # -- what the policy decides
 
     def _view(self) -> ClusterView:
-        limits = self.limits
         # What is on its way counts as arrived: messages to one worker keep their order.
         workers = tuple(view if w not in self._sent else _with_versions(view, *self._sent[w])
                         for w, view in self._workers.items())
-        return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, limits.interval_s, limits.move_pause_s,
-                           limits.move_token_s, self.policy_version, self.drafter_version)
+        return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self.interval_s,
+                           self._move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -256,6 +251,10 @@ class Coordinator:
             self.runtime.post(worker, SetDrafter(self.drafter_version), self._drafter)
         self._sent[worker] = self.policy_version, self.drafter_version
         self.timeline.record("published", worker=worker, policy=self.policy_version, drafter=self.drafter_version)
+
+
+def _down(worker: int) -> WorkerView:
+    return WorkerView(worker, WorkerState.DOWN, 0, 0, policy_version=-1, drafter_version=-1)
 
 
 def _with_versions(view: WorkerView, policy: int, drafter: int) -> WorkerView:

@@ -188,11 +188,24 @@ class StepSums:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What a worker's engine holds."""
+
+    max_batch: int
+    """Largest number of requests that run at the same time."""
+    kv_tokens: int
+    """Number of tokens of the KV cache."""
+    max_length: int
+    """Largest number of tokens of one request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What has happened on a worker since its last report."""
 
     worker: int
     state: WorkerState
+    limits: WorkerLimits
     policy_version: int
     drafter_version: int
     can_train: bool

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_MAX_BATCH = 512
+"""Largest batch size that is told apart from larger ones, unless there is a prediction."""
 _MEMORY_TOKENS = 2000.0
 """Measurements of so many tokens weigh as much as the newest ones."""
 
@@ -15,12 +17,12 @@ _MEMORY_TOKENS = 2000.0
 class PaceModel:
     """Learns `ClusterView.token_s`, and how slow each worker is relative to it."""
 
-    def __init__(self, max_batch: int, predicted: Floats | None = None) -> None:
-        """`predicted`: seconds per token [max_batch + 1] from a cost curve; None guesses a step of 10 ms."""
-        batch = np.arange(max_batch + 1)
-        self._table: Floats = 0.01 + 1e-4 * batch.astype(np.float64) if predicted is None else predicted.copy()
-        self._tokens = np.zeros(max_batch + 1)
-        self._seconds = np.zeros(max_batch + 1)
+    def __init__(self, predicted: Floats | None = None) -> None:
+        """`predicted`: seconds per token by batch size, from a cost curve; None guesses a step of 10 ms."""
+        guess = 0.01 + 1e-4 * np.arange(_MAX_BATCH + 1, dtype=np.float64)
+        self._table: Floats = guess if predicted is None else predicted.copy()
+        self._tokens = np.zeros(len(self._table))
+        self._seconds = np.zeros(len(self._table))
         self._slowdown: dict[int, float] = {}
 
     @property

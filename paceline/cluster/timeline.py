@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,32 +29,38 @@ class Timeline:
 
     def record(self, kind: str, **fields: Any) -> None:
         """Add an event: what happened, and its details."""
-        event = {"t": round(self._clock() - self._began, 6), "event": kind, **fields}
+        event = {"t": round(self.now, 6), "event": kind, **fields}
         self.events.append(event)
         if self._file is not None:
             self._file.write(json.dumps(event) + "\n")
 
     def set_state(self, worker: int, state: WorkerState) -> None:
         """A worker is in this state now. The interval before is recorded when the state changes."""
-        now = self._clock() - self._began
+        now = self.now
         before = self._states.get(worker)
         if before is None or before[0] is not state:
             self._states[worker] = state, now
             if before is not None:
                 self.record("interval", worker=worker, state=before[0].value, start=round(before[1], 6), end=round(now, 6))
 
-    def shares(self) -> dict[str, float]:
-        """Share of the workers' time in each state, over all intervals that have ended."""
+    @property
+    def now(self) -> float:
+        """Seconds since the timeline began."""
+        return self._clock() - self._began
+
+    def shares(self, start: float = 0.0, end: float = math.inf) -> dict[str, float]:
+        """Share of the workers' time in each state, between two times."""
         seconds = {state.value: 0.0 for state in WorkerState}
-        for event in self.events:
-            if event["event"] == "interval":
-                seconds[event["state"]] += event["end"] - event["start"]
+        known = [(e["state"], e["start"], e["end"]) for e in self.events if e["event"] == "interval"]
+        known += [(state.value, since, self.now) for state, since in self._states.values()]
+        for state, since, until in known:
+            seconds[state] += max(0.0, min(until, end) - max(since, start))
         total = sum(seconds.values())
         return {state: value / total for state, value in seconds.items()} if total else {}
 
     def close(self) -> None:
         """End all intervals and write the trace."""
-        now = self._clock() - self._began
+        now = self.now
         for worker, (state, since) in self._states.items():
             self.record("interval", worker=worker, state=state.value, start=round(since, 6), end=round(now, 6))
         self._states = {}

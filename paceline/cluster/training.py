@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
-from safetensors.torch import load, save
+from safetensors import safe_open
+from safetensors.torch import load, save, save_file
 
 from paceline.cluster.messages import TrainedDrafter
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine import Engine
+from paceline.files import atomic_write
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, restore, snapshot
 from paceline.spot.checkpoint import Snapshot
 from paceline.spot.trainer import StepPlan
@@ -42,6 +47,10 @@ class DrafterTraining:
         """The engine has new policy weights."""
         if self._trainer is not None:
             self._trainer.policy_changed()
+
+    def install(self, trained: TrainedDrafter) -> None:
+        """Generate with this drafter from the next step on."""
+        self._engine.update_drafter(unpack_drafter(trained, self._engine), min(trained.fingerprint.version, self._engine.version))
 
     def start(self, newest: TrainedDrafter | None) -> None:
         """Start to train, from the cluster's newest drafter."""
@@ -86,6 +95,28 @@ class DrafterTraining:
                                      save({name: t.detach().cpu().contiguous() for name, t in found.tensors.items()}),
                                      found.metadata)
         return self._known
+
+
+def save_trained(path: Path, trained: TrainedDrafter) -> None:
+    """Write a drafter and the state of its training as one file, which is never seen half-written."""
+    tensors = {f"{part}.{name}": tensor for part, data in (("drafter", trained.weights), ("training", trained.snapshot))
+               for name, tensor in load(data).items()}
+    metadata = {"fingerprint": json.dumps(trained.fingerprint.as_json()), "training": json.dumps(trained.snapshot_metadata)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, lambda temporary: save_file(tensors, temporary, metadata))
+
+
+def load_trained(path: Path) -> TrainedDrafter | None:
+    """Read what `save_trained` wrote; None if there is no such file."""
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    parts = {part: save({name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")})
+             for part in ("drafter", "training")}
+    fingerprint = PolicyFingerprint.from_json(json.loads(metadata["fingerprint"]))
+    assert fingerprint is not None
+    return TrainedDrafter(parts["drafter"], fingerprint, parts["training"], json.loads(metadata["training"]))
 
 
 def unpack_drafter(found: TrainedDrafter, engine: Engine) -> Eagle:

@@ -35,8 +35,9 @@ from paceline.cluster.messages import (
     Stayed,
     StepSums,
     TrainedDrafter,
+    WorkerLimits,
 )
-from paceline.cluster.training import DrafterTraining, unpack_drafter
+from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import WorkerState
 from paceline.engine import Engine
 from paceline.engine.migration import Reservation
@@ -78,6 +79,9 @@ class Worker:
         """`training`: None if this worker does not train a drafter. `clock`: the same for all workers."""
         self.id, self.engine, self.training = worker_id, engine, training
         self._send, self._clock = send, clock
+        scheduler = engine.scheduler
+        kv_tokens = scheduler.pages.num_pages * scheduler.pages.page_size
+        self._limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length)
         self._inbox: deque[tuple[Message, Any, float]] = deque()
         self._held: dict[int, _Held] = {}
         self._by_local: dict[int, int] = {}
@@ -125,8 +129,8 @@ class Worker:
         trained, self._trained = self._trained, None
         preempt_s, self._preempt_s = tuple(self._preempt_s), []
         can_train = self.training is not None and self.training.has_data
-        return Report(self.id, self.state, self.policy_version, self.drafter_version, can_train, events, progress, sums, trained,
-                      preempt_s)
+        return Report(self.id, self.state, self._limits, self.policy_version, self.drafter_version, can_train, events, progress,
+                      sums, trained, preempt_s)
 
     # -- generation
 
@@ -190,8 +194,8 @@ class Worker:
                 if self.training is not None:
                     self.training.policy_changed()
             case SetDrafter(version):
-                drafter = unpack_drafter(payload, self.engine)
-                self.engine.update_drafter(drafter, min(payload.fingerprint.version, self.engine.version))
+                assert self.training is not None, "a drafter is published only if workers train it"
+                self.training.install(payload)
                 self.drafter_version = version
             case StartTraining():
                 if self.training is not None and not self._held:

@@ -62,10 +62,7 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, thre
     """The online drafter trainer for `config.drafter_mode`. A checkpoint in `folder` is continued. `threads` is the number of CPU
     threads of a background process."""
     assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
-    start = engine.drafting.eagle.module
-    known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
-    known |= {"head_start": _LOADED_HEAD_START} if start.policy_fingerprint is not None else {}
-    training = SpotConfig(**{"temperature": config.rollout.temperature, **known, **config.spot})
+    training = training_config(config, engine.drafting.eagle.module)
     budget = TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps)
     match config.drafter_mode:
         case "interleaved":
@@ -74,6 +71,13 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, thre
             return CudaStreamDrafterTrainer(engine, training, budget, folder)
         case "background_process":
             return BackgroundProcessDrafterTrainer(engine, training, budget, folder, threads)
+
+
+def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
+    """How the run trains its drafter, which is `start` at the beginning."""
+    known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
+    known |= {"head_start": _LOADED_HEAD_START} if start.policy_fingerprint is not None else {}
+    return SpotConfig(**{"temperature": config.rollout.temperature, **known, **config.spot})
 
 
 class OnlineDrafterTrainer:

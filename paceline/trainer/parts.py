@@ -56,6 +56,11 @@ def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate
     policy = plain_policy(learner)
     model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, config.device)
     load_state(model, export_state(policy))
+    return engine_for(config, model, tokenizer, speculate)
+
+
+def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: bool) -> Engine:
+    """An engine of the run for this policy, which it owns from now on."""
     if not speculate:
         return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)
     drafter = make_drafter(config, model)

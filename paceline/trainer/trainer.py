@@ -100,7 +100,7 @@ class Trainer:
         task = self._task or make_task(config.task, **config.task_options)
         self._load_checkpoint()
         folder.remove_rollouts_after(self.state.step)
-        self.engine = make_engine(config, self.learner, self.tokenizer, speculate=True)
+        self.engine = self._make_engine()
         self.baseline = self._make_baseline()
         for engine in self._engines():
             engine.version = self.state.step
@@ -108,7 +108,7 @@ class Trainer:
         self.collector = RolloutCollector(self.engine, self.baseline, PromptStream(task, config.seed, config.epochs), self.pool,
                                           config.rollout, config.seed, self._on_engine_step)
         self.drafter_trainer, self.monitor = self._make_drafter_parts()
-        device = self.engine.model.norm.device
+        device = self.learner.policy.model.norm.device
         trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
         self._stream = generation_stream(device) if trains_on_stream else None
         self._signals, self._graded_badly = SignalMonitor(config), False
@@ -132,6 +132,9 @@ class Trainer:
                                  "anew") from None
             self._warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
             self._load_checkpoint()
+
+    def _make_engine(self) -> Engine:
+        return make_engine(self.config, self.learner, self.tokenizer, speculate=True)
 
     def _make_baseline(self) -> Engine | None:
         config = self.config
@@ -184,13 +187,16 @@ class Trainer:
 
     def _warm_up(self) -> None:
         """Kernels compile on first use, and on a GPU steps are captured: that time should not count as the first step's."""
-        requests = self.config.rollout.prompts * self.config.rollout.group_size
         for engine in self._engines():
-            engine.warm_up(requests, on_progress=lambda done, total: self._notify(
-                lambda callback: callback.on_phase(f"capturing CUDA graphs, {done} of {total}")))
-            prompt = [1 % engine.model.config.vocab_size] * 4
-            engine.generate([prompt], SamplingParams(max_new_tokens=8), 2)
-            engine.reset_stats()
+            self._warm_up_engine(engine)
+
+    def _warm_up_engine(self, engine: Engine) -> None:
+        requests = self.config.rollout.prompts * self.config.rollout.group_size
+        engine.warm_up(requests, on_progress=lambda done, total: self._notify(
+            lambda callback: callback.on_phase(f"capturing CUDA graphs, {done} of {total}")))
+        prompt = [1 % engine.model.config.vocab_size] * 4
+        engine.generate([prompt], SamplingParams(max_new_tokens=8), 2)
+        engine.reset_stats()
 
     # What the loop is handed
 

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from tiny import eagle, model
 
 from paceline import Engine, Rollout, SamplingParams, Strategy
-from paceline.cluster.coordinator import ClusterLimits, Coordinator
+from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
 from paceline.cluster.types import PolicyConfig
@@ -54,13 +54,11 @@ def weights(seed: int = 0) -> Any:
 
 
 def make_cluster(num_workers: int, config: PolicyConfig | None = None, strategy: str = "off", steps_per_poll: int = 2,
-                 **limits: Any) -> Coordinator:
+                 max_batch: int = 5) -> Coordinator:
     """A coordinator of workers that start with other weights than the published ones (version 0)."""
-    batch = limits.get("max_batch", 5)
-    runtime = LocalRuntime(num_workers, lambda w, send: Worker(w, make_engine(strategy, seed=7, max_batch=batch), send),
+    runtime = LocalRuntime(num_workers, lambda w, send: Worker(w, make_engine(strategy, seed=7, max_batch=max_batch), send),
                            steps_per_poll)
-    sizes = {"max_batch": 5, "kv_tokens": 400, "interval_s": 0.0, "move_pause_s": 0.0, "move_token_s": 0.0, **limits}
-    coordinator = Coordinator(runtime, ClusterLimits(**sizes), config)
+    coordinator = Coordinator(runtime, config, interval_s=0.0)
     coordinator.publish_policy(weights(), 0)
     return coordinator
 

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 from cluster.local import EAGER, PARAMS, TinySpec, assert_same, run, submit, weights
 
-from paceline.cluster.coordinator import ClusterLimits, Coordinator
+from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.ray_runtime import RayRuntime, _Inbox
 
 
@@ -31,7 +31,7 @@ def test_messages_are_put_into_order():
 
 def test_two_workers_on_ray_with_one_killed(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")]))
-    coordinator = Coordinator(RayRuntime(2, TinySpec()), ClusterLimits(5, 400, 0.05, 0.0, 0.0), EAGER)
+    coordinator = Coordinator(RayRuntime(2, TinySpec()), EAGER, interval_s=0.05)
     try:
         coordinator.publish_policy(weights(), 0)
         assert_listens_on_loopback()

@@ -7,7 +7,7 @@ from cluster.local import PARAMS, PROMPTS, assert_same, make_engine, run, submit
 from tiny import eagle
 
 from paceline import SamplingParams
-from paceline.cluster.coordinator import ClusterLimits, Coordinator
+from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import EndTraining, StartTraining
 from paceline.cluster.training import DrafterTraining
@@ -26,8 +26,7 @@ def make_training_cluster(num_workers: int = 3) -> Coordinator:
         engine = make_engine("eagle:d3w2v4", capture=layers)
         return Worker(worker, engine, send, DrafterTraining(engine, config, publish_s=0.0))
 
-    coordinator = Coordinator(LocalRuntime(num_workers, make, 2), ClusterLimits(5, 400, 0.0),
-                              PolicyConfig(reallocation=False, min_train_s=0.0))
+    coordinator = Coordinator(LocalRuntime(num_workers, make, 2), PolicyConfig(reallocation=False, min_train_s=0.0), 0.0)
     coordinator.publish_policy(weights(), 0)
     return coordinator
 

@@ -1,0 +1,98 @@
+"""A cluster with the interface of an engine: requests in, rollouts out, whichever worker generates them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.messages import StepSums, to_payload
+from paceline.engine.migration import RequestState
+from paceline.engine.prompts import Prompt, check, derive_seed, encode
+from paceline.types import EngineStats, Rollout, SamplingParams, StepResult, Strategy
+
+_START_S = 600.0
+"""Seconds that the first worker may take to start."""
+
+
+class ClusterEngine:
+    """Generates on the workers of a coordinator. Its methods are those of `Engine` of the same names."""
+
+    select = None
+    """Each worker's engine has a selector of its own."""
+
+    def __init__(self, coordinator: Coordinator, tokenizer: Any, vocab_size: int) -> None:
+        self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, vocab_size
+        self.version, self._steps, self._seconds = 0, 0, 0.0
+        self._last_step = 0.0
+
+    def wait_until_ready(self) -> None:
+        """Wait for the first worker."""
+        began = time.perf_counter()
+        while not self.coordinator.max_length:
+            self.coordinator.step()
+            if time.perf_counter() - began > _START_S:
+                raise RuntimeError(f"no worker has started within {_START_S:.0f} s")
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return encode(prompt, self.tokenizer)
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
+            seeds: Sequence[int] | None = None) -> list[int]:
+        """Queue n answers of one prompt and return their request ids. Seeds are derived as in `Engine.add`."""
+        params = params or SamplingParams()
+        prompt_ids = self.encode(prompt)
+        self.wait_until_ready()
+        check(prompt_ids, params, n, self.tokenizer, self._vocab_size, self.coordinator.max_length)
+        if seeds is None:
+            seeds = [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
+        states = [RequestState(prompt_ids, replace(params, seed=seed), 0, sample) for sample, seed in enumerate(seeds)]
+        return self.coordinator.submit(states, hashlib.blake2b(repr(prompt_ids).encode(), digest_size=12).hexdigest())
+
+    def step(self) -> StepResult:
+        """One round of the coordinator. The result has the rollouts that finished in it; tokens are not listed."""
+        began = time.perf_counter()
+        finished = [replace(rollout, request_id=request) for request, rollout in self.coordinator.step()]
+        seconds = time.perf_counter() - began
+        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
+        return StepResult(self._steps, Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds)
+
+    @property
+    def has_work(self) -> bool:
+        return len(self.coordinator.book) > 0
+
+    def abort(self, request_ids: Iterable[int]) -> list[Rollout]:
+        """Give requests up. What they have generated is dropped."""
+        self.coordinator.cancel(list(request_ids))
+        return []
+
+    def update_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
+        """Publish new policy weights; every worker has them before it generates again."""
+        named = dict(state.items() if isinstance(state, Mapping) else state)
+        self.version = self.version + 1 if version is None else version
+        payload = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
+        self.coordinator.publish_policy(to_payload(payload), self.version)
+
+    def strategy_steps(self) -> dict[str, int]:
+        """Number of engine steps by strategy, over all workers, since `reset_stats`."""
+        return dict(self.coordinator.sums.strategies)
+
+    def stats(self) -> EngineStats:
+        """Sums over all workers since `reset_stats`. Pages are not reported."""
+        sums, table = self.coordinator.sums, self.coordinator.book.table(0.0)
+        running = int((table.worker >= 0).sum())
+        return EngineStats(sums.steps, sums.prompt_tokens, 0, sums.tokens, sums.drafted, sums.accepted, sums.verifications,
+                           sums.preemptions, self._seconds, dict(sums.strategies), running, len(table) - running, 0, 0,
+                           self.version)
+
+    def reset_stats(self) -> None:
+        self.coordinator.sums, self._seconds = StepSums(), 0.0
+
+    def close(self) -> None:
+        self.coordinator.close()

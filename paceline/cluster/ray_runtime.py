@@ -78,9 +78,7 @@ class RayRuntime:
         self._actors[worker].post.remote(_COORDINATOR, next(self._numbers[worker]), message, payload)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
-        ready, _ = ray.wait(list(self._reports), num_returns=1, timeout=max(timeout_s, 1e-3))
-        if ready:  # take what else is there
-            ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=0)
+        ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=timeout_s)
         silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
         return [self._result(reference) for reference in ready] + [self._give_up(reference) for reference in silent]

@@ -80,6 +80,13 @@ class Pace:
         tokens = np.array([1.0 if self.quality is None else self.quality.accept_length(s, trained_s) for s in self._strategies])
         return np.concatenate([[0.0], (self._step_s / tokens[:, None]).min(axis=0)])
 
+    def step(self, requests: int, trained_s: float) -> tuple[float, float]:
+        """Seconds of a step with so many requests, and tokens that it brings each of them, with the best strategy."""
+        accepted = [1.0 if self.quality is None else self.quality.accept_length(s, trained_s) for s in self._strategies]
+        seconds = self._step_s[:, requests - 1]
+        best = int(np.argmin(seconds / np.array(accepted)))
+        return float(seconds[best]), accepted[best]
+
     def prefill_s(self, tokens: float) -> float:
         """Seconds to prefill so many tokens, at the cost of rows in a large step."""
         return 1e-3 * float(self.curve.policy.slope) * tokens

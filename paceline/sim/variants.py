@@ -30,10 +30,16 @@ def variants(max_trainers: int) -> list[Variant]:
             Variant("+ spot training", replace(moving, max_trainers=max_trainers), True)]
 
 
+def mean_context(workload: Workload) -> float:
+    """Mean context length over all tokens that are generated."""
+    lengths = workload.lengths.astype(float)
+    return workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2
+
+
 def compare(workload: Workload, curve: CostCurve, quality: DrafterQuality | None, config: SimConfig,
             max_trainers: int) -> dict[str, SimResult]:
     """Simulate the same workload with every variant; those that speculate only if the drafter's quality is given."""
-    context = workload.prompt_tokens + float((workload.lengths.astype(float) ** 2).sum() / workload.lengths.sum()) / 2
+    context = mean_context(workload)
     plain, speculating = Pace(curve, config.max_batch, context), Pace(curve, config.max_batch, context, quality)
     return {name: simulate(workload, speculating if speculates else plain, replace(config, policy=policy))
             for name, policy, speculates in variants(max_trainers) if quality is not None or not speculates}

@@ -40,7 +40,7 @@ def show(found: dict[str, SimResult], workload: Workload, config: SimConfig) -> 
     first = next(iter(found.values()))
     table = Table(title=f"Simulation, not a measurement: {len(workload.lengths):,} answers, {workload.lengths.sum():,} tokens, "
                         f"longest {workload.lengths.max():,}, on {config.workers} workers", title_justify="left",
-                  caption="tail: from 90 % of the answers to all of them. coordinator: its real time on this machine over "
+                  caption="tail: from 90 % of the answers to all of them. coordinator: its processor time on this machine over "
                           "simulated time")
     for column in ("variant", "seconds", "speedup", "generating", "training", "idle", "tail s", "moves", "coordinator"):
         table.add_column(column, justify="left" if column == "variant" else "right")

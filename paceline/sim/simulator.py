@@ -85,7 +85,7 @@ class SimResult:
     num_moves: int
     rounds: int
     decide_s: float
-    """Real seconds that the coordinator's code took on this machine."""
+    """Processor seconds that the coordinator's code took on this machine."""
     trained_s: float
     """Seconds of drafter training in the end, earlier ones included."""
 
@@ -99,7 +99,7 @@ class SimResult:
 
     @property
     def coordinator_share(self) -> float:
-        """Real time of the coordinator's code over simulated time."""
+        """Processor time of the coordinator's code over simulated time."""
         return self.decide_s / self.seconds
 
 
@@ -128,9 +128,9 @@ class _Simulation:
     def run(self) -> SimResult:
         decide_s, rounds = 0.0, 0
         while len(self.left):
-            began = time.perf_counter()
+            began = time.thread_time()  # of the processor: others may use this machine, too
             actions = decide(self._view(), self.config.policy)
-            decide_s += time.perf_counter() - began
+            decide_s += time.thread_time() - began
             for action in actions:
                 self._act(action)
             self._advance(self.now + self.config.interval_s)
@@ -138,7 +138,10 @@ class _Simulation:
         seconds = float(np.nanmax(self.finished_at))
         total = seconds * len(self.workers)
         ends = np.sort(self.finished_at)
-        trained = sum(min(worker.training_s, seconds) for worker in self.workers)
+        for worker in self.workers:
+            if worker.training_since is not None:
+                worker.training_s += seconds - worker.training_since
+        trained = sum(worker.training_s for worker in self.workers)
         return SimResult(seconds, int(self.work.lengths.sum()), sum(worker.busy_s for worker in self.workers) / total,
                          trained / total, seconds - float(ends[int(_TAIL * len(ends)) - 1]), self.num_moves, rounds, decide_s,
                          self.trained_s)

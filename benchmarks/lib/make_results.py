@@ -3,9 +3,9 @@
     python benchmarks/lib/make_results.py               # writes docs/results.md
     python benchmarks/lib/make_results.py --check       # only checks that it is up to date
 
-`benchmarks/results/{cpu,gpu}` holds the newest result of each claim, one table each, and `benchmarks/results/gpu_check.json` the
-last GPU check, of which the page says whether the sources have changed since. Results of older revisions, of trees with
-uncommitted changes and of variants are in `benchmarks/results/older` and get one row each.
+`benchmarks/results/{cpu,gpu,cluster}` holds the newest result of each claim, one table each, and
+`benchmarks/results/gpu_check.json` the last GPU check, of which the page says whether the sources have changed since. Results of
+older revisions, of trees with uncommitted changes and of variants are in `benchmarks/results/older` and get one row each.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ This page is generated from `benchmarks/results` by `python benchmarks/lib/make_
 Each table is of one run of one revision, which its caption names with the command of that revision (benchmarks may have been
 renamed since). `n×` means n times as fast. [benchmarks/README.md](../benchmarks/README.md) says how to repeat the measurements.
 """
+_TITLES = {"cpu": "CPU", "gpu": "GPU", "cluster": "Several workers"}
 _OLDER = """## Older revisions and variants
 
 These files were measured on the revision in their row, some in trees with uncommitted changes ("+ changes"), or are variants of
@@ -50,10 +51,10 @@ def main() -> None:
 def page(results: Path = RESULTS) -> str:
     """The whole page, from all result files below `results`."""
     parts = [_HEAD]
-    for folder in ("cpu", "gpu"):
+    for folder in _TITLES:
         files = [*results.glob(f"{folder}_*.json"), *sorted((results / folder).glob("*.json"))]
         if files:
-            parts.append(f"## {folder.upper()}\n")
+            parts.append(f"## {_TITLES[folder]}\n")
             parts += [section(file, results) for file in files]
     older = sorted((results / "older").rglob("*.json"))
     if older:

@@ -328,12 +328,25 @@ def kernels(content: Content, _: str) -> Table:
                  f"{sum(row[2] for row in rows)} failed.", ("section", "results", "failures"), rows)
 
 
+def cluster_rollout(content: Content, _: str) -> Table:
+    found = content["variants"]
+    static = found["static"]
+    rows = [(name, f"{cell['seconds']:.1f}", _times(static["seconds"] / cell["seconds"]), f"{cell['simulated_s']:.1f}",
+             f"{cell['idle']:.0%}", f"{cell['training']:.0%}", f"{cell['tail_s']:.1f}", cell["moves"])
+            for name, cell in found.items()]
+    best = list(found.values())[-1]
+    return Table("Rollout of a long-tailed batch on several workers",
+                 f"{_times(static['seconds'] / best['seconds'])} with everything; idle {static['idle']:.0%} → {best['idle']:.0%}. "
+                 "Worker processes, messages and migration are real; a step computes nothing and lasts what an H200's cost curve says.",
+                 ("variant", "seconds", "to static", "simulated, s", "idle", "training", "last 10 %, s", "moves"), rows)
+
+
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "rl_step": rl_step, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
-    "background_training": background_training,
+    "background_training": background_training, "cluster/rollout": cluster_rollout,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
 }
 

@@ -61,6 +61,7 @@ class RayRuntime:
         self._actors: dict[int, Any] = {}
         self._incarnation: dict[int, int] = {}
         self._numbers: dict[int, count[int]] = {}
+        self._unsent: dict[int, list[Message]] = {}
         self._reports: dict[Any, tuple[int, float]] = {}  # pending report → worker, and when it was asked for
         self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
         for worker in range(num_workers):
@@ -75,9 +76,14 @@ class RayRuntime:
         return ray.put(value)
 
     def post(self, worker: int, message: Message, payload: Any = None) -> None:
-        self._actors[worker].post.remote(_COORDINATOR, next(self._numbers[worker]), message, payload)
+        """Messages are sent together by the next `poll`: a call takes a millisecond. One with a payload goes at once."""
+        self._unsent[worker].append(message)
+        if payload is not None:
+            self._flush(worker, payload)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
+        for worker in self._actors:
+            self._flush(worker)
         ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=timeout_s)
         silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
@@ -104,8 +110,14 @@ class RayRuntime:
         self._failed_starts[worker] += 1
         actor = ray.remote(concurrency_groups={"inbox": 1, "report": 1})(_WorkerActor)  # type: ignore[call-overload]
         self._actors[worker] = actor.options(**options).remote(worker, self._incarnation[worker], self._spec)
-        self._numbers[worker] = count()
+        self._numbers[worker], self._unsent[worker] = count(), []
         self._ask(worker)
+
+    def _flush(self, worker: int, payload: Any = None) -> None:
+        """Send what is unsent. The payload belongs to the last message."""
+        messages, self._unsent[worker] = self._unsent[worker], []
+        if messages:
+            self._actors[worker].post.remote(_COORDINATOR, next(self._numbers[worker]), messages, payload)
 
     def _ask(self, worker: int) -> None:
         self._reports[self._actors[worker].report.remote(_REPORT_S)] = worker, time.perf_counter()
@@ -183,9 +195,12 @@ class _WorkerActor:
         self._peers, self._peer_incarnation = peers, incarnations
 
     @ray.method(concurrency_group="inbox")
-    def post(self, sender: int, number: int, message: Message, payload: Any = None, incarnation: int = 0) -> None:
-        for item in self._inbox.receive((sender, incarnation), number, (message, payload)):
-            self._worker.post(*item)
+    def post(self, sender: int, number: int, messages: list[Message], payload: Any = None, incarnation: int = 0) -> None:
+        """Messages of one sender. The payload belongs to the last one."""
+        for due, its_payload in self._inbox.receive((sender, incarnation), number, (messages, payload)):
+            for message in due[:-1]:
+                self._worker.post(message)
+            self._worker.post(due[-1], its_payload)
         self._wake.set()
 
     @ray.method(concurrency_group="report")
@@ -203,7 +218,7 @@ class _WorkerActor:
         if worker in self._peers:
             key = worker, self._peer_incarnation[worker]
             number = next(self._numbers.setdefault(key, count()))
-            self._peers[worker].post.remote(self._id, number, message, None, self._incarnation)
+            self._peers[worker].post.remote(self._id, number, [message], None, self._incarnation)
 
     def _run(self) -> None:
         try:

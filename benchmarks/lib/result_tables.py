@@ -335,10 +335,20 @@ def cluster_rollout(content: Content, _: str) -> Table:
              f"{cell['idle']:.0%}", f"{cell['training']:.0%}", f"{cell['tail_s']:.1f}", cell["moves"])
             for name, cell in found.items()]
     best = list(found.values())[-1]
-    return Table("Rollout of a long-tailed batch on several workers",
-                 f"{_times(static['seconds'] / best['seconds'])} with everything; idle {static['idle']:.0%} → {best['idle']:.0%}. "
-                 "Worker processes, messages and migration are real; a step computes nothing and lasts what an H200's cost curve says.",
+    sentence = (f"{_times(static['seconds'] / best['seconds'])} with everything; idle {static['idle']:.0%} → {best['idle']:.0%}. "
+                "Worker processes, messages and migration are real; a step computes nothing and lasts what an H200's cost curve "
+                "says.")
+    return Table("Rollout of a long-tailed batch on several workers", sentence,
                  ("variant", "seconds", "to static", "simulated, s", "idle", "training", "last 10 %, s", "moves"), rows)
+
+
+def cluster_nodes(content: Content, _: str) -> Table:
+    rows = [(nodes, f"{cell['static_s']:.1f}", f"{cell['seconds']:.1f}", _times(cell["rollout_speedup"]),
+             f"{cell['idle_static']:.0%} → {cell['idle']:.0%}", _times(cell["step_speedup"]), _times(cell["tlt_step_speedup"]))
+            for nodes, cell in content["nodes"].items()]
+    sentence = "A simulation with a cost curve measured on an H200; TLT's figures were measured on H100 nodes, and published."
+    return Table("Simulated speedup by the number of nodes", sentence,
+                 ("nodes", "static, s", "everything, s", "rollouts", "idle", "step", "TLT's step"), rows)
 
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {
@@ -347,6 +357,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "background_training": background_training, "cluster/rollout": cluster_rollout,
+    "cluster/nodes": cluster_nodes,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 
 from safetensors import safe_open
@@ -50,7 +51,9 @@ class DrafterTraining:
 
     def install(self, trained: TrainedDrafter) -> None:
         """Generate with this drafter from the next step on."""
-        self._engine.update_drafter(unpack_drafter(trained, self._engine), min(trained.fingerprint.version, self._engine.version))
+        drafter = unpack_drafter(trained, self._engine)
+        with warnings.catch_warnings(action="ignore"):  # a drafter that is trained meanwhile is often one policy version behind
+            self._engine.update_drafter(drafter, min(trained.fingerprint.version, self._engine.version))
 
     def start(self, newest: TrainedDrafter | None) -> None:
         """Start to train, from the cluster's newest drafter."""

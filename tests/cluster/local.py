@@ -34,7 +34,7 @@ def make_engine(strategy: str = "off", seed: int = 0, **options: Any) -> Engine:
     source = model("llama", seed)
     policy = Decoder.random(source.config, 0, dtype=source.norm.dtype)
     policy.load_state_dict(source.state_dict())
-    sizes = {"page_size": 4, "kv_tokens": 400, "max_batch": 5, "kernels": "torch", **options}
+    sizes = {"page_size": 4, "kv_tokens": 400, "max_batch": 5, **options}
     return Engine(policy, None, deepcopy(eagle("llama")), Strategy.parse(strategy), EngineConfig(**sizes))
 
 

@@ -60,14 +60,14 @@ FAULTS = (st.integers(1, 4), st.sampled_from([None, STATIC, EAGER]), st.integers
           st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), max_size=6))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(*FAULTS)
 def test_workers_may_die_at_any_moment(num_workers, config, steps_per_poll, strategy, faults):
     survive(num_workers, config, steps_per_poll, strategy, faults)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(*FAULTS)
 def test_workers_may_die_at_any_moment_thoroughly(num_workers, config, steps_per_poll, strategy, faults):
     survive(num_workers, config, steps_per_poll, strategy, faults)

@@ -36,7 +36,7 @@ class EagerTrainer(LocalTrainer):
 def config(out: Path, **changes: Any) -> TrainConfig:
     fields = {"model": "default", "task": "collatz", "steps": 2, "dtype": "float64", "strategy": "suffix:d4w2v6", "out": str(out),
               "rollout": {"prompts": 2, "group_size": 3, "max_new_tokens": 24}, "reward": {"workers": 0},
-              "optimizer": {"lr": 1e-3}, "engine": {"max_batch": 8, "kernels": "torch"}, **changes}
+              "optimizer": {"lr": 1e-3}, "engine": {"max_batch": 8}, **changes}
     return TrainConfig(**fields)
 
 

@@ -28,8 +28,12 @@ def trainer_class(config: TrainConfig) -> type[Trainer]:
     """The trainer for one worker, or for several."""
     if not config.cluster.needs_ray:
         return Trainer
-    from paceline.cluster.trainer import ClusterTrainer
-
+    try:
+        from paceline.cluster.trainer import ClusterTrainer
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError("cluster: Ray is not installed; pip install 'paceline[cluster]'") from None
     return ClusterTrainer
 
 

@@ -18,6 +18,7 @@ from paceline.cluster.messages import (
     Add,
     Arrived,
     Cancel,
+    DrafterTrained,
     EndTraining,
     Finished,
     LearnText,
@@ -31,11 +32,13 @@ from paceline.cluster.messages import (
     Stayed,
     StepSums,
     TrainedDrafter,
+    TrainingPreempted,
 )
 from paceline.cluster.pace import PaceModel
 from paceline.cluster.policy import decide
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import (
+    NOWHERE,
     Action,
     Assign,
     ClusterView,
@@ -65,7 +68,10 @@ class Runtime(Protocol):
         """Store a value that is sent to several workers, and return what `post` takes as its payload."""
 
     def post(self, worker: int, message: Message, payload: Any = None) -> None:
-        """Send a message; a lost worker never gets it."""
+        """Send a message, at the latest with the next `flush`; a lost worker never gets it."""
+
+    def flush(self) -> None:
+        """Send what was posted and is not on its way."""
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
         """Reports of the workers that have one, after at most so many seconds."""
@@ -129,6 +135,7 @@ class Coordinator:
                 self._receive(news)
         for action in decide(self._view(), self.config):
             self._act(action)
+        self.runtime.flush()
         finished, self._finished = self._finished, []
         return finished
 
@@ -164,16 +171,16 @@ class Coordinator:
                     self._arrived(event, w)
                 case Stayed():
                     if self._is_moving(event):
-                        self.book.set_target(event.request, -1)
+                        self.book.set_target(event.request, NOWHERE)
+                case DrafterTrained():
+                    self.publish_drafter(event.drafter, w)
+                case TrainingPreempted():
+                    self.timeline.record("training preempted", worker=w, wait_s=round(event.wait_s, 6))
         for progress in report.progress:
             if self.book.is_open(progress.request) and self.book.epoch(progress.request) == progress.epoch:
                 self.book.extend(progress)
             elif not self._is_moving(progress):
                 self.runtime.post(w, Cancel(progress.request, progress.epoch))  # it runs elsewhere, or is finished
-        for seconds in report.preempt_s:
-            self.timeline.record("training preempted", worker=w, wait_s=round(seconds, 6))
-        if report.trained is not None:
-            self.publish_drafter(report.trained, w)
 
     def _is_moving(self, event: Any) -> bool:
         """Whether an event belongs to the stay that the request's present move leads to."""
@@ -215,7 +222,7 @@ class Coordinator:
 
     def _cancel_everywhere(self, request: int) -> None:
         """Whatever stay of a request there is or is about to begin, it ends."""
-        for worker in {self.book.worker(request), self.book.target(request)} - {-1}:
+        for worker in {self.book.worker(request), self.book.target(request)} - {NOWHERE}:
             self.runtime.post(worker, Cancel(request, self.book.epoch(request) + 1))
 
     # -- what the policy decides

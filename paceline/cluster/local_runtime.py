@@ -35,6 +35,9 @@ class LocalRuntime:
         if worker in self.workers:
             self.workers[worker].post(message, payload)
 
+    def flush(self) -> None:
+        """Nothing to do: messages are delivered at once."""
+
     def poll(self, timeout_s: float) -> list[Report | Lost]:
         news: list[Report | Lost] = list(self._lost)
         self._lost.clear()

@@ -170,6 +170,23 @@ class Stayed:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterTrained:
+    """This worker has trained a newer drafter."""
+
+    drafter: TrainedDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPreempted:
+    """Drafter training has ended for work, or because generation is over. `wait_s`: how long the current micro-batch took."""
+
+    wait_s: float
+
+
+Event = Finished | Arrived | Stayed | DrafterTrained | TrainingPreempted
+
+
 @dataclass(slots=True)
 class StepSums:
     """Sums over the engine steps since the last report."""
@@ -209,13 +226,9 @@ class Report:
     policy_version: int
     drafter_version: int
     can_train: bool
-    events: list[Finished | Arrived | Stayed]
+    events: list[Event]
     progress: list[Progress]
     sums: StepSums
-    trained: TrainedDrafter | None = None
-    """A newer drafter, if this worker has trained one."""
-    preempt_s: tuple[float, ...] = ()
-    """Seconds that work had to wait for the current micro-batch of drafter training."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,14 +76,16 @@ class RayRuntime:
         return ray.put(value)
 
     def post(self, worker: int, message: Message, payload: Any = None) -> None:
-        """Messages are sent together by the next `poll`: a call takes a millisecond. One with a payload goes at once."""
+        """Messages are sent together by `flush`, because a call takes a millisecond. One with a payload goes at once."""
         self._unsent[worker].append(message)
         if payload is not None:
-            self._flush(worker, payload)
+            self._send(worker, payload)
+
+    def flush(self) -> None:
+        for worker in self._actors:
+            self._send(worker)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
-        for worker in self._actors:
-            self._flush(worker)
         ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=timeout_s)
         silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
@@ -113,7 +115,7 @@ class RayRuntime:
         self._numbers[worker], self._unsent[worker] = count(), []
         self._ask(worker)
 
-    def _flush(self, worker: int, payload: Any = None) -> None:
+    def _send(self, worker: int, payload: Any = None) -> None:
         """Send what is unsent. The payload belongs to the last message."""
         messages, self._unsent[worker] = self._unsent[worker], []
         if messages:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.cluster.types import WorkerState
 
+_MAX_EVENTS = 200_000
+"""Number of events that are kept in memory, and written to the trace. The JSON lines have all."""
 EVENTS_FILE, TRACE_FILE = "timeline.jsonl", "timeline.trace.json"
 
 
@@ -19,12 +22,12 @@ class Timeline:
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._began = clock, clock()
-        self.events: list[dict[str, Any]] = []
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self._folder = folder
         self._file: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8")
+            self._file = (folder / EVENTS_FILE).open("a", encoding="utf-8", buffering=1)
         self._states: dict[int, tuple[WorkerState, float]] = {}
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -69,7 +72,7 @@ class Timeline:
             (self._folder / TRACE_FILE).write_text(json.dumps(chrome_trace(self.events)), encoding="utf-8")
 
 
-def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
+def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Events in the trace format that Perfetto and chrome://tracing read: one row per worker."""
     found: list[dict[str, Any]] = []
     for event in events:

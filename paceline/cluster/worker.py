@@ -7,6 +7,7 @@ thread only, and `report` by another one.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from paceline.cluster.messages import (
     Arrive,
     Arrived,
     Cancel,
+    DrafterTrained,
     EndTraining,
+    Event,
     Finished,
     FirstPages,
     LearnText,
@@ -35,6 +38,7 @@ from paceline.cluster.messages import (
     Stayed,
     StepSums,
     TrainedDrafter,
+    TrainingPreempted,
     WorkerLimits,
 )
 from paceline.cluster.training import DrafterTraining
@@ -86,9 +90,8 @@ class Worker:
         self._held: dict[int, _Held] = {}
         self._by_local: dict[int, int] = {}
         self._reserved: dict[int, _Reserved] = {}
-        self._events: deque[Finished | Arrived | Stayed] = deque()
-        self._sums, self._preempt_s = StepSums(), list[float]()
-        self._trained: TrainedDrafter | None = None
+        self._events: deque[Event] = deque()
+        self._sums, self._sums_lock = StepSums(), threading.Lock()
         self.policy_version = self.drafter_version = -1
         """Versions that the coordinator has published to this worker; -1: none yet."""
 
@@ -105,7 +108,7 @@ class Worker:
     @property
     def has_news(self) -> bool:
         """Whether the coordinator should hear from this worker soon: a request has ended or moved, or there is a drafter."""
-        return bool(self._events) or self._trained is not None
+        return bool(self._events)
 
     def step(self) -> bool:
         """Handle all messages, then generate one step or train one micro-batch. Returns whether there was anything to do."""
@@ -116,7 +119,7 @@ class Worker:
         if self.engine.has_work:
             self._generate()
         elif self.training is not None and self.training.active:
-            self._trained = self.training.run_micro_batch() or self._trained
+            self._report_drafter(self.training.run_micro_batch())
         else:
             return handled
         return True
@@ -125,19 +128,19 @@ class Worker:
         """What has happened since the last report."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         progress = [found for request, held in list(self._held.items()) if (found := self._progress(request, held)) is not None]
-        sums, self._sums = self._sums, StepSums()
-        trained, self._trained = self._trained, None
-        preempt_s, self._preempt_s = tuple(self._preempt_s), []
+        with self._sums_lock:
+            sums, self._sums = self._sums, StepSums()
         can_train = self.training is not None and self.training.has_data
         return Report(self.id, self.state, self._limits, self.policy_version, self.drafter_version, can_train, events, progress,
-                      sums, trained, preempt_s)
+                      sums)
 
     # -- generation
 
     def _generate(self) -> None:
         before = self.engine.scheduler.num_preemptions
         result = self.engine.step()
-        self._count(result, self.engine.scheduler.num_preemptions - before)
+        with self._sums_lock:
+            self._count(result, self.engine.scheduler.num_preemptions - before)
         for rollout in result.finished:
             request = self._by_local.pop(rollout.request_id, None)
             if request is None:
@@ -211,8 +214,12 @@ class Worker:
 
     def _stop_training(self, asked_at: float) -> None:
         if self.training is not None and self.training.active:
-            self._preempt_s.append(self._clock() - asked_at)
-            self._trained = self.training.stop() or self._trained
+            self._events.append(TrainingPreempted(self._clock() - asked_at))
+            self._report_drafter(self.training.stop())
+
+    def _report_drafter(self, trained: TrainedDrafter | None) -> None:
+        if trained is not None:
+            self._events.append(DrafterTrained(trained))
 
     def _hold(self, request: int, epoch: int, local: int, reported: int) -> None:
         self._drop(request)  # an earlier stay that the coordinator has given up

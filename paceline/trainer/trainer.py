@@ -134,6 +134,8 @@ class Trainer:
             self._load_checkpoint()
 
     def _make_engine(self) -> Engine:
+        if self.config.cluster.needs_ray:
+            raise ValueError("cluster: several workers need paceline.cluster.trainer.ClusterTrainer")
         return make_engine(self.config, self.learner, self.tokenizer, speculate=True)
 
     def _make_baseline(self) -> Engine | None:

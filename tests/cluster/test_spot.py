@@ -9,7 +9,7 @@ from tiny import eagle
 from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
-from paceline.cluster.messages import EndTraining, StartTraining
+from paceline.cluster.messages import DrafterTrained, EndTraining, StartTraining, TrainingPreempted
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import PolicyConfig, WorkerState
 from paceline.cluster.worker import Worker
@@ -106,4 +106,5 @@ def test_work_ends_training_within_one_micro_batch():
     worker.post(EndTraining())
     worker.step()
     report = worker.report()
-    assert report.state is WorkerState.IDLE and len(report.preempt_s) == 1 and report.trained is not None
+    assert report.state is WorkerState.IDLE
+    assert [type(event) for event in report.events] == [TrainingPreempted, DrafterTrained]

@@ -80,6 +80,7 @@ class Runtime(Protocol):
         """End all workers."""
 
 
+Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
 _MOVE_TOKEN_S = 1e-5
 """Guess of the seconds that copying the KV cache of one token takes."""
 
@@ -88,9 +89,10 @@ class Coordinator:
     """Generates requests on all workers of a runtime."""
 
     def __init__(self, runtime: Runtime, config: PolicyConfig | None = None, interval_s: float = 0.1,
-                 timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`interval_s`: longest time between two decisions."""
-        self.runtime, self.config, self.interval_s = runtime, config or PolicyConfig(), interval_s
+                 timeline: Timeline | None = None, decide: Decide = decide,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        """`interval_s`: longest time between two decisions. `decide`: the scheduling policy."""
+        self.runtime, self.config, self.interval_s, self._decide = runtime, config or PolicyConfig(), interval_s, decide
         self.timeline = timeline or Timeline()
         self.book = RequestBook(LengthModel())
         self.pace = PaceModel()
@@ -133,7 +135,7 @@ class Coordinator:
                 self._lose(news)
             else:
                 self._receive(news)
-        for action in decide(self._view(), self.config):
+        for action in self._decide(self._view(), self.config):
             self._act(action)
         self.runtime.flush()
         finished, self._finished = self._finished, []

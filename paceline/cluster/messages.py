@@ -87,6 +87,8 @@ class FirstPages:
     request: int
     epoch: int
     source: int
+    policy_version: int
+    """The target must have the same version: a worker that was just started may not have its weights yet."""
     pages: KvPages | None
 
 

@@ -208,7 +208,14 @@ class Worker:
             case LearnText(prompt_ids, token_ids):
                 self.engine.drafting.learn_text(prompt_ids, token_ids)
 
+    def _has_newer(self, request: int, epoch: int) -> bool:
+        """Whether the request is here for a later stay than this one, which is outdated then."""
+        held = self._held.get(request)
+        return held is not None and held.epoch >= epoch
+
     def _add(self, message: Add) -> None:
+        if self._has_newer(message.request, message.epoch):
+            return
         local = self.engine.migration.import_request(message.state, self.engine.version)
         self._hold(message.request, message.epoch, local, len(message.state.output_ids))
 
@@ -222,7 +229,7 @@ class Worker:
             self._events.append(DrafterTrained(trained))
 
     def _hold(self, request: int, epoch: int, local: int, reported: int) -> None:
-        self._drop(request)  # an earlier stay that the coordinator has given up
+        self._cancel(Cancel(request, epoch - 1))  # an earlier stay that the coordinator has given up
         self._held[request] = _Held(epoch, local, reported)
         self._by_local[local] = request
 
@@ -258,11 +265,12 @@ class Worker:
         if held is None or held.epoch >= message.epoch:
             return  # it has ended
         pages = self.engine.migration.export_pages(held.local)
-        self._send(message.target, FirstPages(message.request, message.epoch, self.id, pages))
+        self._send(message.target, FirstPages(message.request, message.epoch, self.id, self.policy_version, pages))
 
     def _reserve(self, message: FirstPages) -> None:
-        reservation, accepted = None, True
-        if message.pages is not None:
+        accepted = message.policy_version == self.policy_version and not self._has_newer(message.request, message.epoch)
+        reservation = None
+        if accepted and message.pages is not None:
             reservation = self.engine.migration.reserve(message.pages)
             accepted = reservation is not None
         if accepted:
@@ -287,11 +295,18 @@ class Worker:
         self._send(message.target, Arrive(message.request, message.epoch, state, self._clock()))
 
     def _arrive(self, message: Arrive) -> None:
-        reserved = self._reserved.get(message.request)
-        if reserved is None or reserved.epoch != message.epoch:
-            return  # it was cancelled: the coordinator has started it again elsewhere
-        del self._reserved[message.request]
-        local = self.engine.migration.import_request(message.state, self.engine.version, reserved.pages)
-        self._hold(message.request, message.epoch, local, len(message.state.output_ids))
+        """The request continues here, unless this worker has it for a later stay, or was started again and lacks its policy. If
+        the coordinator has given this stay up, it cancels it when it hears of it."""
+        reserved, state = self._reserved.get(message.request), message.state
+        expected = reserved is not None and reserved.epoch == message.epoch
+        if self._has_newer(message.request, message.epoch) or state.version != self.policy_version:
+            if expected:
+                self._release(message.request)
+            return
+        pages = self._reserved.pop(message.request).pages if expected else None
+        if not expected:
+            state.kv = None  # the pages that came before are gone
+        local = self.engine.migration.import_request(state, self.engine.version, pages)
+        self._hold(message.request, message.epoch, local, len(state.output_ids))
         prefilled = not self.engine.migration.is_running(local)
         self._events.append(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))

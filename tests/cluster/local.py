@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from safetensors.torch import save
@@ -14,7 +16,8 @@ from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
-from paceline.cluster.types import PolicyConfig
+from paceline.cluster.policy import decide
+from paceline.cluster.types import Action, ClusterView, Migrate, PolicyConfig, WorkerState
 from paceline.cluster.worker import Send, Worker
 from paceline.config import EngineConfig
 from paceline.engine.migration import RequestState
@@ -102,3 +105,72 @@ def assert_same(found: dict[int, Rollout], seed: int = 0) -> None:
         assert rollout.token_ids == expected[rollout.seed].token_ids
         assert max(abs(a - b) for a, b in zip(rollout.logprobs, expected[rollout.seed].logprobs, strict=True)) < 1e-12
         assert rollout.finish_reason == expected[rollout.seed].finish_reason
+
+
+class ChaoticRuntime(LocalRuntime):
+    """Workers run in any order, messages and reports are late (those of one sender to one receiver stay in order), and workers
+    die between any two of these events."""
+
+    def __init__(self, num_workers: int, make_worker: Any, seed: int, deaths: int) -> None:
+        self.random, self._deaths_left = random.Random(seed), deaths
+        self._channels: dict[tuple[Any, int], deque[tuple[Any, Any]]] = {}
+        self._late: dict[int, deque[Any]] = {}
+        super().__init__(num_workers, lambda w, _: make_worker(w, partial(self._from_worker, w)))
+
+    def _from_worker(self, sender: int, target: int, message: Any) -> None:
+        self._channels.setdefault((sender, target), deque()).append((message, None))
+
+    def post(self, worker: int, message: Any, payload: Any = None) -> None:
+        self._channels.setdefault(("coordinator", worker), deque()).append((message, payload))
+
+    def start(self, worker: int) -> None:
+        """What was sent to the dead process is lost; what it sent to others may still arrive."""
+        for channel in [channel for channel in self._channels if channel[1] == worker]:
+            del self._channels[channel]
+        self._late[worker] = deque()
+        super().start(worker)
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        for _ in range(self.random.randint(1, 8)):
+            self._something()
+        news = list(self._lost)
+        self._lost.clear()
+        for worker, late in self._late.items():
+            if worker in self.workers and late and self.random.random() < 0.7:
+                news += [late.popleft() for _ in range(self.random.randint(1, len(late)))]
+        return news
+
+    def _something(self) -> None:
+        """One event: a worker's step, a delivery, a report, or a death."""
+        worker = self.random.choice(list(self.workers) or [0])
+        kind = self.random.random()
+        if worker not in self.workers:
+            return
+        if kind < 0.45:
+            self.workers[worker].step()
+        elif kind < 0.7:
+            self._late[worker].append(self.workers[worker].report())
+        elif kind < 0.98:
+            channel = self.random.choice([c for c in self._channels if self._channels[c]] or [None])
+            if channel is not None and channel[1] in self.workers:
+                self.workers[channel[1]].post(*self._channels[channel].popleft())
+        elif self._deaths_left:
+            self._deaths_left -= 1
+            self.kill(worker)
+
+
+def restless(seed: int) -> Any:
+    """A scheduling policy that also moves requests about for no reason."""
+    chance = random.Random(seed)
+
+    def decide_restlessly(view: ClusterView, config: PolicyConfig) -> list[Action]:
+        actions = decide(view, config)
+        able = [w.id for w in view.workers if w.state is not WorkerState.DOWN and w.policy_version >= view.policy_version]
+        busy = {action.request for action in actions if isinstance(action, Migrate)}
+        for request, worker, target in zip(view.requests.id, view.requests.worker, view.requests.target, strict=True):
+            others = [w for w in able if w != worker]
+            if worker >= 0 and target < 0 and int(request) not in busy and others and chance.random() < 0.3:
+                actions.append(Migrate(int(request), int(worker), chance.choice(others)))
+        return actions
+
+    return decide_restlessly

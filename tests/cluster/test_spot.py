@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from cluster.local import PARAMS, PROMPTS, assert_same, make_engine, run, submit, weights
 from tiny import eagle
@@ -9,7 +10,7 @@ from tiny import eagle
 from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
-from paceline.cluster.messages import DrafterTrained, EndTraining, StartTraining, TrainingPreempted
+from paceline.cluster.messages import DrafterTrained, EndTraining, StartTraining, StepSums, TrainingPreempted
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import PolicyConfig, WorkerState
 from paceline.cluster.worker import Worker
@@ -108,3 +109,33 @@ def test_work_ends_training_within_one_micro_batch():
     report = worker.report()
     assert report.state is WorkerState.IDLE
     assert [type(event) for event in report.events] == [TrainingPreempted, DrafterTrained]
+
+
+@pytest.mark.slow
+def test_more_draft_tokens_are_accepted_after_spot_training():
+    def accept_lengths(max_trainers: int) -> list[float]:
+        layers = capture_layers(eagle("llama").config)
+        config = SpotConfig(form="eagle", step_tokens=256, micro_batch_tokens=256, lr=3e-3, temperature=0.5)
+
+        def make(worker, send):
+            engine = make_engine("eagle:d3w2v4", capture=layers)
+            return Worker(worker, engine, send, DrafterTraining(engine, config, publish_s=0.5))
+
+        policy = PolicyConfig(reallocation=False, min_train_s=0.0, max_trainers=max_trainers)
+        coordinator = Coordinator(LocalRuntime(3, make, 2), policy, 0.0)
+        coordinator.publish_policy(weights(), 0)
+        found = []
+        for batch in range(5):
+            coordinator.sums = StepSums()
+            ids = []
+            for k in range(6):
+                length, seed = 240 if k == 0 else 30, 1000 * batch + 10 * k
+                params = [SamplingParams(max_new_tokens=length, seed=seed + sample, temperature=0.5) for sample in range(2)]
+                states = [RequestState([k + 1, k + 2], each, 0, sample) for sample, each in enumerate(params)]
+                ids += coordinator.submit(states, str(k))
+            run(coordinator, ids, rounds=4000)
+            found.append(coordinator.sums.tokens / coordinator.sums.verifications)
+        return found
+
+    frozen, trained = accept_lengths(0), accept_lengths(1)
+    assert sum(trained[2:]) / 3 > sum(frozen[2:]) / 3 + 0.04

@@ -213,7 +213,8 @@ class Engine:
             work()
         except BaseException as error:
             self._in_flight = None
-            self._queue_finished(end_broken_requests(self._requests, self._results, self.scheduler, self.drafting, error))
+            self._queue_finished(end_broken_requests(self._requests, self._results, self.scheduler, self.drafting, error,
+                                                     self.migration.reserved_pages))
             raise
 
     def _refuse(self, request: Request) -> None:

@@ -67,8 +67,6 @@ class RequestState:
     """Whether part of its KV cache was computed with earlier weights."""
     drafter_lag: int = 0
     """Upper bound on the tokens at the end that the learned drafter has not processed."""
-    first_token_acceptance: float | None = None
-    """Recent first-token acceptance; None for a new request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +88,8 @@ class Migration:
         """`requests`: the engine's requests by id. `drain`: waits for the step in flight."""
         self._requests, self._scheduler, self._store, self._state, self._drafting = requests, scheduler, store, state, drafting
         self._new_id, self._stop_ids, self._drain = new_id, stop_ids, drain
+        self.reserved_pages: set[int] = set()
+        """Pages that hold the beginnings of requests that have not followed yet."""
 
     # -- leaving
 
@@ -112,8 +112,7 @@ class Migration:
         if request is None:
             return None
         found = RequestState(request.prompt_ids, request.params, request.group, request.sample, request.output_ids,
-                             request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale,
-                             first_token_acceptance=request.first_token_acceptance)
+                             request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale)
         if request.status is Status.DECODE:
             first = num_sent // self._store.page_size
             found.kv = self._copy(request.pages[first:], request.num_computed - num_sent)
@@ -134,10 +133,12 @@ class Migration:
         allocated = allocator.allocate(wanted)
         assert allocated is not None
         self._store.import_request(allocated, self._tensors(pages))
+        self.reserved_pages.update(allocated)
         return Reservation(allocated, pages.num_tokens, pages.num_drafted)
 
     def release(self, reservation: Reservation) -> None:
         """The request will not follow."""
+        self.reserved_pages.difference_update(reservation.pages)
         self._scheduler.pages.release(reservation.pages)
 
     def import_request(self, state: RequestState, version: int, reservation: Reservation | None = None) -> int:
@@ -146,8 +147,6 @@ class Migration:
         request = Request(self._new_id(), state.group, state.sample, state.prompt_ids, state.params, self._stop_ids(state.params),
                           logprobs=list(state.logprobs), raw_logprobs=list(state.raw_logprobs), versions=list(state.versions))
         request.tokens += state.output_ids
-        if state.first_token_acceptance is not None:
-            request.first_token_acceptance = state.first_token_acceptance
         self._requests[request.id] = request
         if state.kv is None or state.version != version or not self._place(request, state, reservation):
             if reservation is not None:
@@ -167,6 +166,7 @@ class Migration:
             return False
         if state.kv.num_tokens:
             self._store.import_request(pages, self._tensors(state.kv))
+        self.reserved_pages.difference_update(held)
         request.pages, request.num_computed, request.stale = held + pages, num_computed, state.stale
         self._scheduler.adopt(request)
         lag = state.drafter_lag

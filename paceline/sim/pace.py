@@ -61,6 +61,13 @@ class DrafterQuality:
         return 1.0 + self.realized * float(np.cumprod(by_depth).sum())
 
 
+def _step_ms(curve: CostCurve, strategy: Strategy, batch: NDArray[np.int64], context: float) -> Floats:
+    """Milliseconds of a step of this strategy for each batch size."""
+    if strategy.drafter == "none":
+        return curve.off_ms(batch, context)
+    return curve.ms(strategy.drafter, strategy.depth, strategy.width, batch, batch, batch * (1 + strategy.budget), context)  # type: ignore[arg-type]
+
+
 class Pace:
     """Seconds per token by batch size. The only place where the simulator touches the cost curve."""
 
@@ -70,8 +77,7 @@ class Pace:
         batch = np.arange(1, max_batch + 1)
         strategies = STRATEGIES if quality is not None else STRATEGIES[:1]
         self._strategies = strategies
-        self._step_s = np.array([[1e-3 * float(curve.ms(s, int(n), float(n * (1 + s.budget)), context)) for n in batch]
-                                 for s in strategies])  # [strategies, max_batch]
+        self._step_s = 1e-3 * np.array([_step_ms(curve, s, batch, context) for s in strategies])  # [strategies, max_batch]
         self.table = lru_cache(maxsize=64)(self._table)
 
     def _table(self, trained_s: float) -> Floats:

@@ -239,3 +239,25 @@ def test_pages_are_plain_bytes():
         engine.step()
     pages = engine.migration.export_pages(request_id)
     assert isinstance(pages, KvPages) and all(array.dtype == np.uint8 for array in pages.arrays)
+
+
+def test_reserved_pages_survive_a_step_that_raises(monkeypatch):
+    """The target's own requests end with an error; the request that follows finds its pages."""
+    source, target = make_engine(), make_engine()
+    (request_id,) = source.add(PROMPTS[0], PARAMS, 1)
+    target.add(PROMPTS[1], PARAMS, 1)
+    for _ in range(12):
+        source.step()
+        target.step()
+    pages = source.migration.export_pages(request_id)
+    reservation = target.migration.reserve(pages)
+    with monkeypatch.context() as broken:
+        broken.setattr(target.runner, "run", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            target.step()
+    moved = target.migration.import_request(source.migration.export_request(request_id, 0, pages.num_tokens), 0, reservation)
+    assert target._requests[moved].slot >= 0 and not target.migration.reserved_pages
+    found = finish(source, target)
+    alone = make_engine()
+    alone.add(PROMPTS[0], PARAMS, 1)
+    same({seed: rollout for seed, rollout in found.items() if rollout.error is None}, finish(alone))

@@ -147,15 +147,15 @@ class RayRuntime:
 
 
 def _init_ray(address: str | None) -> None:
-    """Join a cluster, or start Ray here so that it listens on the loopback interface only."""
+    """Join a cluster, or start Ray here so that it listens on the loopback interface only. The program's logging stays as it is."""
     if address is not None:
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, configure_logging=False)
         return
     # Ray replaces a loopback address by one that other nodes can reach, unless this switch of its own is off.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, logging_level=logging.WARNING)
+        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, configure_logging=False)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]

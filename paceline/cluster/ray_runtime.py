@@ -147,7 +147,7 @@ class RayRuntime:
 
 
 def _init_ray(address: str | None) -> None:
-    """Join a cluster, or start Ray here so that it listens on the loopback interface only. The program's logging stays as it is."""
+    """Join a cluster, or start Ray here so that it listens on the loopback interface only, and leave logging alone."""
     if address is not None:
         ray.init(address=address, configure_logging=False)
         return

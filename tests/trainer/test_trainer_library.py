@@ -29,7 +29,8 @@ def make_config(folder, **changes) -> TrainConfig:
         "model": str(folder / "model"), "task": "python", "steps": 3, "dtype": "float64", "seed": 3, "out": str(folder / "run"),
         "task_options": {"function": f"{folder}/reward.py:score", "data": f"{folder}/prompts.jsonl"}, "threads": 1,
         "checkpoint_every": 2, "strategy": "suffix:d4w2v8", "optimizer": {"lr": 0.01}, "reward": {"workers": 0},
-        "rollout": {"prompts": 3, "group_size": 4, "max_new_tokens": 12}, "engine": {"kv_tokens": 2048, "max_batch": 8}}
+        "rollout": {"prompts": 3, "group_size": 4, "max_new_tokens": 12, "stop": tuple("ABCDEFGH")},
+        "engine": {"kv_tokens": 2048, "max_batch": 8}}
     return TrainConfig(**{**values, **changes})
 
 

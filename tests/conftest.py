@@ -14,6 +14,11 @@ os.environ.setdefault("PACELINE_SANDBOX", "partial")
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run: a change is then judged by what it changes. Tests marked slow draw new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
 

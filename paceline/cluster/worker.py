@@ -268,7 +268,11 @@ class Worker:
         self._send(message.target, FirstPages(message.request, message.epoch, self.id, self.policy_version, pages))
 
     def _reserve(self, message: FirstPages) -> None:
-        accepted = message.policy_version == self.policy_version and not self._has_newer(message.request, message.epoch)
+        before = self._reserved.get(message.request)
+        accepted = (message.policy_version == self.policy_version and not self._has_newer(message.request, message.epoch)
+                    and (before is None or before.epoch <= message.epoch))
+        if accepted and before is not None:
+            self._release(message.request)  # for a stay that is outdated now
         reservation = None
         if accepted and message.pages is not None:
             reservation = self.engine.migration.reserve(message.pages)

@@ -17,7 +17,7 @@ from cluster.local import (
     submit,
     weights,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.coordinator import Coordinator
@@ -74,13 +74,14 @@ CHAOS = (st.integers(2, 4), st.sampled_from(["off", "both:d3w2v4"]), st.integers
 
 
 @settings(max_examples=20, deadline=None)
+@example(3, "off", 2, 2**31)  # pages reserved for an outdated stay were never released
 @given(*CHAOS)
 def test_workers_may_die_at_any_moment(num_workers, strategy, deaths, seed):
     survive(num_workers, strategy, deaths, seed)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=False)
 @given(*CHAOS)
 def test_workers_may_die_at_any_moment_thoroughly(num_workers, strategy, deaths, seed):
     survive(num_workers, strategy, deaths, seed)

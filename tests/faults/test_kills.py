@@ -1,5 +1,5 @@
 """`kill -9` at random moments, again and again: what is continued afterwards ends exactly like what was never killed. One kill
-of each command are part of the default suite, twenty more of each of `make test-slow`."""
+of each command is part of the default suite, twenty more of each of `make test-slow`."""
 
 from __future__ import annotations
 

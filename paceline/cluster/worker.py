@@ -62,7 +62,7 @@ class _Held:
 
     epoch: int
     local: int
-    """Its id in the engine."""
+    """Id of the request in this worker's engine."""
     reported: int
     """Number of answer tokens that the coordinator knows."""
 

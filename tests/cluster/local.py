@@ -80,7 +80,7 @@ def _seeded(params: SamplingParams, prompt: list[int], sample: int) -> SamplingP
 
 @cache
 def reference(seed: int = 0) -> dict[int, Rollout]:
-    """The same answers from one engine, by seed."""
+    """Return the rollouts that a single engine generates for the same prompts, by seed."""
     engine = make_engine(seed=seed)
     return {rollout.seed: rollout for group in engine.generate(PROMPTS, PARAMS, GROUP) for rollout in group.rollouts}
 

@@ -21,7 +21,7 @@ from paceline.engine.graphs import Timestamp
 from paceline.strategy import AutoSelector, CostCurve, Points
 
 PARAMS = [SamplingParams(max_new_tokens=200, ignore_eos=True, seed=seed) for seed in range(6)]
-"""Of each call of `generate`, so that the suffix drafter never sees an answer again."""
+"""Sampling parameters of successive calls of `Simulated.generate`: another seed each, so that no answer comes twice."""
 PROMPTS = [[i, i + 1, i + 2] for i in range(1, 9)]
 HOST_MS = 1.5
 """What the suffix drafter's steps wait for."""

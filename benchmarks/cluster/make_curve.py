@@ -1,5 +1,5 @@
 """Makes cost curve and drafter quality that the cluster benchmarks and `paceline simulate` use, from results measured on
-an H200: a policy of Qwen2.5-7B's cost (`gpu/speculate.json`, model "twin") and HASS training (`gpu/drafter_training.json`).
+an H200: a policy of Qwen2.5-7B's cost (`older/gpu/speculate.json`, model "twin") and HASS training (`gpu/drafter_training.json`).
 
     python -m benchmarks.cluster.make_curve
 
@@ -30,7 +30,7 @@ READ_BYTES_PER_MS = 4.22e9
 
 
 def main() -> None:
-    batches = json.loads((RESULTS / "speculate.json").read_text())["models"]["twin"]["batches"]
+    batches = json.loads((RESULTS.parent / "older" / "gpu" / "speculate.json").read_text())["models"]["twin"]["batches"]
     off = sorted((int(b), step_ms(int(b), found["strategies"]["off"])) for b, found in batches.items())
     base = Points.through(off)
     rows, targets, weights = [], [], []

@@ -88,6 +88,9 @@ def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], config:
     """Responses with the policy's features, generated in blocks until there are `count` or a quarter of the time is used."""
     layers = capture_layers(EagleConfig.for_policy(policy.config, config.module_form))
     engine = setting.engine(policy, None, 256, kv_gb=24, capture=layers)
+    began = budget.used
+    engine.generate(prompts[:1], SamplingParams(max_new_tokens=2), keys=["first"])  # compiles kernels
+    print(f"first token after {budget.used - began:.1f} s", flush=True)
     found: list[FeatureRecord] = []
     block, until = 512, budget.used + 0.25 * budget.left
     for start in range(0, count, block):

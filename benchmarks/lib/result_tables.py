@@ -311,6 +311,16 @@ def graphs(content: Content, _: str) -> Table:
     return Table("CUDA graphs", (first + second).strip(), ("what", "graphs", "memory or delay"), rows)
 
 
+def cold_start(content: Content, _: str) -> Table:
+    rows = [(shape, name, *(f"{found[key]:.1f}" for key in ("imports", "engine", "first_token", "warm")),
+             f"{found['tokens_per_s_1'] / found['tokens_per_s_2']:.2f}×")
+            for shape, cell in content["shapes"].items() for name, found in cell.items()]
+    shape, cell = next(iter(content["shapes"].items()))
+    each = ", ".join(f"{found['first_token']:.0f} s with {name}" for name, found in cell.items())
+    return Table("Cold start on a GPU", f"From the start of a process to its first token of the {shape} shape: {each}.",
+                 ("shape", "caches", "imports, s", "engine, s", "first token, s", "captured, s", "first batch × second"), rows)
+
+
 def step(content: Content, _: str) -> Table:
     batches = _batches(cell["batches"] for cell in content["shapes"].values())
     rows = [(shape, f"{cell['floor_ms']:.2f}", *(f"{min(found.values()):.2f}" if (found := cell["batches"].get(batch)) else "–"
@@ -359,6 +369,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "background_training": background_training, "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
+    "gpu/cold_start": cold_start,
 }
 
 

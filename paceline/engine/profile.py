@@ -33,9 +33,9 @@ _TREE_ROWS = (8, 32, 128, 512)
 _REQUESTS = (1, 4, 16, 64, 256)
 _WIDE = 4
 _SHORT, _DEEP, _BROAD = "eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"
-_CONTEXT_REQUESTS, _CONTEXT, _NODES = 8, 512, 3
+_CONTEXT_REQUESTS, _CONTEXT, _NODES = {"cpu": 8, "cuda": 32}, 512, 3  # a GPU hides the latency of few requests badly
 _ROUNDS, _MIN_JOBS = 12, 8
-_FORMAT = 6
+_FORMAT = 7
 
 
 def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
@@ -119,7 +119,7 @@ def _context_ms(steps: DummySteps, ms: dict[_Job, float]) -> tuple[float, float]
 
 def _context_sizes(steps: DummySteps) -> tuple[int, int]:
     """Return the number of requests and the context length with which the cost of context is measured."""
-    return min(_CONTEXT_REQUESTS, steps.max_batch), min(_CONTEXT, steps.max_length - _NODES - 1)
+    return min(_CONTEXT_REQUESTS.get(steps.device.type, 8), steps.max_batch), min(_CONTEXT, steps.max_length - _NODES - 1)
 
 
 def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device) -> dict[_Job, float]:

@@ -18,11 +18,15 @@ MAX_NODES = 48
 """Largest number of draft tokens per request."""
 _MEMORY = 256.0
 """Number of trees that are remembered, about."""
-_MAX_REQUESTS = 16
+MAX_OBSERVED = 16
 """Number of trees of one step that are counted: more tell little more."""
 _KEEP_SURPRISED = 0.35
 """What is kept of earlier trees when new ones are accepted more or less often than can be chance."""
 _ENOUGH_TREES, _ENOUGH_STEPS = 24, 6
+_KEEP_REPLACED = 0.1
+"""What is kept of the trees of a drafter that has been replaced: the new one is often the old one, trained further."""
+_FEW_TREES = 4.0
+_CHANCES = np.linspace(0, 1, 201)
 
 
 class Shape(NamedTuple):
@@ -56,7 +60,7 @@ class Acceptance:
 
     def observe(self, drafts: DraftOutcomes) -> None:
         """Count the trees of a step."""
-        strategy, trees = drafts.strategy, min(drafts.num_requests, _MAX_REQUESTS)
+        strategy, trees = drafts.strategy, min(drafts.num_requests, MAX_OBSERVED)
         if trees == 0:
             return
         end = int(np.searchsorted(drafts.request, trees))
@@ -96,18 +100,28 @@ class Acceptance:
         """Whether enough trees have been observed to decide by them."""
         return self._num_trees >= _ENOUGH_TREES or self._num_steps >= _ENOUGH_STEPS
 
-    def forget(self) -> None:
-        """The drafter has been replaced."""
+    def drafter_replaced(self) -> None:
+        """Trees of the new drafter have to be observed; until then it is taken for the old one."""
         for sums in (self._trees, self._nodes, self._accepted):
-            sums.fill(0.0)
+            sums *= _KEEP_REPLACED
         self._num_trees = self._num_steps = 0
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted. 0 where
         nothing is known."""
         trees = np.maximum(self._trees, 1e-9)
-        nodes, accepted = self._nodes / trees, self._accepted / trees
+        nodes, accepted = np.cumsum(self._nodes / trees, 1), np.cumsum(self._accepted / trees, 1)
         if self.shapes[0] == (1, 1, 0.0):  # part of every tree, so it is known best: what it has gained or lost, all have
-            first = np.log(np.clip(accepted[:, 0], 1e-3, 0.999))
-            accepted **= np.clip(first[0] / first, 0.2, 5.0)[:, None]
-        return np.cumsum(nodes, 1), np.cumsum(accepted, 1)
+            now = accepted[0, 0]
+            then = (self._accepted[:, 0] + _FEW_TREES * now) / (self._trees[:, 0] + _FEW_TREES)
+            now, then = np.log(np.clip([np.full_like(then, now), then], 1e-3, 0.999))
+            powers = np.clip(now / then, 0.2, 5.0)
+            accepted = np.stack([_changed(*pair) for pair in zip(accepted, self.shapes, powers, strict=True)])
+        return nodes, accepted
+
+
+def _changed(accepted: NDArray[np.float64], shape: Shape, power: float) -> NDArray[np.float64]:
+    """Numbers of accepted draft tokens if the chance that a level of the tree has the right token is raised to a power."""
+    by_chance = (_CHANCES[:, None] ** np.arange(1, shape.depth + 1)).sum(1)
+    chance = np.interp(accepted, by_chance, _CHANCES)
+    return np.interp(chance**power, _CHANCES, by_chance)

@@ -75,6 +75,7 @@ class AutoSelector:
             return Decision(Strategy.OFF)
         self._step += 1
         if view.num_running >= 2 * self._batch > 0:  # most requests are new: what was true for the others may not be for these
+            self._batch, self._is_due = view.num_running, True
             for probes in self._probes.values():
                 probes.due = min(probes.due, self._step + 1)
         if view.num_prefill_rows == 0:
@@ -82,7 +83,7 @@ class AutoSelector:
                 return Decision(Strategy.OFF)
             probe = self._probe(view)
             if probe is not None:
-                return Decision(probe, tau=self.tau.best, observe=True)
+                return replace(probe, tau=self.tau.best)
         if self._must_decide(view):
             before, self.decision = self.decision, self._decide(view)
             agrees = before is not None and _same_shape(before.strategy, self.decision.strategy)
@@ -92,8 +93,8 @@ class AutoSelector:
         return self._with_trials(self.decision)
 
     def drafter_replaced(self) -> None:
-        """The learned drafter has new weights: what was measured of it is outdated."""
-        self.predictor.acceptance["eagle"].forget()
+        """The learned drafter has new weights: what was measured of it may be outdated."""
+        self.predictor.acceptance["eagle"].drafter_replaced()
         self.corrections.progress.fade("eagle", 0.0)
         self.guard.forgive("eagle")
         self.tau.forget()
@@ -131,8 +132,8 @@ class AutoSelector:
     def _usable(self, view: StepView) -> list[DrafterName]:
         return [name for name in view.available if name in self._probes and self.guard.allows(name)]
 
-    def _probe(self, view: StepView) -> Strategy | None:
-        """A step with a large tree of a drafter that is not known, or has not been tried for long."""
+    def _probe(self, view: StepView) -> Decision | None:
+        """A step with large trees of a drafter that is not known, or has not been tried for long."""
         for drafter in self._usable(view):
             probes, known = self._probes[drafter], self.predictor.acceptance[drafter].is_known
             if self._step >= probes.due or not known:

@@ -7,7 +7,9 @@ speculation, so whatever strategies are proposed, a run loses at most that share
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.types import DrafterName, StepOutcome, StepView
@@ -16,7 +18,9 @@ _SHARE, _MOST, _TRIAL = 0.01, 6.0, 1.5
 """Share of the time that trials may cost; most steps on the account; steps that a trial needs after the account was empty."""
 _FIRST_REST, _LONGEST_REST = 64, 4096
 """Steps for which a drafter that emptied the account is not used; doubled each time that it happens again."""
-_FOLLOW_OFF, _OUTLIER = 0.1, 2.0
+_OFF_STEPS, _NUM_SAMPLES = 2, 7
+"""Steps without speculation that are measured in a new batch bucket, and how many of the last ones are kept. Their median counts:
+the host's other work makes single steps many times as long."""
 _REFRESH_NEAR, _REFRESH_FAR, _FAR = 64, 256, 1.3
 """Steps of speculation after which a step without it is measured, and the same while speculation is so many times as fast."""
 _SETTLE = 12
@@ -25,13 +29,14 @@ _SETTLE = 12
 
 @dataclass(slots=True)
 class _Off:
-    """Measured over profiled milliseconds of steps without speculation, in one batch bucket."""
+    """Measured over profiled milliseconds of the last steps without speculation in one batch bucket."""
 
-    ratio: float
+    samples: deque[float]
     step: int
-    count: int = 1
-    is_outlier: bool = False
-    """Whether the last measurement was ignored because it was far off."""
+
+    @property
+    def ratio(self) -> float:
+        return median(self.samples)
 
 
 @dataclass(slots=True)
@@ -54,6 +59,11 @@ class Guard:
     """The batch bucket of the last step, and the step in which it was entered."""
     _is_slow: bool = False
     """Whether the last step with speculation took far longer than usual."""
+    _was_off: bool = False
+    """Whether the last step was one without speculation. The first one after others is not measured: its host work overlaps with
+    theirs."""
+    _num_wanted: int = 0
+    """Steps without speculation that are still wanted."""
 
     def speed(self, requests: int) -> float:
         """Measured over profiled milliseconds of a step without speculation."""
@@ -72,15 +82,21 @@ class Guard:
             self._bucket = bucket, self._step
         drafter = outcome.decision.strategy.drafter
         if drafter == "none":
-            self._measure_off(bucket, outcome)
+            if self._was_off:
+                self._measure_off(bucket, outcome)
+            self._was_off, self._num_wanted = True, max(0, self._num_wanted - 1)
             self._credit(_SHARE)
             return None
+        self._was_off = False
         cost = outcome.ms / self.off_ms(outcome.num_requests, outcome.context)
-        was_slow, self._is_slow = self._is_slow, cost > 3 * outcome.progress
+        progress = outcome.progress
+        if outcome.decision.expected_progress == 0:  # a probe of a few requests: the others gain nothing by it
+            progress = outcome.num_tokens / outcome.num_requests
+        was_slow, self._is_slow = self._is_slow, cost > 3 * progress
         if self._is_slow and not was_slow and self.account == _MOST and self.lead > 1:
             return None  # something else took the machine's time, unless it happens again
-        self.lead += 0.05 * (outcome.progress / cost - self.lead)
-        self._credit(_SHARE * cost + outcome.progress - cost)
+        self.lead += 0.05 * (progress / cost - self.lead)
+        self._credit(_SHARE * cost + progress - cost)
         if self.account > 0:
             return None
         self.is_empty = True
@@ -93,10 +109,15 @@ class Guard:
 
     def wants_off(self, view: StepView) -> bool:
         """Whether the next step should be one without speculation, to know what that costs."""
-        known, entered = self._off.get(bucket_of(view.num_running)), self._bucket[1]
+        if self._num_wanted == 0:
+            self._num_wanted = self._num_due(bucket_of(view.num_running))
+        return self._num_wanted > 0
+
+    def _num_due(self, bucket: int) -> int:
+        known, entered = self._off.get(bucket), self._bucket[1]
         if known is None:
-            return not self._off or self._step - entered >= _SETTLE
-        return self._step - known.step >= (_REFRESH_FAR if self.lead > _FAR else _REFRESH_NEAR)
+            return 1 + _OFF_STEPS if not self._off or self._step - entered >= _SETTLE else 0
+        return 2 if self._step - known.step >= (_REFRESH_FAR if self.lead > _FAR else _REFRESH_NEAR) else 0
 
     def forgive(self, drafter: DrafterName) -> None:
         """The drafter has been replaced."""
@@ -111,14 +132,8 @@ class Guard:
 
     def _measure_off(self, bucket: int, outcome: StepOutcome) -> None:
         ratio = outcome.ms / float(self.costs.off_ms(outcome.num_requests, outcome.context))
-        known = self._off.get(bucket)
-        if known is None:
-            self._off[bucket] = _Off(ratio, self._step)
-        elif not known.is_outlier and not 1 / _OUTLIER < ratio / known.ratio < _OUTLIER:
-            known.is_outlier, known.step = True, self._step
-            return
-        else:
-            known.count = 1 if known.is_outlier else known.count + 1
-            known.ratio += max(_FOLLOW_OFF, 1 / known.count) * (ratio - known.ratio)
-            known.step, known.is_outlier = self._step, False
-        self._latest = self._off[bucket].ratio
+        if bucket not in self._off:
+            self._off[bucket] = _Off(deque([self._latest] if self._off else [], maxlen=_NUM_SAMPLES), self._step)
+        known = self._off[bucket]
+        known.samples.append(ratio)
+        known.step, self._latest = self._step, known.ratio

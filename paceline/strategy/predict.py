@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.strategy.acceptance import MAX_NODES, SHAPES, Acceptance, max_nodes
+from paceline.strategy.acceptance import MAX_NODES, MAX_OBSERVED, SHAPES, Acceptance, max_nodes
 from paceline.strategy.cost import CostCurve
 from paceline.types import Decision, DrafterName, DraftOutcomes, StepView, Strategy
 
@@ -72,21 +72,27 @@ class Predictor:
                                         int(counts[k]), float(progress[k, s, b]), float(ms[k, s, b])))
         return found
 
-    def probe(self, drafter: DrafterName, requests: int) -> Strategy:
-        """A large tree, which tells what smaller ones would give: as many draft tokens as make a step half as expensive again,
-        but a few in any case."""
-        if drafter == "suffix":
-            return self._suffix_probe(requests)
-        rows = requests * np.arange(2, MAX_NODES + 2)
-        fits = self._is_affordable(requests, rows) | (rows <= (_LEAST_PROBED + 1) * requests)
+    def probe(self, drafter: DrafterName, requests: int) -> Decision:
+        """A large tree for a few requests, which tells what smaller ones would give: as many draft tokens as make a step half as
+        expensive again, but a few in any case."""
+        drafted = min(requests, MAX_OBSERVED)
+        make = self._suffix_probe if drafter == "suffix" else self._learned_probe
+        strategy = make(requests, drafted)
+        return Decision(strategy, None if drafted == requests else drafted, observe=True)
+
+    def _learned_probe(self, requests: int, drafted: int) -> Strategy:
+        counts = np.arange(1, MAX_NODES + 1)
+        rows = requests + drafted * counts
+        fits = self._is_affordable(requests, rows) | (counts <= _LEAST_PROBED)
         nodes = max(1, int((fits & (rows <= self._max_rows(requests))).sum()))
         depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
-        return Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width)))
+        return Strategy("eagle", depth, width, min(nodes, max_nodes(depth, width)))
 
-    def _suffix_probe(self, requests: int) -> Strategy:
+    def _suffix_probe(self, requests: int, drafted: int) -> Strategy:
         """How many draft tokens it has depends on the text: the lowest threshold that is affordable by what is known."""
-        known, budget = self.acceptance["suffix"], min(_SUFFIX_NODES, max(1, self._max_rows(requests) // requests - 1))
-        rows = requests * (1 + known.expected()[0][:, budget - 1])
+        known = self.acceptance["suffix"]
+        budget = min(_SUFFIX_NODES, max(1, (self._max_rows(requests) - requests) // drafted))
+        rows = requests + drafted * known.expected()[0][:, budget - 1]
         affordable = self._is_affordable(requests, rows) if known.is_known else np.array(known.shapes)[:, 2] >= _FIRST_THRESHOLD
         shape = known.shapes[int(affordable.argmax())]
         return Strategy("suffix", shape.depth, shape.width, budget, shape.min_survival)

@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import decode, graphs, long_tail, prefill, speculate, step
+from benchmarks.gpu import cold_start, decode, graphs, long_tail, prefill, speculate, step
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.speculation import Flips, Window
 from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step])
+@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step,
+                                    pytest.param(cold_start, marks=pytest.mark.slow)])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(file)])
@@ -33,6 +34,8 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert found["switch"]["2"]["warm"]["on_step_ms"] > 0
     elif script is prefill:
         assert found["prefill"]["no drafter"]["tokens_per_s"] > 0
+    elif script is cold_start:
+        assert found["shapes"]["1.5B"]["filled caches"]["warm"] > 0
     else:
         assert found["shapes"]["tiny"]["batches"].keys() == {"1", "2"}
 

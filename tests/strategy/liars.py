@@ -13,7 +13,7 @@ class SuffixIsFiveTimes(Predictor):
 
     def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
         ms = self.off(view).ms
-        found = Prediction(self.probe("suffix", view.num_running), view.num_running, 5.0, ms)
+        found = Prediction(self.probe("suffix", view.num_running).strategy, view.num_running, 5.0, ms)
         return [found] if drafter == "suffix" else []
 
 

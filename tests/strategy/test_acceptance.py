@@ -63,13 +63,28 @@ def test_a_sudden_change_is_believed_and_carried_over_to_larger_trees():
     assert predicted == pytest.approx(real, rel=0.25)
 
 
-def test_a_replaced_drafter_is_unknown_until_it_has_been_seen():
+@pytest.mark.parametrize("seed", range(6))
+def test_a_change_carried_over_from_few_trees_stays_plausible(seed):
+    """A few large trees at a small batch, then many small ones of better text: larger trees are better, but not perfect."""
+    world, acceptance = World(gpu_costs(), 1, {"eagle": 0.45}, seed=seed), Acceptance("eagle")
+    observe(acceptance, world, WIDE, 4)
+    world.batch, world.skill["eagle"] = 32, 0.65
+    observe(acceptance, world, Strategy("eagle", 3, 1, 3), 20)
+    real = np.mean([world.drafts(Strategy("eagle", 6, 4, 24), 32).accepted.sum() / 32 for _ in range(30)])
+    assert float(acceptance.expected()[1][acceptance.shapes.index((6, 4, 0.0)), 23]) < 1.5 * real
+
+
+def test_a_replaced_drafter_has_to_be_seen_but_is_taken_for_the_old_one_until_then():
     world, acceptance = World(gpu_costs(), 8, {"eagle": 0.7}), Acceptance("eagle")
     assert not acceptance.is_known
-    observe(acceptance, world, WIDE, 3)
+    observe(acceptance, world, WIDE, 20)
     assert acceptance.is_known
-    acceptance.forget()
-    assert not acceptance.is_known and acceptance.expected()[1].max() == 0
+    before = acceptance.expected()[1]
+    acceptance.drafter_replaced()
+    assert not acceptance.is_known and acceptance.expected()[1] == pytest.approx(before, rel=0.2)
+    world.skill["eagle"] = 0.3
+    observe(acceptance, world, WIDE, 4)
+    assert acceptance.expected()[1][-1, -1] < 0.6 * before[-1, -1], "a drafter that is worse is found out soon"
 
 
 def test_tau_moves_to_the_better_neighbour_and_stays():

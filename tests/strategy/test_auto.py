@@ -81,8 +81,10 @@ def test_a_wrong_profile_is_corrected_by_what_was_measured():
 def test_probes_are_trees_whose_graphs_a_warmed_up_engine_has():
     for costs in (gpu_costs(), cpu_costs()):
         for requests in range(1, 257):
-            probe = AutoSelector(costs).predictor.probe("eagle", requests)
-            (shape,) = [s for s in drafts_at(requests) if (s.depth, s.width) == (probe.depth, probe.width)]
+            decision = AutoSelector(costs).predictor.probe("eagle", requests)
+            probe, drafted = decision.strategy, decision.num_requests or requests
+            assert drafted == min(requests, 16), "more trees would tell little more, and cost time"
+            (shape,) = [s for s in drafts_at(drafted) if (s.depth, s.width) == (probe.depth, probe.width)]
             assert probe.budget <= shape.budget
 
 
@@ -93,13 +95,43 @@ def test_a_step_has_no_more_rows_than_are_captured():
     world, selector = World(costs, 128, {"suffix": 0.9}), AutoSelector(costs)
     world.run(selector, 60)
     assert any(strategy.drafter == "suffix" for strategy in world.strategies[-20:])
-    assert all(128 * (1 + strategy.budget) <= 512 for strategy in world.strategies)
+    assert all(128 + (d.num_requests or 128) * d.strategy.budget <= 512 for d in world.chosen)
 
 
 def test_a_growing_batch_meets_drafters_that_were_never_tried():
     views = [StepView(running, 0, ("suffix", "eagle", "both")) for running in (8, 8, 8, 8, 16, 64)]
     selector = AutoSelector(gpu_costs())
     assert len([selector.select(view) for view in views]) == len(views)
+
+
+@pytest.mark.parametrize("skill", [0.0, 0.75])
+def test_a_batch_that_grows_at_once_is_not_probed_for_ever(skill):
+    """One request, then 128: what is known is tried again once, then one of the strategies is used."""
+    world, selector = World(gpu_costs(), 1, {"eagle": skill, "suffix": 0.1}), AutoSelector(gpu_costs())
+    world.run(selector, 100)
+    world.batch = 128
+    world.run(selector, 60)
+    assert sum(d.observe and d.expected_ms == 0 for d in world.chosen[100:]) <= 6
+
+
+def test_probes_of_a_drafter_that_is_dear_for_many_requests_cost_little():
+    """Suffix drafts are looked up by the host, request by request. Probing them must not use up what speculation may cost, or it
+    is not there for the learned drafter when the batch has shrunk."""
+    world, off = World(gpu_costs(), 256, {"eagle": 0.75, "suffix": 0.0}, lookup_ms=0.06), 256 / float(gpu_costs().off_ms(256))
+    selector = AutoSelector(gpu_costs())
+    assert world.run(selector, 600) > 0.97 * off
+    world.batch = 8
+    world.run(selector, 100)
+    assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-80:]) > 60
+
+
+def test_a_drafter_that_was_trained_further_is_used_at_once():
+    world, selector = World(gpu_costs(), 32, {"eagle": 0.7}), AutoSelector(gpu_costs())
+    world.run(selector, 200)
+    selector.drafter_replaced()
+    world.skill["eagle"] = 0.72
+    world.run(selector, 10)
+    assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-10:]) == 10
 
 
 def test_hysteresis_a_little_better_is_not_enough_to_switch():

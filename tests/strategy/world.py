@@ -34,6 +34,8 @@ class World:
     noise: float = 0.05
     seed: int = 0
     host_ms: float = 0.0
+    lookup_ms: float = 0.0
+    """What suffix drafts cost for each request, beyond what the curve says."""
     ms: float = 0.0
     tokens: int = 0
     steps: int = 0
@@ -73,6 +75,8 @@ class World:
             drafts = nodes if decision.observe else None
             self.accepted = np.bincount(nodes.request[nodes.accepted], minlength=self.batch)
         ms = self.true_ms(strategy, min(decision.num_requests or self.batch, self.batch), rows)
+        if strategy.drafter == "suffix":
+            ms += self.lookup_ms * min(decision.num_requests or self.batch, self.batch)
         ms *= float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
         return StepOutcome(decision, self.batch, 0, tokens, ms, rows, 200.0, self.host_ms, drafts)

@@ -61,7 +61,7 @@ class WithoutHysteresis(AutoSelector):
 class WithoutProbes(AutoSelector):
     """A drafter that is known and not in use is never tried again."""
 
-    def _probe(self, view: StepView) -> Strategy | None:
+    def _probe(self, view: StepView) -> Decision | None:
         for name, probes in self._probes.items():
             if self.predictor.acceptance[name].is_known:
                 probes.due = sys.maxsize

@@ -60,6 +60,7 @@ class Watch:
 
 def run(engine: Engine, strategy: str, prompts: list[list[int]], lengths: list[int]) -> Run:
     params = [SamplingParams(temperature=1.0, max_new_tokens=length, seed=3, ignore_eos=True) for length in lengths]
+    engine.scheduler.drop_prefixes()  # every run prefills its prompts
     watch = Watch(time.perf_counter())
     groups = engine.generate(prompts, params, strategy=strategy, on_step=watch)
     seconds = time.perf_counter() - watch.began

@@ -9,8 +9,11 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from paceline.kernels.upload import upload
 
 
 class LayerStore(NamedTuple):
@@ -66,8 +69,8 @@ class PagedStore:
 
     def slots(self, pages: list[int], num_tokens: int) -> Tensor:
         """Return the token slots [num_tokens] of the first positions of a request that holds `pages`."""
-        base = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
-        return (base + torch.arange(self.page_size)).flatten()[:num_tokens].to(self._device)
+        slots = np.array(pages, np.int64)[:, None] * self.page_size + np.arange(self.page_size)
+        return upload(slots.reshape(-1)[:num_tokens], torch.device(self._device))
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are indexed by token slot."""

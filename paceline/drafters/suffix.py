@@ -187,6 +187,15 @@ class SuffixDrafter:
         if not entry.active:
             self._idle[entry.key] = entry
 
+    @classmethod
+    def warm_up(cls) -> None:
+        """Compiles what drafting needs, or loads it from the cache of compiled functions."""
+        drafter, one = cls(), np.ones(1, np.int64)
+        drafter.start(0, [1, 2, 3, 1, 2, 3, 1], [2])
+        drafter.draft([0], 2, 2, 4 * one, one, one, np.ones(1, np.float32), 0.5)
+        drafter.extend_all({0: [3]})
+        drafter.finish(0)
+
     def draft(self, request_ids: Sequence[int], depth: int, width: int, budgets: NDArray[np.integer],
               seeds: NDArray[np.integer], positions: NDArray[np.integer], temperatures: NDArray[np.floating],
               tau: float, min_survival: float = 0.0) -> SuffixDrafts:

@@ -324,6 +324,8 @@ class Engine:
         is captured after that time. `on_progress` is called with the number of graphs done, and of all."""
         if self.drafting.available and self.config.profile and not self.costs.profiled:
             self.profile()
+        if self.drafting.suffix is not None:
+            self.drafting.suffix.warm_up()
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
         self.dummy_steps.capture_all(requests, seconds, on_progress)
         return self.graph_report()

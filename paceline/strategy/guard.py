@@ -14,8 +14,12 @@ from statistics import median
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.types import DrafterName, StepOutcome, StepView
 
-_SHARE, _MOST, _TRIAL = 0.01, 6.0, 1.5
-"""Share of the time that trials may cost; most steps on the account; steps that a trial needs after the account was empty."""
+_SHARE, _MOST, _TRIAL, _LEAST = 0.01, 6.0, 1.5, -6.0
+"""Share of the time that trials may cost; most steps on the account; steps that a trial needs after the account was empty; and
+deepest debt."""
+_SLOW, _STOPPED = 3.0, 40.0
+"""A step that takes so many times as long as it is worth is slow. One that takes longer still, and is the only one, was stopped
+by something else: a compiler, another process."""
 _FIRST_REST, _LONGEST_REST = 64, 4096
 """Steps for which a drafter that emptied the account is not used; doubled each time that it happens again."""
 _OFF_STEPS, _NUM_SAMPLES = 2, 7
@@ -92,8 +96,9 @@ class Guard:
         progress = outcome.progress
         if outcome.decision.expected_progress == 0:  # a probe of a few requests: the others gain nothing by it
             progress = outcome.num_tokens / outcome.num_requests
-        was_slow, self._is_slow = self._is_slow, cost > 3 * progress
-        if self._is_slow and not was_slow and self.account == _MOST and self.lead > 1:
+        was_slow, self._is_slow = self._is_slow, cost > _SLOW * progress
+        paid = self.account == _MOST and self.lead > 1
+        if self._is_slow and not was_slow and (paid or cost > _STOPPED * progress):
             return None  # something else took the machine's time, unless it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
         self._credit(_SHARE * cost + progress - cost)
@@ -125,7 +130,7 @@ class Guard:
         self._resting_until.pop(drafter, None)
 
     def _credit(self, steps: float) -> None:
-        self.account = min(self.account + steps, _MOST)
+        self.account = min(max(self.account + steps, _LEAST), _MOST)
         if self.account == _MOST:
             self._rest.clear()
         self.is_empty = self.is_empty and self.account < _TRIAL

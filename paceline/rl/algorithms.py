@@ -3,10 +3,10 @@ advantages of answers and the weights of tokens, and defines the loss of a micro
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from paceline.config import Config
@@ -21,6 +21,9 @@ from paceline.rl.losses import (
     summed_per_sample,
     token_weights,
 )
+
+_OVERLONG_PART = 5
+"""The penalty for overlong answers begins in the last fifth of the permitted length, as in the DAPO paper."""
 
 
 class Loss(NamedTuple):
@@ -48,14 +51,25 @@ class GRPO(Config):
     """Replace groups whose answers all have the same reward by groups of further prompts."""
     max_refills: int = Field(4, ge=0)
     """Maximum number of times that dynamic sampling generates further groups in one step."""
-    overlong_cache: int = Field(0, ge=0)
-    """Answers longer than max_new_tokens minus this value are penalised by up to 1. 0: no penalty."""
+    overlong_cache: int | None = Field(0, ge=0)
+    """Answers longer than max_new_tokens minus this number of tokens are penalised, by up to 1 at max_new_tokens. 0: no penalty.
+    None: a fifth of max_new_tokens."""
+    mask_truncated: bool = False
+    """Leave answers that reached max_new_tokens without an end out of the loss. Their rewards still count for their group's
+    baseline."""
     max_new_tokens: int = Field(0, ge=0)
     """Maximum number of tokens per answer; taken from the rollout configuration."""
     needs_critic: ClassVar[bool] = False
     """Whether the algorithm trains a critic."""
     kl_in_loss: ClassVar[bool] = True
     """Whether the KL divergence is added to the loss. Otherwise it is subtracted from the reward."""
+
+    @model_validator(mode="after")
+    def _check_overlong_cache(self) -> Self:
+        if self.overlong_cache and self.overlong_cache >= self.max_new_tokens > 0:
+            raise ValueError(f"overlong_cache: {self.overlong_cache} is not below max_new_tokens = {self.max_new_tokens}, so every "
+                             "answer would be penalised")
+        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -66,6 +80,10 @@ class GRPO(Config):
         """Whether the policy is trained on a group with these rewards."""
         return not self.dynamic_sampling or max(rewards) > min(rewards)
 
+    def trains_on(self, sample: Sample) -> bool:
+        """Whether a sample is part of the loss."""
+        return not (self.mask_truncated and sample.truncated)
+
     def compute_advantages(self, samples: list[Sample]) -> None:
         """Fills `advantages` of every sample."""
         for members in _groups(samples):
@@ -75,8 +93,8 @@ class GRPO(Config):
 
     def shaped_reward(self, sample: Sample) -> float:
         """Reward of an answer including the reward model's score and the penalty for overlong answers."""
-        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, self.max_new_tokens,
-                                                                        self.overlong_cache)
+        cache = self.max_new_tokens // _OVERLONG_PART if self.overlong_cache is None else self.overlong_cache
+        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, self.max_new_tokens, cache)
 
     def group_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the answers of one group [G] from their rewards [G]."""
@@ -121,7 +139,7 @@ class DAPO(GRPO):
     clip_high: float = Field(0.28, ge=0)
     aggregation: Aggregation = "token"
     dynamic_sampling: bool = True
-    overlong_cache: int = Field(64, ge=0)
+    overlong_cache: int | None = Field(None, ge=0)
 
 
 class RLOO(GRPO):
@@ -168,8 +186,9 @@ class PPO(GRPO):
                 rewards -= self.kl * (_known(sample.old) - sample.reference)
             rewards[-1] += self.shaped_reward(sample)
             sample.advantages, sample.returns = gae(rewards, sample.values, self.gamma, self.lam)
+        trained = [sample for sample in samples if self.trains_on(sample)]
         if self.whiten:
-            for sample, advantages in zip(samples, whitened([_known(s.advantages) for s in samples]), strict=True):
+            for sample, advantages in zip(trained, whitened([_known(s.advantages) for s in trained]), strict=True):
                 sample.advantages = advantages
 
     def value_loss(self, values: Tensor, batch: MicroBatch) -> Tensor:

@@ -74,6 +74,8 @@ class StepOutcome:
     """Progress of the run including this step."""
     groups: list[RolloutGroup]
     """The groups that the policy was trained on."""
+    generated: list[RolloutGroup]
+    """All groups of the step, including those that dynamic sampling dropped."""
     metrics: dict[str, float]
     """Losses, drafter metrics and seconds per phase."""
 
@@ -98,14 +100,17 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
             samples = samples_of(batch.kept, learner.policy.model.norm.dtype)
             learner.infer(samples)
             learner.algorithm.compute_advantages(samples)
+            trained = [sample for sample in samples if learner.algorithm.trains_on(sample)]
         with timer("train"):
-            metrics |= learner.update(samples, state.step) if samples else {}
+            metrics |= learner.update(trained, state.step) if trained else {}
             publish(learner, step)
+        if len(trained) < len(samples):
+            metrics["masked"] = 1 - len(trained) / len(samples)
         scores = [sample.score for sample in samples if sample.score is not None]
         if scores:
             metrics["reward/model"] = sum(scores) / len(scores)
         state = RunState(step, batch.cursor)
-        on_step_end(StepOutcome(state, batch.kept, {**metrics, **timer.metrics()}))
+        on_step_end(StepOutcome(state, batch.kept, batch.generated, {**metrics, **timer.metrics()}))
     return state
 
 

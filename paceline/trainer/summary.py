@@ -20,7 +20,7 @@ class RunTotals:
     began: float = field(default_factory=time.perf_counter)
     """When the first step began."""
     lengths: list[int] = field(default_factory=list)
-    """Number of tokens of every answer that was trained on."""
+    """Number of tokens of every generated answer."""
     num_tokens: int = 0
     """Number of generated tokens."""
     num_verifications: int = 0
@@ -30,7 +30,7 @@ class RunTotals:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards and lengths of a step's rollouts."""
+    """Rewards and lengths of all rollouts of a step, whether or not the policy is trained on them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward or 0.0 for rollout in rollouts]
     mixed = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)

@@ -220,6 +220,14 @@ class RewardConfig(Config):
     """Number of worker processes. 0: answers are graded in the training process."""
     timeout_s: float = Field(10.0, gt=0)
     """Maximum number of seconds for grading one answer."""
+    retries: int = Field(1, ge=0)
+    """How often an answer is graded again after its grader raised, ran out of time or crashed. If it still fails, the answer is
+    left out of the update and counted (`reward/ungraded`)."""
+    functions: dict[str, float] = Field(default_factory=dict)
+    """Further reward functions, as `module:function` or `path.py:function`, and the weights with which they are added to the
+    task's reward. Each is logged apart (`rewards/FUNCTION`, weighted)."""
+    task_weight: float = 1.0
+    """Weight of the task's own reward. 0: only `functions` count, and the task does not grade."""
 
 
 class ClusterConfig(Config):

@@ -177,6 +177,9 @@ class Rollout:
     features: FeatureRecord | None = None
     num_preemptions: int = 0
     reward: float | None = None
+    """Reward of the answer; None if it was not graded, or the grader failed on it."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Named parts that the reward is the sum of, if it has any."""
 
 
 @dataclass(slots=True)
@@ -187,6 +190,11 @@ class RolloutGroup:
     rollouts: list[Rollout] = field(default_factory=list)
     key: str = ""
     """Key of the prompt, as given by the caller."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its answers have different rewards, those that could not be graded left out."""
+        return len({rollout.reward for rollout in self.rollouts if rollout.reward is not None}) > 1
 
 
 @dataclass(slots=True)

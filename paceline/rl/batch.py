@@ -50,11 +50,12 @@ class Sample:
 
 
 def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
-    """Samples of all rollouts that have at least one token and did not fail."""
-    return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, float(rollout.reward or 0.0),
+    """Samples of all rollouts that have at least one token, did not fail and were graded. An answer whose grader failed is not
+    a wrong answer: its group's baseline is that of the others."""
+    return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
                    rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype))
             for index, group in enumerate(groups) for rollout in group.rollouts
-            if rollout.token_ids and rollout.finish_reason != "error"]
+            if rollout.token_ids and rollout.finish_reason != "error" and rollout.reward is not None]
 
 
 class MicroBatch(NamedTuple):

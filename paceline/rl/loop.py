@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from paceline.rl.algorithms import Algorithm
 from paceline.rl.batch import samples_of
 from paceline.rl.checkpoint import RunState
 from paceline.rl.learner import Learner
@@ -140,9 +141,14 @@ def collect_batch(learner: Learner, cursor: int, prompts: int, collect: Collect,
         cursor += len(groups)
         groups = [group for group in groups if group.rollouts]
         generated += groups
-        kept += [group for group in groups if learner.algorithm.keep([r.reward or 0.0 for r in group.rollouts])]
+        kept += [group for group in groups if _is_kept(group, learner.algorithm)]
         if len(kept) >= prompts or (generated and not learner.algorithm.dynamic_sampling):
             break
     if not generated:
         raise ValueError(f"task: none of the last {prompts * (1 + learner.algorithm.max_refills)} problems could be posed")
     return CollectedBatch(kept or generated, generated, cursor)
+
+
+def _is_kept(group: RolloutGroup, algorithm: Algorithm) -> bool:
+    rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+    return bool(rewards) and algorithm.keep(rewards)

@@ -104,7 +104,7 @@ class RolloutCollector:
         with timer("reward"):
             rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
             for rollout, graded in zip(rollouts, grades, strict=True):
-                rollout.reward = graded.value
+                rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
             self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, keys, timer)

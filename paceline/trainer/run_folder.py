@@ -49,7 +49,8 @@ class RunFolder:
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Writes the rollouts that one step trained on, one JSON object per line."""
         lines = [json.dumps({"id": group.key, "sample": rollout.sample, "step": step, "token_ids": rollout.token_ids,
-                             "text": rollout.text, "reward": rollout.reward, "finish_reason": rollout.finish_reason,
+                             "text": rollout.text, "reward": rollout.reward, **({"rewards": rollout.reward_parts} if rollout.reward_parts else {}),
+                             "finish_reason": rollout.finish_reason,
                              "seed": rollout.seed}, ensure_ascii=False)
                  for group in groups for rollout in group.rollouts]
         self.write(f"rollouts-{step:06d}.jsonl", "\n".join(lines) + "\n")

@@ -25,7 +25,7 @@ from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import AutoSelector
-from paceline.tasks import RewardPool, Task, make_task
+from paceline.tasks import RewardPool, Task, WeightedRewards, make_task
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, dump_config
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
@@ -98,13 +98,15 @@ class Trainer:
         config, folder = self.config, self.folder
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints)
         task = self._task or make_task(config.task, **config.task_options)
+        if config.reward.functions or config.reward.task_weight != 1:
+            task = WeightedRewards(task, config.reward.functions, config.reward.task_weight)
         self._load_checkpoint()
         folder.remove_rollouts_after(self.state.step)
         self.engine = self._make_engine()
         self.baseline = self._make_baseline()
         for engine in self._engines():
             engine.version = self.state.step
-        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s)
+        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries)
         self.collector = RolloutCollector(self.engine, self.baseline, PromptStream(task, config.seed, config.epochs), self.pool,
                                           config.rollout, config.seed, self._on_engine_step)
         self.drafter_trainer, self.monitor = self._make_drafter_parts()
@@ -216,8 +218,9 @@ class Trainer:
             self._warn(f"left out: {line}")
         if self.collector.grading.examples and not self._graded_badly:
             first, self._graded_badly = self.collector.grading.examples[0], True
-            self._warn(f"the grader failed on problem {first.problem}, its reward counts as 0: {first.error} ({first.traceback})"
-                       f"; further failures are counted (reward/errors), examples are in {GRADING_FAILURES_FILE}")
+            self._warn(f"the grader failed on problem {first.problem}, and the answer is left out: {first.error} "
+                       f"({first.traceback}); further failures are counted (reward/ungraded), examples are in "
+                       f"{GRADING_FAILURES_FILE}")
         return groups
 
     def _train_drafter(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:

@@ -165,6 +165,8 @@ class RolloutConfig(Config):
     """Maximum number of tokens per answer."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads when it formats a problem's messages, such as `enable_thinking = false`."""
 
 
 class OptimizerConfig(Config):

@@ -250,9 +250,10 @@ class Engine:
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt given as text, chat messages or token ids."""
-        return encode(prompt, self.tokenizer)
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Return the token ids of a prompt given as text, chat messages or token ids. `chat_template_kwargs`: variables that the
+        chat template reads, such as `enable_thinking`."""
+        return encode(prompt, self.tokenizer, chat_template_kwargs)
 
     def generate(self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1,
                  keys: Sequence[str] | None = None, on_step: Callable[[StepResult], None] | None = None,

@@ -205,6 +205,13 @@ class LearnerConfig(Config):
     """Log-probabilities in the denominator of the importance ratio: those that the trainer computes before its first update
     (`trainer`: the update does not depend on the engine's rounding), or those that the engine sampled with (`engine`: exact
     importance weights)."""
+    importance_correction: Literal["truncate", "mask", "off"] = "truncate"
+    """Correction for the engine sampling from a slightly different distribution than the trainer computes, for example in
+    bfloat16: each token's loss is multiplied by the ratio of the two probabilities, limited to `importance_cap` (`truncate`, TIS),
+    or 0 outside 1 / importance_cap .. importance_cap (`mask`). Where they agree, nothing changes. Only with `old_logprobs`
+    `trainer`."""
+    importance_cap: float = Field(2.0, gt=1)
+    """Largest importance weight of a token in `importance_correction`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     lora_rank: int = Field(0, ge=0)
@@ -268,7 +275,7 @@ class TrainConfig(Config):
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
     algorithm: str = "grpo"
-    """Training algorithm: grpo, dr_grpo, dapo, rloo or ppo."""
+    """Training algorithm: grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm (docs/training.md)."""
     steps: int = Field(30, ge=1)

@@ -3,7 +3,7 @@ advantages of answers and the weights of tokens, and defines the loss of a micro
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -14,6 +14,8 @@ from paceline.rl.advantages import gae, group_centred, group_normalised, leave_o
 from paceline.rl.batch import MicroBatch, Sample
 from paceline.rl.losses import (
     Aggregation,
+    averaged_per_sample,
+    clipped_importance,
     clipped_surrogate,
     clipped_value_loss,
     is_clipped,
@@ -44,6 +46,8 @@ class GRPO(Config):
     """Importance ratios above 1 plus this value are clipped."""
     kl: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the frozen reference policy, added to the loss of every token."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of the policy's entropy, which is subtracted from the loss of every token. 0: no bonus."""
     aggregation: Aggregation = "sequence"
     """How token losses are averaged: per answer (`sequence`), over all tokens (`token`), or divided by a constant
     (`constant`)."""
@@ -104,19 +108,28 @@ class GRPO(Config):
         """Weight of one token of each answer in the batch's loss, from the answers' lengths."""
         return token_weights(lengths, self.aggregation, self.max_new_tokens)
 
-    def loss(self, logprobs: Tensor, batch: MicroBatch) -> Loss:
-        """Loss of a micro-batch, given the log-probabilities [A] of its answer tokens under the policy being trained."""
+    def loss(self, logprobs: Tensor, batch: MicroBatch, entropy: Tensor | None = None) -> Loss:
+        """Loss of a micro-batch, given the log-probabilities [A] of its answer tokens under the policy being trained, and the
+        policy's entropy [A] where there is a bonus for it."""
         assert batch.advantages is not None
         log_ratio = self.log_ratio(logprobs, batch)
-        policy = (batch.weights * clipped_surrogate(log_ratio, batch.advantages, self.clip_low, self.clip_high)).sum()
+        weights = batch.weights if batch.correction is None else batch.weights * batch.correction
+        policy = (weights * self.token_loss(logprobs, log_ratio, batch.advantages)).sum()
         clipped = is_clipped(log_ratio, batch.advantages, self.clip_low, self.clip_high)
         parts = {"loss/policy": policy.detach(), "clip_fraction": (batch.weights * clipped).sum()}
         total = policy
+        if self.entropy_bonus:
+            assert entropy is not None
+            total = total - self.entropy_bonus * (batch.weights * entropy).sum()
         if batch.reference is not None:
             kl = (batch.weights * kl_k3(logprobs, batch.reference)).sum()
             parts["kl"] = kl.detach()
             total = total + self.kl * kl if self.kl_in_loss else total
         return Loss(total, parts)
+
+    def token_loss(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Policy loss of every answer token [A]."""
+        return clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high)
 
     def log_ratio(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
         """Logarithm of the importance ratio of every answer token [A]."""
@@ -140,6 +153,29 @@ class DAPO(GRPO):
     aggregation: Aggregation = "token"
     dynamic_sampling: bool = True
     overlong_cache: int | None = Field(None, ge=0)
+
+
+class GSPO(GRPO):
+    """GRPO whose importance ratio and clipping are those of whole answers: the geometric mean of the tokens' ratios, within a
+    narrow clip range."""
+
+    clip_low: float = Field(3e-4, ge=0, lt=1)
+    clip_high: float = Field(4e-4, ge=0)
+
+    def log_ratio(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
+        return averaged_per_sample(super().log_ratio(logprobs, batch), batch.sample, len(batch.lengths))
+
+
+class CISPO(GRPO):
+    """GRPO whose importance weights are clipped instead of the update: every token keeps its gradient. The loss is averaged over
+    all tokens."""
+
+    clip_low: float = Field(1.0, ge=0, le=1)
+    clip_high: float = Field(4.0, ge=0)
+    aggregation: Aggregation = "token"
+
+    def token_loss(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        return clipped_importance(logprobs, log_ratio, advantages, self.clip_low, self.clip_high)
 
 
 class RLOO(GRPO):
@@ -199,8 +235,8 @@ class PPO(GRPO):
 
 Algorithm = GRPO
 """Type of all algorithms: the others are subclasses of GRPO."""
-Name = Literal["grpo", "dr_grpo", "dapo", "rloo", "ppo"]
-ALGORITHMS: dict[str, type[GRPO]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "rloo": RLOO, "ppo": PPO}
+ALGORITHMS: dict[str, type[GRPO]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "gspo": GSPO, "cispo": CISPO, "rloo": RLOO,
+                                     "ppo": PPO}
 
 
 def make_algorithm(name: str, max_new_tokens: int, **options: Any) -> Algorithm:

@@ -76,6 +76,7 @@ class MicroBatch(NamedTuple):
     values: Tensor | None
     returns: Tensor | None
     members: tuple[int, ...]  # indices of the sequences in the list that was packed
+    correction: Tensor | None = None  # [A] importance weights between engine and trainer (`losses.importance_weights`)
 
 
 def pack(samples: Sequence[Sample], max_tokens: int, weights: Sequence[float] | None = None,

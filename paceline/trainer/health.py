@@ -12,7 +12,7 @@ from paceline.types import Rollout, RolloutGroup
 _MAX_EXAMPLES = 20
 _STEPS_WITHOUT_SIGNAL = 3
 _MOST_CUT = 0.5
-_GROUP_BASELINES = ("grpo", "dr_grpo", "dapo", "rloo")
+_GROUP_BASELINES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
 
 
 class GraderFailed(RuntimeError):

@@ -19,7 +19,7 @@ from paceline.models.weights import empty_model, load_model, parse_dtype
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import plain_policy, policy_folder, restore
 from paceline.rl.learner import Learner
-from paceline.rl.models import load_reward_model
+from paceline.rl.models import SamplingFilters, load_reward_model
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
 
@@ -41,8 +41,10 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     reward_model = None
     if config.reward_model is not None:
         reward_model = load_reward_model(config.reward_model, config.device, master, compute or master)
-    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, config.rollout.temperature,
-                      compute or master, config.seed, reward_model, config.reward_model_weight)
+    rollout = config.rollout
+    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
+                      config.seed, reward_model, config.reward_model_weight,
+                      SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
     if learner.reference is not None and checkpoint is not None and not lora:
         first, _ = load_model(resolve_model(config.model), config.device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with

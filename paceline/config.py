@@ -207,9 +207,9 @@ class LearnerConfig(Config):
     importance weights)."""
     importance_correction: Literal["truncate", "mask", "off"] = "truncate"
     """Correction for the engine sampling from a slightly different distribution than the trainer computes, for example in
-    bfloat16: each token's loss is multiplied by the ratio of the two probabilities, limited to `importance_cap` (`truncate`, TIS),
-    or 0 outside 1 / importance_cap .. importance_cap (`mask`). Where they agree, nothing changes. Only with `old_logprobs`
-    `trainer`."""
+    bfloat16: each token's loss is multiplied by the ratio of the two probabilities, limited to `importance_cap` (`truncate`,
+    TIS), or 0 outside 1 / importance_cap .. importance_cap (`mask`). Where they agree, nothing changes. Only with
+    `old_logprobs` `trainer`."""
     importance_cap: float = Field(2.0, gt=1)
     """Largest importance weight of a token in `importance_correction`."""
     gradient_checkpointing: bool = False

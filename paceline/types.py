@@ -190,6 +190,8 @@ class RolloutGroup:
     rollouts: list[Rollout] = field(default_factory=list)
     key: str = ""
     """Key of the prompt, as given by the caller."""
+    prompt: Any = None
+    """The prompt as text or chat messages, if it was given so and is needed later."""
 
     @property
     def has_signal(self) -> bool:

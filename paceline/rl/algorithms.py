@@ -71,8 +71,8 @@ class GRPO(Config):
     @model_validator(mode="after")
     def _check_overlong_cache(self) -> Self:
         if self.overlong_cache and self.overlong_cache >= self.max_new_tokens > 0:
-            raise ValueError(f"overlong_cache: {self.overlong_cache} is not below max_new_tokens = {self.max_new_tokens}, so every "
-                             "answer would be penalised")
+            raise ValueError(f"overlong_cache: {self.overlong_cache} is not below max_new_tokens = {self.max_new_tokens}, so "
+                             "every answer would be penalised")
         return self
 
     @property

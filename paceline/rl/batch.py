@@ -42,6 +42,10 @@ class Sample:
     """Advantages of the tokens."""
     score: float | None = None
     """The reward model's score times its weight, which is added to the reward."""
+    prompt: str | list[dict[str, str]] | None = None
+    """The prompt as text or chat messages, if it is known."""
+    text: str = ""
+    """The answer as text."""
 
     @property
     def num_answer(self) -> int:
@@ -53,7 +57,8 @@ def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sampl
     """Samples of all rollouts that have at least one token, did not fail and were graded. An answer whose grader failed is not
     a wrong answer: its group's baseline is that of the others."""
     return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
-                   rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype))
+                   rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype), prompt=group.prompt,
+                   text=rollout.text)
             for index, group in enumerate(groups) for rollout in group.rollouts
             if rollout.token_ids and rollout.finish_reason != "error" and rollout.reward is not None]
 

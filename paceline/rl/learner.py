@@ -17,18 +17,19 @@ from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.losses import importance_weights
 from paceline.rl.models import Policy, SamplingFilters, Scorer, add_lora, checkpoint_layers, merged_parameters
+from paceline.rl.reward_model import RewardModel
 
 
 class Learner:
     """The policy in training, the frozen reference, the critic and the reward model, as the algorithm needs them."""
 
     def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
-                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: Scorer | None = None,
-                 reward_weight: float = 1.0, filters: SamplingFilters = SamplingFilters()) -> None:
+                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: RewardModel | None = None,
+                 reward_weight: float = 1.0, filters: SamplingFilters | None = None) -> None:
         """`model` has weights in float32 or better; `compute` is the data type of matrix products; `steps` is the number of
         steps of the whole run, which the learning-rate schedule needs; `temperature` and `filters` are those of the engine's
         sampling."""
-        self.filters = filters
+        self.filters = filters or SamplingFilters()
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
         self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
         self.policy = Policy(model.requires_grad_(True), compute)
@@ -56,8 +57,12 @@ class Learner:
         if self.config.old_logprobs == "engine":
             for sample in samples:
                 sample.old = sample.sampled
+        if self.reward_model is not None:
+            scores = self.reward_model.scores(samples, self.config.micro_batch_tokens, self.device)
+            for sample, score in zip(samples, scores, strict=True):
+                sample.score = self.reward_weight * score
         wants_old = self.config.old_logprobs == "trainer" and self._needs_old
-        if not (wants_old or self.reference is not None or self.critic is not None or self.reward_model is not None):
+        if not (wants_old or self.reference is not None or self.critic is not None):
             return
         for batch in self._packed(samples):
             if wants_old:
@@ -66,9 +71,6 @@ class Learner:
                 _scatter(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
             if self.critic is not None:
                 _scatter(samples, batch, "values", self.critic.values(batch))
-            if self.reward_model is not None:
-                for i, score in zip(batch.members, self.reward_model.scores(batch).tolist(), strict=True):
-                    samples[i].score = self.reward_weight * score
 
     @property
     def _needs_old(self) -> bool:
@@ -144,8 +146,8 @@ class Learner:
 
     def _with_gradient(self, samples: Sequence[Sample], weights: list[float]) -> tuple[Sequence[Sample], list[float], float]:
         """The samples that contribute to the gradient, their weights, and the share of all weight that they have. Where every
-        answer of a group earned the same reward, advantages are zero, and so is the gradient, unless a KL term, an entropy bonus or a
-        critic adds to the loss: such samples need no forward and backward pass, and leaving them out changes no weight."""
+        answer of a group earned the same reward, advantages are zero, and so is the gradient, unless a KL term, an entropy bonus
+        or a critic adds to the loss: such samples need no forward and backward pass, and leaving them out changes no weight."""
         if self.reference is not None or self.critic is not None or self.algorithm.entropy_bonus:
             return samples, weights, 1.0
         kept = [i for i, sample in enumerate(samples) if sample.advantages is None or bool(sample.advantages.any())]

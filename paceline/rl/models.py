@@ -37,8 +37,8 @@ class SamplingFilters(NamedTuple):
     min_p: float = 0.0
 
     def apply(self, scaled: Tensor, targets: Tensor) -> Tensor:
-        """Logits [N, V], divided by the temperature, with -inf for the tokens that the engine would not sample. The sampled tokens
-        `targets` [N] always stay: one at the edge may be outside by a rounding error, or because the policy has changed since."""
+        """Logits [N, V], divided by the temperature, with -inf for the tokens that the engine would not sample. The sampled
+        tokens `targets` [N] always stay: one at the edge may be outside by a rounding error, or since the policy has changed."""
         if self == SamplingFilters():
             return scaled
         row = torch.zeros(len(scaled), device=scaled.device)

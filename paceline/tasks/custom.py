@@ -1,5 +1,5 @@
 """A grader of the user's own: any function(problem, answer) that returns a reward, or a dict of the named parts that add up to
-it. It is named as `module:function` or `path.py:function`, is trusted code and runs in the grading process, not in the sandbox."""
+it. It is named as `module:function` or `path.py:function`, is trusted code, and runs in the grading process without a sandbox."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from paceline.models.weights import empty_model, load_model, parse_dtype
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import plain_policy, policy_folder, restore
 from paceline.rl.learner import Learner
-from paceline.rl.models import SamplingFilters, load_reward_model
+from paceline.rl.models import SamplingFilters
+from paceline.rl.reward_model import RewardModel
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
 
@@ -40,7 +41,8 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
     if config.reward_model is not None:
-        reward_model = load_reward_model(config.reward_model, config.device, master, compute or master)
+        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, config.device, master,
+                                        compute or master)
     rollout = config.rollout
     learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
                       config.seed, reward_model, config.reward_model_weight,

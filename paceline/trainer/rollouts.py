@@ -18,7 +18,6 @@ from paceline.tasks import Problem, RewardPool, Task
 from paceline.trainer.health import GradingMonitor
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
-
 _THINK = "<think>"
 
 
@@ -120,7 +119,7 @@ class RolloutCollector:
         """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished."""
         groups, owner, handles = [], {}, []
         for problem, key in zip(problems, keys, strict=True):
-            groups.append(RolloutGroup([], key=problem.id))
+            groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
             try:
                 prompt_ids = engine.encode(plain_prompt(engine, problem.prompt), self.chat_template_kwargs)
                 ids = engine.add(prompt_ids, self.params, self.group_size, key)

@@ -22,8 +22,8 @@ def group(number: int, rewards: tuple[float, ...]) -> RolloutGroup:
 
 
 def make_learner(name: str, **options) -> Learner:
-    return Learner(deepcopy(tiny.model("llama")), make_algorithm(name, 16, **options), LearnerConfig(), OptimizerConfig(lr=1e-3), 3, 1.0,
-                   torch.float64)
+    return Learner(deepcopy(tiny.model("llama")), make_algorithm(name, 16, **options), LearnerConfig(), OptimizerConfig(lr=1e-3),
+                   3, 1.0, torch.float64)
 
 
 class Recorder:

@@ -22,7 +22,8 @@ def make_learner(name="grpo", filters=None, options=None, lr=1e-3, **config) -> 
                    OptimizerConfig(lr=lr), 10, 0.8, torch.float64, filters=filters or SamplingFilters())
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2},
+                                     {"top_k": 20, "top_p": 0.9, "min_p": 0.1}])
 def test_the_trainers_logprobs_are_those_of_the_filtered_distribution(filters):
     """On-policy importance ratios are 1, whatever filters the engine samples with."""
     engine = Engine(deepcopy(tiny.model()), None, "none", "off")

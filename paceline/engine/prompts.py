@@ -71,6 +71,9 @@ def check(prompt_ids: list[int], params: SamplingParams, n: int, tokenizer: Any,
         raise ValueError(f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of {max_length}")
     if params.stop:
         _needed(tokenizer, "stop strings")
+    outside = next((token for token, _ in params.logit_bias if token >= vocabulary), None)
+    if outside is not None:
+        raise ValueError(f"logit_bias: token id {outside} is outside the vocabulary of {vocabulary} tokens")
 
 
 def check_arguments(params: SamplingParams | None, n: int) -> None:

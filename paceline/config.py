@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -239,6 +239,34 @@ class RewardConfig(Config):
     """Weight of the task's own reward. 0: only `functions` count, and the task does not grade."""
 
 
+class EvaluationConfig(Config):
+    """Evaluation during training, on problems that are not trained on."""
+
+    every: int = Field(0, ge=0)
+    """Number of steps between evaluations. The policy is also evaluated before the first and after the last step. 0: never."""
+    task: str | None = None
+    """Task to evaluate on. None: the run's own."""
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that task; for the run's own task, those that differ, such as `split = "test"`. Without a task and options of
+    its own, the evaluation uses the last problems of the run's task, which are then not trained on."""
+    problems: int = Field(64, ge=1)
+    """Number of problems."""
+    samples: int = Field(1, ge=1)
+    """Number of answers per problem: the k of pass@k."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature. 0: greedy decoding."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens per answer. None: `rollout.max_new_tokens`."""
+    solved_at: float = 1.0
+    """Reward from which on a problem counts as solved."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("samples: several greedy answers to one problem are all equal; give a temperature above 0")
+        return self
+
+
 class ClusterConfig(Config):
     """Rollouts on several workers. Nothing in this class changes a generated token."""
 
@@ -328,6 +356,7 @@ class TrainConfig(Config):
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="before")
     @classmethod

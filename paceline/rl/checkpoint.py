@@ -43,6 +43,8 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.confirmed = self.latest()
         """The most recent checkpoint that a step has been done from. It is never removed."""
+        self.best: Path | None = None
+        """The checkpoint with the best evaluation. It is not removed as long as there is no better one."""
 
     def save(self, learner: Learner, state: RunState, tokenizer: Any) -> Path:
         """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
@@ -85,6 +87,10 @@ class Checkpoints:
         found = self.folder.glob("step-*") if self.folder.is_dir() else []
         return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name))
 
+    def of_step(self, step: int) -> Path | None:
+        """Folder of the checkpoint of this step; None if there is none."""
+        return next((path for path in self.all() if int(path.name.removeprefix("step-")) == step), None)
+
     def latest(self) -> Path | None:
         """Folder of the most recent checkpoint; None if there is none."""
         return self.all()[-1] if self.all() else None
@@ -96,7 +102,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for old in self.all()[: -self.keep]:
-            if old != self.confirmed:
+            if old not in (self.confirmed, self.best):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _kept(self) -> str:

@@ -20,9 +20,10 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
+from paceline.rl.adapters import save_adapter
 from paceline.rl.learner import Learner
 
-_POLICY, _TENSORS, _STATE = "policy", "trainer.safetensors", "state.json"
+_POLICY, _ADAPTER, _TENSORS, _STATE = "policy", "adapter", "trainer.safetensors", "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,12 @@ class RunState:
 
 
 class Checkpoints:
-    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, and a file with the trainer's
-    state."""
+    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, and a
+    file with the trainer's state."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, base_model: str = "") -> None:
+        """`base_model`: folder or hub id of the model that adapters belong to."""
+        self.folder, self.keep, self.base_model = folder, keep, base_model
         self.confirmed = self.latest()
         """The most recent checkpoint that a step has been done from. It is never removed."""
         self.best: Path | None = None
@@ -55,9 +57,11 @@ class Checkpoints:
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
             save_model(plain_policy(learner), tokenizer, scratch / _POLICY)
+            if learner.config.lora_rank:
+                save_adapter(learner.policy.model, learner.config, self.base_model, scratch / _ADAPTER)
             save_tensors(scratch / _TENSORS, _trainer_tensors(learner))
             atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
-            for file in (scratch / _POLICY).iterdir():
+            for file in [*(scratch / _POLICY).iterdir(), *(scratch / _ADAPTER).glob("*")]:
                 flush_to_disk(file)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
+from paceline.models.state_dict import load_state
+from paceline.models.weights import empty_model
 from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
+from paceline.rl.adapters import adapters_off, add_lora, merged_parameters
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.losses import importance_weights
-from paceline.rl.models import Policy, SamplingFilters, Scorer, add_lora, checkpoint_layers, merged_parameters
+from paceline.rl.models import Policy, SamplingFilters, Scorer, checkpoint_layers
 from paceline.rl.reward_model import RewardModel
 
 
@@ -26,18 +29,21 @@ class Learner:
     def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
                  temperature: float, compute: torch.dtype, seed: int = 0, reward_model: RewardModel | None = None,
                  reward_weight: float = 1.0, filters: SamplingFilters | None = None) -> None:
-        """`model` has weights in float32 or better; `compute` is the data type of matrix products; `steps` is the number of
-        steps of the whole run, which the learning-rate schedule needs; `temperature` and `filters` are those of the engine's
-        sampling."""
+        """`model` has weights in float32 or better, or in `compute` if only adapters are trained; `compute` is the data type of
+        matrix products; `steps` is the number of steps of the whole run, which the learning-rate schedule needs; `temperature`
+        and `filters` are those of the engine's sampling."""
         self.filters = filters or SamplingFilters()
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
         self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
         self.policy = Policy(model.requires_grad_(True), compute)
-        self.reference = Policy(_frozen(model), compute) if algorithm.needs_reference else None
-        self.critic = Scorer(deepcopy(model).requires_grad_(True), compute) if algorithm.needs_critic else None
+        self.critic = Scorer(_trainable_copy(model), compute) if algorithm.needs_critic else None
+        self.reference: Policy | None = None
+        """The frozen first policy, if the algorithm needs it. With adapters it is the policy itself, with the adapters off."""
         if config.lora_rank:
             model.requires_grad_(False)
-            add_lora(model, config.lora_rank, config.lora_alpha, config.lora_targets, seed)
+            add_lora(model, config, seed)
+        elif algorithm.needs_reference:
+            self.reference = Policy(_frozen_copy(model, compute), compute)
         if config.gradient_checkpointing:
             for trained in (self.policy, self.critic):
                 if trained is not None:
@@ -62,21 +68,33 @@ class Learner:
             for sample, score in zip(samples, scores, strict=True):
                 sample.score = self.reward_weight * score
         wants_old = self.config.old_logprobs == "trainer" and self._needs_old
-        if not (wants_old or self.reference is not None or self.critic is not None):
+        if not (wants_old or self.algorithm.needs_reference or self.critic is not None):
             return
         for batch in self._packed(samples):
             if wants_old:
                 _scatter(samples, batch, "old", self.policy.logprobs(batch, self.temperature, self.filters)[0])
-            if self.reference is not None:
-                _scatter(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
+            if self.algorithm.needs_reference:
+                _scatter(samples, batch, "reference", self._reference_logprobs(batch))
             if self.critic is not None:
                 _scatter(samples, batch, "values", self.critic.values(batch))
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities [A] under the first policy, without the engine's filters: the KL divergence is from all of it."""
+        if self.reference is not None:
+            return self.reference.logprobs(batch, self.temperature)[0]
+        with adapters_off(self.policy.model):
+            return self.policy.logprobs(batch, self.temperature)[0]
+
+    @property
+    def sample_dtype(self) -> torch.dtype:
+        """Data type of log-probabilities and advantages."""
+        return torch.float64 if self.policy.model.norm.dtype == torch.float64 else torch.float32
 
     @property
     def _needs_old(self) -> bool:
         """Whether old log-probabilities must be computed before the update. With a single update and no KL in the reward,
         those computed in the update itself are the old ones."""
-        in_reward = self.reference is not None and not self.algorithm.kl_in_loss
+        in_reward = self.algorithm.needs_reference and not self.algorithm.kl_in_loss
         return in_reward or self.config.epochs * self.config.minibatches > 1
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
@@ -148,7 +166,7 @@ class Learner:
         """The samples that contribute to the gradient, their weights, and the share of all weight that they have. Where every
         answer of a group earned the same reward, advantages are zero, and so is the gradient, unless a KL term, an entropy bonus
         or a critic adds to the loss: such samples need no forward and backward pass, and leaving them out changes no weight."""
-        if self.reference is not None or self.critic is not None or self.algorithm.entropy_bonus:
+        if self.algorithm.needs_reference or self.critic is not None or self.algorithm.entropy_bonus:
             return samples, weights, 1.0
         kept = [i for i, sample in enumerate(samples) if sample.advantages is None or bool(sample.advantages.any())]
         if not kept:  # the optimizer still makes its step, with what momentum it has
@@ -230,8 +248,19 @@ def _scatter(samples: Sequence[Sample], batch: MicroBatch, name: str, values: Te
         setattr(samples[i], name, part)
 
 
-def _frozen(model: Decoder) -> Decoder:
-    return deepcopy(model).requires_grad_(False)
+def _frozen_copy(model: Decoder, compute: torch.dtype) -> Decoder:
+    """A copy that is not trained. In bfloat16 it takes half the memory, and its products are in that type anyway."""
+    if compute != torch.bfloat16:
+        return deepcopy(model).requires_grad_(False)
+    copy = empty_model(model.config, compute, model.norm.device)
+    load_state(copy, model.named_parameters())
+    return copy
+
+
+def _trainable_copy(model: Decoder) -> Decoder:
+    """A copy with weights in float32 or better."""
+    copy = deepcopy(model)
+    return (copy.float() if model.norm.dtype == torch.bfloat16 else copy).requires_grad_(True)
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:

@@ -98,7 +98,7 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
             with timer("drafter"):
                 metrics |= train_drafter(batch.generated, step)
         with timer("infer"):
-            samples = samples_of(batch.kept, learner.policy.model.norm.dtype)
+            samples = samples_of(batch.kept, learner.sample_dtype)
             learner.infer(samples)
             learner.algorithm.compute_advantages(samples)
             trained = [sample for sample in samples if learner.algorithm.trains_on(sample)]

@@ -105,7 +105,8 @@ class Scorer(Trunk):
         super().__init__(model, compute)
         model.head = None  # type: ignore[assignment]  # a scorer has no vocabulary
         weight = model.norm
-        self.score = nn.Linear(model.config.hidden_size, 1, bias=False).to(weight.device, weight.dtype)
+        dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype  # scores are compared with each other
+        self.score = nn.Linear(model.config.hidden_size, 1, bias=False).to(weight.device, dtype)
         nn.init.zeros_(self.score.weight)
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -142,35 +143,6 @@ def load_reward_model(source: str | Path, device: torch.device | str, dtype: tor
     with torch.no_grad():
         reward_model.score.weight.copy_(scorer[_SCORE])
     return reward_model.requires_grad_(False)
-
-
-def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], seed: int) -> None:
-    """Adds LoRA adapters to the named projections, in place. Only the adapters are trained."""
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds to import
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), bias="none"), model)
-
-
-def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the plain decoder's parameters, with adapters merged, for the engine and for checkpoints."""
-    adapted = {plain_name(name): module for name, module in model.named_modules() if ".base_layer" not in name}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            continue
-        owner, wrapped, kind = plain_name(name).partition(".base_layer.")
-        if not wrapped:
-            yield owner, parameter.detach()
-        elif kind == "weight":
-            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()  # type: ignore[operator]
-        else:
-            yield f"{owner}.{kind}", parameter.detach()
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the prefix that activation checkpointing adds."""
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def checkpoint_layers(model: Decoder) -> None:

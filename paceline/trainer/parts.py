@@ -26,14 +26,14 @@ from paceline.trainer.drafter import new_drafter
 
 
 def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:
-    """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Weights are held in float32 or
-    better. DamagedFile or NonFiniteError if the checkpoint is not usable."""
+    """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Trained weights are held in
+    float32 or better, frozen ones in the run's data type. DamagedFile or NonFiniteError if the checkpoint is not usable."""
     compute = parse_dtype(config.dtype)
     master = torch.float64 if compute == torch.float64 else torch.float32
     lora = config.learner.lora_rank > 0
     source = resolve_model(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
     try:
-        model, tokenizer = load_model(source, config.device, master)
+        model, tokenizer = load_model(source, config.device, (compute or master) if lora else master)
     except ValueError as error:
         if checkpoint is None or source != policy_folder(checkpoint):
             raise
@@ -41,8 +41,8 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
     if config.reward_model is not None:
-        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, config.device, master,
-                                        compute or master)
+        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, config.device,
+                                        compute or master, compute or master)
     rollout = config.rollout
     learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
                       config.seed, reward_model, config.reward_model_weight,

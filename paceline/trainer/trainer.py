@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.bundled import resolve_model
 from paceline.config import TrainConfig
 from paceline.engine import Engine
 from paceline.files import DamagedFile
@@ -100,7 +101,7 @@ class Trainer:
 
     def _load(self) -> None:
         config, folder = self.config, self.folder
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints, str(resolve_model(config.model)))
         task = self._task or make_task(config.task, **config.task_options)
         if config.reward.functions or config.reward.task_weight != 1:
             task = WeightedRewards(task, config.reward.functions, config.reward.task_weight)

@@ -346,6 +346,9 @@ class TrainConfig(Config):
     """Folder of a reward model, a sequence classifier with one output. Its score is added to the task's reward."""
     reward_model_weight: float = 1.0
     """Weight of the reward model's score."""
+    sleep_during_update: bool = False
+    """Free the engine's memory (weights, KV cache, captured graphs) while the policy is updated: room for larger models and
+    longer answers. The weights are copied and the graphs captured again in every step."""
     compare_off: bool = False
     """Generate every batch a second time without speculation, and compare tokens and time."""
     checkpoint_every: int = Field(10, ge=1)

@@ -23,6 +23,7 @@ from paceline.rl.models import SamplingFilters
 from paceline.rl.reward_model import RewardModel
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
+from paceline.trainer.memory import kv_budget
 
 
 def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:
@@ -64,7 +65,12 @@ def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate
 
 
 def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: bool) -> Engine:
-    """An engine of the run for this policy, which it owns from now on."""
+    """An engine of the run for this policy, which it owns from now on. On a GPU its KV cache leaves room for what the policy's
+    update needs, unless the configuration says how large it is."""
+    device = model.norm.device
+    if device.type == "cuda" and config.engine.kv_memory_gb is None and config.engine.kv_tokens is None:
+        room = kv_budget(config, model.config, torch.cuda.mem_get_info(device)[0])
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_memory_gb": room})})
     if not speculate:
         return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)
     drafter = make_drafter(config, model)

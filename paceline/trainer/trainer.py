@@ -33,6 +33,7 @@ from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, d
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
+from paceline.trainer.memory import check_memory
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
@@ -84,6 +85,9 @@ class Trainer:
         config = self.config
         check_device(config.device)
         check_drafter_settings(config)
+        if config.sleep_during_update and config.cluster.needs_ray:
+            raise ValueError("sleep_during_update: engines of several workers do not sleep")
+        check_memory(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         with RunFolder(Path(config.out)) as self.folder:
@@ -244,8 +248,13 @@ class Trainer:
     def _publish(self, learner: Learner, version: int) -> None:
         for engine in self._engines():
             engine.update_weights(learner.weights(), version)
+            if self.config.sleep_during_update:
+                engine.wake()
 
     def _on_phase(self, phase: str) -> None:
+        if phase == "infer" and self.config.sleep_during_update:  # generation and drafter training are over
+            for engine in self._engines():
+                engine.sleep(weights=True)
         self._notify(lambda callback: callback.on_phase(phase))
 
     def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:

@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -165,6 +165,8 @@ class RolloutConfig(Config):
     """Maximum number of tokens per answer."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads when it formats a problem's messages, such as `enable_thinking = false`."""
 
 
 class OptimizerConfig(Config):
@@ -203,6 +205,13 @@ class LearnerConfig(Config):
     """Log-probabilities in the denominator of the importance ratio: those that the trainer computes before its first update
     (`trainer`: the update does not depend on the engine's rounding), or those that the engine sampled with (`engine`: exact
     importance weights)."""
+    importance_correction: Literal["truncate", "mask", "off"] = "truncate"
+    """Correction for the engine sampling from a slightly different distribution than the trainer computes, for example in
+    bfloat16: each token's loss is multiplied by the ratio of the two probabilities, limited to `importance_cap` (`truncate`,
+    TIS), or 0 outside 1 / importance_cap .. importance_cap (`mask`). Where they agree, nothing changes. Only with
+    `old_logprobs` `trainer`."""
+    importance_cap: float = Field(2.0, gt=1)
+    """Largest importance weight of a token in `importance_correction`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     lora_rank: int = Field(0, ge=0)
@@ -220,6 +229,42 @@ class RewardConfig(Config):
     """Number of worker processes. 0: answers are graded in the training process."""
     timeout_s: float = Field(10.0, gt=0)
     """Maximum number of seconds for grading one answer."""
+    retries: int = Field(1, ge=0)
+    """How often an answer is graded again after its grader raised, ran out of time or crashed. If it still fails, the answer is
+    left out of the update and counted (`reward/ungraded`)."""
+    functions: dict[str, float] = Field(default_factory=dict)
+    """Further reward functions, as `module:function` or `path.py:function`, and the weights with which they are added to the
+    task's reward. Each is logged apart (`rewards/FUNCTION`, weighted)."""
+    task_weight: float = 1.0
+    """Weight of the task's own reward. 0: only `functions` count, and the task does not grade."""
+
+
+class EvaluationConfig(Config):
+    """Evaluation during training, on problems that are not trained on."""
+
+    every: int = Field(0, ge=0)
+    """Number of steps between evaluations. The policy is also evaluated before the first and after the last step. 0: never."""
+    task: str | None = None
+    """Task to evaluate on. None: the run's own."""
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that task; for the run's own task, those that differ, such as `split = "test"`. Without a task and options of
+    its own, the evaluation uses the last problems of the run's task, which are then not trained on."""
+    problems: int = Field(64, ge=1)
+    """Number of problems."""
+    samples: int = Field(1, ge=1)
+    """Number of answers per problem: the k of pass@k."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature. 0: greedy decoding."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens per answer. None: `rollout.max_new_tokens`."""
+    solved_at: float = 1.0
+    """Reward from which on a problem counts as solved."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("samples: several greedy answers to one problem are all equal; give a temperature above 0")
+        return self
 
 
 class ClusterConfig(Config):
@@ -258,7 +303,7 @@ class TrainConfig(Config):
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
     algorithm: str = "grpo"
-    """Training algorithm: grpo, dr_grpo, dapo, rloo or ppo."""
+    """Training algorithm: grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm (docs/training.md)."""
     steps: int = Field(30, ge=1)
@@ -290,12 +335,20 @@ class TrainConfig(Config):
     """How long the learned drafter is trained per step: fields of `spot.budget.TrainingBudgetConfig`."""
     drafter_alarms: dict[str, Any] = Field(default_factory=dict)
     """When to warn that the learned drafter no longer fits its policy: fields of `spot.alarms.AlarmConfig`."""
+    drafter_buffer_gb: float = Field(1.0, gt=0)
+    """Memory of the host, in GiB, for captured answers that the learned drafter is trained on."""
+    drafter_disk_gb: float = Field(4.0, ge=0)
+    """Disk space in the run folder, in GiB, for such answers: what does not fit into memory is read from there, and a resumed run
+    finds them again. 0: memory only."""
     spot: dict[str, Any] = Field(default_factory=dict)
     """How the learned drafter is trained: fields of `spot.SpotConfig`."""
     reward_model: str | None = None
     """Folder of a reward model, a sequence classifier with one output. Its score is added to the task's reward."""
     reward_model_weight: float = 1.0
     """Weight of the reward model's score."""
+    sleep_during_update: bool = False
+    """Free the engine's memory (weights, KV cache, captured graphs) while the policy is updated: room for larger models and
+    longer answers. The weights are copied and the graphs captured again in every step."""
     compare_off: bool = False
     """Generate every batch a second time without speculation, and compare tokens and time."""
     checkpoint_every: int = Field(10, ge=1)
@@ -311,6 +364,7 @@ class TrainConfig(Config):
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="before")
     @classmethod

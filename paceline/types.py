@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -60,6 +61,16 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return found  # type: ignore[return-value]
 
 
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    pairs = list(value.items() if isinstance(value, Mapping) else value if isinstance(value, Iterable) else [value])
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"logit_bias: {value!r} is not a mapping from token ids to numbers")
+    found = {_integer("logit_bias", token, 0, 2**62, "a token id >= 0"): _number("logit_bias", bias, math.isfinite, "finite")
+             for token, bias in pairs}
+    _require(len(found) == len(pairs), "logit_bias", value, "one value for each token")
+    return tuple(sorted(found.items()))
+
+
 class EngineStalledError(RuntimeError):
     """The engine has requests but makes no progress. The message says in which state it is."""
 
@@ -88,7 +99,18 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether to continue after the model's end-of-text ids."""
     raw_logprobs: bool = False
-    """Whether to also report log-probabilities of the unfiltered distribution at temperature 1."""
+    """Whether to also report log-probabilities of the policy's own distribution: at temperature 1, without filters and
+    penalties."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the answer so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens for each time that they are in the answer so far."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the answer so far are divided by it if positive, and multiplied by it if negative."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Values that are added to the logits of tokens, as a mapping or pairs of token id and value."""
+    min_tokens: int = 0
+    """Number of tokens before which neither an end-of-text or stop token is sampled nor a stop string ends the rollout."""
 
     def __post_init__(self) -> None:
         low, high = _TEMPERATURES
@@ -102,11 +124,27 @@ class SamplingParams:
             "seed": _integer("seed", self.seed, -(2**63), 2**64 - 1, "a 64-bit integer"),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "stop": _strings("stop", self.stop),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, math.isfinite, "a finite number"),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, math.isfinite, "a finite number"),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, lambda p: 0 < p < math.inf, "> 0"),
+            "logit_bias": _biases(self.logit_bias),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, 2**62, "an integer >= 0"),
         }
         for name, value in checked.items():  # as plain Python values
             object.__setattr__(self, name, value)
         for name in ("ignore_eos", "raw_logprobs"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _require(self.min_tokens <= self.max_new_tokens, "min_tokens", self.min_tokens, "at most max_new_tokens")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the policy's logits are changed before sampling."""
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +215,9 @@ class Rollout:
     features: FeatureRecord | None = None
     num_preemptions: int = 0
     reward: float | None = None
+    """Reward of the answer; None if it was not graded, or the grader failed on it."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Named parts that the reward is the sum of, if it has any."""
 
 
 @dataclass(slots=True)
@@ -187,6 +228,13 @@ class RolloutGroup:
     rollouts: list[Rollout] = field(default_factory=list)
     key: str = ""
     """Key of the prompt, as given by the caller."""
+    prompt: Any = None
+    """The prompt as text or chat messages, if it was given so and is needed later."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its answers have different rewards, those that could not be graded left out."""
+        return len({rollout.reward for rollout in self.rollouts if rollout.reward is not None}) > 1
 
 
 @dataclass(slots=True)

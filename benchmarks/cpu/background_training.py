@@ -42,6 +42,7 @@ from paceline.spot.background import (
     generation_stream,
     low_priority_stream,
 )
+from paceline.spot.buffer import BufferLimits
 from paceline.tasks import make_task
 from paceline.trainer.rollouts import PromptStream
 from paceline.types import FeatureRecord
@@ -171,7 +172,7 @@ def ways(device: torch.device) -> dict[str, Callable[..., tuple[BackgroundTraine
 
     def process(start: Eagle, policy: Decoder, buffer: FeatureBuffer,
                 records: list[FeatureRecord]) -> tuple[BackgroundTrainer, Callable[[], None]]:
-        beside = BackgroundProcess(start, policy, _config(start), 4 << 30)
+        beside = BackgroundProcess(start, policy, _config(start), BufferLimits(4 << 30))
         for record in records:
             beside.add(record, 0)
         beside.drafter()  # waits until the process is up

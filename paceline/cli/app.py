@@ -147,7 +147,8 @@ def train(
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides the file, like optimizer.lr=1e-5; may "
                                                                     "be given several times.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and a memory plan, and "
+                                                            "exit.")] = False,
 ) -> int:
     """Train a policy by reinforcement learning with fast rollouts."""
     from paceline.trainer.config_files import dump_config, load_config, load_run_config, unused_folder
@@ -159,7 +160,12 @@ def train(
     if resume is None and config is None and not any(change.startswith("out=") for change in changed):
         resolved = resolved.model_copy(update={"out": unused_folder(resolved.out)})
     if dry_run:
+        from paceline.trainer.memory import memory_plan
+
         print(dump_config(resolved), end="")
+        plan = memory_plan(resolved)
+        if plan is not None:
+            print(plan, file=sys.stderr)
         return 0
     from paceline.cli.train import train as run
 

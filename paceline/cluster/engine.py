@@ -40,8 +40,8 @@ class ClusterEngine:
             if time.perf_counter() - began > _START_S:
                 raise RuntimeError(f"no worker has started within {_START_S:.0f} s")
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        return encode(prompt, self.tokenizer)
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        return encode(prompt, self.tokenizer, chat_template_kwargs)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, key: str | None = None,
             seeds: Sequence[int] | None = None) -> list[int]:

@@ -24,6 +24,7 @@ from paceline.engine.dummy import DummySteps
 from paceline.engine.failures import end_broken_requests
 from paceline.engine.generate import generate_groups
 from paceline.engine.graphs import GraphReport, Timestamp
+from paceline.engine.logit_adjustments import LogitAdjustments
 from paceline.engine.migration import Migration
 from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, make_rollout, read_features
 from paceline.engine.profile import engine_identity, load_or_profile
@@ -139,7 +140,8 @@ class Engine:
         """Lay out the planned step and queue it on the device, without waiting for it."""
         batch = self.batches.build(plan, drafted)
         observed = ObservedDrafts.start(plan, batch, self.drafting.tau) if self._control.observes(plan.decision) else None
-        output = self.runner.run(batch, want_raw=any(request.params.raw_logprobs for request in plan.decode))
+        adjustments = LogitAdjustments.of(plan.decode, batch.num_nodes, self.model.config.vocab_size, self.state.device)
+        output = self.runner.run(batch, any(request.params.raw_logprobs for request in plan.decode), adjustments=adjustments)
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
         self.drafting.on_launch(plan, batch.most_accepted)
         self.scheduler.on_launch(plan, batch.most_accepted)
@@ -250,9 +252,10 @@ class Engine:
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt given as text, chat messages or token ids."""
-        return encode(prompt, self.tokenizer)
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Return the token ids of a prompt given as text, chat messages or token ids. `chat_template_kwargs`: variables that the
+        chat template reads, such as `enable_thinking`."""
+        return encode(prompt, self.tokenizer, chat_template_kwargs)
 
     def generate(self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1,
                  keys: Sequence[str] | None = None, on_step: Callable[[StepResult], None] | None = None,

@@ -134,19 +134,21 @@ def read_features(request: Request, store: PagedStore, layers: tuple[int, ...], 
 
 
 def _ends_with_stop_string(request: Request, tokenizer: Tokenizer | None) -> bool:
-    """Whether the text that ends with the newest token contains a stop string. Only the end of the answer is decoded: a character
-    consists of at most four byte-level tokens."""
+    """Whether the text that ends with the newest token contains a stop string, the first `min_tokens` tokens left out. Only the
+    end of the answer is decoded: a character consists of at most four byte-level tokens."""
     assert tokenizer is not None, "stop strings need a tokenizer"
     window = 4 * max(len(stop) for stop in request.params.stop) + 4
-    answer = request.tokens[max(len(request.prompt_ids), len(request.tokens) - window) :]
+    answer = request.tokens[max(len(request.prompt_ids) + request.params.min_tokens, len(request.tokens) - window) :]
     text = tokenizer.decode(answer, skip_special_tokens=False)
     return any(stop in text for stop in request.params.stop)
 
 
 def _final_text(request: Request, tokenizer: Tokenizer | None) -> str:
-    """Return the answer without special tokens, cut before the first stop string."""
+    """Return the answer without special tokens, cut before the first stop string that may end it."""
     if tokenizer is None:
         return ""
     text = tokenizer.decode(request.output_ids, skip_special_tokens=True)
-    cuts = [text.find(stop) for stop in request.params.stop if stop in text]
-    return text[: min(cuts)] if cuts else text
+    least = request.params.min_tokens
+    end = tokenizer.decode(request.output_ids[least:], skip_special_tokens=True) if least else text
+    cuts = [end.find(stop) for stop in request.params.stop if stop in end]
+    return text[: len(text) - len(end) + min(cuts)] if cuts else text

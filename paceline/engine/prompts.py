@@ -25,8 +25,9 @@ class _Array(Protocol):
     def tolist(self) -> Any: ...
 
 
-def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Return the token ids of a prompt. `tokenizer`: None if the model came without one."""
+def encode(prompt: Prompt, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    """Return the token ids of a prompt. `tokenizer`: None if the model came without one. `chat_template_kwargs`: variables that
+    the chat template of messages reads, such as `enable_thinking`."""
     if isinstance(prompt, str):
         return list(_needed(tokenizer, "text").encode(prompt))
     if isinstance(prompt, _Array):
@@ -36,16 +37,17 @@ def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
         raise ValueError(f"prompt: {_short(prompt)} is neither text nor a list of token ids or messages")
     if prompt and isinstance(prompt[0], Mapping):
-        return _encode_messages(prompt, _needed(tokenizer, "messages"))
+        return _encode_messages(prompt, _needed(tokenizer, "messages"), chat_template_kwargs or {})
     return _token_ids(prompt)
 
 
-def _encode_messages(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+def _encode_messages(messages: Sequence[Any], tokenizer: Any, variables: Mapping[str, Any]) -> list[int]:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise ValueError(f"messages: {_short(message)} has no role and content")
     try:
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False))
+        return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False,
+                                                  **{"add_generation_prompt": True, **variables}))
     except (TemplateError, TypeError) as error:  # a template that concatenates what is not text raises TypeError
         raise ValueError(f"messages: the chat template rejects them ({error})") from None
 
@@ -69,6 +71,9 @@ def check(prompt_ids: list[int], params: SamplingParams, n: int, tokenizer: Any,
         raise ValueError(f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of {max_length}")
     if params.stop:
         _needed(tokenizer, "stop strings")
+    outside = next((token for token, _ in params.logit_bias if token >= vocabulary), None)
+    if outside is not None:
+        raise ValueError(f"logit_bias: token id {outside} is outside the vocabulary of {vocabulary} tokens")
 
 
 def check_arguments(params: SamplingParams | None, n: int) -> None:

@@ -58,8 +58,11 @@ class Request:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    adjusts_logits: bool = field(init=False)
+    """Whether its sampling parameters change logits before sampling."""
 
     def __post_init__(self) -> None:
+        self.adjusts_logits = self.params.adjusts_logits
         self.tokens = list(self.prompt_ids)
         self.max_tokens = len(self.prompt_ids) + self.params.max_new_tokens
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.cache.store import PagedStore
 from paceline.engine.batch import DecodeInputs, StepBatch
 from paceline.engine.graphs import CudaGraphs
+from paceline.engine.logit_adjustments import LogitAdjustments
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Prefill, StepPlan
 from paceline.engine.state import SlotState
@@ -95,19 +96,21 @@ class Runner:
             self.ops.move_tokens(self._movable, source, target)
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> SampledTokens | None:
+    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False,
+            adjustments: LogitAdjustments | None = None) -> SampledTokens | None:
         """Queue one step on the device and return its sampled tokens, or None for a step of prefill only. The results of padding
         requests follow those of the batch. A step without prefill runs as a captured graph where possible, keyed by the number of
         rows and the depth of the trees. `want_raw`: also compute log-probabilities of the unfiltered distribution. `capture_now`:
-        capture the step at once if it has no graph yet."""
+        capture the step at once if it has no graph yet. `adjustments`: changes of the logits before sampling; such a step runs
+        without a graph."""
         inputs, prefill, depth, has_decode = batch.inputs, batch.prefill, batch.max_depth, batch.num_requests > 0
 
         def step() -> SampledTokens | None:
             rows = inputs.rows(prefill, self.ops, self.state)
             hidden = self._forward(rows, prefill, depth > 0)
-            return self._sample_and_accept(inputs, rows, hidden, depth, want_raw) if has_decode else None
+            return self._sample_and_accept(inputs, rows, hidden, depth, want_raw, adjustments) if has_decode else None
 
-        if prefill or not (self.graphs.enabled and inputs.fixed):
+        if prefill or adjustments is not None or not (self.graphs.enabled and inputs.fixed):
             return step()
         return self.graphs.run((batch.num_rows, depth, want_raw), step, inputs.slots, capture_now)
 
@@ -132,11 +135,13 @@ class Runner:
         return hidden.final
 
     def _sample_and_accept(self, inputs: DecodeInputs, rows: DecodeRows, hidden: Tensor, depth: int,
-                           want_raw: bool) -> SampledTokens:
+                           want_raw: bool, adjustments: LogitAdjustments | None) -> SampledTokens:
         """Sample the policy's token after every decode row, accept the draft tokens that equal these samples on the way from
         the root (`Ops.verify`), and move the accepted tokens' keys and values to their final places."""
         logits = self.model.logits(hidden[: len(rows.sampling.seed)], self.ops)
-        sampled, logprobs = self.ops.sample(logits, rows.sampling)
+        adjusted = logits if adjustments is None else adjustments.apply(
+            logits, rows, inputs.tree, depth, self.state.tensors, self.store.tokens)
+        sampled, logprobs = self.ops.sample(adjusted, rows.sampling)
         raw = _raw_logprobs(logits, sampled) if want_raw else None
         drawn = self.ops.verify(inputs.slots, inputs.tree, self.state.tensors, sampled, logprobs, raw, depth)
         if depth:

@@ -230,8 +230,14 @@ def sampling_settings(options: GenerationOptions) -> dict[str, Any]:
         "model": _model_name(options.model), "weights": _weights_stamp(options.model), "n": options.n, "seed": params.seed,
         "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
         "max_new_tokens": params.max_new_tokens, "stop": list(params.stop), "ignore_eos": params.ignore_eos,
-        "raw_logprobs": params.raw_logprobs,
+        "raw_logprobs": params.raw_logprobs, **_adjustments(params),
         "dtype": f"auto on {options.device}" if dtype is None else str(dtype).removeprefix("torch.")}
+
+
+def _adjustments(params: SamplingParams) -> dict[str, Any]:
+    """Penalties, biases and the minimum length, those that are not at their defaults."""
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens")
+    return {name: getattr(params, name) for name in names if getattr(params, name) != getattr(SamplingParams(), name)}
 
 
 def load_engine(options: GenerationOptions) -> Engine:

@@ -31,20 +31,26 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
     """Generalised advantage estimation for one answer: rewards [T] and values [T] of the states before each token ->
     (advantages [T], returns [T]).
     delta_t = r_t + gamma v_{t+1} - v_t;  A_t = delta_t + gamma lam A_{t+1};  the state after the last token has the value 0."""
-    advantages = torch.zeros_like(rewards)
-    following, value_after = 0.0, 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        delta = float(rewards[t]) + gamma * value_after - float(values[t])
-        following = delta + gamma * lam * following
-        advantages[t], value_after = following, float(values[t])
+    deltas = rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
+    advantages = discounted_sums(deltas, gamma * lam)
     return advantages, advantages + values
+
+
+def discounted_sums(values: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor y_{t+1} for a sequence [T] -> [T], in log2(T) vectorised passes: after pass k each y_t is the sum of
+    its next 2^k terms."""
+    sums, reach = values.clone(), 1
+    while reach < len(values):
+        sums[:-reach] = sums[:-reach] + factor**reach * sums[reach:]
+        reach *= 2
+    return sums
 
 
 def whitened(values: list[Tensor]) -> list[Tensor]:
     """Values shifted and scaled to mean 0 and standard deviation 1 over all tokens of a batch."""
-    flat = torch.cat(values)
-    if len(flat) < 2:
+    if sum(map(len, values)) < 2:
         return values
+    flat = torch.cat(values)
     mean, deviation = flat.mean(), flat.std()
     return [(x - mean) / (deviation + 1e-8) for x in values]
 

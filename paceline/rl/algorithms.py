@@ -3,10 +3,10 @@ advantages of answers and the weights of tokens, and defines the loss of a micro
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from paceline.config import Config
@@ -14,6 +14,8 @@ from paceline.rl.advantages import gae, group_centred, group_normalised, leave_o
 from paceline.rl.batch import MicroBatch, Sample
 from paceline.rl.losses import (
     Aggregation,
+    averaged_per_sample,
+    clipped_importance,
     clipped_surrogate,
     clipped_value_loss,
     is_clipped,
@@ -21,6 +23,9 @@ from paceline.rl.losses import (
     summed_per_sample,
     token_weights,
 )
+
+_OVERLONG_PART = 5
+"""The penalty for overlong answers begins in the last fifth of the permitted length, as in the DAPO paper."""
 
 
 class Loss(NamedTuple):
@@ -41,6 +46,8 @@ class GRPO(Config):
     """Importance ratios above 1 plus this value are clipped."""
     kl: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the frozen reference policy, added to the loss of every token."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of the policy's entropy, which is subtracted from the loss of every token. 0: no bonus."""
     aggregation: Aggregation = "sequence"
     """How token losses are averaged: per answer (`sequence`), over all tokens (`token`), or divided by a constant
     (`constant`)."""
@@ -48,14 +55,25 @@ class GRPO(Config):
     """Replace groups whose answers all have the same reward by groups of further prompts."""
     max_refills: int = Field(4, ge=0)
     """Maximum number of times that dynamic sampling generates further groups in one step."""
-    overlong_cache: int = Field(0, ge=0)
-    """Answers longer than max_new_tokens minus this value are penalised by up to 1. 0: no penalty."""
+    overlong_cache: int | None = Field(0, ge=0)
+    """Answers longer than max_new_tokens minus this number of tokens are penalised, by up to 1 at max_new_tokens. 0: no penalty.
+    None: a fifth of max_new_tokens."""
+    mask_truncated: bool = False
+    """Leave answers that reached max_new_tokens without an end out of the loss. Their rewards still count for their group's
+    baseline."""
     max_new_tokens: int = Field(0, ge=0)
     """Maximum number of tokens per answer; taken from the rollout configuration."""
     needs_critic: ClassVar[bool] = False
     """Whether the algorithm trains a critic."""
     kl_in_loss: ClassVar[bool] = True
     """Whether the KL divergence is added to the loss. Otherwise it is subtracted from the reward."""
+
+    @model_validator(mode="after")
+    def _check_overlong_cache(self) -> Self:
+        if self.overlong_cache and self.overlong_cache >= self.max_new_tokens > 0:
+            raise ValueError(f"overlong_cache: {self.overlong_cache} is not below max_new_tokens = {self.max_new_tokens}, so "
+                             "every answer would be penalised")
+        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -66,6 +84,10 @@ class GRPO(Config):
         """Whether the policy is trained on a group with these rewards."""
         return not self.dynamic_sampling or max(rewards) > min(rewards)
 
+    def trains_on(self, sample: Sample) -> bool:
+        """Whether a sample is part of the loss."""
+        return not (self.mask_truncated and sample.truncated)
+
     def compute_advantages(self, samples: list[Sample]) -> None:
         """Fills `advantages` of every sample."""
         for members in _groups(samples):
@@ -75,8 +97,8 @@ class GRPO(Config):
 
     def shaped_reward(self, sample: Sample) -> float:
         """Reward of an answer including the reward model's score and the penalty for overlong answers."""
-        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, self.max_new_tokens,
-                                                                        self.overlong_cache)
+        cache = self.max_new_tokens // _OVERLONG_PART if self.overlong_cache is None else self.overlong_cache
+        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, self.max_new_tokens, cache)
 
     def group_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the answers of one group [G] from their rewards [G]."""
@@ -86,19 +108,28 @@ class GRPO(Config):
         """Weight of one token of each answer in the batch's loss, from the answers' lengths."""
         return token_weights(lengths, self.aggregation, self.max_new_tokens)
 
-    def loss(self, logprobs: Tensor, batch: MicroBatch) -> Loss:
-        """Loss of a micro-batch, given the log-probabilities [A] of its answer tokens under the policy being trained."""
+    def loss(self, logprobs: Tensor, batch: MicroBatch, entropy: Tensor | None = None) -> Loss:
+        """Loss of a micro-batch, given the log-probabilities [A] of its answer tokens under the policy being trained, and the
+        policy's entropy [A] where there is a bonus for it."""
         assert batch.advantages is not None
         log_ratio = self.log_ratio(logprobs, batch)
-        policy = (batch.weights * clipped_surrogate(log_ratio, batch.advantages, self.clip_low, self.clip_high)).sum()
+        weights = batch.weights if batch.correction is None else batch.weights * batch.correction
+        policy = (weights * self.token_loss(logprobs, log_ratio, batch.advantages)).sum()
         clipped = is_clipped(log_ratio, batch.advantages, self.clip_low, self.clip_high)
         parts = {"loss/policy": policy.detach(), "clip_fraction": (batch.weights * clipped).sum()}
         total = policy
+        if self.entropy_bonus:
+            assert entropy is not None
+            total = total - self.entropy_bonus * (batch.weights * entropy).sum()
         if batch.reference is not None:
             kl = (batch.weights * kl_k3(logprobs, batch.reference)).sum()
             parts["kl"] = kl.detach()
             total = total + self.kl * kl if self.kl_in_loss else total
         return Loss(total, parts)
+
+    def token_loss(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Policy loss of every answer token [A]."""
+        return clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high)
 
     def log_ratio(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
         """Logarithm of the importance ratio of every answer token [A]."""
@@ -121,7 +152,30 @@ class DAPO(GRPO):
     clip_high: float = Field(0.28, ge=0)
     aggregation: Aggregation = "token"
     dynamic_sampling: bool = True
-    overlong_cache: int = Field(64, ge=0)
+    overlong_cache: int | None = Field(None, ge=0)
+
+
+class GSPO(GRPO):
+    """GRPO whose importance ratio and clipping are those of whole answers: the geometric mean of the tokens' ratios, within a
+    narrow clip range."""
+
+    clip_low: float = Field(3e-4, ge=0, lt=1)
+    clip_high: float = Field(4e-4, ge=0)
+
+    def log_ratio(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
+        return averaged_per_sample(super().log_ratio(logprobs, batch), batch.sample, len(batch.lengths))
+
+
+class CISPO(GRPO):
+    """GRPO whose importance weights are clipped instead of the update: every token keeps its gradient. The loss is averaged over
+    all tokens."""
+
+    clip_low: float = Field(1.0, ge=0, le=1)
+    clip_high: float = Field(4.0, ge=0)
+    aggregation: Aggregation = "token"
+
+    def token_loss(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        return clipped_importance(logprobs, log_ratio, advantages, self.clip_low, self.clip_high)
 
 
 class RLOO(GRPO):
@@ -168,8 +222,9 @@ class PPO(GRPO):
                 rewards -= self.kl * (_known(sample.old) - sample.reference)
             rewards[-1] += self.shaped_reward(sample)
             sample.advantages, sample.returns = gae(rewards, sample.values, self.gamma, self.lam)
+        trained = [sample for sample in samples if self.trains_on(sample)]
         if self.whiten:
-            for sample, advantages in zip(samples, whitened([_known(s.advantages) for s in samples]), strict=True):
+            for sample, advantages in zip(trained, whitened([_known(s.advantages) for s in trained]), strict=True):
                 sample.advantages = advantages
 
     def value_loss(self, values: Tensor, batch: MicroBatch) -> Tensor:
@@ -180,8 +235,8 @@ class PPO(GRPO):
 
 Algorithm = GRPO
 """Type of all algorithms: the others are subclasses of GRPO."""
-Name = Literal["grpo", "dr_grpo", "dapo", "rloo", "ppo"]
-ALGORITHMS: dict[str, type[GRPO]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "rloo": RLOO, "ppo": PPO}
+ALGORITHMS: dict[str, type[GRPO]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO, "gspo": GSPO, "cispo": CISPO, "rloo": RLOO,
+                                     "ppo": PPO}
 
 
 def make_algorithm(name: str, max_new_tokens: int, **options: Any) -> Algorithm:

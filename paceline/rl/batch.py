@@ -42,6 +42,10 @@ class Sample:
     """Advantages of the tokens."""
     score: float | None = None
     """The reward model's score times its weight, which is added to the reward."""
+    prompt: str | list[dict[str, str]] | None = None
+    """The prompt as text or chat messages, if it is known."""
+    text: str = ""
+    """The answer as text."""
 
     @property
     def num_answer(self) -> int:
@@ -50,11 +54,13 @@ class Sample:
 
 
 def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
-    """Samples of all rollouts that have at least one token and did not fail."""
-    return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, float(rollout.reward or 0.0),
-                   rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype))
+    """Samples of all rollouts that have at least one token, did not fail and were graded. An answer whose grader failed is not
+    a wrong answer: its group's baseline is that of the others."""
+    return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
+                   rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype), prompt=group.prompt,
+                   text=rollout.text)
             for index, group in enumerate(groups) for rollout in group.rollouts
-            if rollout.token_ids and rollout.finish_reason != "error"]
+            if rollout.token_ids and rollout.finish_reason != "error" and rollout.reward is not None]
 
 
 class MicroBatch(NamedTuple):
@@ -75,6 +81,7 @@ class MicroBatch(NamedTuple):
     values: Tensor | None
     returns: Tensor | None
     members: tuple[int, ...]  # indices of the sequences in the list that was packed
+    correction: Tensor | None = None  # [A] importance weights between engine and trainer (`losses.importance_weights`)
 
 
 def pack(samples: Sequence[Sample], max_tokens: int, weights: Sequence[float] | None = None,

@@ -20,9 +20,10 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
+from paceline.rl.adapters import save_adapter
 from paceline.rl.learner import Learner
 
-_POLICY, _TENSORS, _STATE = "policy", "trainer.safetensors", "state.json"
+_POLICY, _ADAPTER, _TENSORS, _STATE = "policy", "adapter", "trainer.safetensors", "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,16 @@ class RunState:
 
 
 class Checkpoints:
-    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, and a file with the trainer's
-    state."""
+    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, and a
+    file with the trainer's state."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, base_model: str = "") -> None:
+        """`base_model`: folder or hub id of the model that adapters belong to."""
+        self.folder, self.keep, self.base_model = folder, keep, base_model
         self.confirmed = self.latest()
         """The most recent checkpoint that a step has been done from. It is never removed."""
+        self.best: Path | None = None
+        """The checkpoint with the best evaluation. It is not removed as long as there is no better one."""
 
     def save(self, learner: Learner, state: RunState, tokenizer: Any) -> Path:
         """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
@@ -53,9 +57,11 @@ class Checkpoints:
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
             save_model(plain_policy(learner), tokenizer, scratch / _POLICY)
+            if learner.config.lora_rank:
+                save_adapter(learner.policy.model, learner.config, self.base_model, scratch / _ADAPTER)
             save_tensors(scratch / _TENSORS, _trainer_tensors(learner))
             atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
-            for file in (scratch / _POLICY).iterdir():
+            for file in [*(scratch / _POLICY).iterdir(), *(scratch / _ADAPTER).glob("*")]:
                 flush_to_disk(file)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)
@@ -85,6 +91,10 @@ class Checkpoints:
         found = self.folder.glob("step-*") if self.folder.is_dir() else []
         return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name))
 
+    def of_step(self, step: int) -> Path | None:
+        """Folder of the checkpoint of this step; None if there is none."""
+        return next((path for path in self.all() if int(path.name.removeprefix("step-")) == step), None)
+
     def latest(self) -> Path | None:
         """Folder of the most recent checkpoint; None if there is none."""
         return self.all()[-1] if self.all() else None
@@ -96,7 +106,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for old in self.all()[: -self.keep]:
-            if old != self.confirmed:
+            if old not in (self.confirmed, self.best):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _kept(self) -> str:

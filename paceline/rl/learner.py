@@ -12,28 +12,38 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
+from paceline.models.state_dict import load_state
+from paceline.models.weights import empty_model
 from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
+from paceline.rl.adapters import adapters_off, add_lora, merged_parameters
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
-from paceline.rl.models import Policy, Scorer, add_lora, checkpoint_layers, merged_parameters
+from paceline.rl.losses import importance_weights
+from paceline.rl.models import Policy, SamplingFilters, Scorer, checkpoint_layers
+from paceline.rl.reward_model import RewardModel
 
 
 class Learner:
     """The policy in training, the frozen reference, the critic and the reward model, as the algorithm needs them."""
 
     def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
-                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: Scorer | None = None,
-                 reward_weight: float = 1.0) -> None:
-        """`model` has weights in float32 or better; `compute` is the data type of matrix products; `steps` is the number of
-        steps of the whole run, which the learning-rate schedule needs."""
+                 temperature: float, compute: torch.dtype, seed: int = 0, reward_model: RewardModel | None = None,
+                 reward_weight: float = 1.0, filters: SamplingFilters | None = None) -> None:
+        """`model` has weights in float32 or better, or in `compute` if only adapters are trained; `compute` is the data type of
+        matrix products; `steps` is the number of steps of the whole run, which the learning-rate schedule needs; `temperature`
+        and `filters` are those of the engine's sampling."""
+        self.filters = filters or SamplingFilters()
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
         self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
         self.policy = Policy(model.requires_grad_(True), compute)
-        self.reference = Policy(_frozen(model), compute) if algorithm.needs_reference else None
-        self.critic = Scorer(deepcopy(model).requires_grad_(True), compute) if algorithm.needs_critic else None
+        self.critic = Scorer(_trainable_copy(model), compute) if algorithm.needs_critic else None
+        self.reference: Policy | None = None
+        """The frozen first policy, if the algorithm needs it. With adapters it is the policy itself, with the adapters off."""
         if config.lora_rank:
             model.requires_grad_(False)
-            add_lora(model, config.lora_rank, config.lora_alpha, config.lora_targets, seed)
+            add_lora(model, config, seed)
+        elif algorithm.needs_reference:
+            self.reference = Policy(_frozen_copy(model, compute), compute)
         if config.gradient_checkpointing:
             for trained in (self.policy, self.critic):
                 if trained is not None:
@@ -53,25 +63,38 @@ class Learner:
         if self.config.old_logprobs == "engine":
             for sample in samples:
                 sample.old = sample.sampled
+        if self.reward_model is not None:
+            scores = self.reward_model.scores(samples, self.config.micro_batch_tokens, self.device)
+            for sample, score in zip(samples, scores, strict=True):
+                sample.score = self.reward_weight * score
         wants_old = self.config.old_logprobs == "trainer" and self._needs_old
-        if not (wants_old or self.reference is not None or self.critic is not None or self.reward_model is not None):
+        if not (wants_old or self.algorithm.needs_reference or self.critic is not None):
             return
         for batch in self._packed(samples):
             if wants_old:
-                _scatter(samples, batch, "old", self.policy.logprobs(batch, self.temperature)[0])
-            if self.reference is not None:
-                _scatter(samples, batch, "reference", self.reference.logprobs(batch, self.temperature)[0])
+                _scatter(samples, batch, "old", self.policy.logprobs(batch, self.temperature, self.filters)[0])
+            if self.algorithm.needs_reference:
+                _scatter(samples, batch, "reference", self._reference_logprobs(batch))
             if self.critic is not None:
                 _scatter(samples, batch, "values", self.critic.values(batch))
-            if self.reward_model is not None:
-                for i, score in zip(batch.members, self.reward_model.scores(batch).tolist(), strict=True):
-                    samples[i].score = self.reward_weight * score
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities [A] under the first policy, without the engine's filters: the KL divergence is from all of it."""
+        if self.reference is not None:
+            return self.reference.logprobs(batch, self.temperature)[0]
+        with adapters_off(self.policy.model):
+            return self.policy.logprobs(batch, self.temperature)[0]
+
+    @property
+    def sample_dtype(self) -> torch.dtype:
+        """Data type of log-probabilities and advantages."""
+        return torch.float64 if self.policy.model.norm.dtype == torch.float64 else torch.float32
 
     @property
     def _needs_old(self) -> bool:
         """Whether old log-probabilities must be computed before the update. With a single update and no KL in the reward,
         those computed in the update itself are the old ones."""
-        in_reward = self.reference is not None and not self.algorithm.kl_in_loss
+        in_reward = self.algorithm.needs_reference and not self.algorithm.kl_in_loss
         return in_reward or self.config.epochs * self.config.minibatches > 1
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
@@ -79,15 +102,20 @@ class Learner:
         have their advantages. `step` is counted from 0. NonFiniteError if a loss, a gradient or an updated weight is not
         finite."""
         lr = self._set_learning_rates(step)
-        difference = _LogprobDifference()
+        mismatch = _EngineMismatch()
         totals: dict[str, float] = {}
         parts = list(_minibatches(samples, self.config.minibatches))
-        for number in range(self.config.epochs * len(parts)):
-            found = self._optimizer_step(parts[number % len(parts)], difference if number == 0 else None)
+        count = self.config.epochs * len(parts)
+        for number in range(count):
+            try:
+                found = self._optimizer_step(parts[number % len(parts)], mismatch if number == 0 else None)
+            except NonFiniteError as error:
+                before = f" Of this step's {count} updates {number} had been made; they are in no checkpoint" if number else ""
+                raise NonFiniteError(f"{error}{'.' if before else ''}{before}") from None
             for name, value in found.items():
-                totals[name] = totals.get(name, 0.0) + value / (self.config.epochs * len(parts))
+                totals[name] = totals.get(name, 0.0) + value / count
         self.require_finite()
-        return {**totals, "lr": lr, **difference.metrics()}
+        return {**totals, "lr": lr, **mismatch.metrics()}
 
     def require_finite(self) -> None:
         """NonFiniteError if a trained weight of the policy or the critic is not finite."""
@@ -99,15 +127,17 @@ class Learner:
         """Names and values of the policy's weights, with adapters merged."""
         return merged_parameters(self.policy.model)
 
-    def _optimizer_step(self, samples: Sequence[Sample], difference: _LogprobDifference | None) -> dict[str, float]:
+    def _optimizer_step(self, samples: Sequence[Sample], mismatch: _EngineMismatch | None) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         weights = self.algorithm.weights([s.num_answer for s in samples])
         samples, weights, share = self._with_gradient(samples, weights)
         for batch in self._packed(samples, weights):
-            logprobs, entropy = self.policy.logprobs(batch, self.temperature)
-            loss = self.algorithm.loss(logprobs, batch)
+            bonus = self.algorithm.entropy_bonus > 0
+            logprobs, entropy = self.policy.logprobs(batch, self.temperature, self.filters, bonus)
+            batch = self._corrected(batch, logprobs.detach())
+            loss = self.algorithm.loss(logprobs, batch, entropy)
             loss.total.backward()
-            found = {**loss.parts, "entropy": (batch.weights * entropy).sum()}
+            found = {**loss.parts, "entropy": (batch.weights * entropy.detach()).sum()}
             if self.critic is not None:
                 assert isinstance(self.algorithm, PPO)
                 value_loss = self.algorithm.value_loss(self.critic.values(batch), batch)
@@ -115,18 +145,28 @@ class Learner:
                 found["loss/value"] = value_loss.detach()
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
-            if difference is not None:
-                difference.add(logprobs.detach(), batch.sampled)
+            if mismatch is not None:
+                mismatch.add(logprobs.detach(), batch)
         metrics = {name: float(value) for name, value in sums.items()}
         if "entropy" in metrics:
             metrics["entropy"] /= share
         return {**metrics, **self._apply(metrics)}
 
+    def _corrected(self, batch: MicroBatch, logprobs: Tensor) -> MicroBatch:
+        """The micro-batch with importance weights between engine and trainer, of the policy before its first update. Where the
+        ratio itself is taken against the engine's log-probabilities, there is nothing to correct."""
+        config = self.config
+        if config.old_logprobs == "engine" or config.importance_correction == "off":
+            return batch
+        before = logprobs if batch.old is None else batch.old
+        return batch._replace(correction=importance_weights(before, batch.sampled, config.importance_correction,
+                                                            config.importance_cap))
+
     def _with_gradient(self, samples: Sequence[Sample], weights: list[float]) -> tuple[Sequence[Sample], list[float], float]:
         """The samples that contribute to the gradient, their weights, and the share of all weight that they have. Where every
-        answer of a group earned the same reward, advantages are zero, and so is the gradient, unless a KL term or a critic adds
-        to the loss: such samples need no forward and backward pass, and leaving them out changes no weight."""
-        if self.reference is not None or self.critic is not None:
+        answer of a group earned the same reward, advantages are zero, and so is the gradient, unless a KL term, an entropy bonus
+        or a critic adds to the loss: such samples need no forward and backward pass, and leaving them out changes no weight."""
+        if self.algorithm.needs_reference or self.critic is not None or self.algorithm.entropy_bonus:
             return samples, weights, 1.0
         kept = [i for i, sample in enumerate(samples) if sample.advantages is None or bool(sample.advantages.any())]
         if not kept:  # the optimizer still makes its step, with what momentum it has
@@ -171,19 +211,29 @@ class Learner:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
 
-class _LogprobDifference:
-    """Mean and maximum of |trainer's - engine's log-probability| over the answer tokens, before the first update of a step."""
+class _EngineMismatch:
+    """How far the trainer's log-probabilities of the answer tokens are from the engine's before the first update of a step, and
+    how much of the tokens' weight the correction for it takes."""
 
     def __init__(self) -> None:
         self._total, self._count, self._max = 0.0, 0, 0.0
+        self._weight, self._limited, self._corrected = 0.0, 0, False
 
-    def add(self, trainer: Tensor, engine: Tensor) -> None:
-        away = (trainer - engine).abs()
+    def add(self, trainer: Tensor, batch: MicroBatch) -> None:
+        away = (trainer - batch.sampled).abs()
         self._total, self._count = self._total + float(away.sum()), self._count + len(away)
         self._max = max(self._max, float(away.max()))
+        if batch.correction is not None:
+            ratio = (trainer if batch.old is None else batch.old) - batch.sampled
+            self._corrected, self._weight = True, self._weight + float(batch.correction.sum())
+            self._limited += int((batch.correction.log() < ratio - 1e-2).sum())
 
     def metrics(self) -> dict[str, float]:
-        return {"logprob_difference/mean": self._total / max(1, self._count), "logprob_difference/max": self._max}
+        count = max(1, self._count)
+        found = {"logprob_difference/mean": self._total / count, "logprob_difference/max": self._max}
+        if self._corrected:
+            found |= {"importance/mean": self._weight / count, "importance/limited": self._limited / count}
+        return found
 
 
 def _minibatches(samples: Sequence[Sample], count: int) -> Iterable[Sequence[Sample]]:
@@ -198,8 +248,19 @@ def _scatter(samples: Sequence[Sample], batch: MicroBatch, name: str, values: Te
         setattr(samples[i], name, part)
 
 
-def _frozen(model: Decoder) -> Decoder:
-    return deepcopy(model).requires_grad_(False)
+def _frozen_copy(model: Decoder, compute: torch.dtype) -> Decoder:
+    """A copy that is not trained. In bfloat16 it takes half the memory, and its products are in that type anyway."""
+    if compute != torch.bfloat16:
+        return deepcopy(model).requires_grad_(False)
+    copy = empty_model(model.config, compute, model.norm.device)
+    load_state(copy, model.named_parameters())
+    return copy
+
+
+def _trainable_copy(model: Decoder) -> Decoder:
+    """A copy with weights in float32 or better."""
+    copy = deepcopy(model)
+    return (copy.float() if model.norm.dtype == torch.bfloat16 else copy).requires_grad_(True)
 
 
 def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from paceline.rl.algorithms import Algorithm
 from paceline.rl.batch import samples_of
 from paceline.rl.checkpoint import RunState
 from paceline.rl.learner import Learner
@@ -74,6 +75,8 @@ class StepOutcome:
     """Progress of the run including this step."""
     groups: list[RolloutGroup]
     """The groups that the policy was trained on."""
+    generated: list[RolloutGroup]
+    """All groups of the step, including those that dynamic sampling dropped."""
     metrics: dict[str, float]
     """Losses, drafter metrics and seconds per phase."""
 
@@ -95,17 +98,20 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
             with timer("drafter"):
                 metrics |= train_drafter(batch.generated, step)
         with timer("infer"):
-            samples = samples_of(batch.kept, learner.policy.model.norm.dtype)
+            samples = samples_of(batch.kept, learner.sample_dtype)
             learner.infer(samples)
             learner.algorithm.compute_advantages(samples)
+            trained = [sample for sample in samples if learner.algorithm.trains_on(sample)]
         with timer("train"):
-            metrics |= learner.update(samples, state.step) if samples else {}
+            metrics |= learner.update(trained, state.step) if trained else {}
             publish(learner, step)
+        if len(trained) < len(samples):
+            metrics["masked"] = 1 - len(trained) / len(samples)
         scores = [sample.score for sample in samples if sample.score is not None]
         if scores:
             metrics["reward/model"] = sum(scores) / len(scores)
         state = RunState(step, batch.cursor)
-        on_step_end(StepOutcome(state, batch.kept, {**metrics, **timer.metrics()}))
+        on_step_end(StepOutcome(state, batch.kept, batch.generated, {**metrics, **timer.metrics()}))
     return state
 
 
@@ -135,9 +141,14 @@ def collect_batch(learner: Learner, cursor: int, prompts: int, collect: Collect,
         cursor += len(groups)
         groups = [group for group in groups if group.rollouts]
         generated += groups
-        kept += [group for group in groups if learner.algorithm.keep([r.reward or 0.0 for r in group.rollouts])]
+        kept += [group for group in groups if _is_kept(group, learner.algorithm)]
         if len(kept) >= prompts or (generated and not learner.algorithm.dynamic_sampling):
             break
     if not generated:
         raise ValueError(f"task: none of the last {prompts * (1 + learner.algorithm.max_refills)} problems could be posed")
     return CollectedBatch(kept or generated, generated, cursor)
+
+
+def _is_kept(group: RolloutGroup, algorithm: Algorithm) -> bool:
+    rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+    return bool(rewards) and algorithm.keep(rewards)

@@ -8,12 +8,23 @@ import torch
 from torch import Tensor
 
 Aggregation = Literal["sequence", "token", "constant"]
+Correction = Literal["truncate", "mask", "off"]
+
+_ROUNDING = 1e-3
+"""Log-probabilities of trainer and engine that differ by less are taken for equal. An update then does not depend on the engine's
+rounding, which differs between strategies."""
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """PPO's clipped surrogate loss: -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(log_ratio) = pi / pi_old."""
     ratio = log_ratio.exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def clipped_importance(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """CISPO's loss: -clip(r, 1 - low, 1 + high) A log pi, with no gradient through r. Unlike in the clipped surrogate, a token
+    whose ratio is clipped keeps its gradient."""
+    return -log_ratio.detach().exp().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
 
 
 def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -26,6 +37,25 @@ def summed_per_sample(values: Tensor, sample: Tensor, num_samples: int) -> Tenso
     """Values of tokens [A] and the sample that each belongs to [A] -> for every token, the sum over its sample [A]."""
     sums = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
     return sums[sample]
+
+
+def averaged_per_sample(values: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+    """Values of tokens [A] and the sample that each belongs to [A] -> for every token, the mean over its sample [A]."""
+    return summed_per_sample(values, sample, num_samples) / torch.bincount(sample, minlength=num_samples)[sample]
+
+
+def importance_weights(trainer: Tensor, engine: Tensor, correction: Correction, cap: float) -> Tensor:
+    """Weights of tokens [A] that correct for the engine sampling from a slightly different distribution than the one that the
+    trainer differentiates: w = pi_trainer / pi_engine, limited to `cap` (`truncate`), or 0 outside 1 / cap .. cap (`mask`)."""
+    log_weight = trainer - engine
+    weight = torch.where(log_weight.abs() < _ROUNDING, torch.zeros_like(log_weight), log_weight).exp()
+    match correction:
+        case "truncate":
+            return weight.clamp(max=cap)
+        case "mask":
+            return torch.where((weight > cap) | (weight < 1 / cap), torch.zeros_like(weight), weight)
+        case "off":
+            return torch.ones_like(weight)
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
 
+from paceline.kernels import SamplingTensors
+from paceline.kernels.reference.ops import thresholds
 from paceline.kernels.reference.training import TrainOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Layer, Rope
@@ -24,6 +27,24 @@ HEAD_ROWS = 1024
 """Maximum number of rows whose logits exist at the same time: with a vocabulary of 150,000 they would otherwise fill the
 memory."""
 _SCORE = "score.weight"
+
+
+class SamplingFilters(NamedTuple):
+    """Which tokens the engine samples from, as in `SamplingParams`."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def apply(self, scaled: Tensor, targets: Tensor) -> Tensor:
+        """Logits [N, V], divided by the temperature, with -inf for the tokens that the engine would not sample. The sampled
+        tokens `targets` [N] always stay: one at the edge may be outside by a rounding error, or since the policy has changed."""
+        if self == SamplingFilters():
+            return scaled
+        row = torch.zeros(len(scaled), device=scaled.device)
+        params = SamplingTensors(row.long(), row.long(), row + 1, row.int() + self.top_k, row + self.top_p, row + self.min_p)
+        kept = scaled.detach() >= thresholds(scaled.detach(), params)[:, None]
+        return scaled.masked_fill(~kept.scatter(1, targets[:, None], True), -torch.inf)
 
 
 class Trunk(nn.Module):
@@ -51,25 +72,29 @@ class Trunk(nn.Module):
 class Policy(Trunk):
     """A decoder with its language-model head."""
 
-    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-probability [A], entropy [A] without gradient) of every answer token, at the temperature that the engine
-        samples with."""
+    def logprobs(self, batch: MicroBatch, temperature: float, filters: SamplingFilters | None = None,
+                 entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """(log-probability [A], entropy [A]) of every answer token in the distribution that the engine samples from: at its
+        temperature and with its filters. The entropy has a gradient only with `entropy_gradient`."""
+        options = temperature, filters or SamplingFilters(), entropy_gradient
         with self.precision():
             hidden = self.hidden(batch)[batch.rows]
-            parts = [self._chunk(h, t, temperature)
+            parts = [self._chunk(h, t, *options)
                      for h, t in zip(hidden.split(HEAD_ROWS), batch.targets.split(HEAD_ROWS), strict=True)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _chunk(self, hidden: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():
-            return checkpoint(self._head, hidden, targets, temperature, use_reentrant=False)
-        return self._head(hidden, targets, temperature)
+            return checkpoint(self._head, hidden, targets, *options, use_reentrant=False)
+        return self._head(hidden, targets, *options)
 
-    def _head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _head(self, hidden: Tensor, targets: Tensor, temperature: float, filters: SamplingFilters,
+              entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden, self.ops)
-        logprobs = ((logits if logits.dtype == torch.float64 else logits.float()) / temperature).log_softmax(dim=-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+        logprobs = filters.apply(scaled, targets).log_softmax(dim=-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(dim=-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
 
@@ -80,7 +105,8 @@ class Scorer(Trunk):
         super().__init__(model, compute)
         model.head = None  # type: ignore[assignment]  # a scorer has no vocabulary
         weight = model.norm
-        self.score = nn.Linear(model.config.hidden_size, 1, bias=False).to(weight.device, weight.dtype)
+        dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype  # scores are compared with each other
+        self.score = nn.Linear(model.config.hidden_size, 1, bias=False).to(weight.device, dtype)
         nn.init.zeros_(self.score.weight)
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -117,35 +143,6 @@ def load_reward_model(source: str | Path, device: torch.device | str, dtype: tor
     with torch.no_grad():
         reward_model.score.weight.copy_(scorer[_SCORE])
     return reward_model.requires_grad_(False)
-
-
-def add_lora(model: Decoder, rank: int, alpha: int, targets: tuple[str, ...], seed: int) -> None:
-    """Adds LoRA adapters to the named projections, in place. Only the adapters are trained."""
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds to import
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), bias="none"), model)
-
-
-def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the plain decoder's parameters, with adapters merged, for the engine and for checkpoints."""
-    adapted = {plain_name(name): module for name, module in model.named_modules() if ".base_layer" not in name}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            continue
-        owner, wrapped, kind = plain_name(name).partition(".base_layer.")
-        if not wrapped:
-            yield owner, parameter.detach()
-        elif kind == "weight":
-            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()  # type: ignore[operator]
-        else:
-            yield f"{owner}.{kind}", parameter.detach()
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the prefix that activation checkpointing adds."""
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def checkpoint_layers(model: Decoder) -> None:

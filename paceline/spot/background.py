@@ -33,7 +33,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import empty_model
 from paceline.optim import NonFiniteError
-from paceline.spot.buffer import FeatureBuffer
+from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.checkpoint import SpotCheckpoints, load_snapshot, restore, snapshot
 from paceline.spot.config import SpotConfig
 from paceline.spot.trainer import SpotReport, SpotTrainer
@@ -136,17 +136,19 @@ class BackgroundProcess:
     its parent process.
     """
 
-    def __init__(self, eagle: Eagle, policy: Decoder, config: SpotConfig, buffer_bytes: int, folder: Path | None = None,
-                 threads: int = 1) -> None:
+    def __init__(self, eagle: Eagle, policy: Decoder, config: SpotConfig, limits: BufferLimits, folder: Path | None = None,
+                 threads: int = 1, last_step: int = 0) -> None:
         """Starts the process.
 
         Args:
             eagle: The initial drafter.
             policy: The policy that the drafter drafts for.
             config: How to train.
-            buffer_bytes: Size of the process's feature buffer.
-            folder: Folder of its checkpoint, from which training continues if there is one; None writes no checkpoint.
+            limits: Size of the process's feature buffer.
+            folder: Folder of its checkpoint and of records on disk, from which training continues if there are any; None writes
+                neither.
             threads: Number of CPU threads that torch uses for training.
+            last_step: RL step up to which records of an earlier process are used.
         """
         if policy.norm.device.type != "cpu":
             raise ValueError(f"policy: it is on {policy.norm.device}, but a background process trains on the CPU; on a GPU use a "
@@ -157,7 +159,7 @@ class BackgroundProcess:
         ids = None if eagle.draft_ids is None else eagle.draft_ids.tolist()
         weights = {name: p.detach().contiguous() for name, p in eagle.named_parameters()}
         setup = _Setup(policy.config, policy.norm.dtype, eagle.config, ids, eagle.head is not None, save(weights), config,
-                       buffer_bytes, None if folder is None else str(folder), threads)
+                       limits, None if folder is None else str(folder), threads, last_step)
         context = multiprocessing.get_context("spawn")  # fork would copy locks that the parent's threads hold
         self._commands: multiprocessing.Queue[Any] = context.Queue()
         self._replies, sender = context.Pipe(duplex=False)
@@ -267,9 +269,10 @@ class _Setup(NamedTuple):
     own_head: bool
     weights: bytes  # of the initial drafter
     config: SpotConfig
-    buffer_bytes: int
-    folder: str | None  # of the checkpoint
+    limits: BufferLimits
+    folder: str | None  # of the checkpoint and the records
     threads: int
+    last_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,7 @@ def _run_worker(setup: _Setup, commands: multiprocessing.Queue[Any], replies: Co
     try:
         worker = _Worker(setup, commands, replies)
         worker.run()
+        worker.buffer.close()
         if worker.checkpoints is not None:
             worker.checkpoints.close()
     except _PASSED_ON as error:  # raised again in the parent process
@@ -322,7 +326,8 @@ class _Worker:
         self.setup, self.commands, self.replies = setup, commands, replies
         # Training needs only what the drafter shares with the policy: a model without layers.
         self.policy = empty_model(replace(setup.model, num_layers=0), setup.dtype, "cpu")
-        self.buffer = FeatureBuffer(setup.buffer_bytes)
+        limits = setup.limits if setup.folder is not None else setup.limits._replace(disk=0)
+        self.buffer = open_buffer(Path(setup.folder or "") / "records", limits, setup.last_step)
         self.checkpoints = None if setup.folder is None else SpotCheckpoints(setup.folder)
         self.fingerprint: PolicyFingerprint | None = None
         self.trainer: SpotTrainer | None = None

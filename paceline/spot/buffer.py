@@ -13,6 +13,7 @@ import json
 import math
 import random
 import threading
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.files import DamagedFile, damaged, save_tensors
 from paceline.types import FeatureRecord
 
+_ID_FILE = "id"
 RECORD_SUFFIX = ".record"
 """Suffix of the file that holds one record."""
 
@@ -86,17 +88,31 @@ class FeatureBuffer:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._writer = ThreadPoolExecutor(1, "feature-buffer")
 
+        self.id = self._read_id()
+        """Name of the buffer, which its folder keeps. Keys of records mean something only together with it."""
+
+    def _read_id(self) -> str:
+        if self.folder is None:
+            return uuid.uuid4().hex
+        path = self.folder / _ID_FILE
+        if not path.is_file():
+            path.write_text(uuid.uuid4().hex)
+        return path.read_text()
+
     @classmethod
     def open(cls, folder: Path | str, max_bytes: int, max_disk_bytes: int | None = None, max_age: int | None = None,
-             reach: int = 4, device: torch.device | str = "cpu") -> FeatureBuffer:
-        """Reopens the folder of an earlier buffer. Incomplete files are deleted."""
+             reach: int = 4, device: torch.device | str = "cpu", last_step: int | None = None) -> FeatureBuffer:
+        """Reopens the folder of an earlier buffer. Incomplete files are deleted, and so are answers of RL steps after
+        `last_step`, which a resumed run generates again."""
         buffer = cls(max_bytes, folder, max_disk_bytes, max_age, reach, device)
         assert buffer.folder is not None
         for path in buffer.folder.glob("*.tmp"):
             path.unlink()
         for path in sorted(buffer.folder.glob(f"*{RECORD_SUFFIX}")):
             entry = read_record_info(path)
-            if entry is None:
+            if entry is not None:
+                buffer._next_key = max(buffer._next_key, entry.key + 1)
+            if entry is None or (last_step is not None and entry.step > last_step):
                 path.unlink()
             else:
                 buffer._register(entry)
@@ -219,10 +235,10 @@ class FeatureBuffer:
                 self._drop(entry)
         if self.folder is None:
             while self.memory_bytes > self.max_bytes and len(self._entries) > 1:
-                self._drop(_eviction_candidate(self._entries.values(), self.newest_step))
+                self._drop(_eviction_candidate(self._entries.values(), self.recent_answer_lengths()))
             return
         while self.disk_bytes > self.max_disk_bytes and len(self._entries) > 1:
-            self._drop(_eviction_candidate(self._entries.values(), self.newest_step))
+            self._drop(_eviction_candidate(self._entries.values(), self.recent_answer_lengths()))
         while self.memory_bytes > self.max_bytes and len(self._memory) > 1:
             key = next(iter(self._memory))
             self._await_write(key)
@@ -245,15 +261,35 @@ class FeatureBuffer:
             future.result()
 
 
-def _eviction_candidate(entries: Iterable[RecordInfo], newest_step: int) -> RecordInfo:
-    """Returns the record to drop first: the oldest of older steps, then the shortest of the previous step, then the first of
-    the newest. Long answers of the previous step stay because the newest step finishes its short answers first."""
+class BufferLimits(NamedTuple):
+    """Sizes of a run's feature buffer in bytes."""
 
-    def order(entry: RecordInfo) -> tuple[int, int, int]:
-        previous = entry.step == newest_step - 1
-        return (entry.step, entry.answer_length if previous else 0, entry.key)
+    memory: int
+    disk: int = 0
+    """Largest total size of records on disk; 0: they are kept in memory only."""
 
-    return min(entries, key=order)
+
+def open_buffer(folder: Path, limits: BufferLimits, last_step: int) -> FeatureBuffer:
+    """Opens a run's feature buffer, with the records that an earlier process has left up to RL step `last_step`."""
+    if not limits.disk:
+        return FeatureBuffer(limits.memory)
+    return FeatureBuffer.open(folder, limits.memory, limits.disk, last_step=last_step)
+
+
+def _eviction_candidate(entries: Iterable[RecordInfo], lengths: Sequence[int]) -> RecordInfo:
+    """Returns the record to drop first: the oldest of the length bin that holds the most records for the answers of a step that
+    it stands for. `lengths` are the answer lengths of such a step. So a buffer that is smaller than a step still holds answers of
+    all lengths, and long answers of the previous step stay until long ones of the newest step have finished."""
+    bins: dict[int, list[RecordInfo]] = {}
+    for entry in entries:
+        bins.setdefault(length_bin(entry.answer_length), []).append(entry)
+    generated = Counter(map(length_bin, lengths))
+
+    def surplus(b: int) -> tuple[float, int, int]:
+        """The last record of a bin goes after all others; among bins that have one each, the oldest record goes first."""
+        return (len(bins[b]) - 1) / max(0.5, generated[b]), -min(entry.step for entry in bins[b]), -b
+
+    return min(bins[max(bins, key=surplus)], key=lambda entry: (entry.step, entry.key))
 
 
 # -- one-step-off sampling

@@ -46,7 +46,7 @@ def snapshot(trainer: SpotTrainer) -> Snapshot:
     if trainer.module.draft_ids is not None:
         tensors["draft_ids"] = trainer.module.draft_ids
     metadata = {"progress": asdict(trainer.progress), "embedding": trainer.scales.embedding, "stream": trainer.scales.residual,
-                "form": trainer.config.form, "policy": trainer.policy_fingerprint.as_json()}
+                "form": trainer.config.form, "buffer": trainer.buffer.id, "policy": trainer.policy_fingerprint.as_json()}
     return Snapshot(tensors, metadata)
 
 
@@ -65,7 +65,8 @@ def load_snapshot(folder: Path | str) -> Snapshot | None:
 
 
 def restore(trainer: SpotTrainer, found: Snapshot) -> None:
-    """Restores a trainer's state bit for bit. The trainer has the same form and shape; its policy may have newer weights."""
+    """Restores a trainer's state bit for bit. The trainer has the same form and shape; its policy may have newer weights. If its
+    buffer is another one than the checkpoint's, an optimizer step that was not finished is drawn anew."""
     tensors, metadata = found
     fingerprint, own = PolicyFingerprint.from_json(metadata.get("policy")), trainer.policy_fingerprint
     if fingerprint is not None and fingerprint.shape != own.shape:
@@ -93,8 +94,12 @@ def restore(trainer: SpotTrainer, found: Snapshot) -> None:
     plan = progress.pop("plan")
     if fingerprint is not None:
         trainer.set_policy_fingerprint(fingerprint)
-    trainer.progress = TrainingProgress(
-        **progress, plan=StepPlan(tuple(map(tuple, plan["micro_batches"])), tuple(plan["shares"])))
+    if metadata.get("buffer") == trainer.buffer.id:
+        trainer.progress = TrainingProgress(
+            **progress, plan=StepPlan(tuple(map(tuple, plan["micro_batches"])), tuple(plan["shares"])))
+    else:  # the records that the plan names are gone, and their keys name others: the optimizer step begins anew
+        trainer.progress = TrainingProgress(**{**progress, "cursor": 0})
+        trainer.optimizer.zero_grad(set_to_none=True)
 
 
 def _restore_moments(trainer: SpotTrainer, tensors: dict[str, Tensor]) -> None:

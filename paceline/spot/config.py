@@ -81,8 +81,8 @@ class SpotConfig(Config):
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Number of tokens that answers are packed up to in one micro-batch; a longer answer gets a micro-batch of its own. Training
     can be interrupted between micro-batches. None means 1024 on a CPU and 12288 on a GPU, which is one for most steps."""
-    max_length: int = Field(8192, ge=3)
-    """Answers are truncated to this many tokens, prompt included."""
+    max_length: int | None = Field(None, ge=3)
+    """Answers are truncated to this many tokens, prompt included. None: they are not truncated."""
     seed: int = 0
     """Seed of drawing records and of the feature noise."""
 

@@ -113,7 +113,8 @@ class SpotTrainer:
         self.optimizer = make_adamw(self.parameters.values(), config.lr, config.betas, config.eps, config.weight_decay)
         self.progress = TrainingProgress()
         self._skipped_in_a_row = 0
-        rope = Rope(policy.config, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
+        self._max_length = min(config.max_length or policy.config.max_context, policy.config.max_context)
+        rope = Rope(policy.config, self._max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._loss = DrafterLoss(policy, config, self.scales, TorchOps(), rope)
         self._cuda_stream = cuda_stream
         self._fingerprint = fingerprint_of(policy)
@@ -185,7 +186,7 @@ class SpotTrainer:
         assert config.step_tokens is not None and config.micro_batch_tokens is not None, "resolved"
         rng = random.Random(f"{config.seed}/{progress.step}/{progress.skipped}")
         drawn = self.buffer.draw(rng, config.step_tokens, lengths)
-        sizes = [min(entry.num_tokens, config.max_length) for entry in drawn]
+        sizes = [min(entry.num_tokens, self._max_length) for entry in drawn]
         bins = first_fit_decreasing([num_rows(size) for size in sizes], config.micro_batch_tokens)
         shares = self._loss.row_weights([(size, entry.prompt_length) for size, entry in zip(sizes, drawn, strict=True)])
         progress.plan = StepPlan(tuple(tuple(drawn[i].key for i in members) for members in bins), tuple(shares))
@@ -197,7 +198,7 @@ class SpotTrainer:
         Returns its number of rows and its loss once the device has finished."""
         progress, device = self.progress, self.policy.norm.device
         found = [self.buffer.get(key) for key in progress.plan.micro_batches[progress.cursor]]
-        records = [truncate(record, self.config.max_length) for record in found if record is not None]  # None: dropped since
+        records = [truncate(record, self._max_length) for record in found if record is not None]  # None: dropped since
         loss, rows = None, 0
         if records:
             packed = pack(records, self.module.config.feature_layers, self.policy.config.hidden_size, device)

@@ -20,8 +20,9 @@ from paceline.tasks.jsonl import Jsonl, JsonlConfig
 from paceline.tasks.options import make_config
 from paceline.tasks.pool import Graded, RewardPool
 from paceline.tasks.reasoning import ReasoningGym, ReasoningGymConfig, split_options
+from paceline.tasks.weighted import WeightedRewards
 
-__all__ = ["TASKS", "Graded", "Problem", "RewardPool", "Task", "make_task"]
+__all__ = ["TASKS", "Graded", "Problem", "RewardPool", "Task", "WeightedRewards", "make_task"]
 
 TASKS: dict[str, tuple[type[Config], Callable[[Any], Task]]] = {
     "arc": (ArcConfig, Arc),

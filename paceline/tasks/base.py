@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+Reward = float | Mapping[str, float]
+"""What a grader returns: a reward, or the named parts that add up to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Task(Protocol):
         """The problem with this number; always the same one. IndexError past the end."""
         ...
 
-    def grade(self, problem: Problem, answer: str) -> float:
+    def grade(self, problem: Problem, answer: str) -> Reward:
         """The reward for an answer, usually between 0 and 1; always the same for the same answer. It may raise, hang or crash: a
         RewardPool limits the damage to this one sample."""
         ...

@@ -1,5 +1,5 @@
-"""A grader of the user's own: any function(problem, answer) -> float, named as `module:function` or `path.py:function`. It is
-trusted code and runs in the grading process, not in the sandbox."""
+"""A grader of the user's own: any function(problem, answer) that returns a reward, or a dict of the named parts that add up to
+it. It is named as `module:function` or `path.py:function`, is trusted code, and runs in the grading process without a sandbox."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.tasks.base import Problem
+from paceline.tasks.base import Problem, Reward
 from paceline.tasks.data import ProblemList
 from paceline.tasks.jsonl import RowsConfig, read_problems
 
-Grader = Callable[[dict[str, Any], str], float]
+Grader = Callable[[dict[str, Any], str], Reward]
 
 
 class PythonConfig(RowsConfig):
@@ -30,11 +30,11 @@ class Python(ProblemList):
     worker imports the function itself."""
 
     def __init__(self, config: PythonConfig) -> None:
-        self.config = config.model_copy(update={"function": _absolute(config.function)})
+        self.config = config.model_copy(update={"function": absolute_name(config.function)})
         load_function(self.config.function)  # reports now what is wrong with it
         super().__init__("python", read_problems("python", config, whole_row=True))
 
-    def grade(self, problem: Problem, answer: str) -> float:
+    def grade(self, problem: Problem, answer: str) -> Reward:
         return load_function(self.config.function)(dict(problem.truth), answer)
 
 
@@ -51,7 +51,7 @@ def load_function(name: str) -> Grader:
     return function
 
 
-def _absolute(name: str) -> str:
+def absolute_name(name: str) -> str:
     """The name with an absolute path, because workers may have another working directory."""
     where, colon, attribute = name.rpartition(":")
     return f"{Path(where).expanduser().resolve()}{colon}{attribute}" if where.endswith(".py") else name

@@ -7,13 +7,13 @@ import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from paceline.tasks.base import Problem, Task
-from paceline.tasks.worker import grade_here, grade_in_worker, ready, start_worker
+from paceline.tasks.worker import Outcome, grade_here, grade_in_worker, ready, start_worker
 
 _STALLED_S = 30.0
 """If no grade arrives for this long beyond the time limit, the workers are taken for lost and replaced."""
@@ -26,13 +26,15 @@ class Graded:
     """The reward of one sample."""
 
     value: float
-    """The reward; 0 if there was an error."""
+    """The reward; 0 if there was an error, which does not mean that the answer is wrong."""
     error: str | None
-    """What went wrong in the grader; None if nothing did."""
+    """What went wrong in the grader, the last time it was tried; None if nothing did."""
     seconds: float
     """Time spent on grading; 0 if the worker crashed, because it is not known then."""
     traceback: str = ""
     """Where the grader raised, if it did: file, line and code of the last three calls, innermost first."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts that the reward is the sum of, if the grader returned any."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +48,8 @@ class Pending:
     generation: int = -1
     """Number of the set of workers that the sample was sent to."""
     attempts: int = 0
+    num_failures: int = 0
+    """How often the grader failed on the sample."""
 
 
 class RewardPool:
@@ -56,10 +60,13 @@ class RewardPool:
     crash.
     """
 
-    def __init__(self, task: Task, workers: int, timeout_s: float, *, memory_gb: float = 4.0) -> None:
+    def __init__(self, task: Task, workers: int, timeout_s: float, *, memory_gb: float = 4.0, retries: int = 0) -> None:
+        """`retries`: how often a sample is graded again after its grader raised, ran out of time or crashed."""
         _require(workers >= 0, "workers", workers, ">= 0")
         _require(timeout_s > 0, "timeout_s", timeout_s, "> 0")
         _require(memory_gb > 0, "memory_gb", memory_gb, "> 0")
+        _require(retries >= 0, "retries", retries, ">= 0")
+        self.retries = retries
         self.task, self.workers, self.timeout_s, self.memory_gb = task, workers, timeout_s, memory_gb
         self.num_errors = 0
         """Number of samples whose grader raised or returned no number."""
@@ -89,7 +96,8 @@ class RewardPool:
         if self.workers:
             self._send(handle)
         else:
-            handle.graded = self._count(*grade_here(lambda: self.task, problem, answer))
+            while handle.graded is None:
+                self._finish(handle, grade_here(lambda: self.task, problem, answer))
         return handle
 
     def collect(self, handles: Sequence[Pending]) -> list[Graded]:
@@ -125,10 +133,11 @@ class RewardPool:
     def _settle(self, handle: Pending) -> None:
         assert handle.future is not None
         try:
-            handle.graded = self._count(*handle.future.result())
+            self._finish(handle, handle.future.result())
         except TimeoutError:
-            self.num_timeouts += 1
-            handle.graded = Graded(0.0, f"no grade within {self.timeout_s} s", self.timeout_s)
+            if not self._retried(handle):
+                self.num_timeouts += 1
+                handle.graded = Graded(0.0, f"no grade within {self.timeout_s} s", self.timeout_s)
         except ProcessExpired as error:
             self._crashed(handle, f"the grader's process ended with code {error.exitcode}")
         except (BrokenProcessPool, CancelledError):  # all workers lost at once; this sample may not be at fault: once more
@@ -136,12 +145,23 @@ class RewardPool:
                 self._drop()
 
     def _crashed(self, handle: Pending, error: str) -> None:
-        self.num_crashes += 1
-        handle.graded = Graded(0.0, error, 0.0)
+        if not self._retried(handle):
+            self.num_crashes += 1
+            handle.graded = Graded(0.0, error, 0.0)
 
-    def _count(self, value: float, error: str | None, seconds: float, trace: str) -> Graded:
-        self.num_errors += error is not None
-        return Graded(value, error, seconds, trace)
+    def _finish(self, handle: Pending, outcome: Outcome) -> None:
+        if outcome.error is None or not self._retried(handle):
+            self.num_errors += outcome.error is not None
+            handle.graded = Graded(*outcome)
+
+    def _retried(self, handle: Pending) -> bool:
+        """Whether the sample, on which the grader failed, is graded again. Workers are sent it at once."""
+        handle.num_failures += 1
+        if handle.num_failures > self.retries or handle.attempts == _MAX_ATTEMPTS:
+            return False
+        if self.workers:
+            self._send(handle)
+        return True
 
     def _schedule(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         assert not self._closed, "the pool is closed"

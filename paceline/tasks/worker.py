@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.tasks.base import Problem, Task, UsesSandbox
 
@@ -46,7 +46,22 @@ def ready() -> bool:
     return "task" in _held
 
 
-def grade_in_worker(problem: Problem, answer: str) -> tuple[float, str | None, float, str]:
+class Outcome(NamedTuple):
+    """What came of one call of a grader, as plain values."""
+
+    value: float
+    """The reward; 0 if there was an error."""
+    error: str | None
+    """What went wrong; None if nothing did."""
+    seconds: float
+    """Time that the grader took."""
+    traceback: str
+    """Where the grader raised, if it did."""
+    parts: dict[str, float]
+    """Named parts of the reward, if the grader returned any."""
+
+
+def grade_in_worker(problem: Problem, answer: str) -> Outcome:
     """`grade_here` with the task of this worker."""
     return grade_here(_load, problem, answer)
 
@@ -57,9 +72,8 @@ def _load() -> Task:
     return _held["task"]
 
 
-def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> tuple[float, str | None, float, str]:
-    """The reward, the error if there was one, the seconds it took, and the traceback of an exception. A grader may be anybody's
-    code, so whatever it raises is caught."""
+def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> Outcome:
+    """Calls the grader. It may be anybody's code, so whatever it raises is caught."""
     start = time.perf_counter()
     value: Any = 0.0
     error, trace = None, ""
@@ -69,9 +83,14 @@ def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> tuple
         error = f"{type(raised).__name__}: {raised}"[:1000]
         frames = traceback.extract_tb(raised.__traceback__)[1:][-3:]
         trace = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames))[:2000]
+    parts = dict(value) if isinstance(value, Mapping) else {}
     if error is None:
-        error = _no_reward(value)
-    return 0.0 if error else float(value), error, time.perf_counter() - start, trace
+        error = next(filter(None, map(_no_reward, parts.values() if parts else [value])), None)
+    seconds = time.perf_counter() - start
+    if error is not None:
+        return Outcome(0.0, error, seconds, trace, {})
+    parts = {str(name): float(part) for name, part in parts.items()}
+    return Outcome(sum(parts.values()) if parts else float(value), None, seconds, trace, parts)
 
 
 def _no_reward(value: Any) -> str | None:

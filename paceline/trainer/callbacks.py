@@ -41,6 +41,9 @@ class TrainResult:
     """The content of `summary.json`; empty unless the run was completed."""
     policy: Path | None
     """Hugging Face folder of the last checkpoint's policy. None: no checkpoint was written."""
+    best_policy: Path | None = None
+    """Hugging Face folder of the policy with the best evaluation. None: the run was not evaluated, or its first policy is the
+    best."""
     message: str = ""
     """Why the run failed or was interrupted; empty if it was completed."""
 
@@ -67,7 +70,7 @@ class TrainerCallback:
         """Training step `step`, counted from 1, begins."""
 
     def on_phase(self, phase: str) -> None:
-        """A phase of the step begins: generate, reward, generate_off, drafter, infer or train."""
+        """A phase of the step begins: generate, reward, generate_off, drafter, infer, train or evaluate."""
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
         """The engine has made a step. Called very often."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
-
-import torch
 
 from paceline.config import TrainConfig
 from paceline.drafters.eagle import Eagle
@@ -25,7 +24,6 @@ from paceline.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.optim import NonFiniteError
 from paceline.spot import (
-    FeatureBuffer,
     SpotCheckpoints,
     SpotConfig,
     SpotTrainer,
@@ -36,10 +34,12 @@ from paceline.spot import (
 )
 from paceline.spot.background import BackgroundProcess, BackgroundReport, BackgroundThread, low_priority_stream
 from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
+from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
-_BUFFER_BYTES = 1 << 30
+_RECORDS = "records"
+"""Subfolder of the drafter's folder for captured answers."""
 _MAX_HELD_OUT, _HELD_OUT_EVERY = 12, 6
 """The answers to every sixth prompt of a step, at most twelve, are held out to measure what training gained; afterwards they are
 trained on as well. Whole prompts are held out because answers to the same prompt are alike."""
@@ -64,13 +64,14 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, thre
     assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
     training = training_config(config, engine.drafting.eagle.module)
     budget = TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps)
+    limits = BufferLimits(int(config.drafter_buffer_gb * 2**30), int(config.drafter_disk_gb * 2**30))
     match config.drafter_mode:
         case "interleaved":
-            return OnlineDrafterTrainer(engine, training, budget, folder)
+            return OnlineDrafterTrainer(engine, training, budget, folder, limits)
         case "cuda_stream":
-            return CudaStreamDrafterTrainer(engine, training, budget, folder)
+            return CudaStreamDrafterTrainer(engine, training, budget, folder, limits)
         case "background_process":
-            return BackgroundProcessDrafterTrainer(engine, training, budget, folder, threads)
+            return BackgroundProcessDrafterTrainer(engine, training, budget, folder, limits, threads)
 
 
 def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
@@ -83,9 +84,9 @@ def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
 class OnlineDrafterTrainer:
     """Trains the engine's learned drafter after generation and before the policy's update (`interleaved`)."""
 
-    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path) -> None:
+    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
         assert engine.drafting.eagle is not None
-        self.engine, self.config, self.budget = engine, config, budget
+        self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
         self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
         self._held_out: list[FeatureRecord] = []
@@ -94,15 +95,14 @@ class OnlineDrafterTrainer:
         """Why the drafter is no longer trained; None: it is."""
         self._open(folder)
 
-    @property
-    def _record_device(self) -> torch.device:
-        return self.engine.model.norm.device
-
     def begin_step(self, step: int) -> None:
         """Called once per training step, before generation begins."""
+        self._step = step
 
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
-        """Called after every engine step: `num_finished` of `num_total` requested answers are finished."""
+        """Called after every engine step: `num_finished` of `num_total` requested answers are finished. Their features leave the
+        engine's device at once: those of all answers of a step can be larger than its memory."""
+        self._take_features(result.finished, self._step)
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
         """Called once per training step, after generation and before the policy changes: the captured features and the policy's
@@ -136,10 +136,11 @@ class OnlineDrafterTrainer:
 
     def close(self) -> None:
         """Ends training and waits for the last checkpoint."""
+        self.buffer.close()
         self.checkpoints.close()
 
     def _open(self, folder: Path) -> None:
-        self.buffer = FeatureBuffer(_BUFFER_BYTES, device=self._record_device)
+        self.buffer = open_buffer(folder / _RECORDS, self.limits, self.engine.version)
         self.checkpoints = SpotCheckpoints(folder)
         self._trainer: SpotTrainer | None = None
         found = load_snapshot(folder)
@@ -160,6 +161,7 @@ class OnlineDrafterTrainer:
             record, rollout.features = rollout.features, None
             if record is None:
                 continue
+            record = replace(record, features=record.features.cpu())
             if self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0:
                 self._held_out.append(record)
             else:
@@ -206,25 +208,19 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
     """Trains in a thread while the last answers of a step are generated, on the features of earlier steps and of this step's
     finished answers (`cuda_stream`). On a GPU the thread uses a low-priority stream."""
 
-    @property
-    def _record_device(self) -> torch.device:
-        """Records stay on the CPU: the generation stream writes them and the training stream reads them, without waiting for each
-        other."""
-        return torch.device("cpu")
-
     def _open(self, folder: Path) -> None:
         self._thread: BackgroundThread | None = None
-        self._step, self._should_start = 0, False
+        self._should_start = False
         super()._open(folder)
 
     def begin_step(self, step: int) -> None:
-        self._step = step
+        super().begin_step(step)
         self._should_start = self.failure is None and self.budget.next_seconds(self._usual_generation_s) > 0
         if self._trainer is not None:
             self._trainer.policy_changed()
 
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
-        self._take_features(result.finished, self._step)
+        super().on_engine_step(result, num_finished, num_total)
         if self._should_start and num_total - num_finished <= _TAIL_SHARE * num_total and len(self.buffer):
             self._should_start = False
             self._training_thread().start()
@@ -257,20 +253,22 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
 class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
     """Trains in another process while a step is generated (`background_process`)."""
 
-    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, threads: int) -> None:
+    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits,
+                 threads: int) -> None:
         self._threads = threads
-        super().__init__(engine, config, budget, folder)
+        super().__init__(engine, config, budget, folder, limits)
 
     def _open(self, folder: Path) -> None:
-        self._step, self._policy_changed = 0, False
-        self._process = BackgroundProcess(self._start, self.engine.model, self.config, _BUFFER_BYTES, folder, self._threads)
+        self._policy_changed = False
+        self._process = BackgroundProcess(self._start, self.engine.model, self.config, self.limits, folder, self._threads,
+                                          last_step=self.engine.version)
         if load_snapshot(folder) is not None:
             drafter = self._process.drafter()
             assert drafter is not None
             self._publish(drafter)
 
     def begin_step(self, step: int) -> None:
-        self._step = step
+        super().begin_step(step)
         if self.failure is not None:
             return
         if self._policy_changed:
@@ -278,9 +276,6 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
         self._policy_changed = True
         if self._process.ready and self.budget.next_seconds(self._usual_generation_s):
             self._process.start()
-
-    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
-        self._take_features(result.finished, self._step)
 
     def save(self) -> None:
         """Does nothing: the process writes its own checkpoints while it trains."""

@@ -12,7 +12,7 @@ from paceline.types import Rollout, RolloutGroup
 _MAX_EXAMPLES = 20
 _STEPS_WITHOUT_SIGNAL = 3
 _MOST_CUT = 0.5
-_GROUP_BASELINES = ("grpo", "dr_grpo", "dapo", "rloo")
+_GROUP_BASELINES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
 
 
 class GraderFailed(RuntimeError):
@@ -67,8 +67,7 @@ class SignalMonitor:
         """Warnings about the rollouts of a step."""
         found = []
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        mixed = any(len({rollout.reward for rollout in group.rollouts}) > 1 for group in groups)
-        self._steps_without_signal = 0 if mixed else self._steps_without_signal + 1
+        self._steps_without_signal = 0 if any(group.has_signal for group in groups) else self._steps_without_signal + 1
         if self._steps_without_signal == _STEPS_WITHOUT_SIGNAL and self._config.rollout.group_size > 1:
             found += self._once("signal", f"in {_STEPS_WITHOUT_SIGNAL} steps no group had answers with different rewards, so "
                                 "nothing can be learned. Is the task too hard or too easy for this policy, or the reward wrong?")

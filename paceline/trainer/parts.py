@@ -19,20 +19,22 @@ from paceline.models.weights import empty_model, load_model, parse_dtype
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import plain_policy, policy_folder, restore
 from paceline.rl.learner import Learner
-from paceline.rl.models import load_reward_model
+from paceline.rl.models import SamplingFilters
+from paceline.rl.reward_model import RewardModel
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
+from paceline.trainer.memory import kv_budget
 
 
 def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:
-    """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Weights are held in float32 or
-    better. DamagedFile or NonFiniteError if the checkpoint is not usable."""
+    """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Trained weights are held in
+    float32 or better, frozen ones in the run's data type. DamagedFile or NonFiniteError if the checkpoint is not usable."""
     compute = parse_dtype(config.dtype)
     master = torch.float64 if compute == torch.float64 else torch.float32
     lora = config.learner.lora_rank > 0
     source = resolve_model(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
     try:
-        model, tokenizer = load_model(source, config.device, master)
+        model, tokenizer = load_model(source, config.device, (compute or master) if lora else master)
     except ValueError as error:
         if checkpoint is None or source != policy_folder(checkpoint):
             raise
@@ -40,9 +42,12 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
     if config.reward_model is not None:
-        reward_model = load_reward_model(config.reward_model, config.device, master, compute or master)
-    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, config.rollout.temperature,
-                      compute or master, config.seed, reward_model, config.reward_model_weight)
+        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, config.device,
+                                        compute or master, compute or master)
+    rollout = config.rollout
+    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
+                      config.seed, reward_model, config.reward_model_weight,
+                      SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
     if learner.reference is not None and checkpoint is not None and not lora:
         first, _ = load_model(resolve_model(config.model), config.device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
@@ -60,7 +65,12 @@ def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate
 
 
 def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: bool) -> Engine:
-    """An engine of the run for this policy, which it owns from now on."""
+    """An engine of the run for this policy, which it owns from now on. On a GPU its KV cache leaves room for what the policy's
+    update needs, unless the configuration says how large it is."""
+    device = model.norm.device
+    if device.type == "cuda" and config.engine.kv_memory_gb is None and config.engine.kv_tokens is None:
+        room = kv_budget(config, model.config, torch.cuda.mem_get_info(device)[0])
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_memory_gb": room})})
     if not speculate:
         return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)
     drafter = make_drafter(config, model)

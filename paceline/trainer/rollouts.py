@@ -18,6 +18,8 @@ from paceline.tasks import Problem, RewardPool, Task
 from paceline.trainer.health import GradingMonitor
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
+_THINK = "<think>"
+
 
 class RolloutFailed(ValueError):
     """A rollout ended with an error, for example because the policy's logits are not numbers."""
@@ -75,7 +77,7 @@ class RolloutCollector:
                  seed: int, on_engine_step: Callable[[Engine, StepResult, int, int], None]) -> None:
         """`on_engine_step` receives the engine, its step's result, and how many of how many rollouts are finished."""
         self.engine, self.baseline, self.prompts, self.pool = engine, baseline, prompts, pool
-        self.group_size = rollout.group_size
+        self.group_size, self.chat_template_kwargs = rollout.group_size, rollout.chat_template_kwargs
         self.params = SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
                                      min_p=rollout.min_p, max_new_tokens=rollout.max_new_tokens, stop=rollout.stop, seed=seed)
         self.comparison = SpeculationComparison()
@@ -104,7 +106,7 @@ class RolloutCollector:
         with timer("reward"):
             rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
             for rollout, graded in zip(rollouts, grades, strict=True):
-                rollout.reward = graded.value
+                rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
             self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, keys, timer)
@@ -117,9 +119,10 @@ class RolloutCollector:
         """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished."""
         groups, owner, handles = [], {}, []
         for problem, key in zip(problems, keys, strict=True):
-            groups.append(RolloutGroup([], key=problem.id))
+            groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
             try:
-                ids = engine.add(plain_prompt(engine, problem.prompt), self.params, self.group_size, key)
+                prompt_ids = engine.encode(plain_prompt(engine, problem.prompt), self.chat_template_kwargs)
+                ids = engine.add(prompt_ids, self.params, self.group_size, key)
             except ValueError as error:  # for example a prompt longer than the context: its group stays empty, the others go on
                 if graded:
                     self.refused.append(f"{problem.id}: {error}")
@@ -136,7 +139,8 @@ class RolloutCollector:
                 group.prompt_ids = rollout.prompt_ids
                 group.rollouts.append(rollout)
                 if graded:
-                    handles.append((rollout, self.pool.submit(problem, rollout.text)))
+                    thinks = opens_thinking(rollout.prompt_ids, engine.tokenizer)
+                    handles.append((rollout, self.pool.submit(problem, _THINK + rollout.text if thinks else rollout.text)))
             done += len(result.finished)
             self._on_engine_step(engine, result, done, total)
         for group in groups:
@@ -156,3 +160,9 @@ class RolloutCollector:
             for x, y in zip(a.rollouts, b.rollouts, strict=True):
                 self.comparison.num_rollouts += 1
                 self.comparison.num_differing += x.token_ids != y.token_ids
+
+
+def opens_thinking(prompt_ids: list[int], tokenizer: Any) -> bool:
+    """Whether a prompt ends with an open `<think>`, as some chat templates end it. An answer to it that was cut before its
+    `</think>` consists of thinking alone, which a grader can only know from the tag."""
+    return tokenizer is not None and tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(_THINK)

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.files import atomic_write
 from paceline.trainer.health import GradingFailure
-from paceline.types import RolloutGroup
+from paceline.types import Rollout, RolloutGroup
 
 SUMMARY_FILE = "summary.json"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
@@ -48,9 +48,7 @@ class RunFolder:
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Writes the rollouts that one step trained on, one JSON object per line."""
-        lines = [json.dumps({"id": group.key, "sample": rollout.sample, "step": step, "token_ids": rollout.token_ids,
-                             "text": rollout.text, "reward": rollout.reward, "finish_reason": rollout.finish_reason,
-                             "seed": rollout.seed}, ensure_ascii=False)
+        lines = [json.dumps(_rollout_record(step, group.key, rollout), ensure_ascii=False)
                  for group in groups for rollout in group.rollouts]
         self.write(f"rollouts-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
@@ -70,3 +68,9 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes `summary.json`."""
         self.write(SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def _rollout_record(step: int, key: str, rollout: Rollout) -> dict[str, Any]:
+    parts = {"rewards": rollout.reward_parts} if rollout.reward_parts else {}
+    return {"id": key, "sample": rollout.sample, "step": step, "token_ids": rollout.token_ids, "text": rollout.text,
+            "reward": rollout.reward, **parts, "finish_reason": rollout.finish_reason, "seed": rollout.seed}

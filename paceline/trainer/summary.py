@@ -20,7 +20,7 @@ class RunTotals:
     began: float = field(default_factory=time.perf_counter)
     """When the first step began."""
     lengths: list[int] = field(default_factory=list)
-    """Number of tokens of every answer that was trained on."""
+    """Number of tokens of every generated answer."""
     num_tokens: int = 0
     """Number of generated tokens."""
     num_verifications: int = 0
@@ -30,11 +30,16 @@ class RunTotals:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards and lengths of a step's rollouts."""
+    """Rewards and lengths of all rollouts of a step, whether or not the policy is trained on them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward or 0.0 for rollout in rollouts]
-    mixed = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
-    return {"reward/mean": fmean(rewards), "reward/max": max(rewards), "reward/mixed_groups": mixed / len(groups),
+    graded = [rollout for rollout in rollouts if rollout.reward is not None]
+    metrics: dict[str, float] = {"reward/ungraded": len(rollouts) - len(graded)}
+    if graded:
+        rewards = [rollout.reward or 0.0 for rollout in graded]
+        metrics |= {"reward/mean": fmean(rewards), "reward/max": max(rewards)}
+        for name in dict.fromkeys(name for rollout in graded for name in rollout.reward_parts):
+            metrics[f"rewards/{name}"] = fmean(rollout.reward_parts.get(name, 0.0) for rollout in graded)
+    return {**metrics, "reward/mixed_groups": sum(group.has_signal for group in groups) / len(groups),
             "truncated": fmean(r.finish_reason == "length" for r in rollouts),
             **length_metrics([len(r.token_ids) for r in rollouts])}
 
@@ -44,7 +49,7 @@ def summarize(num_steps: int, records: Sequence[Mapping[str, Any]], totals: RunT
     """The content of `summary.json`. `records` are the metrics of all steps. `reward_first` and `reward_last` are means over the
     first and last fifth of the steps, at most five. Speedups are those of the whole run and not of the median step, because long
     steps matter most."""
-    rewards = [record["reward/mean"] for record in records]
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     window = max(1, min(5, len(rewards) // 5))
     lengths = length_metrics(totals.lengths)
     summary = {

@@ -7,11 +7,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.bundled import resolve_model
 from paceline.config import TrainConfig
 from paceline.engine import Engine
 from paceline.files import DamagedFile
@@ -25,11 +27,13 @@ from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import AutoSelector
-from paceline.tasks import RewardPool, Task, make_task
+from paceline.tasks import RewardPool, Task, WeightedRewards, make_task
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, dump_config
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
+from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
+from paceline.trainer.memory import check_memory
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
@@ -64,6 +68,8 @@ class Trainer:
     """Watches over the learned drafter; None if there is none."""
     collector: RolloutCollector
     pool: RewardPool
+    evaluator: Evaluator | None
+    """Evaluates the policy on held-out problems; None if the run is not evaluated."""
     checkpoints: Checkpoints
     tokenizer: Any
 
@@ -79,6 +85,9 @@ class Trainer:
         config = self.config
         check_device(config.device)
         check_drafter_settings(config)
+        if config.sleep_during_update and config.cluster.needs_ray:
+            raise ValueError("sleep_during_update: engines of several workers do not sleep")
+        check_memory(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         with RunFolder(Path(config.out)) as self.folder:
@@ -96,17 +105,23 @@ class Trainer:
 
     def _load(self) -> None:
         config, folder = self.config, self.folder
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints, str(resolve_model(config.model)))
         task = self._task or make_task(config.task, **config.task_options)
+        if config.reward.functions or config.reward.task_weight != 1:
+            task = WeightedRewards(task, config.reward.functions, config.reward.task_weight)
+        training_task, held_out = split_task(config, task)
         self._load_checkpoint()
         folder.remove_rollouts_after(self.state.step)
         self.engine = self._make_engine()
         self.baseline = self._make_baseline()
         for engine in self._engines():
             engine.version = self.state.step
-        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s)
-        self.collector = RolloutCollector(self.engine, self.baseline, PromptStream(task, config.seed, config.epochs), self.pool,
-                                          config.rollout, config.seed, self._on_engine_step)
+        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries)
+        self.collector = RolloutCollector(self.engine, self.baseline, PromptStream(training_task, config.seed, config.epochs),
+                                          self.pool, config.rollout, config.seed, self._on_engine_step)
+        self.evaluator = None if held_out is None else Evaluator(
+            config, self.engine, held_out, self.pool, folder.path, self.state.step, lambda line: self._warn(f"left out: {line}"))
+        self._keep_best()
         self.drafter_trainer, self.monitor = self._make_drafter_parts()
         device = self.learner.policy.model.norm.device
         trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
@@ -158,7 +173,8 @@ class Trainer:
     def _train(self) -> tuple[RunStatus, str]:
         """How the run ended, and why if it was not completed."""
         config = self.config
-        with self.pool, EventLog(self.folder.path, wandb=config.wandb, resume_at=self.state.step + 1) as self._log:
+        with self.pool, self.evaluator or nullcontext(), \
+                EventLog(self.folder.path, wandb=config.wandb, resume_at=self.state.step + 1) as self._log:
             try:
                 self._notify(lambda callback: callback.on_run_begin(self))
                 self.pool.start()
@@ -168,6 +184,7 @@ class Trainer:
                 for line in self._signals.at_start():
                     self._warn(line)
                 self._warm_up()
+                self._evaluate(self.state.step)
                 self._totals.began = time.perf_counter()
                 self.state = train(self.learner, self.state, config.steps, config.rollout.prompts, self._collect, self._publish,
                                    self._on_step_end, self._on_phase,
@@ -216,8 +233,9 @@ class Trainer:
             self._warn(f"left out: {line}")
         if self.collector.grading.examples and not self._graded_badly:
             first, self._graded_badly = self.collector.grading.examples[0], True
-            self._warn(f"the grader failed on problem {first.problem}, its reward counts as 0: {first.error} ({first.traceback})"
-                       f"; further failures are counted (reward/errors), examples are in {GRADING_FAILURES_FILE}")
+            self._warn(f"the grader failed on problem {first.problem}, and the answer is left out: {first.error} "
+                       f"({first.traceback}); further failures are counted (reward/ungraded), examples are in "
+                       f"{GRADING_FAILURES_FILE}")
         return groups
 
     def _train_drafter(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
@@ -230,8 +248,13 @@ class Trainer:
     def _publish(self, learner: Learner, version: int) -> None:
         for engine in self._engines():
             engine.update_weights(learner.weights(), version)
+            if self.config.sleep_during_update:
+                engine.wake()
 
     def _on_phase(self, phase: str) -> None:
+        if phase == "infer" and self.config.sleep_during_update:  # generation and drafter training are over
+            for engine in self._engines():
+                engine.sleep(weights=True)
         self._notify(lambda callback: callback.on_phase(phase))
 
     def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:
@@ -249,20 +272,36 @@ class Trainer:
     def _on_step_end(self, outcome: StepOutcome) -> None:
         step, groups = outcome.state.step, outcome.groups
         self.checkpoints.confirm()  # this step was generated by the weights of the last one
-        metrics = {**rollout_metrics(groups), **self._engine_metrics(outcome.metrics), **outcome.metrics,
+        metrics = {**rollout_metrics(outcome.generated), **self._engine_metrics(outcome.metrics), **outcome.metrics,
                    **self._reward_metrics(), **self._drafter_alarms()}
         metrics["time/step"] -= metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
         self._totals.step_seconds += metrics["time/step"]
-        for line in self._signals.observe(groups):
+        for line in self._signals.observe(outcome.generated):
             self._warn(line)
         self.folder.write_grading_failures(self.collector.grading.examples)
-        self._totals.lengths += [len(r.token_ids) for group in groups for r in group.rollouts]
+        self._totals.lengths += [len(r.token_ids) for group in outcome.generated for r in group.rollouts]
         self.state = outcome.state
+        metrics |= self._evaluate(step)
         self.folder.write_rollouts(step, groups)
         self._log.write(step, metrics)
         self._notify(lambda callback: callback.on_step_end(step, metrics, groups))
-        if step % self.config.checkpoint_every == 0:
+        is_best = self.evaluator is not None and self.evaluator.best is not None and self.evaluator.best["step"] == step
+        if step % self.config.checkpoint_every == 0 or is_best:
             self._save()
+            self._keep_best()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of an evaluation, if one is due."""
+        if self.evaluator is None or not self.evaluator.is_due(step, self.config.steps):
+            return {}
+        self._on_phase("evaluate")
+        return self.evaluator(step)
+
+    def _keep_best(self) -> None:
+        """Keeps the checkpoint of the best evaluation, whatever its age."""
+        best = None if self.evaluator is None else self.evaluator.best
+        if best is not None:
+            self.checkpoints.best = self.checkpoints.of_step(best["step"])
 
     # Metrics
 
@@ -317,10 +356,12 @@ class Trainer:
             self.folder.write_summary(summary)
         latest = self.checkpoints.latest()
         policy = None if latest is None else policy_folder(latest)
-        return TrainResult(status, self.folder.path, self.state.step, summary, policy, message)
+        best = None if self.checkpoints.best is None else policy_folder(self.checkpoints.best)
+        return TrainResult(status, self.folder.path, self.state.step, summary, policy, best, message)
 
     def _summary(self) -> dict[str, Any]:
-        return summarize(self.state.step, read_metrics(self.folder.path), self._totals, self.collector.comparison)
+        found = summarize(self.state.step, read_metrics(self.folder.path), self._totals, self.collector.comparison)
+        return found if self.evaluator is None else {**found, **self.evaluator.summary()}
 
     def _last_good_checkpoint(self) -> str:
         latest, confirmed = self.checkpoints.latest(), self.checkpoints.confirmed

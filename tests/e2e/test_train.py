@@ -125,7 +125,8 @@ def test_a_grader_that_fails_costs_its_sample(folder):
                                       "    if answer[:1].islower():\n        os._exit(1)\n    return 1.0\n")
     assert run(settings(folder, "run", steps=1, **{"reward.workers": 1})) == 0
     (record,) = read_metrics(folder / "run")
-    assert 0 < record["reward/crashes"] < 12 and 0 < record["reward/mean"] < 1
+    assert 0 < record["reward/crashes"] == record["reward/ungraded"] < 12
+    assert record["reward/mean"] == 1, "an answer whose grader crashed is left out, not wrong"
 
 
 def test_a_problem_that_cannot_be_posed_is_left_out(folder, capsys):

@@ -25,6 +25,10 @@ JOBS = [
     ([30, 31, 32], SamplingParams(seed=5, max_new_tokens=25, top_p=0.8, min_p=0.02), 1),
     ([4] * 19, SamplingParams(seed=6, max_new_tokens=33, temperature=0.0), 1),
     ([50, 51, 52, 53, 54], SamplingParams(seed=7, max_new_tokens=60, temperature=1.3, stop_token_ids=(3, 4, 5)), 2),
+    ([*SHARED, 14], SamplingParams(seed=8, max_new_tokens=30, presence_penalty=0.4, frequency_penalty=0.3,
+                                   repetition_penalty=1.4), 2),
+    ([6, 6, 7], SamplingParams(seed=9, max_new_tokens=28, temperature=0.0, repetition_penalty=1.1, logit_bias={7: 2.0, 9: -3.0},
+                               min_tokens=9, stop_token_ids=tuple(range(0, 60, 3))), 2),
 ]
 Answer = tuple[list[int], list[float], list[float] | None, str]
 

@@ -74,3 +74,23 @@ def test_weights_are_updated_in_place_and_graphs_stay_valid():
     fresh = moved("llama", torch.float32)
     fresh.load_state_dict(changed)
     assert after == tokens(Engine(fresh, drafter=None, strategy="off")) != before
+
+
+ADJUSTED = SamplingParams(max_new_tokens=48, seed=5, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.3,
+                          logit_bias={3: 1.5, 60: -4.0}, min_tokens=12, stop_token_ids=(7, 8, 9, 10, 11, 12))
+
+
+@pytest.mark.parametrize("strategy", ["off", "suffix:d4w2v8"])
+def test_adjusted_logits_give_the_tokens_of_a_cpu(strategy):
+    """Penalties, logit bias and a minimum length: the same torch code on both, in steps that are launched ahead."""
+    engine = Engine(moved("llama", torch.float64), strategy=strategy, config=EngineConfig(max_batch=16, kv_memory_gb=0.5))
+    want = tokens(Engine(model("llama"), drafter=None, strategy="off"), params=ADJUSTED)
+    assert tokens(engine, params=ADJUSTED) == want
+
+
+@pytest.mark.parametrize("strategy", ["suffix:d4w2v8", "eagle:d3w2v6", "both:d3w2v6"])
+def test_adjusted_logits_do_not_depend_on_the_strategy(strategy):
+    config = EngineConfig(max_batch=16, kv_memory_gb=0.5, deterministic=True)
+    plain = tokens(Engine(moved("qwen3", torch.bfloat16), drafter=None, strategy="off", config=config), params=ADJUSTED)
+    engine = Engine(moved("qwen3", torch.bfloat16), drafter=eagle("qwen3", "eagle"), strategy=strategy, config=config)
+    assert tokens(engine, params=ADJUSTED) == plain

@@ -21,9 +21,9 @@ def group(number: int, rewards: tuple[float, ...]) -> RolloutGroup:
     return RolloutGroup([1, 2, 3], rollouts, str(number))
 
 
-def make_learner(name: str) -> Learner:
-    return Learner(deepcopy(tiny.model("llama")), make_algorithm(name, 16), LearnerConfig(), OptimizerConfig(lr=1e-3), 3, 1.0,
-                   torch.float64)
+def make_learner(name: str, **options) -> Learner:
+    return Learner(deepcopy(tiny.model("llama")), make_algorithm(name, 16, **options), LearnerConfig(), OptimizerConfig(lr=1e-3),
+                   3, 1.0, torch.float64)
 
 
 class Recorder:
@@ -89,3 +89,43 @@ def test_the_run_ends_when_no_prompts_are_left(name, steps):
     state = train(make_learner(name), RunState(), 5, 2, recorder.collect, recorder.publish, recorder.end,
                   train_drafter=recorder.train_drafter)
     assert state.step == steps == len(recorder.trained_on)
+
+
+def unequal_group(number: int, truncated: bool) -> RolloutGroup:
+    """Three answers; the last one has another reward, and reached the length limit if `truncated`."""
+    found = group(number, (0.0, 1.0, 0.5))
+    found.rollouts[2].finish_reason = "length" if truncated else "stop"
+    return found
+
+
+def weights_after_a_step(groups, **options) -> tuple[dict[str, torch.Tensor], StepOutcome]:
+    learner, outcomes = make_learner("grpo", **options), []
+    train(learner, RunState(), 1, len(groups), lambda cursor, count, timer: groups, lambda *_: None, outcomes.append)
+    return dict(learner.weights()), outcomes[0]
+
+
+def test_truncated_answers_are_left_out_of_the_loss_but_count_for_the_baseline():
+    masked, outcome = weights_after_a_step([unequal_group(0, truncated=True)], mask_truncated=True)
+    trained, _ = weights_after_a_step([unequal_group(0, truncated=True)])
+    assert any(not torch.equal(masked[name], trained[name]) for name in masked)
+    assert outcome.metrics["masked"] == pytest.approx(1 / 3)
+    untouched, _ = weights_after_a_step([unequal_group(0, truncated=False)], mask_truncated=True)
+    assert all(torch.equal(untouched[name], trained[name]) for name in trained), "finished answers are not masked"
+
+
+def test_a_step_without_any_usable_sample_changes_nothing():
+    empty = group(0, (0.0, 1.0))
+    for rollout in empty.rollouts:
+        rollout.token_ids, rollout.logprobs = [], []
+    for name in ("grpo", "ppo"):
+        learner, outcomes = make_learner(name), []
+        before = {key: value.clone() for key, value in learner.weights()}
+        train(learner, RunState(), 1, 1, lambda cursor, count, timer: [empty], lambda *_: None, outcomes.append)
+        assert all(torch.equal(before[key], value) for key, value in learner.weights()) and outcomes[0].state.step == 1
+
+
+def test_listeners_see_every_generated_group():
+    recorder = Recorder()
+    train(make_learner("dapo"), RunState(), 1, 2, recorder.collect, recorder.publish, recorder.end)
+    assert [each.key for each in recorder.calls[-1].groups] == ["2", "5"]
+    assert [each.key for each in recorder.calls[-1].generated] == ["0", "1", "2", "3", "4", "5"]

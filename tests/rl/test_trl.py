@@ -39,11 +39,13 @@ def stand_in(new: torch.Tensor, loss_type: str, kl: float, clip_high: float) -> 
 
 
 @pytest.mark.parametrize(("name", "loss_type", "kl", "clip_high"), [
-    ("grpo", "grpo", 0.0, 0.2), ("grpo", "grpo", 0.3, 0.2), ("dr_grpo", "dr_grpo", 0.0, 0.2), ("dapo", "dapo", 0.1, 0.28)])
+    ("grpo", "grpo", 0.0, 0.2), ("grpo", "grpo", 0.3, 0.2), ("dr_grpo", "dr_grpo", 0.0, 0.2), ("dapo", "dapo", 0.1, 0.28),
+    ("gspo", "grpo", 0.0, 0.3), ("cispo", "cispo", 0.1, 5.0)])
 def test_losses_equal_trl(name, loss_type, kl, clip_high):
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    algorithm = make_algorithm(name, LONGEST, kl=kl, overlong_cache=0)
+    options = {"gspo": {"clip_low": 0.2, "clip_high": 0.3}, "cispo": {"clip_high": 4.0}}.get(name, {})
+    algorithm = make_algorithm(name, LONGEST, kl=kl, overlong_cache=0, **options)
     samples = random_samples(3, 4, longest=LONGEST)
     draw = torch.Generator().manual_seed(1)
     for sample in samples:
@@ -56,7 +58,9 @@ def test_losses_equal_trl(name, loss_type, kl, clip_high):
               "advantages": torch.stack([s.advantages[0] for s in samples]), "num_items_in_batch": mask.sum(),
               "old_per_token_logps": padded(samples, [s.sampled for s in samples]),
               "ref_per_token_logps": padded(samples, [s.reference for s in samples])}
-    theirs = GRPOTrainer._compute_loss(stand_in(padded(samples, new), loss_type, kl, clip_high), None, inputs)
+    trainer = stand_in(padded(samples, new), loss_type, kl, clip_high)
+    trainer.importance_sampling_level = "sequence" if name == "gspo" else "token"
+    theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
     ours = 0.0
     for batch in pack(samples, 40, algorithm.weights([s.num_answer for s in samples])):
         ours = ours + algorithm.loss(torch.cat([new[i] for i in batch.members]), batch).total

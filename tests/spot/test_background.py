@@ -18,7 +18,7 @@ from paceline import Engine, SamplingParams
 from paceline.drafters.fingerprint import fingerprint_of
 from paceline.files import DamagedFile
 from paceline.spot.background import BackgroundProcess, BackgroundThread
-from paceline.spot.buffer import FeatureBuffer
+from paceline.spot.buffer import BufferLimits, FeatureBuffer
 from paceline.spot.checkpoint import SpotCheckpoints, load_snapshot, restore, snapshot
 from paceline.spot.config import SpotConfig
 from paceline.spot.initialization import fresh_eagle
@@ -105,7 +105,7 @@ def test_a_process_beside_generation(records, tmp_path):
     policy, start, config = model("qwen3"), eagle("qwen3"), SpotConfig(**SMALL)
     alone = tokens_of(Engine(policy, drafter="none", strategy="off"))
     engine = Engine(policy, drafter=fresh_eagle(policy), strategy="eagle:d3w2v6")
-    process = BackgroundProcess(start, policy, config, 10**9, tmp_path)
+    process = BackgroundProcess(start, policy, config, BufferLimits(10**9), tmp_path)
     assert process.drafter() is None and process.ready
     process.start()
     assert process.stop().trained.tokens == 0  # nothing to learn from yet
@@ -125,7 +125,7 @@ def test_a_process_beside_generation(records, tmp_path):
     with pytest.raises(RuntimeError, match="died"):
         process.stop()
     process.close()
-    again = BackgroundProcess(start, policy, config, 10**9, tmp_path)
+    again = BackgroundProcess(start, policy, config, BufferLimits(10**9), tmp_path)
     try:
         kept = again.drafter()
         assert kept is not None and not torch.equal(kept.fc.weight, start.fc.weight) and again.steps > 0
@@ -147,7 +147,7 @@ def test_what_goes_wrong_in_the_process_is_raised_as_it_is(tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "spot.safetensors").write_bytes(bytes(64))
     for name, kind, said in (("file", OSError, "file"), ("damaged", DamagedFile, "spot.safetensors: damaged")):
-        process = BackgroundProcess(start, policy, config, 10**9, tmp_path / name)
+        process = BackgroundProcess(start, policy, config, BufferLimits(10**9), tmp_path / name)
         try:
             with pytest.raises(kind, match=said) as raised:
                 process.drafter()

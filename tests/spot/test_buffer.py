@@ -145,3 +145,33 @@ def test_answers_that_teach_nothing_are_left_out():
     buffer = FeatureBuffer(10**9)
     assert buffer.add(made(0), 1) is None
     assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("part", [0.25, 0.6])
+def test_a_buffer_smaller_than_a_step_still_holds_answers_of_all_lengths(part, tmp_path):
+    """Also while the next step has finished its short answers only: the last step's long answers are not displaced by them."""
+    first, second = long_tailed(300, 0), long_tailed(300, 1)
+    buffer = FeatureBuffer(int(part * sum(map(size, first))))
+    for length in sorted(first):  # short answers finish first
+        buffer.add(made(length), step=1)
+    for finished in (second[:0], [length for length in second if length < 60]):
+        for length in sorted(finished):
+            buffer.add(made(length), step=2)
+        assert buffer.memory_bytes <= buffer.max_bytes
+        drawn = [e.answer_length for i in range(30) for e in buffer.draw(random.Random(i), 20000)]
+        assert distance(histogram(drawn), histogram(first)) < 0.2
+        assert torch.tensor(drawn).float().quantile(0.99) > 0.7 * torch.tensor(first).float().quantile(0.99)
+    for length in sorted(length for length in second if length >= 60):
+        buffer.add(made(length), step=2)
+    assert sum(e.step == 2 for e in buffer.entries() if e.answer_length > 128) >= 5, "new long answers replace old ones"
+
+
+def test_a_resumed_run_forgets_answers_that_it_generates_again(tmp_path):
+    buffer = FeatureBuffer(10**9, tmp_path)
+    for step in (1, 2, 3):
+        buffer.add(made(10), step)
+    buffer.close()
+    again = FeatureBuffer.open(tmp_path, 10**9, last_step=2)
+    assert [e.step for e in again.entries()] == [1, 2] and len(list(tmp_path.glob("*.record"))) == 2
+    assert again.id == buffer.id and again.add(made(10), 3) == 3, "keys are not used twice"
+    again.close()

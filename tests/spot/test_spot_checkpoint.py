@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from spot.test_trainer import filled, made, micro_batches, same
-from tiny import model
+from tiny import eagle, model
 
+from paceline.models.decoder import Decoder
+from paceline.spot import SpotConfig, SpotTrainer
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.checkpoint import Snapshot, SpotCheckpoints, load_snapshot, restore, snapshot
+from paceline.types import FeatureRecord
 
 LENGTHS = [20, 30, 9, 14, 26]
 
@@ -107,3 +111,31 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     (tmp_path / "spot.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="damaged"):
         load_snapshot(tmp_path)
+
+
+def test_a_plan_over_records_that_are_gone_is_drawn_anew(tmp_path):
+    """The keys of another buffer name other answers: training goes on from the weights, with an optimizer step of its own."""
+    first = made(filled(LENGTHS))
+    first.run(micro_batches(7))
+    assert first.progress.cursor > 0, "in the middle of an optimizer step"
+    checkpoints = SpotCheckpoints(tmp_path)
+    checkpoints.save(snapshot(first))
+    checkpoints.close()
+    again = made(filled(LENGTHS[::-1]))
+    restore(again, load_snapshot(tmp_path))
+    assert (again.progress.step, again.progress.cursor) == (first.progress.step, 0) and not again.progress.plan.micro_batches
+    assert all(parameter.grad is None for parameter in again.parameters.values()) and same_weights(again, first)
+
+
+def same_weights(a, b) -> bool:
+    return all(torch.equal(a.parameters[name], b.parameters[name]) for name in a.parameters)
+
+
+def test_long_answers_are_not_cut():
+    policy = Decoder.random(replace(model().config, max_context=20_000), 0, dtype=torch.float64)
+    buffer = FeatureBuffer(10**9)
+    buffer.add(FeatureRecord([1] * 9000, torch.zeros(8999, 32, dtype=torch.float64), (-1,), [0] * 8990, 10), 1)
+    trainer = SpotTrainer(eagle(), policy, buffer, SpotConfig())
+    trainer._plan_step(None)
+    assert trainer.progress.plan.shares == tuple(trainer._loss.row_weights([(9000, 10)])) != tuple(
+        trainer._loss.row_weights([(8192, 10)]))

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from paceline.tasks.base import Problem
@@ -71,3 +72,26 @@ class Unloadable(Misbehaving):
 
 def half_if_polite(problem: dict[str, Any], answer: str) -> float:
     return 1.0 if answer == problem["wanted"] else 0.5 if "please" in answer else 0.0
+
+
+class Flaky(Misbehaving):
+    """Misbehaves on the first try of each problem, and forever where the answer ends with `always`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def grade(self, problem: Problem, answer: str) -> float:
+        file = Path(f"{self.path}-{problem.id}")
+        if answer.endswith("always"):
+            raise ValueError(answer)
+        if file.exists():
+            return 1.0
+        file.touch()
+        return super().grade(problem, answer)
+
+
+class Parts(Misbehaving):
+    """A reward with named parts."""
+
+    def grade(self, problem: Problem, answer: str) -> dict[str, float]:  # type: ignore[override]
+        return {"right": 1.0, "style": float(answer)}

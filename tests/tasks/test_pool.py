@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tasks.graders import Misbehaving, Unloadable
+from tasks.graders import Flaky, Misbehaving, Parts, Unloadable
 
 from paceline.tasks import RewardPool, make_task
 
@@ -149,3 +149,21 @@ def test_a_task_with_a_sandbox_and_one_with_mathematics(tmp_path):
 def test_settings_are_checked(workers, timeout_s, field):
     with pytest.raises(ValueError, match=field):
         RewardPool(Misbehaving(), workers, timeout_s)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_grader_that_fails_is_tried_again(workers, tmp_path):
+    """Raises the first time and works the second; where it never works, the error is that of the last try."""
+    with RewardPool(Flaky(str(tmp_path / "tried")), workers, timeout_s=1.0, retries=1) as pool:
+        good, bad = pool.collect([pool.submit(pool.task[0], "raise"), pool.submit(pool.task[1], "raise always")])
+        assert (good.value, good.error) == (1.0, None) and "raise always" in str(bad.error) and pool.num_errors == 1
+        if workers:
+            slow, dead = pool.collect([pool.submit(pool.task[2], "hang"), pool.submit(pool.task[3], "die")])
+            assert (slow.value, dead.value) == (1.0, 1.0) and pool.num_timeouts == pool.num_crashes == 0
+
+
+def test_named_parts_add_up():
+    with RewardPool(Parts(), 0, timeout_s=1.0) as pool:
+        both, wrong = pool.collect([pool.submit(pool.task[0], "0.25"), pool.submit(pool.task[0], "nan")])
+    assert both.value == 1.25 and both.parts == {"right": 1.0, "style": 0.25} and both.error is None
+    assert wrong.value == 0.0 and wrong.parts == {} and "nan" in str(wrong.error)

@@ -166,3 +166,29 @@ def test_the_drafter_is_trained_once_per_step_under_dynamic_sampling(folder, mon
     phases = [name for kind, name in recorder.events if kind == "phase"]
     assert phases.count("generate") > 2, "there were refills"
     assert calls == [("begin", 1), ("train", 1), ("begin", 2), ("train", 2)] and phases.count("drafter") == 2
+
+
+def test_the_drafters_records_survive_a_restart_within_their_budget(folder):
+    """Captured answers are on disk in the run folder; a resumed run has them, except those of steps that it repeats."""
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    save_eagle(fresh_eagle(policy), folder / "start")
+    options = {"drafter": str(folder / "start"), "strategy": "eagle:d3w1v3", "drafter_buffer_gb": 1e-6, "drafter_disk_gb": 1e-4}
+    seen = {}
+
+    class Look(TrainerCallback):
+        def on_run_begin(self, trainer):
+            seen["begin"] = [entry.step for entry in trainer.drafter_trainer.buffer.entries()]
+
+        def on_step_end(self, step, metrics, groups):
+            buffer = self.trainer.drafter_trainer.buffer
+            assert buffer.disk_bytes <= buffer.max_disk_bytes == int(1e-4 * 2**30)
+            assert buffer.memory_bytes <= max(buffer.max_bytes, 10_000), "one record at least is in memory"
+            assert all(rollout.features is None for group in groups for rollout in group.rollouts)
+            seen[step] = len(buffer)
+
+    for steps, resume in ((2, False), (3, True)):
+        look = Look()
+        look.trainer = Trainer(make_config(folder, steps=steps, **options), callbacks=[look], resume=resume)
+        look.trainer.run()
+    assert seen["begin"] and set(seen["begin"]) <= {1, 2} and seen[1] > 0
+    assert list((folder / "run" / "drafter" / "records").glob("*.record"))

@@ -1,0 +1,70 @@
+"""A learned reward model that scores answers as text, with the tokenizer that it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.models.weights import open_checkpoint
+from paceline.rl.batch import Sample, pack
+from paceline.rl.models import Scorer, load_reward_model
+
+
+class RewardModel:
+    """A frozen sequence classifier. If its tokenizer is not the policy's, prompt and answer are given to it as text: through its
+    own chat template where the prompt consists of messages, otherwise one after the other."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Any, policy_tokenizer: Any) -> None:
+        """`tokenizer` is the reward model's own; None: it takes the policy's token ids."""
+        self.scorer, self._policy_tokenizer = scorer, policy_tokenizer
+        self._tokenizer = None if tokenizer is None or knows_all_tokens(tokenizer, policy_tokenizer) else tokenizer
+
+    @classmethod
+    def load(cls, source: str | Path, policy_tokenizer: Any, policy_vocab_size: int, device: torch.device | str,
+             dtype: torch.dtype, compute: torch.dtype) -> RewardModel:
+        """Loads a reward model from the folder or hub id of a `…ForSequenceClassification` model with one label."""
+        checkpoint = open_checkpoint(source)
+        tokenizer = checkpoint.tokenizer()
+        if tokenizer is None and checkpoint.config.vocab_size < policy_vocab_size:
+            raise ValueError(f"reward_model: {source} has no tokenizer, and a smaller vocabulary than the policy")
+        if tokenizer is not None and policy_tokenizer is None:
+            raise ValueError(f"reward_model: {source} reads text, but the policy has no tokenizer")
+        return cls(load_reward_model(source, device, dtype, compute), tokenizer, policy_tokenizer)
+
+    def scores(self, samples: Sequence[Sample], max_tokens: int, device: torch.device | str) -> list[float]:
+        """The score of every sample. `max_tokens` limits the micro-batches."""
+        own = [self._encoded(sample) for sample in samples]
+        found = [0.0] * len(own)
+        for batch in pack(own, max_tokens, device=device):
+            for i, score in zip(batch.members, self.scorer.scores(batch).tolist(), strict=True):
+                found[i] = score
+        return found
+
+    def token_ids(self, sample: Sample) -> list[int]:
+        """What the reward model reads of a sample."""
+        tokenizer, prompt = self._tokenizer, sample.prompt
+        if tokenizer is None:
+            return sample.tokens
+        if isinstance(prompt, list) and tokenizer.chat_template:
+            messages = [*prompt, {"role": "assistant", "content": sample.text}]
+            return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        if isinstance(prompt, list):
+            prompt = "\n\n".join(message["content"] for message in prompt) + "\n"
+        elif prompt is None:
+            prompt = self._policy_tokenizer.decode(sample.tokens[: sample.prompt_length], skip_special_tokens=True)
+        return list(tokenizer.encode(prompt + sample.text))
+
+    def _encoded(self, sample: Sample) -> Sample:
+        ids = self.token_ids(sample)
+        unused = torch.zeros(len(ids) - 1, dtype=sample.sampled.dtype)
+        return replace(sample, tokens=ids, prompt_length=1, sampled=unused, old=None, reference=None, values=None, returns=None,
+                       advantages=None)
+
+
+def knows_all_tokens(tokenizer: Any, of: Any) -> bool:
+    """Whether a tokenizer has all tokens of another one, with the same ids."""
+    return of is not None and of.get_vocab().items() <= tokenizer.get_vocab().items()

@@ -1,0 +1,137 @@
+"""Evaluation during training: answers to held-out problems, their rewards, and which checkpoint is the best so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from paceline.config import EvaluationConfig, TrainConfig
+from paceline.engine import Engine
+from paceline.files import DamagedFile, atomic_write
+from paceline.rl.loop import PhaseTimer
+from paceline.tasks import Problem, RewardPool, Task, make_task
+from paceline.tasks.base import Reward
+from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.types import RolloutGroup
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+class TaskSlice:
+    """Some consecutive problems of a task."""
+
+    def __init__(self, task: Task, start: int, stop: int) -> None:
+        self.task, self.name, self._range = task, task.name, range(start, stop)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.task[self._range[index]]
+
+    def grade(self, problem: Problem, answer: str) -> Reward:
+        return self.task.grade(problem, answer)
+
+
+def split_task(config: TrainConfig, task: Task) -> tuple[Task, Task | None]:
+    """The problems to train on and those to evaluate on; None without evaluation. Unless the evaluation has a task or options of
+    its own, the last problems of the task are held out and never trained on."""
+    wanted = config.evaluation
+    if not wanted.every:
+        return task, None
+    if wanted.task is not None or wanted.task_options:
+        options = {**(config.task_options if wanted.task is None else {}), **wanted.task_options}
+        other = make_task(wanted.task or config.task, **options)
+        return task, TaskSlice(other, 0, min(len(other), wanted.problems))
+    if wanted.problems >= len(task):
+        raise ValueError(f"evaluation.problems: {wanted.problems} cannot be held out of the {len(task)} problems of task "
+                         f"{task.name}")
+    start = len(task) - wanted.problems
+    return TaskSlice(task, 0, start), TaskSlice(task, start, len(task))
+
+
+class Evaluator:
+    """Generates and grades answers to the held-out problems, always with the same seeds. The results are in `evaluations.jsonl`
+    of the run folder."""
+
+    def __init__(self, config: TrainConfig, engine: Engine, task: Task, pool: RewardPool, folder: Path, step: int,
+                 on_refused: Callable[[str], None]) -> None:
+        """`pool` grades with the run's own task; `step` is the number of steps that the run has done."""
+        self.config: EvaluationConfig = config.evaluation
+        self._own = config.evaluation.task is not None or bool(config.evaluation.task_options)
+        grading = config.reward
+        self._pool = RewardPool(task, grading.workers, grading.timeout_s, retries=grading.retries) if self._own else pool
+        rollout = config.rollout.model_copy(update={
+            "group_size": self.config.samples, "max_new_tokens": self.config.max_new_tokens or config.rollout.max_new_tokens})
+        self._collector = RolloutCollector(engine, None, PromptStream(task, config.seed, None), self._pool, rollout, config.seed,
+                                           lambda *_: None)
+        self._collector.params = replace(self._collector.params, temperature=self.config.temperature)
+        self._engine, self._num_problems, self._on_refused = engine, len(task), on_refused
+        self._file = folder / EVALUATIONS_FILE
+        self.records: list[dict[str, Any]] = [record for record in _read(self._file) if record["step"] <= step]
+        """Step and metrics of every evaluation so far."""
+
+    def __enter__(self) -> Evaluator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._own:
+            self._pool.close()
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to evaluate after `step` of `last` steps: before the first one, every so many, and after the last one."""
+        wanted = step % self.config.every == 0 or step == last
+        return wanted and not any(record["step"] == step for record in self.records)
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Evaluates the engine's policy after `step` steps and returns metrics."""
+        timer = PhaseTimer()
+        groups = self._collector(0, self._num_problems, timer)
+        for line in self._collector.refused:
+            self._on_refused(line)
+        self._collector.refused.clear()
+        self._engine.reset_stats()  # what was generated here is not part of a training step
+        metrics = evaluation_metrics(groups, self.config)
+        self.records.append({"step": step, **metrics})
+        atomic_write(self._file, "".join(json.dumps(record) + "\n" for record in self.records))
+        return {**metrics, "time/evaluate": timer.metrics()["time/step"]}
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation with the highest score, the earliest of equals; None before the first one."""
+        scored = [record for record in self.records if "eval/reward" in record]
+        return max(scored, key=lambda record: (record["eval/reward"], -record["step"]), default=None)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for `summary.json`."""
+        best = self.best
+        if best is None:
+            return {}
+        return {"eval_first": self.records[0].get("eval/reward"), "eval_last": self.records[-1].get("eval/reward"),
+                "eval_best": best["eval/reward"], "eval_best_step": best["step"]}
+
+
+def evaluation_metrics(groups: Sequence[RolloutGroup], config: EvaluationConfig) -> dict[str, float]:
+    """Mean reward, share of solved problems (pass@k) and mean length. Answers that could not be graded are left out."""
+    graded = [[r for r in group.rollouts if r.reward is not None] for group in groups]
+    graded = [rollouts for rollouts in graded if rollouts]
+    if not graded:
+        return {}
+    solved = [[(r.reward or 0.0) >= config.solved_at for r in rollouts] for rollouts in graded]
+    metrics = {"eval/reward": fmean(r.reward or 0.0 for rollouts in graded for r in rollouts),
+               "eval/pass@1": fmean(map(fmean, solved)),
+               "eval/length": fmean(len(r.token_ids) for rollouts in graded for r in rollouts)}
+    return metrics if config.samples == 1 else {**metrics, f"eval/pass@{config.samples}": fmean(map(any, solved))}
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except ValueError:
+        raise DamagedFile(f"{file}: it is damaged; remove it to evaluate anew") from None

@@ -1,0 +1,182 @@
+"""The memory plan of a run: what takes how much of the device's memory, what is left for the KV cache, and what would help. It is
+an estimate from shapes alone: nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from paceline.bundled import resolve_model
+from paceline.cache.store import PagedStore
+from paceline.config import TrainConfig
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.models.weights import open_checkpoint, parse_dtype
+from paceline.rl.algorithms import make_algorithm
+from paceline.rl.models import HEAD_ROWS
+
+_GB = 2**30
+_RESERVED = 0.05
+"""Share of the device's memory that is left to the framework and to fragmentation."""
+_ADAM_BYTES, _DRAFTER_BYTES = 8, 20
+"""Bytes per parameter: AdamW's two moments in float32; a drafter in training with gradient, moments and moving average."""
+_CHANGES: dict[str, bool | int] = {
+    "learner.gradient_checkpointing = true": True, "learner.lora_rank = 16": 16, "learner.micro_batch_tokens = 2048": 2048,
+    "sleep_during_update = true": True}
+"""Settings that save memory, and their values."""
+
+
+class MemoryItem(NamedTuple):
+    """One part of a run's memory."""
+
+    what: str
+    num_bytes: int
+    phase: Literal["always", "update", "generation"] = "always"
+    """When it is needed. If the engine sleeps during updates, nothing else is held."""
+    is_later: bool = False
+    """Whether it is allocated only when the policy is first updated, after the engine has been made."""
+
+
+class MemoryPlan(NamedTuple):
+    """Everything that a run holds on its device, apart from the KV cache."""
+
+    items: tuple[MemoryItem, ...]
+    kv_bytes_per_token: int
+    kv_tokens: int
+    """Number of tokens that all answers of a step can have together."""
+    capacity: int | None
+    """Memory of the device in bytes; None if it is not known."""
+    sleeps: bool
+    """Whether the engine sleeps while the policy is updated."""
+    savings: tuple[tuple[str, int], ...] = ()
+    """Settings that would save memory, and how many bytes."""
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of everything but the KV cache while the policy is updated."""
+        return sum(item.num_bytes for item in self.items if not (self.sleeps and item.phase == "generation"))
+
+    @property
+    def generation_bytes(self) -> int:
+        """Bytes of everything but the KV cache while the engine holds one: always, or only during generation if it sleeps."""
+        return sum(item.num_bytes for item in self.items if not (self.sleeps and item.phase == "update"))
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes that are allocated after the engine has been made, and that its KV cache must leave room for."""
+        return sum(item.num_bytes for item in self.items if item.is_later and not (self.sleeps and item.phase == "update"))
+
+    @property
+    def left_bytes(self) -> int | None:
+        """Bytes that are left for the KV cache; None if the device's memory is not known."""
+        return None if self.capacity is None else int((1 - _RESERVED) * self.capacity) - self.generation_bytes
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the policy's update fits, and a KV cache of at least so many tokens."""
+        if self.capacity is None or self.left_bytes is None:
+            return True
+        return self.update_bytes <= (1 - _RESERVED) * self.capacity and self.left_bytes >= tokens * self.kv_bytes_per_token
+
+    def __str__(self) -> str:
+        whole = self.kv_tokens * self.kv_bytes_per_token
+        lines = [f"{item.what:<42} {item.num_bytes / _GB:8.2f} GiB" for item in self.items]
+        lines.append(f"{'KV cache of a whole step at full length':<42} {whole / _GB:8.2f} GiB")
+        if self.left_bytes is not None and self.capacity is not None:
+            lines.append(f"{'left for the KV cache':<42} {max(0, self.left_bytes) / _GB:8.2f} GiB of {self.capacity / _GB:.1f}")
+        lines += [f"saved by {setting:<33} {saved / _GB:8.2f} GiB" for setting, saved in self.savings]
+        return "\n".join(lines)
+
+
+def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan | None:
+    """The memory plan of a run on a device with so many bytes; None if the model's files are not on this machine yet."""
+    source = resolve_model(config.model)
+    if not Path(source).expanduser().exists():
+        return None
+    return plan_for(config, open_checkpoint(source).config, capacity)
+
+
+def check_memory(config: TrainConfig) -> None:
+    """ValueError with the memory plan if the run cannot fit on its GPU, not even with a KV cache for a single answer."""
+    if not config.device.startswith("cuda"):
+        return
+    plan = memory_plan(config, torch.cuda.mem_get_info(config.device)[1])
+    if plan is not None and not plan.fits(config.rollout.max_new_tokens):
+        raise ValueError(f"device: the run does not fit on {config.device}\n{plan}")
+
+
+def kv_budget(config: TrainConfig, shape: ModelConfig, free: int) -> float:
+    """Memory in GiB for the KV cache of an engine that is about to be made, of the `free` bytes that its device has now: what
+    the policy's optimizer does not need later, nor its update unless the engine sleeps then."""
+    return max(0.85 * (free - _plan(config, shape, None).later_bytes), 0.1 * free) / _GB
+
+
+def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = None) -> MemoryPlan:
+    """The memory plan of a run whose policy has this shape."""
+    plan = _plan(config, shape, capacity)
+    savings = []
+    for setting, change in _CHANGES.items():
+        key, value = setting.split(" = ")[0].split("."), change
+        update = {key[0]: config.learner.model_copy(update={key[1]: value})} if len(key) > 1 else {key[0]: value}
+        other = _plan(config.model_copy(update=update), shape, capacity)
+        saved = max(plan.update_bytes, plan.generation_bytes) - max(other.update_bytes, other.generation_bytes)
+        if saved > 0.01 * plan.update_bytes:
+            savings.append((setting, saved))
+    return plan._replace(savings=tuple(savings))
+
+
+def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None) -> MemoryPlan:
+    width = (parse_dtype(config.dtype) or torch.float32).itemsize
+    layers = [(shape.num_kv_heads, shape.head_dim)] * (shape.num_layers + (config.drafter not in ("suffix", "none")))
+    per_token = PagedStore.bytes_per_token(layers, 0, torch.bfloat16) * width // 2
+    answers = config.rollout.prompts * config.rollout.group_size * config.rollout.max_new_tokens
+    return MemoryPlan(tuple(_items(config, shape, width)), per_token, answers, capacity, config.sleep_during_update)
+
+
+def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    total, master, rank = num_parameters(shape), max(4, width), config.learner.lora_rank
+    trained = num_adapter_parameters(shape, rank, config.learner.lora_targets) if rank else total
+    yield MemoryItem("policy in training", total * width + trained * master if rank else total * master)
+    yield MemoryItem("gradients", trained * master, "update", is_later=True)
+    yield MemoryItem("AdamW", trained * _ADAM_BYTES * master // 4, is_later=True)
+    if algorithm.needs_reference and not rank:
+        yield MemoryItem("reference policy", total * width)
+    if algorithm.needs_critic:
+        yield MemoryItem("critic", total * master)
+        yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
+        yield MemoryItem("critic's AdamW", total * _ADAM_BYTES * master // 4, is_later=True)
+    yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
+    yield MemoryItem("engine's policy", total * width * (2 if config.compare_off else 1), "generation")
+    if config.drafter not in ("suffix", "none"):
+        layer = num_parameters(shape) - num_parameters(shape, shape.num_layers - 1) + 2 * shape.hidden_size**2
+        yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)))
+
+
+def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:
+    """Saved activations of the largest micro-batch, and the logits of one chunk with their gradient. A residual stream in float32
+    and two norms, qkv, attention, gate, up and their product are saved per layer; with checkpointing only the layer's input."""
+    tokens = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
+    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    layer = 4 * 4 * shape.hidden_size + width * (2 * shape.hidden_size + heads + 3 * shape.intermediate_size)
+    stored = shape.num_layers * 4 * shape.hidden_size + layer if config.learner.gradient_checkpointing else \
+        shape.num_layers * layer
+    return tokens * stored + 3 * 4 * min(tokens, HEAD_ROWS) * shape.vocab_size
+
+
+def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
+    """Number of parameters of a decoder of this shape, or of one with so many layers."""
+    with torch.device("meta"):
+        model = Decoder(shape if num_layers is None else replace(shape, num_layers=num_layers))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_adapter_parameters(shape: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
+    """Number of parameters of LoRA adapters of this rank."""
+    with torch.device("meta"):
+        model = Decoder(shape)
+    found = (module for name, module in model.named_modules() if name.split(".")[-1] in targets)
+    return sum(rank * sum(module.weight.shape) for module in found)  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Collecting rollouts: what the chat template is told, and what graders are told about thinking."""
+
+from __future__ import annotations
+
+import tiny
+from e2e.toy import LETTERS
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from paceline import Engine
+from paceline.config import RolloutConfig
+from paceline.rl.loop import PhaseTimer
+from paceline.tasks import Problem, RewardPool
+from paceline.tasks.answers import after_thinking
+from paceline.trainer.rollouts import PromptStream, RolloutCollector
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
+
+
+class Seen:
+    """One chat problem. Remembers the answers that it was given to grade."""
+
+    name = "seen"
+
+    def __init__(self) -> None:
+        self.answers: list[str] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Problem:
+        return Problem("p", [{"role": "user", "content": "abc"}], None)
+
+    def grade(self, problem: Problem, answer: str) -> float:
+        self.answers.append(answer)
+        return 0.0
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*LETTERS, "<think>", "</think>"])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="~"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Split("", "isolated"), Fuse()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="~", chat_template=TEMPLATE,
+                                   clean_up_tokenization_spaces=False)
+
+
+def collect(**options):
+    engine, task = Engine(tiny.model(), chat_tokenizer(), "none", "off"), Seen()
+    with RewardPool(task, 0, 1.0) as pool:
+        config = RolloutConfig(group_size=3, max_new_tokens=6, **options)
+        collector = RolloutCollector(engine, None, PromptStream(task, 0, None), pool, config, 0, lambda *_: None)
+        (group,) = collector(0, 1, PhaseTimer())
+    return group, task.answers
+
+
+def test_chat_template_arguments_reach_the_template():
+    plain, _ = collect()
+    thinking, _ = collect(chat_template_kwargs={"thinking": True})
+    assert thinking.prompt_ids == [*plain.prompt_ids, len(LETTERS)]
+
+
+def test_thinking_that_the_prompt_opened_and_no_end_tag_closed_is_no_answer():
+    group, answers = collect(chat_template_kwargs={"thinking": True})
+    assert sorted(answers) == sorted("<think>" + rollout.text for rollout in group.rollouts)
+    assert all(after_thinking(answer) == "" for answer in answers if "</think>" not in answer) and len(answers) == 3
+    group, answers = collect()
+    assert sorted(answers) == sorted(rollout.text for rollout in group.rollouts), "without the tag, as generated"

@@ -1,0 +1,93 @@
+"""The memory plan, and an engine that sleeps while the policy is updated."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+import tiny
+from e2e import toy
+from trainer.test_trainer_library import make_config
+
+from paceline.config import LearnerConfig, TrainConfig
+from paceline.models.config import ModelConfig
+from paceline.rl.adapters import add_lora
+from paceline.rl.learner import Learner
+from paceline.trainer import Trainer
+from paceline.trainer.memory import kv_budget, num_adapter_parameters, num_parameters, plan_for
+
+QWEN_7B = ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, max_context=32768, qkv_bias=True)
+H200 = 140 * 2**30
+LONG = {"prompts": 32, "group_size": 8, "max_new_tokens": 4096}
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(**{"dtype": "bfloat16", "rollout": LONG, **changes})
+
+
+def gigabytes(plan):
+    return {item.what: item.num_bytes / 2**30 for item in plan.items}
+
+
+def test_weights_gradients_and_optimizer_of_a_7b_model():
+    found = gigabytes(plan_for(config(), QWEN_7B))
+    billions = num_parameters(QWEN_7B) / 1e9
+    assert billions == pytest.approx(7.62, abs=0.01)
+    assert found["policy in training"] == found["gradients"] == pytest.approx(4e9 * billions / 2**30)
+    assert found["AdamW"] == pytest.approx(2 * found["gradients"]) and found["engine's policy"] == pytest.approx(14.2, abs=0.1)
+    assert "reference policy" not in found and "critic" not in found
+    assert gigabytes(plan_for(config(algorithm="grpo", algorithm_options={"kl": 0.1}), QWEN_7B))["reference policy"] == \
+        pytest.approx(14.2, abs=0.1)
+
+
+def test_what_fits_and_what_would_help():
+    """Full weights of a 7B model fit on one H200 with recomputed activations and an engine that sleeps; LoRA fits as well."""
+    plain = plan_for(config(), QWEN_7B, H200)
+    assert not plain.fits(4096) and {setting.split(" = ")[0] for setting, _ in plain.savings} == {
+        "learner.gradient_checkpointing", "learner.lora_rank", "learner.micro_batch_tokens", "sleep_during_update"}
+    assert plan_for(config(learner={"gradient_checkpointing": True}, sleep_during_update=True), QWEN_7B, H200).fits(64 * 4096)
+    assert plan_for(config(learner={"lora_rank": 16, "gradient_checkpointing": True}), QWEN_7B, H200).fits(256 * 4096)
+    assert "left for the KV cache" in str(plain) and "saved by learner.lora_rank = 16" in str(plain)
+
+
+def test_the_kv_cache_leaves_room_for_the_update():
+    settings = {"learner": {"gradient_checkpointing": True}}
+    free = 90 * 2**30
+    awake, asleep = (kv_budget(config(sleep_during_update=sleeps, **settings), QWEN_7B, free) for sleeps in (False, True))
+    plan = plan_for(config(**settings), QWEN_7B)
+    assert awake == pytest.approx(0.1 * 90) and plan.later_bytes > free
+    assert asleep == pytest.approx(0.85 * (90 - gigabytes(plan)["AdamW"]))
+
+
+def test_parameters_are_counted_as_they_are():
+    model = deepcopy(tiny.model("qwen3"))
+    assert num_parameters(model.config) == sum(p.numel() for p in model.parameters())
+    learner = LearnerConfig(lora_rank=3)
+    add_lora(model, learner, 0)
+    adapters = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert num_adapter_parameters(model.config, 3, learner.lora_targets) == adapters
+
+
+def test_an_engine_that_sleeps_during_updates_generates_the_same(tmp_path, monkeypatch):
+    toy.make_folder(tmp_path)
+    asleep = []
+    update = Learner.update
+
+    def recorded(self, samples, step):
+        asleep.append([engine._asleep for engine in trainer._engines()])
+        return update(self, samples, step)
+
+    monkeypatch.setattr(Learner, "update", recorded)
+    for name, sleeps in (("awake", False), ("asleep", True)):
+        trainer = Trainer(make_config(tmp_path, out=str(tmp_path / name), sleep_during_update=sleeps, compare_off=True))
+        trainer.run()
+    toy.assert_same_run(tmp_path / "awake", tmp_path / "asleep")
+    assert asleep == [[False, False]] * 3 + [[True, True]] * 3
+
+
+def test_a_dry_run_prints_the_plan_beside_the_configuration(tmp_path, capsys):
+    toy.make_folder(tmp_path)
+    assert toy.run([*toy.settings(tmp_path, "run"), "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["steps"] == 5 and "policy in training" in printed.err and "KV cache" in printed.err

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from paceline.bundled import resolve_model
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
@@ -30,7 +29,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     compute = parse_dtype(config.dtype)
     master = torch.float64 if compute == torch.float64 else torch.float32
     lora = config.learner.lora_rank > 0
-    source = resolve_model(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
+    source = config.model if checkpoint is None or lora else policy_folder(checkpoint)
     try:
         model, tokenizer = load_model(source, config.device, master)
     except ValueError as error:
@@ -40,11 +39,11 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
     if config.reward_model is not None:
-        reward_model = load_reward_model(config.reward_model, config.device, master, compute or master)
+        reward_model = load_reward_model(config.reward_model, model.norm.device, master, compute or master)
     learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, config.rollout.temperature,
                       compute or master, config.seed, reward_model, config.reward_model_weight)
     if learner.reference is not None and checkpoint is not None and not lora:
-        first, _ = load_model(resolve_model(config.model), config.device, master)
+        first, _ = load_model(config.model, config.device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
     if checkpoint is not None:
         restore(learner, checkpoint)
@@ -54,7 +53,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
 def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:
     """An engine with its own copy of the learner's policy, in the run's data type."""
     policy = plain_policy(learner)
-    model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, config.device)
+    model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, policy.norm.device)
     load_state(model, export_state(policy))
     return engine_for(config, model, tokenizer, speculate)
 

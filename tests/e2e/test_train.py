@@ -142,7 +142,7 @@ def test_a_problem_that_cannot_be_posed_is_left_out(folder, capsys):
 
 
 @pytest.mark.parametrize(("change", "complaint"), [
-    ("rollout.promts=3", "rollout.promts: no such key"), ("optimizer.lr=-1", "optimizer.lr"), ("algorithm=gpro", "gpro"),
+    ("rollout.promts=3", "--set rollout.promts=3: no such key; did you mean rollout.prompts?"), ("optimizer.lr=-1", "optimizer.lr"), ("algorithm=gpro", "gpro"),
     ("task=nonsense", "nonsense"), ("strategy=fast", "strategy"), ("algorithm_options.klx=1", "klx"), ("rollout=3", "rollout"),
     ("steps", "KEY=VALUE")])
 def test_bad_settings_are_one_line(folder, capsys, change, complaint):

@@ -108,8 +108,10 @@ def _ending_in(parts: str, names: Iterable[str]) -> list[str]:
     `algorithm_options`."""
     found: list[str] = []
     for part in parts.split():
-        found += [part] if "." in part and part.partition(".")[0] in names else []
-        found += sorted((name for name in names if f".{name}".endswith(f".{part}")), key=len)
+        table, _, last = part.rpartition(".")
+        found += [part] if table in names else []
+        for end in (part, last):
+            found += sorted((name for name in names if f".{name}".endswith(f".{end}")), key=len)
     return found
 
 

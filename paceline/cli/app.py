@@ -6,9 +6,10 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
@@ -16,7 +17,20 @@ from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
+
+
+class _Commands(TyperGroup):
+    """All commands. Those that do not say themselves that they were interrupted have it said here."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
                   help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
 
 drafter_app = typer.Typer(no_args_is_help=True, context_settings=_HELP,
@@ -46,11 +60,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
                 log.print(usage_message(error))
         except (ValueError, OSError, EngineStalledError) as error:
             code = WRONG_INPUT
-            log.print(" ".join(str(error).split()) or type(error).__name__)
+            log.print(_one_line(error))
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
-            log.print("interrupted")
     sys.exit(code)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _show_version(wanted: bool) -> None:

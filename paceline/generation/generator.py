@@ -127,6 +127,8 @@ class FileGenerator:
         check_speculation(options.drafter, options.strategy)
         check_model(options.model)
         name, lines, num_lines = open_prompts(options.prompts)
+        if num_lines is not None:
+            _require_a_prompt(name, lines)
         interrupted, stats = False, None
         with lines, RolloutFile(options.out, settings) as self._out:
             self._num_wanted = None if num_lines is None else num_lines * options.n
@@ -239,6 +241,15 @@ def load_engine(options: GenerationOptions) -> Engine:
             raise ValueError(f"{options.model}: weights and KV cache (--kv-memory-gb) do not fit into the memory of "
                              f"{resolve_device(options.device)}") from None
         raise
+
+
+def _require_a_prompt(name: str, lines: BinaryIO) -> None:
+    """Raises a ValueError if no line of a file is a prompt; otherwise rewinds it."""
+    refused: list[str] = []
+    if next(iter(JobReader(name, lines, refused.append)), None) is None:
+        lines.close()
+        raise ValueError(f"{refused[0]}; no line is a prompt")
+    lines.seek(0)
 
 
 def _encode(engine: Engine, prompt: Any) -> list[int]:

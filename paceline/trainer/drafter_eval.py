@@ -103,14 +103,14 @@ class EvalCallback:
 def evaluate_drafter(options: DrafterEvalOptions, callback: EvalCallback | None = None) -> DrafterEvaluation:
     """Evaluates a drafter on held-out or newly generated answers."""
     callback = callback or EvalCallback()
-    check_device(options.device)
-    check_model(options.model)
-    check_drafter_folder(options.drafter)
-    Strategy.parse(options.strategy)
     if (options.prompts is None) == (options.records is None):
         raise ValueError("prompts, records: exactly one of them must be given")
     if options.params.temperature == 0:
         raise ValueError("temperature: 0 is not > 0; greedy answers have no noise to share")
+    check_device(options.device)
+    check_model(options.model)
+    check_drafter_folder(options.drafter)
+    Strategy.parse(options.strategy)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     prompts = [] if options.prompts is None else read_prompts(options.prompts, callback.on_message)

@@ -34,6 +34,11 @@ def holds_no_step(path: Path) -> bool:
                for entry in entries)
 
 
+def not_empty(path: Path) -> str:
+    """What is wrong with a new run in a folder that holds something."""
+    return f"{path} is not empty; choose another folder, or resume the run (paceline train --resume {path})"
+
+
 def is_unused(path: Path) -> bool:
     """Whether a run can start in this folder: there is nothing, or no step was done and no other run is under way."""
     if not path.exists():
@@ -113,6 +118,11 @@ class RunFolder:
                              "seed": rollout.seed}, ensure_ascii=False)
                  for group in groups for rollout in group.rollouts]
         self.write(f"rollouts-{step:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def rollout_lengths(self) -> list[int]:
+        """Numbers of tokens of all rollouts that are in the folder."""
+        return [len(json.loads(line)["token_ids"]) for file in sorted(self.path.glob("rollouts-*.jsonl"))
+                for line in file.read_text(encoding="utf-8").splitlines()]
 
     def write_grading_failures(self, failures: Sequence[GradingFailure]) -> None:
         """Writes answers that could not be graded, one JSON object per line."""

@@ -15,6 +15,7 @@ from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import Task, make_task
 from paceline.trainer.config_files import check_drafter_settings
+from paceline.trainer.run_folder import holds_no_step, not_empty
 
 
 def check_config(config: TrainConfig, resume: bool = False, task: Task | None = None) -> Task:
@@ -50,7 +51,7 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
         yield "model", lambda: check_model(config.model)
     if config.reward_model is not None:
         yield "reward_model", lambda: check_model(config.reward_model or "")
-    yield "out", lambda: _check_out(Path(config.out))
+    yield "out", lambda: _check_out(Path(config.out), resume)
     if config.wandb is not None:
         yield "wandb", lambda: _check_package("wandb", "wandb")
     if config.cluster.needs_ray:
@@ -81,12 +82,12 @@ def _check_drafter(config: TrainConfig) -> None:
     require_drafter(selector, has_learned, config.drafter != "none")
 
 
-def _check_out(path: Path) -> None:
-    for folder in (path, *path.parents):
-        if folder.exists():
-            if not folder.is_dir():
-                raise ValueError(f"{folder} is a file, not a folder")
-            return
+def _check_out(path: Path, resume: bool) -> None:
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file, not a folder")
+    if not resume and not holds_no_step(path):
+        raise ValueError(not_empty(path))
 
 
 def _check_package(package: str, extra: str) -> None:

@@ -213,11 +213,14 @@ def test_engine_options_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("spot.lrr=1", "--set spot.lrr=1: no such key; did you mean lr?"), ("spot.lr=inf", "--set spot.lr=inf: inf is not a finite number"),
-    ("drafter_budget.shortest=1", "--set drafter_budget.shortest=1: no such key"), ("drafter_pace.shortest=1", "--set drafter_budget.shortest=1: "),
+    ("spot.lrr=1", "--set spot.lrr=1: no such key; did you mean lr?"),
+    ("spot.lr=inf", "--set spot.lr=inf: inf is not a finite number"),
+    ("drafter_budget.shortest=1", "--set drafter_budget.shortest=1: no such key"),
+    ("drafter_pace.shortest=1", "--set drafter_budget.shortest=1: "),
     ("drafter_alarms.fal=0.5", "--set drafter_alarms.fal=0.5: no such key; did you mean fall?"),
     ("drafter_alarms.fall=2", "--set drafter_alarms.fall=2: 2 is not < 1"),
-    ("optimizer.lr=nan", "--set optimizer.lr=nan: nan is not a finite number"), ("optimiser.lr=1", "--set optimiser.lr=1: optimiser: no such key; did you mean optimizer?"),
+    ("optimizer.lr=nan", "--set optimizer.lr=nan: nan is not a finite number"),
+    ("optimiser.lr=1", "--set optimiser.lr=1: optimiser: no such key; did you mean optimizer?"),
     ("steps", "expected KEY=VALUE"), ("=3", "expected KEY=VALUE"), ("steps.x=1", "steps is not a table"),
     ("steps=many", "--set steps=many: 'many' is not a whole number")])
 def test_overrides(override, message):

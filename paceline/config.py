@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -214,7 +214,7 @@ class OptimizerConfig(Config):
 
     lr: float = Field(1e-6, gt=0)
     """Base learning rate of the policy."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
@@ -247,7 +247,7 @@ class LearnerConfig(Config):
     importance weights)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: int = Field(0, ge=0, le=4096)
     """Rank of the LoRA adapters. 0: all weights are trained."""
     lora_alpha: int = Field(32, gt=0)
     """Scale of the LoRA adapters."""
@@ -322,7 +322,7 @@ class TrainConfig(Config):
     """Data type of generation and of the forward pass. Weights are stored and updated in float32 or better."""
     device: str = "auto"
     """Device to train on, such as `cpu` or `cuda`. `auto`: a GPU if there is one."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """Number of CPU threads. None: PyTorch's default."""
     out: str = "runs/default"
     """Run folder."""

@@ -66,8 +66,6 @@ _NOTES = {
 
 _MISSING = {
     "tensor_parallel_size": "an engine runs on one device", "tp_size": "an engine runs on one device",
-    "repetition_penalty": "there are no penalties", "presence_penalty": "there are no penalties",
-    "frequency_penalty": "there are no penalties", "logit_bias": "it is not supported",
     "trust_remote_code": "code of model folders is never run", "use_vllm": "the engine is built in",
     "enable_prefix_caching": "it is always on", "enable_chunked_prefill": "it is always on",
     "quantization": "only GGUF files are read quantised", "load_in_4bit": "only GGUF files are read quantised",

@@ -61,9 +61,20 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         except (ValueError, OSError, EngineStalledError) as error:
             code = WRONG_INPUT
             log.print(_one_line(error))
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            code = WRONG_INPUT
+            log.print("out of memory. Smaller are: the KV cache (kv_memory_gb, kv_tokens), the batch (max_batch, rollout.prompts), "
+                      "micro-batches (learner.micro_batch_tokens)")
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
     sys.exit(code)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has an exception of its own for GPUs, and only a message for CPUs."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
 
 
 def _one_line(error: Exception) -> str:
@@ -120,7 +131,7 @@ def generate(
         min=1, help="Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU).")] = None,
     kv_memory_gb: Annotated[float | None, typer.Option(
         help="Memory for the KV cache in GiB (default: 2 on a CPU, 85 % of what is free on a GPU).")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
 ) -> int:
     """Generate rollouts for a file of prompts."""
     report_start()
@@ -176,7 +187,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
 ) -> int:
     """Generate a dozen prompts with and without speculation, and compare tokens and time."""
     report_start()
@@ -212,7 +223,7 @@ def drafter_train(
     seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = _DEFAULT.seed,
     device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
     report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
@@ -262,7 +273,7 @@ def drafter_eval(
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 1,
     device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option(
         "--html", help="Write charts to this file; .svg: only the coverage along the answer.")] = None,
@@ -340,7 +351,7 @@ def bench_selection(
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = _DEFAULT.seed,
     device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> int:
     """Compare off, fixed strategies and auto at several batch sizes, and say why speculation pays or does not."""

@@ -63,8 +63,8 @@ class TerminalView(TrainerCallback):
         console = Console(stderr=True)
         self.is_live = console.is_terminal and not console.is_dumb_terminal
         """Whether there is a panel that is redrawn."""
-        self._view, self._stack, self._step = TrainView(title, config.steps, console), ExitStack(), 0
-        self._next_line = time.perf_counter() + _LINE_EVERY_S
+        self._view, self._stack = TrainView(title, config.steps, console), ExitStack()
+        self._step, self._next_line = 0, 0.0
 
     def __enter__(self) -> TerminalView:
         if self.is_live:
@@ -79,7 +79,7 @@ class TerminalView(TrainerCallback):
         self._view.begin(trainer.state.step)
 
     def on_step_begin(self, step: int) -> None:
-        self._step = step
+        self._step, self._next_line = step, time.perf_counter() + _LINE_EVERY_S
 
     def on_phase(self, phase: str) -> None:
         self._view.phase(phase)
@@ -97,7 +97,6 @@ class TerminalView(TrainerCallback):
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         self._view.step(step, metrics)
-        self._next_line = time.perf_counter() + _LINE_EVERY_S
 
     def on_warning(self, message: str) -> None:
         self._view.warn(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -60,14 +60,6 @@ class SpeculationComparison:
     """Number of rollouts compared."""
     num_differing: int = 0
     """Number of rollouts whose tokens differ."""
-
-    def add_earlier(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add the batches that were compared before the run was resumed, from the metrics of their steps."""
-        compared = [record for record in records if "time/generate_off" in record]
-        self.seconds_on += [record["time/generate"] for record in compared]
-        self.seconds_off += [record["time/generate_off"] for record in compared]
-        self.num_rollouts += sum(record.get("compare/rollouts", 0) for record in compared)
-        self.num_differing += sum(record.get("compare/differing", 0) for record in compared)
 
     @property
     def identical(self) -> bool:

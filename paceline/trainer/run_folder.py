@@ -19,7 +19,7 @@ from paceline.types import RolloutGroup
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.json", "summary.json", ".lock"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
-_STARTED = (LOCK_FILE, CONFIG_FILE, "settings.json", "timeline.jsonl")
+_STARTED = (LOCK_FILE, CONFIG_FILE, "settings.json", "timeline.jsonl", "evaluations.jsonl")
 """Files that a run writes before its first step."""
 _EMPTY = ("metrics.jsonl", "answers.jsonl", "checkpoints", "drafter", "records", "held_out", "checkpoint")
 """Files and folders that are empty until the first step is done."""
@@ -96,16 +96,21 @@ class RunFolder:
         """Removes what a run that has done nothing leaves behind; does nothing if there is more in the folder."""
         if not self.is_new or not holds_no_step(self.path):
             return
-        for entry in list(self.path.iterdir()):
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name != GRADING_FAILURES_FILE and entry.name != LOCK_FILE:
-                entry.unlink()
+        self.clear()
         if [entry.name for entry in self.path.iterdir()] == [LOCK_FILE]:
             (self.path / LOCK_FILE).unlink()
             with suppress(OSError):  # another run may have begun in the folder above
                 for folder in self._created:
                     folder.rmdir()
+
+    def clear(self) -> None:
+        """Removes what an earlier run left here that was ended before its first step, except for answers that it could not
+        grade."""
+        for entry in list(self.path.iterdir()):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != GRADING_FAILURES_FILE and entry.name != LOCK_FILE:
+                entry.unlink()
 
     def write(self, name: str, text: str) -> None:
         """Replaces a file as a whole; if that fails, an OSError is raised and the old file stays."""
@@ -118,11 +123,6 @@ class RunFolder:
                              "seed": rollout.seed}, ensure_ascii=False)
                  for group in groups for rollout in group.rollouts]
         self.write(f"rollouts-{step:06d}.jsonl", "\n".join(lines) + "\n")
-
-    def rollout_lengths(self) -> list[int]:
-        """Numbers of tokens of all rollouts that are in the folder."""
-        return [len(json.loads(line)["token_ids"]) for file in sorted(self.path.glob("rollouts-*.jsonl"))
-                for line in file.read_text(encoding="utf-8").splitlines()]
 
     def write_grading_failures(self, failures: Sequence[GradingFailure]) -> None:
         """Writes answers that could not be graded, one JSON object per line."""

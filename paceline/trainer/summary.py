@@ -15,12 +15,10 @@ from paceline.types import RolloutGroup
 
 @dataclass(slots=True)
 class RunTotals:
-    """Sums over the steps of a run, including those before it was resumed."""
+    """Sums over the steps that this process has done."""
 
     began: float = field(default_factory=time.perf_counter)
-    """When this process began its first step."""
-    seconds_before: float = 0.0
-    """Seconds of the steps that earlier processes have done."""
+    """When the first step began."""
     lengths: list[int] = field(default_factory=list)
     """Number of tokens of every answer that was trained on."""
     num_tokens: int = 0
@@ -29,15 +27,6 @@ class RunTotals:
     """Number of verifications, one per request and engine step."""
     step_seconds: float = 0.0
     """Seconds of all steps, without the comparison to generation without speculation."""
-
-    def add_earlier(self, records: Sequence[Mapping[str, Any]], lengths: list[int]) -> None:
-        """Add the steps that were done before the run was resumed: their metrics, and the lengths of their answers."""
-        self.lengths += lengths
-        for record in records:
-            self.num_tokens += record.get("generated_tokens", 0)
-            self.num_verifications += record.get("verifications", 0)
-            self.step_seconds += record.get("time/step", 0.0)
-            self.seconds_before += record.get("time/step", 0.0) + record.get("time/generate_off", 0.0)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -62,7 +51,7 @@ def summarize(num_steps: int, records: Sequence[Mapping[str, Any]], totals: RunT
         "steps": num_steps, "reward_first": _mean(rewards[:window]), "reward_last": _mean(rewards[-window:]),
         "accept_length": round(totals.num_tokens / max(1, totals.num_verifications), 3),
         "length_p50": lengths.get("length/p50"), "length_p99": lengths.get("length/p99"),
-        "seconds": round(totals.seconds_before + time.perf_counter() - totals.began, 1)}
+        "seconds": round(time.perf_counter() - totals.began, 1)}
     if not comparison.seconds_off:
         return summary
     on, off, steps = sum(comparison.seconds_on), sum(comparison.seconds_off), totals.step_seconds

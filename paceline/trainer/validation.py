@@ -16,6 +16,7 @@ from paceline.strategy import make_selector
 from paceline.tasks import Task, make_task
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.run_folder import holds_no_step, not_empty
+from paceline.types import SamplingParams
 
 
 def check_config(config: TrainConfig, resume: bool = False, task: Task | None = None) -> Task:
@@ -44,6 +45,7 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
     yield "", lambda: check_drafter_settings(config)
     yield ("algorithm_options" if config.algorithm in ALGORITHMS else "algorithm"), lambda: make_algorithm(
         config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    yield "", lambda: _check_sampling(config)
     yield "device", lambda: check_device(config.device)
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
@@ -67,6 +69,16 @@ def _problems(key: str, check: Callable[[], Any]) -> list[ConfigProblem]:
         said = " ".join(str(error).split())
         return [ConfigProblem(key, said.removeprefix(f"{key}: ").removeprefix(f"{key} "))]
     return []
+
+
+def _check_sampling(config: TrainConfig) -> None:
+    rollout = config.rollout
+    try:
+        SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
+                       max_new_tokens=rollout.max_new_tokens, stop=rollout.stop, seed=config.seed)
+    except ValueError as error:
+        name, _, said = str(error).partition(": ")
+        raise ConfigError([ConfigProblem(name if name == "seed" else f"rollout.{name}", said)]) from None
 
 
 def _check_drafter(config: TrainConfig) -> None:

@@ -65,8 +65,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             if not _is_out_of_memory(error):
                 raise
             code = WRONG_INPUT
-            log.print("out of memory. Smaller are: the KV cache (kv_memory_gb, kv_tokens), the batch (max_batch, rollout.prompts), "
-                      "micro-batches (learner.micro_batch_tokens)")
+            log.print("out of memory; lower the size of the KV cache (kv_memory_gb, kv_tokens), of the batch (max_batch, "
+                      "rollout.prompts) or of micro-batches (learner.micro_batch_tokens)")
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
     sys.exit(code)

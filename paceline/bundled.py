@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 
 
-def resolve_model(model: str) -> Path | str:
-    """What `load_model` should load for a model that a user named: `default` is the bundled policy, other names are unchanged."""
+def resolve_model(model: str | Path) -> Path | str:
+    """What `load_model` loads for a model that a user named: `default` is the bundled policy, other names are unchanged."""
     return Path(str(files("paceline") / "assets" / "collatz")) if model == "default" else model
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from paceline.names import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,12 @@ RENAMED_KEYS = {"drafter_follow": "train_drafter", "drafter_pace": "drafter_budg
 """Former keys of `TrainConfig` and what they are called now."""
 RENAMED_VALUES = {"drafter_mode": {"between": "interleaved", "beside": "background_process", "stream": "cuda_stream"}}
 """Former values of keys of `TrainConfig` and what they are called now."""
+
+LORA_TARGETS = {
+    "qkv": ("qkv",), "o": ("o",), "gate_up": ("gate_up",), "down": ("down",), "q_proj": ("qkv",), "k_proj": ("qkv",),
+    "v_proj": ("qkv",), "o_proj": ("o",), "gate_proj": ("gate_up",), "up_proj": ("gate_up",), "down_proj": ("down",),
+    "all-linear": ("qkv", "o", "gate_up", "down")}
+"""Our projections, and Hugging Face's names of what they consist of."""
 
 _SHOWN = 80
 """Number of characters of a wrong value that an error message shows."""
@@ -34,6 +41,10 @@ class ConfigProblem(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" if self.key else self.message
+
+    def within(self, table: str) -> ConfigProblem:
+        """The same problem, as the record that holds `table` sees it."""
+        return self._replace(key=f"{table}.{self.key}" if self.key else table)
 
 
 class ConfigError(ValueError):
@@ -57,8 +68,16 @@ class Config(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            known = list(type(self).model_fields)
-            raise ConfigError([problem for one in error.errors() for problem in _problems(one, known)]) from None
+            known, found = list(self.key_names()), [problem for one in error.errors() for problem in _problems(one)]
+            raise ConfigError([_with_suggestion(problem, known) for problem in found]) from None
+
+    @classmethod
+    def key_names(cls) -> Iterator[str]:
+        """All keys, those of records within this one as `table.key`."""
+        for name, field in cls.model_fields.items():
+            yield name
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+                yield from (f"{name}.{key}" for key in field.annotation.key_names())
 
     @field_validator("*", mode="before")
     @classmethod
@@ -66,7 +85,7 @@ class Config(BaseModel):
         field = None if info.field_name is None else cls.model_fields.get(info.field_name)
         values = value if isinstance(value, list | tuple) else (value,)
         if field is not None and any(isinstance(one, bool) for one in values) and _has_numbers(field.annotation):
-            raise ValueError("Input should be a number, not a truth value")
+            raise ValueError("a number is wanted, not a truth value")
         return value
 
 
@@ -75,20 +94,43 @@ def _has_numbers(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_has_numbers, get_args(annotation)))
 
 
-def _problems(error: Any, known: list[str]) -> list[ConfigProblem]:
-    """The problems in one of pydantic's error records. `known`: keys of the record that it is about."""
-    key = ".".join(str(part) for part in error["loc"])
-    inner = error.get("ctx", {}).get("error")
+_WANTED = {
+    "greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}", "less_than": "< {lt:g}", "less_than_equal": "<= {le:g}",
+    "finite_number": "a finite number", "int_parsing": "a whole number", "int_type": "a whole number",
+    "int_from_float": "a whole number", "int_parsing_size": "a whole number of this size", "float_parsing": "a number",
+    "float_type": "a number", "bool_parsing": "true or false", "bool_type": "true or false", "string_type": "a text in quotes",
+    "dict_type": "a table", "model_type": "a table", "model_attributes_type": "a table", "tuple_type": "a list",
+    "list_type": "a list", "too_long": "a list of {max_length}", "too_short": "a list of {min_length}"}
+"""What was wanted, by the type of pydantic's error record."""
+
+
+def _problems(error: Any) -> list[ConfigProblem]:
+    """The problems in one of pydantic's error records."""
+    key, kind, context = ".".join(str(part) for part in error["loc"]), error["type"], error.get("ctx", {})
+    inner = context.get("error")
     if isinstance(inner, ConfigError):  # of a record within this one
-        return [problem._replace(key=f"{key}.{problem.key}" if problem.key else key) for problem in inner.problems]
-    if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, known, n=1)
-        return [ConfigProblem(key, "no such key" + (f"; did you mean {near[0]}?" if near else ""), is_unknown=True)]
-    message = error["msg"].removeprefix("Value error, ")
-    if key:
-        given = " ".join(repr(error["input"]).split())
-        message += f" (given: {given if len(given) <= _SHOWN else given[:_SHOWN] + ' …'})"
-    return [ConfigProblem(key, message)]
+        return [problem.within(key) for problem in inner.problems]
+    if kind == "extra_forbidden":
+        return [ConfigProblem(key, "no such key", is_unknown=True)]
+    if kind == "missing":
+        return [ConfigProblem(key, "it must be given")]
+    if kind == "literal_error":
+        choices = context["expected"].replace("'", "").replace(" or ", ", ")
+        near = suggest(str(error["input"]), choices.split(", ")) if isinstance(error["input"], str) else ""
+        return [ConfigProblem(key, f"{_shown(error['input'])} is not one of {choices}{near}")]
+    if kind != "value_error":
+        wanted = _WANTED[kind].format(**context) if kind in _WANTED else "valid here"
+        return [ConfigProblem(key, f"{_shown(error['input'])} is not {wanted}")]
+    return [ConfigProblem(key, f"{inner} (given: {_shown(error['input'])})" if key else str(inner))]
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
+
+
+def _with_suggestion(problem: ConfigProblem, known: list[str]) -> ConfigProblem:
+    return problem._replace(message=f"no such key{suggest(problem.key, known)}") if problem.is_unknown else problem
 
 
 class EngineConfig(Config):
@@ -142,7 +184,7 @@ class EngineConfig(Config):
     @classmethod
     def _check_row_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if any(size < 1 for size in sizes) or any(a >= b for a, b in pairwise(sizes)):
-            raise ValueError("Input should be row counts >= 1 in ascending order")
+            raise ValueError("row counts >= 1 in ascending order are wanted")
         return sizes
 
 
@@ -174,7 +216,7 @@ class OptimizerConfig(Config):
 
     lr: float = Field(1e-6, gt=0)
     """Base learning rate of the policy."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
@@ -214,12 +256,21 @@ class LearnerConfig(Config):
     """Largest importance weight of a token in `importance_correction`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: int = Field(0, ge=0, le=4096)
     """Rank of the LoRA adapters. 0: all weights are trained."""
     lora_alpha: int = Field(32, gt=0)
     """Scale of the LoRA adapters."""
     lora_targets: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
-    """Projections that get LoRA adapters."""
+    """Projections that get LoRA adapters. q, k and v are one matrix here, and so are gate and up; Hugging Face's names (such as
+    `q_proj` or `all-linear`) are accepted for the matrix that they are part of."""
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _accept_projections(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [target for target in targets if target not in LORA_TARGETS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(LORA_TARGETS)}{suggest(unknown[0], LORA_TARGETS)}")
+        return tuple(dict.fromkeys(name for target in targets for name in LORA_TARGETS[target]))
 
 
 class RewardConfig(Config):
@@ -314,15 +365,14 @@ class TrainConfig(Config):
     """Seed of the run: the order of the problems and all sampling derive from it."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Data type of generation and of the forward pass. Weights are stored and updated in float32 or better."""
-    device: str = "cpu"
-    """Device to train on, such as `cpu` or `cuda`."""
-    threads: int | None = Field(None, ge=1)
+    device: str = "auto"
+    """Device to train on, such as `cpu` or `cuda`. `auto`: a GPU if there is one."""
+    threads: int | None = Field(None, ge=1, le=1024)
     """Number of CPU threads. None: PyTorch's default."""
     out: str = "runs/default"
     """Run folder."""
     strategy: str = "auto"
-    """Speculation strategy: off, auto, model, beg, or a fixed one such as suffix:d8w2v16 (docs/selection.md). It changes no
-    token."""
+    """Speculation strategy: off, auto, beg, or a fixed one such as suffix:d8w2v16 (docs/selection.md). It changes no token."""
     drafter: str = "suffix"
     """Drafter: `suffix`, `none`, the folder of a learned drafter, or `learned` for a new, untrained one."""
     train_drafter: bool = True

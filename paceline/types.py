@@ -1,4 +1,4 @@
-"""The records of Paceline: plain data with validation and no other behaviour. Imports nothing else of Paceline, and no torch."""
+"""The records of Paceline: plain data with validation and no other behaviour. Imports no torch, and of Paceline only `names`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
+
+from paceline.names import suggest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 DrafterName = Literal["none", "suffix", "eagle", "both"]
@@ -112,6 +114,11 @@ class SamplingParams:
     min_tokens: int = 0
     """Number of tokens before which neither an end-of-text or stop token is sampled nor a stop string ends the rollout."""
 
+    def __new__(cls, *values: object, **named: object) -> Self:
+        for name in named.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(f"{name}: no such sampling parameter{suggest(name, cls.__dataclass_fields__)}")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         low, high = _TEMPERATURES
         checked = {
@@ -182,7 +189,7 @@ class Strategy:
             return cls.OFF
         match = re.fullmatch(r"(suffix|eagle|both):d(\d+)w(\d+)v(\d+)", text)
         if match is None:
-            raise ValueError(f"strategy {text!r}: expected off, auto, or like suffix:d8w2v16, eagle:d6w4v32, both:d6w4v32")
+            raise ValueError(f"strategy {text!r}: expected off, auto, beg, or like suffix:d8w2v16, eagle:d6w4v32, both:d6w4v32")
         drafter, depth, width, budget = match.groups()
         return cls(drafter, int(depth), int(width), int(budget))  # type: ignore[arg-type]
 

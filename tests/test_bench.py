@@ -53,7 +53,7 @@ def test_every_strategy_is_measured_and_auto_says_what_it_expected(folder, tmp_p
 def test_what_is_wrong_is_one_line(folder, capsys):
     assert run("--model", folder, "--batch", "1,zwei") == 2
     assert run("--model", folder) == 2
-    errors = capsys.readouterr().err.strip().split("\n")
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("paceline: loading ")]
     assert len(errors) == 2 and "--batch" in errors[0] and "--prompts" in errors[1]
 
 

@@ -15,6 +15,7 @@ import torch
 from paceline.config import EngineConfig
 from paceline.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.tasks import make_task
 from paceline.types import RolloutGroup, SamplingParams, StepResult
 
 _TEXT = ("The river rises in the hills above the town. It runs past the old mill, under the stone bridge and through the "
@@ -46,7 +47,7 @@ class DemoOptions:
     """What the demo generates, and with which model."""
 
     model: str
-    """Hugging Face folder, hub id or GGUF file."""
+    """Hugging Face folder, hub id, GGUF file, or `default` for the bundled policy."""
     out: Path
     """Folder for `summary.json`."""
     n: int
@@ -55,10 +56,18 @@ class DemoOptions:
     """How answers are sampled."""
     dtype: str = "auto"
     """Data type of the model, or `auto`."""
-    device: str = "cpu"
-    """Device, such as `cpu` or `cuda`."""
+    device: str = "auto"
+    """Device, such as `cpu` or `cuda`; `auto`: a GPU if there is one."""
     threads: int | None = None
     """Number of CPU threads. None: PyTorch's default."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The demo's prompts; those of its own task for the bundled policy, which knows nothing else."""
+        if self.model != "default":
+            return PROMPTS
+        task = make_task("collatz")
+        return tuple(str(task[i].prompt) for i in range(len(PROMPTS)))
 
 
 @dataclass(slots=True)
@@ -102,8 +111,8 @@ def run_demo(model: Decoder, tokenizer: Any, options: DemoOptions,
              on_step: Callable[[Side, StepResult], None] = lambda side, result: None) -> list[Side]:
     """Generates all prompts with both engines in turns, after a warm-up."""
     for side in make_sides(model, tokenizer, options.n):  # kernels compile on first use
-        side.engine.generate([as_chat(tokenizer, PROMPTS[0])], SamplingParams(max_new_tokens=12), options.n)
-    sides, prompts = make_sides(model, tokenizer, options.n), [as_chat(tokenizer, text) for text in PROMPTS]
+        side.engine.generate([as_chat(tokenizer, options.prompts[0])], SamplingParams(max_new_tokens=12), options.n)
+    sides, prompts = make_sides(model, tokenizer, options.n), [as_chat(tokenizer, text) for text in options.prompts]
     for number, start in enumerate(range(0, len(prompts), _PROMPTS_PER_ROUND)):
         for side in sides if number % 2 == 0 else reversed(sides):
             _run_round(side, prompts[start : start + _PROMPTS_PER_ROUND], options, on_step)
@@ -120,9 +129,9 @@ def summarize(sides: list[Side], options: DemoOptions) -> dict[str, Any]:
     """Figures of both engines and how they compare, as plain JSON."""
     off, auto = sides
     differing, rollouts, positions = compare(off, auto)
-    a, b = off.figures(), auto.figures()
+    a, b, weight = off.figures(), auto.figures(), off.engine.model.norm
     return {
-        "model": options.model, "dtype": str(off.engine.model.norm.dtype).removeprefix("torch."), "device": options.device,
+        "model": options.model, "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type,
         "threads": torch.get_num_threads(), "prompts": len(PROMPTS), "n": options.n, "seed": options.params.seed,
         "temperature": options.params.temperature, "max_new_tokens": options.params.max_new_tokens,
         "off": a, "auto": b, "speedup": round(b["tokens_per_second"] / a["tokens_per_second"], 3),

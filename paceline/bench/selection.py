@@ -15,11 +15,11 @@ import torch
 
 from paceline.bench.demo import PROMPTS, as_chat
 from paceline.bench.steps import Step, StepTally, TimedEngine, fixed_strategies
-from paceline.bundled import resolve_model
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
-from paceline.generation import encode_prompt, read_prompts
-from paceline.models.weights import check_device, load_model
+from paceline.engine.build import check_speculation
+from paceline.generation import NamedPrompt, encode_prompt, read_prompts
+from paceline.models.weights import check_device, check_model, load_model
 from paceline.strategy import AutoSelector
 from paceline.types import SamplingParams, StepResult, Strategy
 
@@ -50,8 +50,8 @@ class SelectionOptions:
     """How answers are sampled, and how many tokens are measured for each request."""
     rounds: int
     """Number of rounds; in each, every strategy runs once."""
-    device: str = "cpu"
-    """Device, such as `cpu` or `cuda`."""
+    device: str = "auto"
+    """Device, such as `cpu` or `cuda`; `auto`: a GPU if there is one."""
     dtype: str = "auto"
     """Data type of the policy, or `auto`."""
     threads: int | None = None
@@ -64,14 +64,17 @@ class SelectionBenchmark:
     def __init__(self, options: SelectionOptions, on_refused: Callable[[str], None] = lambda message: None) -> None:
         """Loads the model. `on_refused` receives a message for every line of prompts that cannot be used."""
         check_device(options.device)
+        check_speculation(options.drafter, "auto")
+        check_model(options.model)
+        prompts = _read_prompts(options, on_refused)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.options = options
-        self._model, self._tokenizer = load_model(resolve_model(options.model), options.device, options.dtype)
+        self._model, self._tokenizer = load_model(options.model, options.device, options.dtype)
         self._learned = None if options.drafter in ("suffix", "none") else load_eagle(options.drafter, self._model)
         self._contenders: dict[str, Contender] = {}
         engine = self._contender("off", Strategy.OFF).engine
-        self._jobs = Jobs(_prompts(options, engine, on_refused), options.params)
+        self._jobs = Jobs(_encode(prompts, engine), options.params)
         self._available = engine.drafting.available
         self._next_job = 0
 
@@ -79,18 +82,19 @@ class SelectionBenchmark:
     def setting(self) -> dict[str, Any]:
         """What the figures depend on, for a report."""
         options = self.options
-        return {"model": Path(options.model).name, "drafter": Path(options.drafter).name, "device": options.device,
+        return {"model": Path(options.model).name, "drafter": Path(options.drafter).name, "device": self._model.norm.device.type,
                 "dtype": str(self._model.norm.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
                 "temperature": options.params.temperature, "new_tokens": options.params.max_new_tokens, "rounds": options.rounds}
 
-    def measure(self, batch: int) -> BatchResult:
-        """Measures all strategies at one batch size."""
+    def measure(self, batch: int, on_run: Callable[[str, int, int], None] = lambda name, done, total: None) -> BatchResult:
+        """Measures all strategies at one batch size. `on_run` receives the name of the strategy that runs next, and how many runs
+        of how many are done."""
         names: list[tuple[str, str | Strategy]] = [("off", Strategy.OFF)]
         names += [(str(strategy), strategy) for strategy in fixed_strategies(batch, self._available)]
         names += [(name, name) for name in SELECTORS]
         contenders = [self._contender(name, strategy) for name, strategy in names]
         first, self._next_job = self._next_job, self._next_job + JOBS_PER_SLOT * batch * (WARM_UP + self.options.rounds)
-        return measure(contenders, self._jobs, batch, first, self.options.rounds)
+        return measure(contenders, self._jobs, batch, first, self.options.rounds, on_run)
 
     def _contender(self, name: str, strategy: str | Strategy) -> Contender:
         if name not in self._contenders:
@@ -188,7 +192,8 @@ class BatchResult(NamedTuple):
         return next(cell for cell in self.cells if cell.name == name)
 
 
-def measure(contenders: Sequence[Contender], jobs: Jobs, batch: int, first_job: int, rounds: int) -> BatchResult:
+def measure(contenders: Sequence[Contender], jobs: Jobs, batch: int, first_job: int, rounds: int,
+            on_run: Callable[[str, int, int], None] = lambda name, done, total: None) -> BatchResult:
     """Runs all contenders in turn, round by round. The first rounds are a warm-up (compilation, graph capture, learning of the
     selectors) and are not counted."""
     tokens, differing = batch * jobs.params.max_new_tokens, 0
@@ -198,7 +203,10 @@ def measure(contenders: Sequence[Contender], jobs: Jobs, batch: int, first_job: 
                 contender.reset()
         start = first_job + JOBS_PER_SLOT * batch * number
         turns = [*contenders[number % len(contenders) :], *contenders[: number % len(contenders)]]
-        drawn = {contender.name: _run(contender, jobs, batch, start, tokens) for contender in turns}
+        drawn: dict[str, dict[int, list[int]]] = {}
+        for contender in turns:
+            on_run(contender.name, number * len(turns) + len(drawn), (WARM_UP + rounds) * len(turns))
+            drawn[contender.name] = _run(contender, jobs, batch, start, tokens)
         differing += number >= WARM_UP and sum(_differs(drawn["off"][job], answers[job]) for answers in drawn.values()
                          for job in answers.keys() & drawn["off"].keys())
     cells = [_cell(contender, contenders[0], batch) for contender in contenders]
@@ -254,10 +262,15 @@ def _expected(auto: Contender, batch: int) -> Expected | None:
                     corrections.progress.error)
 
 
-def _prompts(options: SelectionOptions, engine: TimedEngine, on_refused: Callable[[str], None]) -> list[list[int]]:
+def _read_prompts(options: SelectionOptions, on_refused: Callable[[str], None]) -> list[NamedPrompt] | None:
+    """The prompts that the options name. None: the demo's."""
     source = options.prompts or ("task:collatz" if options.model == "default" else None)
-    if source is not None:
-        return _short_enough([encode_prompt(engine, each) for each in read_prompts(source, on_refused)])
+    return None if source is None else read_prompts(source, on_refused)
+
+
+def _encode(prompts: list[NamedPrompt] | None, engine: TimedEngine) -> list[list[int]]:
+    if prompts is not None:
+        return _short_enough([encode_prompt(engine, each) for each in prompts])
     if engine.tokenizer is None:
         raise ValueError("--prompts: this model has no tokenizer; give a file with token_ids")
     return _short_enough([engine.encode(as_chat(engine.tokenizer, text)) for text in PROMPTS])

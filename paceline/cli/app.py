@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
+from paceline.cli.log import clear_progress, report_start, say, stderr_log
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
+from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
+
+
+class _Commands(TyperGroup):
+    """All commands. Those that do not say themselves that they were interrupted have it said here."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
                   help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
 
 drafter_app = typer.Typer(no_args_is_help=True, context_settings=_HELP,
@@ -24,59 +39,48 @@ app.add_typer(drafter_app, name="drafter")
 bench_app = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Measurements on this machine.")
 app.add_typer(bench_app, name="bench")
 
+WRONG_INPUT = 2
+"""Exit code of a command that cannot do what it was asked to."""
 _DEFAULT = SamplingParams()
+_MODEL = "Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with the package."
+_DEVICE = "auto (a GPU if there is one), cpu or cuda."
+_THREADS = "Number of CPU threads (default: PyTorch's)."
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module differs between versions of typer
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Runs one command and exits with its code. Wrong input is one line on stderr and exit code 2."""
+    """Runs one command and exits with its code (docs/command-line.md). Wrong input is one line on stderr and exit code 2."""
     InterruptHandler()
-    package, handler = logging.getLogger("paceline"), _LogHandler(logging.INFO)
-    package.addHandler(handler)
-    level = package.level
-    package.setLevel(logging.INFO)
-    try:
-        code = app(args=args, standalone_mode=False, prog_name="paceline")
-    except _UsageError as error:
-        without_args = type(error).__name__ == "NoArgsIsHelpError"  # the help has been printed
-        code = 2 if without_args else _fail(error.format_message())  # type: ignore[attr-defined]
-    except (ValueError, OSError, EngineStalledError) as error:
-        code = _fail(error)
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    finally:
-        handler.end_progress()
-        package.removeHandler(handler)
-        package.setLevel(level)
+    with stderr_log() as log:
+        try:
+            code = app(args=args, standalone_mode=False, prog_name="paceline")
+        except _UsageError as error:
+            code = WRONG_INPUT
+            if type(error).__name__ != "NoArgsIsHelpError":  # the help has been printed
+                log.print(usage_message(error))
+        except (ValueError, OSError, EngineStalledError) as error:
+            code = WRONG_INPUT
+            log.print(_one_line(error))
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            code = WRONG_INPUT
+            log.print("out of memory; lower the size of the KV cache (kv_memory_gb, kv_tokens), of the batch (max_batch, "
+                      "rollout.prompts) or of micro-batches (learner.micro_batch_tokens)")
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
     sys.exit(code)
 
 
-class _LogHandler(logging.Handler):
-    """Prints the package's warnings on stderr, except those that a command's callbacks show already; and progress, on one line
-    that is overwritten if stderr is a terminal."""
-
-    _in_progress = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "is_progress", False):
-            overwrite = sys.stderr.isatty()
-            print(f"{chr(13) if overwrite else ''}paceline: {record.getMessage()}", end="\x1b[K" if overwrite else "\n",
-                  file=sys.stderr, flush=True)
-            self._in_progress = overwrite
-        elif record.levelno >= logging.WARNING and not getattr(record, "seen_by_callbacks", False):
-            self.end_progress()
-            print(f"paceline: {record.getMessage()}", file=sys.stderr)
-
-    def end_progress(self) -> None:
-        """End the line that progress was written on."""
-        if self._in_progress:
-            print(file=sys.stderr)
-            self._in_progress = False
+def _is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has an exception of its own for GPUs, and only a message for CPUs."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
 
 
-def _fail(error: object) -> int:
-    print("paceline:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
-    return 2
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _show_version(wanted: bool) -> None:
@@ -100,7 +104,7 @@ def _common(version: Annotated[bool, typer.Option("--version", callback=_show_ve
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
+    model: Annotated[str, typer.Option(help=_MODEL)],
     prompts: Annotated[str, typer.Option(
         help="JSON lines with prompt, messages or token_ids, and optionally id and seed; - is stdin.")],
     out: Annotated[Path, typer.Option(help="JSON lines, one per rollout. Running again generates only what is missing.")],
@@ -122,13 +126,15 @@ def generate(
              "node, nodes verified. Changes no token.")] = "auto",
     drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     max_batch: Annotated[int | None, typer.Option(
-        min=1, help="Maximum number of requests that run at the same time [engine's default].")] = None,
-    kv_memory_gb: Annotated[float | None, typer.Option(help="Memory for the KV cache in GiB [engine's default].")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+        min=1, help="Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU).")] = None,
+    kv_memory_gb: Annotated[float | None, typer.Option(
+        help="Memory for the KV cache in GiB (default: 2 on a CPU, 85 % of what is free on a GPU).")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
 ) -> int:
     """Generate rollouts for a file of prompts."""
+    report_start()
     from paceline.cli.generate import generate as run
     from paceline.generation import GenerationOptions
 
@@ -147,10 +153,11 @@ def train(
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides the file, like optimizer.lr=1e-5; may "
                                                                     "be given several times.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and a memory plan, and "
-                                                            "exit.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Check that the run can start, print the resolved configuration and a memory plan, and exit.")] = False,
 ) -> int:
     """Train a policy by reinforcement learning with fast rollouts."""
+    report_start()
     from paceline.trainer.config_files import dump_config, load_config, load_run_config, unused_folder
 
     if resume is not None and config is not None:
@@ -159,32 +166,36 @@ def train(
     resolved = load_config(config, changed) if resume is None else load_run_config(resume, [*changed, f'out="{resume}"'])
     if resume is None and config is None and not any(change.startswith("out=") for change in changed):
         resolved = resolved.model_copy(update={"out": unused_folder(resolved.out)})
+    from paceline.cli.train import train as run
+    from paceline.cli.train import validate
+
+    task = validate(resolved, resume is not None, changed, "" if config is None else str(config))
     if dry_run:
         from paceline.trainer.memory import memory_plan
 
+        clear_progress()
         print(dump_config(resolved), end="")
         plan = memory_plan(resolved)
         if plan is not None:
             print(plan, file=sys.stderr)
         return 0
-    from paceline.cli.train import train as run
-
-    return run(resolved, resume is not None)
+    return run(resolved, task, resume is not None)
 
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id or GGUF file.")],
+    model: Annotated[str, typer.Option(help=_MODEL)],
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
     n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of all rollouts.")] = 7,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
 ) -> int:
     """Generate a dozen prompts with and without speculation, and compare tokens and time."""
+    report_start()
     from paceline.bench.demo import DemoOptions
     from paceline.cli.demo import demo as run
 
@@ -192,21 +203,21 @@ def demo(
     try:
         return run(DemoOptions(model, out, n, params, dtype, device, threads))
     except KeyboardInterrupt:
-        print("paceline: interrupted; nothing was written, run it again", file=sys.stderr)
-        return 130
+        say("interrupted; nothing was written, run it again")
+        return INTERRUPTED
 
 
 @drafter_app.command("train")
 def drafter_train(
-    model: Annotated[str, typer.Option(help="The policy: Hugging Face folder, hub id, GGUF file, or default, the small one "
-                                            "bundled with the package.")],
+    model: Annotated[str, typer.Option(help="The policy: " + _MODEL)],
     prompts: Annotated[str, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder of the drafter. Running the same command again continues it.")],
     form: Annotated[str, typer.Option(help="Training form: eagle, hass or eagle3.")] = "hass",
     objective: Annotated[str, typer.Option(help="Training objective: agreement or cross_entropy.")] = "agreement",
     answers: Annotated[int, typer.Option(
         min=8, help="Number of answers to generate; those to every eighth prompt are held out.")] = 512,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Seconds of training [120, unless --steps is given].")] = None,
+    seconds: Annotated[float | None, typer.Option(
+        min=0, help="Seconds of training (default: 120, unless --steps is given).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps, instead of --seconds.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of answers to a prompt before the next prompt is used.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 1024,
@@ -215,21 +226,22 @@ def drafter_train(
     draft_vocab: Annotated[int, typer.Option(
         min=0, help="Number of tokens that it can predict, the most frequent ones; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
     report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
-    checkpoint_every: Annotated[float | None, typer.Option(min=0, help="Seconds between checkpoints [0 on a CPU: as often as "
-                                                                       "they can be written; 5 on a GPU].")] = None,
+    checkpoint_every: Annotated[float | None, typer.Option(
+        min=0, help="Seconds between checkpoints (default: 0 on a CPU, as often as they can be written; 5 on a GPU).")] = None,
     memory_gb: Annotated[float, typer.Option(help="Memory for captured features in GiB; all of them are also on disk.")] = 4.0,
     disk_gb: Annotated[float, typer.Option(
         help="Disk space for captured features in GiB; no more answers are generated then.")] = 64.0,
     kv_memory_gb: Annotated[float | None, typer.Option(
-        help="Memory for the KV cache in GiB [engine's default; 16 on a GPU].")] = None,
+        help="Memory for the KV cache in GiB (default: 2 on a CPU, 16 on a GPU).")] = None,
 ) -> int:
     """Generate answers of a policy and train a drafter on them."""
+    report_start()
     from paceline.cli.drafter import spot_config, train_drafter
     from paceline.trainer.standalone_drafter import StandaloneDrafterOptions
 
@@ -249,7 +261,7 @@ def drafter_train(
 
 @drafter_app.command("eval")
 def drafter_eval(
-    model: Annotated[str, typer.Option(help="The policy: Hugging Face folder, hub id, GGUF file, or default.")],
+    model: Annotated[str, typer.Option(help="The policy: " + _MODEL)],
     drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
     prompts: Annotated[str | None, typer.Option(help="Generate answers to these: JSON lines with prompt, messages, "
                                                      "token_ids or question; or task:NAME.")] = None,
@@ -264,14 +276,16 @@ def drafter_eval(
     widths: Annotated[str, typer.Option(help="Numbers of draft tokens per position, like 1,2,4.")] = "1,2,4",
     strategy: Annotated[str, typer.Option(help="Strategy that answers are generated with.")] = "eagle:d6w4v32",
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option(
         "--html", help="Write charts to this file; .svg: only the coverage along the answer.")] = None,
 ) -> int:
     """Measure how often a drafter's tokens are accepted: by depth, along the answer, by policy version."""
+    report_start()
+    _check_outputs(json_file, html_file)
     from paceline.cli.drafter import eval_drafter
     from paceline.trainer.drafter_eval import DrafterEvalOptions
 
@@ -301,6 +315,7 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> int:
     """Simulate a rollout batch on many workers, with the scheduling policy of a real cluster."""
+    _check_outputs(json_file)
     from paceline.cli.simulate import simulate as run
     from paceline.sim import SimConfig, read_lengths, sample_workload
 
@@ -329,28 +344,37 @@ def _bench() -> None:
 
 @bench_app.command("selection")
 def bench_selection(
-    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, GGUF file, or default, the small policy bundled "
-                                            "with the package.")],
+    model: Annotated[str, typer.Option(help=_MODEL)],
     drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
     prompts: Annotated[str | None, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME "
-                                                     "[a dozen built-in prompts; task:collatz for the default policy].")] = None,
+                                                     "(default: a dozen built-in prompts, or task:collatz for the default "
+                                                     "policy).")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, like 1,4,16.")] = "1,4,16",
     new_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer, and tokens measured per request.")] = 72,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; in each, every strategy runs once.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> int:
     """Compare off, fixed strategies and auto at several batch sizes, and say why speculation pays or does not."""
+    report_start()
+    _check_outputs(json_file)
     from paceline.bench.selection import SelectionOptions
     from paceline.cli.bench import bench_selection as run
 
     params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed)
     batches = tuple(sorted({int(size) for size in _numbers("--batch", batch, int, 1, 1024)}))
     return run(SelectionOptions(model, drafter, prompts, batches, params, rounds, device, dtype, threads), json_file)
+
+
+def _check_outputs(*files: Path | None) -> None:
+    """Files that are written at the end: nobody should wait for a result that cannot be kept."""
+    for file in files:
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(f"{file}: " + ("is a folder, not a file" if file.is_dir() else f"there is no folder {file.parent}"))
 
 
 def _check_positive(option: str, value: float | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,34 @@ from rich.table import Table
 
 from paceline.bench.explain import as_json, expectation, why
 from paceline.bench.selection import BatchResult, SelectionBenchmark, SelectionOptions
+from paceline.cli.log import clear_progress, say
+from paceline.cli.progress import ProgressView
 from paceline.files import atomic_write
 
 
 def bench_selection(options: SelectionOptions, json_file: Path | None) -> int:
     """Measures every batch size, prints the results and, if asked to, writes them as JSON. Returns the exit code."""
-    benchmark = SelectionBenchmark(options, lambda message: print(f"paceline: {message}", file=sys.stderr))
+    benchmark = SelectionBenchmark(options, say)
     console, found = Console(), list[dict[str, Any]]()
+    clear_progress()
     print(", ".join(f"{name} {value}" for name, value in benchmark.setting.items()))
     for batch in options.batches:
-        result = benchmark.measure(batch)
+        result = _measure(benchmark, batch)
         show(result, console)
         found.append(as_json(result))
     if json_file is not None:
         atomic_write(json_file, json.dumps({**benchmark.setting, "batches": found}, indent=1) + "\n")
     return 0
+
+
+def _measure(benchmark: SelectionBenchmark, batch: int) -> BatchResult:
+    with ProgressView(f"batch {batch}", None, unit="runs") as progress:
+
+        def on_run(name: str, done: int, total: int) -> None:
+            progress.set_done(done, total)
+            progress.show(name)
+
+        return benchmark.measure(batch, on_run)
 
 
 def show(result: BatchResult, console: Console) -> None:

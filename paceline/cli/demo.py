@@ -13,22 +13,23 @@ from paceline.bench.demo import PROMPTS, DemoOptions, Side, run_demo, summarize
 from paceline.cli.progress import ProgressView
 from paceline.files import atomic_write
 from paceline.generation import strategy_shares
-from paceline.models.weights import check_device, load_model
+from paceline.models.weights import check_device, check_model, load_model
 from paceline.types import StepResult
 
 
 def demo(options: DemoOptions) -> int:
     """Runs the demo, prints its figures and writes them to `summary.json`. Returns the exit code."""
     check_device(options.device)
+    check_model(options.model)
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out {options.out}: is a file, not a folder")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    console = Console(stderr=True)
-    console.print(f"Loading {options.model} …", markup=False, highlight=False)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
     if tokenizer is None:
         raise ValueError(f"{options.model}: the demonstration needs a tokenizer")
-    console.print("Warming up (the kernels compile on first use) …", highlight=False)
-    with ProgressView("demo", 2 * len(PROMPTS) * options.n, console) as progress:
+    with ProgressView("demo", 2 * len(PROMPTS) * options.n) as progress:
+        progress.say("warming up; the kernels compile on first use")
 
         def on_step(side: Side, result: StepResult) -> None:
             progress.add_done(len(result.finished))
@@ -41,12 +42,13 @@ def demo(options: DemoOptions) -> int:
     file = options.out / "summary.json"
     options.out.mkdir(parents=True, exist_ok=True)
     atomic_write(file, json.dumps(summary, indent=2) + "\n")
-    show(summary, sides, Console())
+    show(summary, sides, options.prompts, Console())
     print(f"Figures are in {file}.")
     return 0
 
 
-def show(summary: dict[str, Any], sides: list[Side], console: Console) -> None:
+def show(summary: dict[str, Any], sides: list[Side], prompts: tuple[str, ...], console: Console) -> None:
+    """Prints the figures and two of the answers."""
     table = Table(title=f"{summary['rollouts']} rollouts of {summary['prompts']} prompts, "
                         f"temperature {summary['temperature']}, {summary['dtype']}, {summary['threads']} threads")
     for column in ("strategy", "tokens", "seconds", "tokens/s", "tokens per verification"):
@@ -59,7 +61,7 @@ def show(summary: dict[str, Any], sides: list[Side], console: Console) -> None:
     print(f"auto / off: {summary['speedup']:.2f} times the tokens per second. Steps of auto: "
           f"{strategy_shares(summary['auto']['strategy_steps'])}.")
     print(_verdict(summary))
-    for group, text in ((sides[1].groups[i], PROMPTS[i]) for i in (1, 2)):
+    for group, text in ((sides[1].groups[i], prompts[i]) for i in (1, 2)):
         print(f"\n> {_short(text)}\n{_short(group.rollouts[0].text, 300)}")
     print()
 

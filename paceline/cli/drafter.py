@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.log import say
 from paceline.cli.progress import ProgressView
 from paceline.cli.stop_signal import StopSignal
 from paceline.config import ConfigError
 from paceline.files import atomic_write
 from paceline.spot import SpotConfig
-from paceline.trainer.config_files import apply_override
+from paceline.trainer.config_files import apply_override, with_source
 from paceline.trainer.drafter_charts import write_charts
 from paceline.trainer.drafter_eval import DrafterEvalOptions, DrafterEvaluation, EvalCallback, evaluate_drafter
 from paceline.trainer.standalone_drafter import (
@@ -36,7 +36,7 @@ def spot_config(overrides: Sequence[str], **fixed: Any) -> SpotConfig:
     try:
         return SpotConfig(**raw)
     except ConfigError as error:
-        raise ValueError(f"--set {error}") from None
+        raise with_source(error, overrides) from None
 
 
 def train_drafter(options: StandaloneDrafterOptions) -> int:
@@ -45,7 +45,7 @@ def train_drafter(options: StandaloneDrafterOptions) -> int:
         finished = StandaloneDrafterTrainer(options, _TrainingView(stack)).run(stop)
     if finished:
         return OK
-    print(f"paceline: interrupted; what is in {options.out} is kept, the same command continues", file=sys.stderr)
+    say(f"interrupted; what is in {options.out} is kept, the same command continues")
     return INTERRUPTED
 
 
@@ -79,7 +79,7 @@ class _TrainingView(DrafterTrainingCallback):
         if self._progress is not None:
             self._progress.say(message)
         else:
-            print(f"paceline: {message}", file=sys.stderr)
+            say(message)
 
 
 def eval_drafter(options: DrafterEvalOptions, json_file: Path | None, html_file: Path | None) -> int:
@@ -97,7 +97,7 @@ def eval_drafter(options: DrafterEvalOptions, json_file: Path | None, html_file:
 class _EvalView(EvalCallback):
     """Shows how the generation of answers proceeds."""
 
-    _progress: ProgressView
+    _progress: ProgressView | None = None
 
     def __init__(self, stack: ExitStack, strategy: str) -> None:
         self._stack, self._strategy = stack, strategy
@@ -106,6 +106,7 @@ class _EvalView(EvalCallback):
         self._progress = self._stack.enter_context(ProgressView("answers", num_answers))
 
     def on_engine_step(self, result: StepResult, stats: EngineStats) -> None:
+        assert self._progress is not None
         self._progress.add_done(len(result.finished))
         self._progress.update(stats, self._strategy)
 
@@ -113,7 +114,7 @@ class _EvalView(EvalCallback):
         self._stack.close()
 
     def on_message(self, message: str) -> None:
-        self._progress.say(message)
+        say(message)
 
 
 def show(found: DrafterEvaluation) -> None:

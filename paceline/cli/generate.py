@@ -21,7 +21,9 @@ def generate(options: GenerationOptions) -> int:
         view.progress.say(f"interrupted: {result.num_generated} rollouts of this run are in {options.out}; "
                           "the same command continues from there")
         return INTERRUPTED
-    assert result.stats is not None
+    if result.stats is None or not result.num_generated + result.num_existing + result.num_problems:
+        view.progress.say(f"{options.prompts}: there is no prompt in it")
+        return BAD_INPUT
     existing = f" ({result.num_existing} were there already)" if result.num_existing else ""
     view.progress.say(figures_line(result.num_generated, result.stats, result.seconds) + existing)
     if result.num_problems:

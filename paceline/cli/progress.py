@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from paceline.cli.log import clear_progress, progress_goes_to
 from paceline.generation.summary import strategy_shares
+from paceline.report.formatting import format_duration
 from paceline.types import EngineStats
 
 _BAR_EVERY_S, _LINE_EVERY_S = 0.2, 10.0
@@ -21,13 +24,17 @@ class ProgressView:
         self.console = console or Console(stderr=True)
         self._what, self._unit, self._done, self._began, self._shown = what, unit, 0, time.perf_counter(), time.perf_counter()
         self._live = self.console.is_terminal
+        self._done_before = 0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(),
                    TextColumn("{task.fields[figures]}"))  # fits into 80 columns
         self._bar = Progress(*columns, console=self.console, disable=not self._live)
         self._task = self._bar.add_task(what, total=total, figures="")
-        self._total = total
+        self._total, self._stack = total, ExitStack()
 
     def __enter__(self) -> ProgressView:
+        clear_progress()
+        if self._live:
+            self._stack.enter_context(progress_goes_to(self._show_now))
         self._bar.start()
         return self
 
@@ -35,6 +42,7 @@ class ProgressView:
         if self._live:
             self._bar.update(self._task, completed=self._done, total=self._total)
         self._bar.stop()
+        self._stack.close()
 
     @property
     def seconds(self) -> float:
@@ -44,10 +52,15 @@ class ProgressView:
     def restart_clock(self) -> None:
         """Restarts the clock: what came before, such as loading, does not count."""
         self._began = self._shown = time.perf_counter()
+        self._done_before = self._done
 
     def add_done(self, count: int) -> None:
         """`count` more units are done; shown with the next figures."""
         self._done += count
+
+    def set_done(self, done: int, total: int) -> None:
+        """`done` of `total` units are done."""
+        self._done, self._total = done, total
 
     def lower_total(self, count: int) -> None:
         """`count` units fewer are expected."""
@@ -65,15 +78,24 @@ class ProgressView:
                       f"{stats.tokens_per_verification:.2f}/verification, {strategy}")
 
     def show(self, figures: str) -> None:
-        """Shows figures, at most a few times per second on a terminal and every ten seconds otherwise."""
-        if not self._is_due():
-            return
+        """Shows figures and the time that is left, at most a few times per second on a terminal and every ten seconds
+        otherwise."""
+        if self._is_due():
+            self._show_now(figures + self._time_left())
+
+    def _show_now(self, figures: str) -> None:
         self._shown = time.perf_counter()
         if self._live:
             self._bar.update(self._task, completed=self._done, total=self._total, figures=figures)
         else:
             total = "" if self._total is None else f"/{self._total}"
             self.say(f"{self._what}: {self._done}{total} {self._unit}, {figures}")
+
+    def _time_left(self) -> str:
+        done = self._done - self._done_before
+        if self._total is None or done <= 0 or self._done >= self._total:
+            return ""
+        return f", {format_duration((self._total - self._done) * self.seconds / done)} left"
 
     def _is_due(self) -> bool:
         return time.perf_counter() - self._shown >= (_BAR_EVERY_S if self._live else _LINE_EVERY_S)

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from paceline.config import TrainConfig
+from rich.console import Console
+
+from paceline.cli.log import progress_goes_to, say
+from paceline.config import ConfigError, TrainConfig
+from paceline.models.weights import resolve_device
 from paceline.report import TrainView
 from paceline.spot.alarms import Alarm
+from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
+from paceline.trainer.config_files import with_source
+from paceline.trainer.validation import check_config
 from paceline.types import RolloutGroup, StepResult
 
 EXIT_CODES = {RunStatus.COMPLETED: 0, RunStatus.FAILED: 2, RunStatus.INTERRUPTED: 130}
+_LINE_EVERY_S = 15.0
+"""Seconds between lines of progress within a step if stderr is not a terminal."""
 
 
-def train(config: TrainConfig, resume: bool = False) -> int:
+def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: str) -> Task:
+    """The run's task, if the run can start with this configuration; otherwise a ValueError names the flag or file at fault."""
+    try:
+        return check_config(config, resume)
+    except ConfigError as error:
+        raise with_source(error, overrides, file) from None
+
+
+def train(config: TrainConfig, task: Task, resume: bool = False) -> int:
     """Runs the training and returns the exit code."""
     with TerminalView(config) as view:
-        result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume).run()
+        result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task).run()
     if result.status is RunStatus.COMPLETED:
         show(result, config)
+    elif view.is_live:  # the panel has room for a part of it
+        say(result.message)
     return EXIT_CODES[result.status]
 
 
@@ -28,40 +49,48 @@ def trainer_class(config: TrainConfig) -> type[Trainer]:
     """The trainer for one worker, or for several."""
     if not config.cluster.needs_ray:
         return Trainer
-    try:
-        from paceline.cluster.trainer import ClusterTrainer
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ValueError("cluster: Ray is not installed; pip install 'paceline[cluster]'") from None
+    from paceline.cluster.trainer import ClusterTrainer
+
     return ClusterTrainer
 
 
 class TerminalView(TrainerCallback):
-    """Shows a run in the terminal: a live panel, or one line per step if stderr is not a terminal."""
+    """Shows a run in the terminal: a live panel, or lines if stderr is not a terminal."""
 
     def __init__(self, config: TrainConfig) -> None:
-        title = f"{config.algorithm} on {config.task}: {config.model}, {config.dtype}, {config.device}"
-        self._view, self._is_open = TrainView(title, config.steps), False
+        device = resolve_device(config.device)
+        title = f"{config.algorithm} on {config.task}: {config.model}, {config.dtype}, {device}"
+        console = Console(stderr=True)
+        self.is_live = console.is_terminal and not console.is_dumb_terminal
+        """Whether there is a panel that is redrawn."""
+        self._view, self._stack = TrainView(title, config.steps, console), ExitStack()
+        self._step, self._next_line = 0, 0.0
 
     def __enter__(self) -> TerminalView:
+        if self.is_live:
+            self._stack.enter_context(progress_goes_to(self._view.phase))
+        self._stack.enter_context(self._view)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._is_open:
-            self._view.__exit__(kind, error, trace)
+        self._stack.__exit__(kind, error, trace)
 
     def on_run_begin(self, trainer: Trainer) -> None:
-        """The view opens only now: loading prints messages of its own."""
-        self._view.__enter__()
-        self._is_open = True
+        self._view.begin(trainer.state.step)
+
+    def on_step_begin(self, step: int) -> None:
+        self._step, self._next_line = step, time.perf_counter() + _LINE_EVERY_S
 
     def on_phase(self, phase: str) -> None:
         self._view.phase(phase)
+        if phase.startswith("capturing"):
+            self._line(phase)
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
-        self._view.rollout(progress.num_finished, progress.num_total, progress.stats.tokens_per_second, result.strategy,
-                           progress.stats.tokens_per_verification)
+        done, total, stats = progress
+        self._view.rollout(done, total, stats.tokens_per_second, result.strategy, stats.tokens_per_verification)
+        if not self.is_live:
+            self._line(f"step {self._step}: {done} of {total} answers, {stats.tokens_per_second:.0f} tokens/s")
 
     def on_alarms(self, alarms: Sequence[Alarm]) -> None:
         self._view.alarms([f"drafter {alarm.name}: {alarm.message}" for alarm in alarms])
@@ -71,6 +100,12 @@ class TerminalView(TrainerCallback):
 
     def on_warning(self, message: str) -> None:
         self._view.warn(message)
+
+    def _line(self, text: str) -> None:
+        """Says where a long step is, now and then."""
+        if not self.is_live and time.perf_counter() >= self._next_line:
+            self._next_line = time.perf_counter() + _LINE_EVERY_S
+            say(text)
 
 
 def show(result: TrainResult, config: TrainConfig) -> None:

@@ -16,6 +16,7 @@ from paceline.drafters.eagle import Eagle, EagleConfig, Form
 from paceline.drafters.fingerprint import PolicyFingerprint, shape_of
 from paceline.files import atomic_write, load_tensors, read_json, save_tensors
 from paceline.models.decoder import Decoder
+from paceline.names import suggest
 from paceline.optim import require_finite
 
 _PLAIN = {"fc.weight": "fc.weight", "attention.o.weight": "layers.0.self_attn.o_proj.weight",
@@ -34,7 +35,7 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     Raises ValueError if the checkpoint does not fit the policy's shape. A drafter that was trained for other weights of the same
     shape is accepted; its `policy_fingerprint` tells for which.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     config, tensors = _read(folder)
     fingerprint, shape = PolicyFingerprint.from_json(config.get(_FINGERPRINT_KEY)), shape_of(policy.config)
     if fingerprint is not None and fingerprint.shape != shape:
@@ -87,10 +88,19 @@ def save_eagle(module: Eagle, folder: str | Path) -> None:
     atomic_write(folder / "config.json", json.dumps(_config(module), indent=2))
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def check_drafter_folder(folder: str | Path) -> None:
+    """Raises a ValueError unless the folder holds the files of a drafter."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        near = suggest(str(folder), ("suffix", "none"))
+        raise ValueError(f"{folder}: neither suffix nor none, and no such folder of a learned drafter{near}")
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: not a drafter folder, {name} is missing")
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    check_drafter_folder(folder)
     config, tensors = read_json(folder / "config.json"), load_tensors(folder / "model.safetensors")
     return config, {name.replace("midlayer.", "layers.0.").removeprefix("model."): t for name, t in tensors.items()}
 

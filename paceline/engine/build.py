@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.cache import PageAllocator, PagedStore
 from paceline.config import EngineConfig
-from paceline.drafters.checkpoint import load_eagle
+from paceline.drafters.checkpoint import check_drafter_folder, load_eagle
 from paceline.drafters.eagle import Eagle, feature_columns
 from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -23,8 +23,30 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.kernels import Ops, ops_for
 from paceline.models.decoder import Decoder, Rope
+from paceline.strategy import AnyStrategy, FixedSelector, Selector, make_selector
 
 logger = logging.getLogger(__name__)
+
+
+def check_speculation(drafter: str | Path | Eagle | None, strategy: AnyStrategy) -> None:
+    """Raises a ValueError if the strategy is not one, the drafter is neither a name nor the folder of a learned drafter, or the
+    strategy uses a drafter that this engine would not have. Nothing is loaded."""
+    selector = make_selector(strategy)
+    has_learned = drafter not in (None, "suffix", "none")
+    if has_learned and isinstance(drafter, str | Path):
+        check_drafter_folder(drafter)
+    require_drafter(selector, has_learned, drafter not in (None, "none"))
+
+
+def require_drafter(selector: Selector, has_learned: bool, has_suffix: bool) -> None:
+    """Raises a ValueError if a fixed strategy uses a drafter that there is not."""
+    if not isinstance(selector, FixedSelector):
+        return
+    strategy = selector.strategy
+    if strategy.drafter in ("eagle", "both") and not has_learned:
+        raise ValueError(f"strategy {strategy}: it needs a learned drafter; set drafter to the folder of one")
+    if strategy.drafter == "suffix" and not has_suffix:
+        raise ValueError(f"strategy {strategy}: it needs the suffix drafter, but drafter is none")
 
 
 class Parts(NamedTuple):

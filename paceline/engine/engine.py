@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
-from paceline.engine.build import build
+from paceline.engine.build import build, check_speculation
 from paceline.engine.draft_outcomes import ObservedDrafts
 from paceline.engine.drafting import StepDrafts
 from paceline.engine.dummy import DummySteps
@@ -85,12 +85,14 @@ class Engine:
             self._check_drafter_origin(self.drafting.eagle.module)
 
     @classmethod
-    def load(cls, source: str | Path, device: str = "cpu", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
+    def load(cls, source: str | Path, device: str = "auto", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
              strategy: AnyStrategy = "auto", **options: Any) -> Engine:
-        """Load a policy and make an engine for it. `source`: a Hugging Face folder, a hub id or a GGUF file. `drafter`:
-        "suffix", "none", or the folder of a learned drafter (the suffix drafter is then available, too). `options`: fields of
-        EngineConfig."""
+        """Load a policy and make an engine for it. `source`: a Hugging Face folder, a hub id, a GGUF file, or "default" for the
+        bundled policy. `device`: "auto" is a GPU if there is one. `drafter`: "suffix", "none", or the folder of a learned
+        drafter (the suffix drafter is then available, too). `options`: fields of EngineConfig. What is wrong with any of them
+        is a ValueError of one line, before the weights are loaded."""
         config = EngineConfig(**options)
+        check_speculation(drafter, strategy)
         model, tokenizer = load_model(source, device, dtype)
         return cls(model, tokenizer, drafter, strategy, config)
 

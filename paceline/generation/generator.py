@@ -12,13 +12,14 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from jinja2 import TemplateError
 
+from paceline.bundled import resolve_model
 from paceline.engine import Engine
+from paceline.engine.build import check_speculation
 from paceline.engine.prompts import derive_seed
 from paceline.generation.jobs import Job, JobReader, open_prompts
 from paceline.generation.output import RolloutFile, to_record
-from paceline.models.weights import check_device, parse_dtype
-from paceline.strategy import FixedSelector, make_selector
-from paceline.types import EngineStats, Rollout, SamplingParams, StepResult, Strategy
+from paceline.models.weights import check_model, parse_dtype, resolve_device
+from paceline.types import EngineStats, Rollout, SamplingParams, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class GenerationOptions:
     """What to generate, and with which engine."""
 
     model: str
-    """Hugging Face folder, hub id or GGUF file."""
+    """Hugging Face folder, hub id, GGUF file, or `default` for the bundled policy."""
     prompts: str
     """File of prompts as JSON lines; `-` is standard input."""
     out: Path
@@ -42,7 +43,7 @@ class GenerationOptions:
     dtype: str
     """Data type of weights and computation, or `auto`."""
     device: str
-    """Device, such as `cpu` or `cuda`."""
+    """Device, such as `cpu` or `cuda`; `auto`: a GPU if there is one."""
     threads: int | None = None
     """Number of CPU threads. None: PyTorch's default."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -122,11 +123,12 @@ class FileGenerator:
     def run(self) -> GenerationResult:
         """Generates all rollouts that the output does not have yet. A KeyboardInterrupt ends the call early; nothing is lost."""
         options = self.options
-        check_device(options.device)
-        selector = make_selector(options.strategy)
-        strategy = selector.strategy if isinstance(selector, FixedSelector) else None
         settings = sampling_settings(options)
+        check_speculation(options.drafter, options.strategy)
+        check_model(options.model)
         name, lines, num_lines = open_prompts(options.prompts)
+        if num_lines is not None:
+            _require_a_prompt(name, lines)
         interrupted, stats = False, None
         with lines, RolloutFile(options.out, settings) as self._out:
             self._num_wanted = None if num_lines is None else num_lines * options.n
@@ -135,7 +137,7 @@ class FileGenerator:
                 places = ", ".join(map(str, self._out.damaged[:5])) + (", …" if len(self._out.damaged) > 5 else "")
                 self.callback.on_warning(f"{options.out}: damaged lines removed ({places}); their rollouts are generated again")
             try:
-                self._load(strategy)
+                self._load()
                 self._generate(name, lines)
             except KeyboardInterrupt:
                 interrupted = True
@@ -144,15 +146,11 @@ class FileGenerator:
         return GenerationResult(self._num_generated, self._num_existing, self._num_problems, interrupted, stats,
                                 time.perf_counter() - self._began)
 
-    def _load(self, strategy: Strategy | None) -> None:
+    def _load(self) -> None:
         if self.options.threads is not None:
             torch.set_num_threads(self.options.threads)
         self.engine = load_engine(self.options)
         self._is_loaded = True
-        available = self.engine.drafting.available
-        if strategy is not None and strategy != Strategy.OFF and strategy.drafter not in available:
-            raise ValueError(f"strategy {strategy}: its drafter is not loaded (loaded: {', '.join(available) or 'none'}); "
-                             "choose one with --drafter")
         limit, context = self.engine.scheduler.max_length, self.engine.model.config.max_context
         if limit < context:
             self.callback.on_warning(f"note: the KV cache holds {limit} tokens, less than the model's context of {context}: "
@@ -225,13 +223,13 @@ class FileGenerator:
 
 def sampling_settings(options: GenerationOptions) -> dict[str, Any]:
     """Everything that the tokens depend on besides the prompts. Options that change only the speed are not included."""
-    params, dtype = options.params, parse_dtype(options.dtype)
+    params, dtype, device = options.params, parse_dtype(options.dtype), resolve_device(options.device)
     return {
         "model": _model_name(options.model), "weights": _weights_stamp(options.model), "n": options.n, "seed": params.seed,
         "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
         "max_new_tokens": params.max_new_tokens, "stop": list(params.stop), "ignore_eos": params.ignore_eos,
         "raw_logprobs": params.raw_logprobs, **_adjustments(params),
-        "dtype": f"auto on {options.device}" if dtype is None else str(dtype).removeprefix("torch.")}
+        "dtype": f"auto on {device}" if dtype is None else str(dtype).removeprefix("torch.")}
 
 
 def _adjustments(params: SamplingParams) -> dict[str, Any]:
@@ -247,8 +245,17 @@ def load_engine(options: GenerationOptions) -> Engine:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "memory" in str(error):
             raise ValueError(f"{options.model}: weights and KV cache (--kv-memory-gb) do not fit into the memory of "
-                             f"{options.device}") from None
+                             f"{resolve_device(options.device)}") from None
         raise
+
+
+def _require_a_prompt(name: str, lines: BinaryIO) -> None:
+    """Raises a ValueError if no line of a file is a prompt; otherwise rewinds it."""
+    refused: list[str] = []
+    if next(iter(JobReader(name, lines, refused.append)), None) is None:
+        lines.close()
+        raise ValueError(f"{refused[0]}; no line is a prompt")
+    lines.seek(0)
 
 
 def _encode(engine: Engine, prompt: Any) -> list[int]:
@@ -263,13 +270,13 @@ def _one_line(error: object) -> str:
 
 
 def _model_name(model: str) -> str:
-    path = Path(model).expanduser()
+    path = Path(resolve_model(model)).expanduser()
     return str(path.resolve()) if path.exists() else model
 
 
 def _weights_stamp(model: str) -> str | None:
     """Total size and latest modification time of a local model's weight files: cheaply detects that the model was exchanged."""
-    path = Path(model).expanduser()
+    path = Path(resolve_model(model)).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         return None

@@ -64,7 +64,8 @@ class JobReader:
 
 
 def open_prompts(path: str) -> tuple[str, BinaryIO, int | None]:
-    """Name, lines and number of non-empty lines (None: unknown) of a file of prompts; `-` is standard input."""
+    """Name, lines and number of non-empty lines (None: unknown) of a file of prompts; `-` is standard input. A file without a
+    single prompt is a ValueError."""
     if path == "-":
         return "<stdin>", sys.stdin.buffer, None
     file = Path(path)
@@ -74,9 +75,14 @@ def open_prompts(path: str) -> tuple[str, BinaryIO, int | None]:
         lines = file.open("rb")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file of prompts") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     if not file.is_file():
         return path, lines, None
     count = sum(bool(line.strip()) for line in lines)
+    if not count:
+        lines.close()
+        raise ValueError(f"{path}: there is no prompt in it")
     lines.seek(0)
     return path, lines, count
 

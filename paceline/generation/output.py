@@ -31,8 +31,10 @@ class RolloutFile:
         self.done: dict[tuple[str, int], str] = {}
         self.damaged: list[int] = []
         """Numbers of lines that were damaged and have been removed."""
+        is_new = not path.exists()
         self._file = _open_locked(path)
         self._resumable = path.is_file()  # /dev/stdout and pipes are not
+        self._is_new = is_new and self._resumable
         try:
             if self._resumable:
                 self._resume(settings)
@@ -44,7 +46,11 @@ class RolloutFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        is_empty = self._is_new and not self.path.stat().st_size
         self._file.close()
+        if is_empty:  # nothing was generated: leave no trace
+            for file in (self.path, _meta(self.path)):
+                file.unlink(missing_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one record as a complete line, or raises an OSError and appends nothing."""
@@ -63,7 +69,7 @@ class RolloutFile:
     def _resume(self, settings: Mapping[str, Any]) -> None:
         """Writes the settings of a new file. For an existing file, compares them, reads the finished rollouts, and removes an
         incomplete line, damaged lines and failed rollouts."""
-        meta = Path(f"{self.path}.meta.json")
+        meta = _meta(self.path)
         if self.path.stat().st_size == 0:
             atomic_write(meta, json.dumps(settings, indent=2) + "\n")
             return
@@ -119,6 +125,10 @@ class RolloutFile:
             raise
         self._file.close()
         self._file = fresh
+
+
+def _meta(path: Path) -> Path:
+    return Path(f"{path}.meta.json")
 
 
 def to_record(job_id: str | int | float, sample: int, prompt_hash: str, rollout: Rollout) -> dict[str, Any]:

@@ -104,7 +104,25 @@ def _with_generation_eos(config: ModelConfig, path: Path) -> ModelConfig:
 def download_from_hub(name: str) -> Path:
     """Download a repository of the Hugging Face hub, or find it in the cache, and return its folder."""
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(name):
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"]))
+
+
+def check_hub_model(name: str) -> None:
+    """Raises a ValueError if there is no such repository on the hub or in its cache, or its model is not supported."""
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(name):
+        file = Path(hf_hub_download(name, "config.json"))
+    with_file_name(file, ModelConfig.from_hf, read_json(file))
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Turns whatever the hub's client raises into a ValueError of one line."""
     from huggingface_hub.errors import (
+        EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
@@ -116,14 +134,18 @@ def download_from_hub(name: str) -> Path:
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"{name}: no such folder or file, and not a hub id")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"]))
+        yield
     except GatedRepoError:
         raise ValueError(f"{name}: this hub repository asks for a licence to be accepted and for a login") from None
     except (RepositoryNotFoundError, HFValidationError):
         raise ValueError(f"{name}: no such folder here and no such repository on the hub") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, ConnectionError):
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
         raise ValueError(f"{name}: no such folder here, not in the hub's cache, and the hub is not reached "
                          "(offline, or HF_HUB_OFFLINE is set)") from None
+    except EntryNotFoundError:
+        raise ValueError(f"{name}: this hub repository has no config.json, so it is not a model") from None
+    except HfHubHTTPError as error:
+        raise ValueError(f"{name}: the hub refuses it ({one_line(error)[:80]})") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:

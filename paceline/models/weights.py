@@ -6,6 +6,7 @@ are already allocated, so peak memory is the model plus one tensor.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,19 +16,24 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.bundled import resolve_model
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.gguf import GgufCheckpoint
-from paceline.models.huggingface import FolderCheckpoint, download_from_hub
+from paceline.models.huggingface import FolderCheckpoint, check_hub_model, download_from_hub
 from paceline.models.state_dict import check_shapes, load_state
+from paceline.names import suggest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "float64": torch.float64, "fp64": torch.float64,
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
 }
+_DEVICES = ("auto", "cpu", "cuda")
 _CACHED_BYTES = 32 << 20
 """Models whose float32 weights are smaller than this (they fit into the CPU's cache) run in float32 on a CPU: half precision only
 saves memory traffic, and without any its conversions make a step two to three times as long."""
@@ -62,16 +68,16 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
     gradients, and its tokenizer (None if the checkpoint has none).
 
     Args:
-        source: Folder, `.gguf` file or hub id.
-        device: Device of the parameters.
+        source: Folder, `.gguf` file or hub id; `default` is the small policy bundled with the package.
+        device: Device of the parameters; `auto` is a GPU if there is one.
         dtype: Dtype of the parameters. "auto" takes the checkpoint's own, but float32 for a small model on a CPU; GGUF files
             become float32 on a CPU and bfloat16 elsewhere.
         max_context: Reduces the longest sequence that the model accepts.
     """
-    check_device(device)
-    device = torch.device(device)
+    device = torch.device(resolve_device(device))
     wanted = parse_dtype(dtype)
     checkpoint = open_checkpoint(source)
+    logger.info("loading %s on %s", source, describe_device(device), extra={"is_notice": True})
     config = _limit_context(checkpoint.config, max_context)
     shapes = checkpoint.shapes()
     if wanted is None:
@@ -87,7 +93,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
     """Open a checkpoint and read its configuration, but no weights."""
-    path = Path(source).expanduser()
+    path = Path(resolve_model(source)).expanduser()
     if path.is_dir():
         return FolderCheckpoint(path)
     if path.suffix == ".gguf":
@@ -97,22 +103,52 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     return FolderCheckpoint(download_from_hub(str(source)))
 
 
+def check_model(source: str | Path) -> None:
+    """Raises a ValueError unless `source` is a model that can be loaded, as far as its configuration and file headers tell. Of a
+    hub repository only the configuration is downloaded."""
+    path = Path(resolve_model(source)).expanduser()
+    if path.exists() or path.suffix == ".gguf":
+        open_checkpoint(source)
+    else:
+        check_hub_model(str(source))
+
+
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     """The dtype of a name such as "bfloat16" or "bf16"; None for "auto"."""
     if dtype == "auto":
         return None
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
-        raise ValueError(f"dtype: {dtype} is not supported; known: auto, {', '.join(_DTYPES)}")
+        near = suggest(str(dtype), _DTYPES)
+        raise ValueError(f"dtype: {dtype} is not supported; known: auto, {', '.join(_DTYPES)}{near}")
     return found
+
+
+def resolve_device(device: torch.device | str) -> str:
+    """The name of a device that this machine has, such as `cpu` or `cuda:1`. `auto` is a GPU if there is one. Other names are a
+    ValueError."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    return str(device)
+
+
+def describe_device(device: torch.device | str) -> str:
+    """The device in words, such as `GPU 0 (NVIDIA H200)` or `CPU (2 threads)`."""
+    found = torch.device(resolve_device(device))
+    if found.type == "cuda":
+        return f"GPU {found.index or 0} ({torch.cuda.get_device_name(found)})"
+    return f"CPU ({torch.get_num_threads()} threads)"
 
 
 def check_device(device: torch.device | str) -> None:
     """Raises a ValueError if `device` is neither the CPU nor a CUDA device that this machine has."""
+    if device == "auto":
+        return
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device {device}: not a device, such as cpu or cuda") from None
+        raise ValueError(f"device {device}: not a device, such as auto, cpu or cuda{suggest(str(device), _DEVICES)}") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: not supported; there are cpu and cuda")
     if found.type == "cuda" and not torch.cuda.is_available():

@@ -55,7 +55,7 @@ class TrainView:
         self._progress.began = self._progress.step_ended = time.perf_counter()
         if self._live is not None:
             try:
-                self._live.start()
+                self._live.start(refresh=True)
             except OSError:
                 self._is_closed = True
         return self
@@ -70,6 +70,11 @@ class TrainView:
                 self._print(f"warning: {line}")
         except OSError:
             self._is_closed = True
+
+    def begin(self, step: int) -> None:
+        """Reports that everything is loaded and that `step` steps were done before, by a run that is now resumed."""
+        self._progress.step, self._progress.step_ended = step, time.perf_counter()
+        self._refresh()
 
     def rollout(self, done: int, total: int, tokens_per_second: float, strategy: object,
                 accept_length: float | None = None) -> None:
@@ -223,8 +228,10 @@ def panel(progress: RunProgress, console: Console, now: float) -> RenderableType
     room = max(10, width - 13)
     body = Text(no_wrap=True)
     for name, content in _rows(progress, room, now, console.options.ascii_only, console.no_color):
-        content.truncate(room, overflow="ellipsis")
-        body.append(f"{name:<9}", "bold").append_text(content).append("\n")
+        lines = content.wrap(console, room) if name in ("alarm", "warning") else [content]  # these may contain commands
+        for number, line in enumerate(lines):
+            line.truncate(room, overflow="ellipsis")
+            body.append(f"{name if number == 0 else '':<9}", "bold").append_text(line).append("\n")
     body.right_crop()
     return Panel(body, title=Text(progress.title), title_align="left", subtitle=Text(format_duration(now - progress.began)),
                  subtitle_align="right", width=width, border_style="cyan")

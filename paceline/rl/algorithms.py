@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from paceline.config import Config
+from paceline.names import suggest
 from paceline.rl.advantages import gae, group_centred, group_normalised, leave_one_out, overlong_penalty, whitened
 from paceline.rl.batch import MicroBatch, Sample
 from paceline.rl.losses import (
@@ -242,7 +243,7 @@ ALGORITHMS: dict[str, type[GRPO]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DA
 def make_algorithm(name: str, max_new_tokens: int, **options: Any) -> Algorithm:
     """The algorithm of this name. `options` are the fields of its class."""
     if name not in ALGORITHMS:
-        raise ValueError(f"algorithm: {name!r} is not one of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"algorithm: {name!r} is not one of {', '.join(ALGORITHMS)}{suggest(name, ALGORITHMS)}")
     return ALGORITHMS[name](**{"max_new_tokens": max_new_tokens, **options})
 
 

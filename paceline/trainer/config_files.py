@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bundled import default_train_config
-from paceline.config import RENAMED_KEYS, Config, ConfigError, TrainConfig, with_current_names
+from paceline.config import RENAMED_KEYS, Config, ConfigError, ConfigProblem, TrainConfig, with_current_names
 from paceline.files import DamagedFile, read_json
-
-CONFIG_FILE = "config.json"
+from paceline.trainer.run_folder import CONFIG_FILE, is_unused
 
 
 def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -29,7 +28,7 @@ def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -
         raise ValueError(f"{path}: no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return _validated(raw, overrides, str(path))
+    return _validated(raw, overrides, "" if file is None else str(path))
 
 
 def load_run_config(folder: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -52,9 +51,9 @@ def dump_config(config: TrainConfig) -> str:
 
 
 def unused_folder(out: str) -> str:
-    """`out`, or the first of `out-2`, `out-3`, … that does not exist yet."""
+    """`out`, or the first of `out-2`, `out-3`, … in which no step of a run was done and no run is under way."""
     names = chain([out], (f"{out}-{number}" for number in count(2)))
-    return next(name for name in names if not Path(name).exists())
+    return next(name for name in names if is_unused(Path(name)))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -62,12 +61,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
-        raise ValueError(f"override {override}: expected KEY=VALUE, like optimizer.lr=1e-5")
+        raise ValueError(f"--set {override}: expected KEY=VALUE, like optimizer.lr=1e-5")
     table = raw
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ValueError(f"override {override}: {name} is not a table")
+            raise ValueError(f"--set {override}: {name} is not a table")
     try:
         table[names[-1]] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -88,19 +87,36 @@ def check_drafter_settings(config: TrainConfig) -> None:
         try:
             kind(**getattr(config, name))
         except ConfigError as error:
-            raise ConfigError([problem._replace(key=f"{name}.{problem.key}") for problem in error.problems]) from None
+            raise ConfigError([problem.within(name) for problem in error.problems]) from None
+
+
+def with_source(error: ConfigError, overrides: Sequence[str], file: str = "") -> ValueError:
+    """The error as one line that says where each wrong setting comes from: `--set KEY=VALUE` if it was overridden, otherwise the
+    file."""
+    return ValueError("; ".join(_with_source(problem, overrides, file) for problem in error.problems))
+
+
+def _with_source(problem: ConfigProblem, overrides: Sequence[str], file: str) -> str:
+    for override in reversed(overrides):
+        key = override.partition("=")[0].strip()
+        if problem.key == key:
+            return f"--set {override}: {problem.message}"
+        if problem.key and (f"{problem.key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{problem.key}.")):
+            return f"--set {override}: {problem}"
+    return f"{file}: {problem}" if file else str(problem)
 
 
 def _validated(raw: Mapping[str, Any], overrides: Sequence[str], source: str) -> TrainConfig:
+    current = [_with_current_key(override) for override in overrides]
     try:
         content = with_current_names(raw)
-        for override in overrides:
-            apply_override(content, _with_current_key(override))
+        for override in current:
+            apply_override(content, override)
         config = TrainConfig(**content)
         check_drafter_settings(config)
         return config
     except ConfigError as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise with_source(error, current, source) from None
 
 
 def _with_current_key(override: str) -> str:

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from paceline.bundled import resolve_model
 from paceline.config import EngineConfig
-from paceline.drafters.checkpoint import load_eagle
+from paceline.drafters.checkpoint import check_drafter_folder, load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
-from paceline.generation import encode_prompt, read_prompts
+from paceline.generation import NamedPrompt, encode_prompt, read_prompts
 from paceline.models.decoder import Decoder
-from paceline.models.weights import check_device, load_model
+from paceline.models.weights import check_device, check_model, load_model
 from paceline.spot import capture_layers
 from paceline.spot.coverage import Coverage, coverage
 from paceline.trainer.answer_capture import read_records
@@ -53,7 +52,7 @@ class DrafterEvalOptions:
     strategy: str
     """Strategy that answers are generated with."""
     device: str
-    """Device, such as `cpu` or `cuda`."""
+    """Device, such as `cpu` or `cuda`; `auto`: a GPU if there is one."""
     dtype: str
     """Data type of the policy, or `auto`."""
     threads: int | None = None
@@ -103,20 +102,25 @@ class EvalCallback:
 
 def evaluate_drafter(options: DrafterEvalOptions, callback: EvalCallback | None = None) -> DrafterEvaluation:
     """Evaluates a drafter on held-out or newly generated answers."""
-    check_device(options.device)
+    callback = callback or EvalCallback()
     if (options.prompts is None) == (options.records is None):
         raise ValueError("prompts, records: exactly one of them must be given")
     if options.params.temperature == 0:
         raise ValueError("temperature: 0 is not > 0; greedy answers have no noise to share")
+    check_device(options.device)
+    check_model(options.model)
+    check_drafter_folder(options.drafter)
+    Strategy.parse(options.strategy)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load_model(resolve_model(options.model), options.device, options.dtype)
+    prompts = [] if options.prompts is None else read_prompts(options.prompts, callback.on_message)
+    model, tokenizer = load_model(options.model, options.device, options.dtype)
     drafter = load_eagle(options.drafter, model)
     measured: dict[str, Any] = {}
     if options.records is not None:
         records = read_records(options.records, options.answers)
     else:
-        records, measured = _generate(options, model, tokenizer, drafter, callback or EvalCallback())
+        records, measured = _generate(options, prompts, model, tokenizer, drafter, callback)
     found = [coverage(drafter, model, records, tau, options.depth, options.widths, options.params.temperature)
              for tau in options.taus]
     return DrafterEvaluation(found, len(records), sum(len(r.token_ids) - r.prompt_length for r in records), measured)
@@ -137,16 +141,14 @@ def coverage_record(found: Coverage) -> dict[str, Any]:
             "by_version": {str(version): share._asdict() for version, share in found.by_version.items()}}
 
 
-def _generate(options: DrafterEvalOptions, model: Decoder, tokenizer: Any, drafter: Eagle,
+def _generate(options: DrafterEvalOptions, prompts: Sequence[NamedPrompt], model: Decoder, tokenizer: Any, drafter: Eagle,
               callback: EvalCallback) -> tuple[list[FeatureRecord], dict[str, Any]]:
     """Generates answers with the drafter under evaluation, which changes no token; also returns its accept length."""
-    assert options.prompts is not None
     strategy = Strategy.parse(options.strategy)
     kv_memory_gb = None if model.norm.device.type == "cpu" else 16.0
     engine = Engine(model, tokenizer, drafter, strategy,
                     EngineConfig(capture=capture_layers(drafter.config), kv_memory_gb=kv_memory_gb, max_rows=_MAX_ROWS))
     callback.on_generation_begin(options.answers)
-    prompts = read_prompts(options.prompts, callback.on_message)
     chosen = [prompts[i % len(prompts)] for i in range(options.answers)]
     keys = [f"{each.key}/{i // len(prompts)}" for i, each in enumerate(chosen)]
 

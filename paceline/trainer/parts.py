@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from paceline.bundled import resolve_model
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
@@ -32,7 +31,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     compute = parse_dtype(config.dtype)
     master = torch.float64 if compute == torch.float64 else torch.float32
     lora = config.learner.lora_rank > 0
-    source = resolve_model(config.model) if checkpoint is None or lora else policy_folder(checkpoint)
+    source = config.model if checkpoint is None or lora else policy_folder(checkpoint)
     try:
         model, tokenizer = load_model(source, config.device, (compute or master) if lora else master)
     except ValueError as error:
@@ -49,7 +48,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
                       config.seed, reward_model, config.reward_model_weight,
                       SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
     if learner.reference is not None and checkpoint is not None and not lora:
-        first, _ = load_model(resolve_model(config.model), config.device, master)
+        first, _ = load_model(config.model, config.device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
     if checkpoint is not None:
         restore(learner, checkpoint)
@@ -59,7 +58,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
 def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:
     """An engine with its own copy of the learner's policy, in the run's data type."""
     policy = plain_policy(learner)
-    model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, config.device)
+    model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, policy.norm.device)
     load_state(model, export_state(policy))
     return engine_for(config, model, tokenizer, speculate)
 

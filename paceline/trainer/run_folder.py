@@ -6,41 +6,111 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from paceline.files import atomic_write
 from paceline.trainer.health import GradingFailure
 from paceline.types import Rollout, RolloutGroup
 
-SUMMARY_FILE = "summary.json"
+CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.json", "summary.json", ".lock"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
+_STARTED = (LOCK_FILE, CONFIG_FILE, "settings.json", "timeline.jsonl", "evaluations.jsonl")
+"""Files that a run writes before its first step."""
+_EMPTY = ("metrics.jsonl", "answers.jsonl", "checkpoints", "drafter", "records", "held_out", "checkpoint")
+"""Files and folders that are empty until the first step is done."""
+
+
+def holds_no_step(path: Path) -> bool:
+    """Whether a folder is empty, or holds only what a run leaves that was ended before its first step."""
+    entries = list(path.iterdir()) if path.is_dir() else []
+    if not any(entry.name == LOCK_FILE for entry in entries):
+        return not entries
+    return all(entry.name in (*_STARTED, "tensorboard", GRADING_FAILURES_FILE) or (entry.name in _EMPTY and _is_empty(entry))
+               for entry in entries)
+
+
+def not_empty(path: Path) -> str:
+    """What is wrong with a new run in a folder that holds something."""
+    return f"{path} is not empty; choose another folder, or resume the run (paceline train --resume {path})"
+
+
+def is_unused(path: Path) -> bool:
+    """Whether a run can start in this folder: there is nothing, or no step was done and no other run is under way."""
+    if not path.exists():
+        return True
+    if not path.is_dir() or not holds_no_step(path):
+        return False
+    try:
+        with (path / LOCK_FILE).open("r") as lock:
+            return _lock(lock)
+    except FileNotFoundError:
+        return True
+
+
+def _is_empty(entry: Path) -> bool:
+    return not any(entry.iterdir()) if entry.is_dir() else entry.stat().st_size == 0
+
+
+def _lock(file: IO[str]) -> bool:
+    """Locks an open file until it is closed. False: another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class RunFolder:
-    """A folder that one run at a time writes to. It is created and locked here, and unlocked at the end of the `with` block."""
+    """A folder that one run at a time writes to. It is created and locked here, and unlocked at the end of the `with` block. If
+    an exception leaves the block before the run has done anything, what was created is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / ".lock").open("w")
+        created = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / LOCK_FILE).open("w")
+        except OSError as error:
+            raise ValueError(f"out: {path} cannot be made a run folder ({error.strerror})") from None
+        if not _lock(self._lock):
             self._lock.close()
-            raise ValueError(f"out: another run is writing to {path}") from None
+            raise ValueError(f"out: another run is writing to {path}")
+        self.is_new = holds_no_step(path)
+        """Whether no step of a run had been done here before."""
+        self._created = created
 
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.discard()
         self._lock.close()
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the folder has no content yet."""
-        return not any(entry.name != ".lock" for entry in self.path.iterdir())
+    def discard(self) -> None:
+        """Removes what a run that has done nothing leaves behind; does nothing if there is more in the folder."""
+        if not self.is_new or not holds_no_step(self.path):
+            return
+        self.clear()
+        if [entry.name for entry in self.path.iterdir()] == [LOCK_FILE]:
+            (self.path / LOCK_FILE).unlink()
+            with suppress(OSError):  # another run may have begun in the folder above
+                for folder in self._created:
+                    folder.rmdir()
+
+    def clear(self) -> None:
+        """Removes what an earlier run left here that was ended before its first step, except for answers that it could not
+        grade."""
+        for entry in list(self.path.iterdir()):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != GRADING_FAILURES_FILE and entry.name != LOCK_FILE:
+                entry.unlink()
 
     def write(self, name: str, text: str) -> None:
         """Replaces a file as a whole; if that fails, an OSError is raised and the old file stays."""

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.bundled import resolve_model
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import EagleConfig
@@ -28,7 +27,7 @@ from paceline.engine import Engine
 from paceline.files import DamagedFile, damaged, read_json
 from paceline.generation import GenerationOptions, NamedPrompt, read_prompts, sampling_settings
 from paceline.generation.prompts import digest
-from paceline.models.weights import check_device, load_model
+from paceline.models.weights import check_device, check_model, load_model
 from paceline.spot import (
     SpotCheckpoints,
     SpotConfig,
@@ -74,7 +73,7 @@ class StandaloneDrafterOptions:
     draft_vocab: int
     """Number of tokens, the most frequent ones, that the drafter can predict. 0: all."""
     device: str
-    """Device, such as `cpu` or `cuda`."""
+    """Device, such as `cpu` or `cuda`; `auto`: a GPU if there is one."""
     dtype: str
     """Data type of the policy, or `auto`."""
     threads: int | None = None
@@ -132,10 +131,11 @@ class StandaloneDrafterTrainer:
         everything is saved and False is returned."""
         options = self.options
         check_device(options.device)
+        check_model(options.model)
+        prompts = read_prompts(options.prompts, self.callback.on_message)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         with RunFolder(options.out) as self._folder:
-            prompts = read_prompts(options.prompts, self.callback.on_message)
             _write_or_compare_settings(self._folder, _settings(options, prompts))
             self._load(prompts)
             try:
@@ -149,7 +149,7 @@ class StandaloneDrafterTrainer:
 
     def _load(self, prompts: list[NamedPrompt]) -> None:
         options = self.options
-        self._model, self._tokenizer = load_model(resolve_model(options.model), options.device, options.dtype)
+        self._model, self._tokenizer = load_model(options.model, options.device, options.dtype)
         self._on_gpu = self._model.norm.device.type == "cuda"
         self._capture = AnswerCapture(self._folder.path, prompts, CaptureOptions(
             options.answers, options.n, options.params, int(options.memory_gb * 2**30), int(options.disk_gb * 2**30),
@@ -302,7 +302,7 @@ class CheckpointedTraining:
 
 def _settings(options: StandaloneDrafterOptions, prompts: list[NamedPrompt]) -> dict[str, Any]:
     """Everything that must not change from one run in a folder to the next. More answers and longer training are allowed."""
-    generation = GenerationOptions(str(resolve_model(options.model)), options.prompts, options.out, options.n, options.params,
+    generation = GenerationOptions(options.model, options.prompts, options.out, options.n, options.params,
                                    "auto", "suffix", options.dtype, options.device)
     return {**sampling_settings(generation), "prompts": digest(prompts), "draft_vocab": options.draft_vocab,
             "training": options.spot.model_dump(mode="json")}

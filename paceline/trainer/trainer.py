@@ -18,7 +18,7 @@ from paceline.config import TrainConfig
 from paceline.engine import Engine
 from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
-from paceline.models.weights import check_device
+from paceline.models.weights import resolve_device
 from paceline.optim import NonFiniteError
 from paceline.report import EventLog, read_metrics
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state
@@ -27,9 +27,9 @@ from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import AutoSelector
-from paceline.tasks import RewardPool, Task, WeightedRewards, make_task
+from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
-from paceline.trainer.config_files import CONFIG_FILE, check_drafter_settings, dump_config
+from paceline.trainer.config_files import dump_config
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
@@ -37,8 +37,9 @@ from paceline.trainer.memory import check_memory
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
-from paceline.trainer.run_folder import GRADING_FAILURES_FILE, RunFolder
+from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.summary import RunTotals, rollout_metrics, summarize
+from paceline.trainer.validation import check_config
 from paceline.types import RolloutGroup, SamplingParams, StepResult
 
 logger = logging.getLogger(__name__)
@@ -82,22 +83,25 @@ class Trainer:
     def run(self) -> TrainResult:
         """Does all remaining steps. Wrong settings are a ValueError; a KeyboardInterrupt ends the run and is part of the
         result."""
-        config = self.config
-        check_device(config.device)
-        check_drafter_settings(config)
+        given = self.config
+        self._task = check_config(given, self.resume, self._task)
+        self.config = config = given.model_copy(update={"device": resolve_device(given.device)})
         if config.sleep_during_update and config.cluster.needs_ray:
             raise ValueError("sleep_during_update: engines of several workers do not sleep")
         check_memory(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         with RunFolder(Path(config.out)) as self.folder:
-            if not self.resume and not self.folder.is_new:
-                raise ValueError(f"out: {config.out} is not empty; choose another folder, or resume the run "
-                                 f"(paceline train --resume {config.out})")
-            self.folder.write(CONFIG_FILE, dump_config(config))
+            if not self.resume:
+                if not self.folder.is_new:
+                    raise ValueError(f"out: {not_empty(self.folder.path)}")
+                self.folder.clear()
+            self.folder.write(CONFIG_FILE, dump_config(given))
             self._load()
             status, message = self._train()
             result = self._result(status, message)
+            if status is RunStatus.FAILED:
+                self.folder.discard()
         self._notify(lambda callback: callback.on_run_end(result))
         return result
 
@@ -106,7 +110,8 @@ class Trainer:
     def _load(self) -> None:
         config, folder = self.config, self.folder
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints, str(resolve_model(config.model)))
-        task = self._task or make_task(config.task, **config.task_options)
+        task = self._task
+        assert task is not None
         if config.reward.functions or config.reward.task_weight != 1:
             task = WeightedRewards(task, config.reward.functions, config.reward.task_weight)
         training_task, held_out = split_task(config, task)
@@ -191,6 +196,7 @@ class Trainer:
                                    None if self.drafter_trainer is None else self._train_drafter, self._on_step_begin)
                 self._save()
             except (NonFiniteError, RolloutFailed, GraderFailed) as error:
+                self.folder.write_grading_failures(self.collector.grading.examples)
                 message = f"step {self.state.step + 1}: {error}. {self._last_good_checkpoint()}"
                 self._warn(message)
                 return RunStatus.FAILED, message

@@ -143,7 +143,8 @@ def test_a_problem_that_cannot_be_posed_is_left_out(folder, capsys):
 
 
 @pytest.mark.parametrize(("change", "complaint"), [
-    ("rollout.promts=3", "rollout.promts: no such key"), ("optimizer.lr=-1", "optimizer.lr"), ("algorithm=gpro", "gpro"),
+    ("rollout.promts=3", "--set rollout.promts=3: no such key; did you mean rollout.prompts?"),
+    ("optimizer.lr=-1", "optimizer.lr"), ("algorithm=gpro", "gpro"),
     ("task=nonsense", "nonsense"), ("strategy=fast", "strategy"), ("algorithm_options.klx=1", "klx"), ("rollout=3", "rollout"),
     ("steps", "KEY=VALUE")])
 def test_bad_settings_are_one_line(folder, capsys, change, complaint):
@@ -163,6 +164,12 @@ def test_the_default_run_can_be_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == "runs/default"
-    (tmp_path / "runs" / "default").mkdir(parents=True)
+    default = tmp_path / "runs" / "default"
+    default.mkdir(parents=True)
+    for name in (".lock", "config.json", "metrics.jsonl"):  # what a run leaves that was killed before its first step
+        (default / name).write_text("{}" if name == "config.json" else "")
+        assert run(["train", "--dry-run"]) == 0
+        assert json.loads(capsys.readouterr().out)["out"] == "runs/default"
+    (default / "metrics.jsonl").write_text('{"step": 1}\n')
     assert run(["train", "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == "runs/default-2"

@@ -166,26 +166,26 @@ def test_strategies(text):
 
 
 @pytest.mark.parametrize(("kind", "given", "message"), [
-    (EngineConfig, {"max_batch": 0}, "max_batch: Input should be greater than or equal to 1 (given: 0)"),
-    (EngineConfig, {"max_batch": True}, "max_batch: Input should be a number, not a truth value (given: True)"),
+    (EngineConfig, {"max_batch": 0}, "max_batch: 0 is not >= 1"),
+    (EngineConfig, {"max_batch": True}, "max_batch: a number is wanted, not a truth value (given: True)"),
     (EngineConfig, {"max_batch": 1.5}, "max_batch: "), (EngineConfig, {"max_batch": "many"}, "max_batch: "),
-    (EngineConfig, {"kv_memory_gb": INF}, "kv_memory_gb: Input should be a finite number (given: inf)"),
+    (EngineConfig, {"kv_memory_gb": INF}, "kv_memory_gb: inf is not a finite number"),
     (EngineConfig, {"kv_memory_gb": NAN}, "kv_memory_gb"), (EngineConfig, {"kv_memory_gb": 0}, "kv_memory_gb"),
     (EngineConfig, {"kv_memory_gb": True}, "kv_memory_gb"), (EngineConfig, {"kv_tokens": -1}, "kv_tokens"),
-    (EngineConfig, {"tau": NAN}, "tau: Input should be a finite number"), (EngineConfig, {"tau": 1.5}, "tau"),
+    (EngineConfig, {"tau": NAN}, "tau: nan is not a finite number"), (EngineConfig, {"tau": 1.5}, "tau"),
     (EngineConfig, {"suffix_tau": INF}, "suffix_tau"),
-    (EngineConfig, {"row_sizes": (0,)}, "row_sizes: Input should be row counts >= 1"),
+    (EngineConfig, {"row_sizes": (0,)}, "row_sizes: row counts >= 1"),
     (EngineConfig, {"row_sizes": (4, 2)}, "row_sizes"), (EngineConfig, {"row_sizes": (2, 2)}, "row_sizes"),
     (EngineConfig, {"row_sizes": (True,)}, "row_sizes"), (EngineConfig, {"row_sizes": 4}, "row_sizes"),
     (EngineConfig, {"max_context": 1}, "max_context"), (EngineConfig, {"kernels": "fast"}, "kernels"),
     (EngineConfig, {"on_update": None}, "on_update"),
     (EngineConfig, {"page_sise": 4}, "page_sise: no such key; did you mean page_size?"),
     (RolloutConfig, {"temperature": 0}, "temperature"), (RolloutConfig, {"temperature": NAN}, "temperature"),
-    (RolloutConfig, {"group_size": True}, "group_size"), (OptimizerConfig, {"lr": INF}, "lr: Input should be a finite number"),
+    (RolloutConfig, {"group_size": True}, "group_size"), (OptimizerConfig, {"lr": INF}, "lr: inf is not a finite number"),
     (OptimizerConfig, {"betas": (NAN, 0.9)}, "betas.0"), (SpotConfig, {"lr": INF}, "lr"),
     (SpotConfig, {"form": "medusa"}, "form"),
     (TrainConfig, {"steps": 2.5}, "steps"), (TrainConfig, {"reward_model_weight": NAN}, "reward_model_weight"),
-    (TrainConfig, {"engine": {"tau": NAN}}, "engine.tau: Input should be a finite number"),
+    (TrainConfig, {"engine": {"tau": NAN}}, "engine.tau: nan is not a finite number"),
     (TrainConfig, {"engine": {"nonsense": 1}}, "engine.nonsense: no such key"), (TrainConfig, {"rollout": 3}, "rollout: "),
     (TrainConfig, {"steps": 0, "seed": "x"}, "; seed: ")])
 def test_settings(kind, given, message):
@@ -203,7 +203,7 @@ def test_the_error_of_settings_names_each_key_and_travels_between_processes():
 def test_engine_options_are_one_line(tmp_path):
     folder = tmp_path / "model"
     save_model(Decoder.random(CONFIGS["qwen2"], 0), None, folder)
-    says("max_batch: Input should be greater", Engine.load, folder, max_batch=0)
+    says("max_batch: 0 is not >= 1", Engine.load, folder, max_batch=0)
     says("max_bach: no such key; did you mean max_batch?", Engine.load, folder, max_bach=4)
     says("device meta: not supported", Engine.load, folder, "meta")
     says("device gpu: not a device", Engine.load, folder, "gpu")
@@ -213,13 +213,16 @@ def test_engine_options_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("spot.lrr=1", "spot.lrr: no such key; did you mean lr?"), ("spot.lr=inf", "spot.lr: Input should be a finite number"),
-    ("drafter_budget.shortest=1", "drafter_budget.shortest: no such key"), ("drafter_pace.shortest=1", "drafter_budget.shortest"),
-    ("drafter_alarms.fal=0.5", "drafter_alarms.fal: no such key; did you mean fall?"),
-    ("drafter_alarms.fall=2", "drafter_alarms.fall"),
-    ("optimizer.lr=nan", "optimizer.lr: Input should be a finite number"), ("optimiser.lr=1", "optimiser: no such key"),
+    ("spot.lrr=1", "--set spot.lrr=1: no such key; did you mean lr?"),
+    ("spot.lr=inf", "--set spot.lr=inf: inf is not a finite number"),
+    ("drafter_budget.shortest=1", "--set drafter_budget.shortest=1: no such key"),
+    ("drafter_pace.shortest=1", "--set drafter_budget.shortest=1: "),
+    ("drafter_alarms.fal=0.5", "--set drafter_alarms.fal=0.5: no such key; did you mean fall?"),
+    ("drafter_alarms.fall=2", "--set drafter_alarms.fall=2: 2 is not < 1"),
+    ("optimizer.lr=nan", "--set optimizer.lr=nan: nan is not a finite number"),
+    ("optimiser.lr=1", "--set optimiser.lr=1: optimiser: no such key; did you mean optimizer?"),
     ("steps", "expected KEY=VALUE"), ("=3", "expected KEY=VALUE"), ("steps.x=1", "steps is not a table"),
-    ("steps=many", "steps: ")])
+    ("steps=many", "--set steps=many: 'many' is not a whole number")])
 def test_overrides(override, message):
     says(message, load_config, None, [override])
 

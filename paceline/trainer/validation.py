@@ -1,0 +1,107 @@
+"""Checks of a run's configuration against what is there (models, files, devices, packages), before anything is written or
+loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paceline.config import ConfigError, ConfigProblem, TrainConfig
+from paceline.engine.build import check_speculation, require_drafter
+from paceline.models.weights import check_device, check_model
+from paceline.rl.algorithms import ALGORITHMS, make_algorithm
+from paceline.strategy import make_selector
+from paceline.tasks import Task, make_task
+from paceline.trainer.config_files import check_drafter_settings
+from paceline.trainer.run_folder import holds_no_step, not_empty
+from paceline.types import SamplingParams
+
+
+def check_config(config: TrainConfig, resume: bool = False, task: Task | None = None) -> Task:
+    """Raises a ConfigError that names every setting with which the run cannot start, and returns its task.
+
+    `resume`: the run continues from its run folder, so the model that it started with need not be there. `task` is used instead
+    of the one that the configuration names.
+    """
+    problems: list[ConfigProblem] = []
+    for key, check in _checks(config, resume):
+        problems += _problems(key, check)
+    if task is None:
+        found: list[Task] = []
+        problems += _problems("task", lambda: found.append(make_task(config.task, **config.task_options)))
+        task = found[0] if found else None
+    if task is not None and not len(task):
+        problems.append(ConfigProblem("task", f"{task.name} has no problems"))
+    if problems:
+        raise ConfigError(problems)
+    assert task is not None
+    return task
+
+
+def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What must not raise a ValueError, and which setting is wrong otherwise."""
+    yield "", lambda: check_drafter_settings(config)
+    yield ("algorithm_options" if config.algorithm in ALGORITHMS else "algorithm"), lambda: make_algorithm(
+        config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    yield "", lambda: _check_sampling(config)
+    yield "device", lambda: check_device(config.device)
+    yield "strategy", lambda: make_selector(config.strategy)
+    yield "drafter", lambda: _check_drafter(config)
+    if not resume:
+        yield "model", lambda: check_model(config.model)
+    if config.reward_model is not None:
+        yield "reward_model", lambda: check_model(config.reward_model or "")
+    yield "out", lambda: _check_out(Path(config.out), resume)
+    if config.wandb is not None:
+        yield "wandb", lambda: _check_package("wandb", "wandb")
+    if config.cluster.needs_ray:
+        yield "cluster", lambda: _check_package("ray", "cluster")
+
+
+def _problems(key: str, check: Callable[[], Any]) -> list[ConfigProblem]:
+    try:
+        check()
+    except ConfigError as error:
+        return [problem.within(key) if key else problem for problem in error.problems]
+    except (ValueError, OSError) as error:
+        said = " ".join(str(error).split())
+        return [ConfigProblem(key, said.removeprefix(f"{key}: ").removeprefix(f"{key} "))]
+    return []
+
+
+def _check_sampling(config: TrainConfig) -> None:
+    rollout = config.rollout
+    try:
+        SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
+                       max_new_tokens=rollout.max_new_tokens, stop=rollout.stop, seed=config.seed)
+    except ValueError as error:
+        name, _, said = str(error).partition(": ")
+        raise ConfigError([ConfigProblem(name if name == "seed" else f"rollout.{name}", said)]) from None
+
+
+def _check_drafter(config: TrainConfig) -> None:
+    if config.drafter != "learned":
+        check_speculation(config.drafter, "auto")
+    elif not config.train_drafter:
+        raise ValueError("train_drafter is false, but an untrained drafter must be trained; set drafter to a folder")
+    has_learned = config.drafter not in ("suffix", "none")
+    try:
+        selector = make_selector(config.strategy)
+    except ValueError:
+        return  # said already
+    require_drafter(selector, has_learned, config.drafter != "none")
+
+
+def _check_out(path: Path, resume: bool) -> None:
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file, not a folder")
+    if not resume and not holds_no_step(path):
+        raise ValueError(not_empty(path))
+
+
+def _check_package(package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise ValueError(f"the package {package} is not installed; pip install 'paceline[{extra}]'")

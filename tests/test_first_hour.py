@@ -1,0 +1,399 @@
+"""What a new user meets: wrong inputs, each with the one line that is printed and no trace left behind, and the situations of a
+first hour. Exit codes are those of docs/command-line.md."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.main import get_command
+
+from paceline import Engine, SamplingParams
+from paceline.cli import main
+from paceline.cli.app import app
+from paceline.config import TrainConfig
+from paceline.names import suggest
+from paceline.report import TrainView
+
+BROKEN_GRADER = "def score(problem, answer):\n    return 1 / 0\n"
+QUICK = ["--set", "steps=1", "--set", "rollout.prompts=2", "--set", "rollout.group_size=2", "--set", "rollout.max_new_tokens=8",
+         "--set", "compare_off=false", "--set", "threads=1", "--set", "device=cpu", "--set", "strategy=off"]
+
+
+def run(*args: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(arg) for arg in args])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with a few files that are not what they should be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text('{"promt": "27:"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "27:", "answer": "x"}\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    (tmp_path / "typo.toml").write_text("[rollout]\npromts = 3\n")
+    (tmp_path / "broken.toml").write_text("steps = \n")
+    (tmp_path / "grader.py").write_text("import nowhere_to_be_found\n")
+    (tmp_path / "text.txt").write_text("hello")
+    return tmp_path
+
+
+def traces(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+            if "__pycache__" not in path.parts}
+
+
+TRAIN = {
+    # keys that do not exist
+    "foo=1": "--set foo=1: no such key",
+    "stepz=1": "--set stepz=1: no such key; did you mean steps?",
+    "lr=1e-4": "--set lr=1e-4: no such key; did you mean optimizer.lr?",
+    "rollout.promts=3": "--set rollout.promts=3: no such key; did you mean rollout.prompts?",
+    "optimiser.lr=1": "--set optimiser.lr=1: optimiser: no such key; did you mean optimizer?",
+    "algorithm_options.klx=1": "--set algorithm_options.klx=1: no such key; did you mean kl?",
+    "spot.lrr=1": "--set spot.lrr=1: no such key; did you mean lr?",
+    "task_options.foo=1": "foo: no such option",
+    "steps": "--set steps: expected KEY=VALUE",
+    # names of other libraries
+    "learning_rate=1e-4": "--set learning_rate=1e-4: no such key; it is called optimizer.lr here",
+    "num_generations=8": "it is called rollout.group_size here",
+    "rollout.max_tokens=64": "it is called rollout.max_new_tokens here",
+    "max_completion_length=64": "it is called rollout.max_new_tokens here",
+    "num_speculative_tokens=4": "it is called strategy here (its depth is the d of suffix:d8w2v16)",
+    "gpu_memory_utilization=0.9": "it is called engine.kv_memory_gb here (an amount for the KV cache in GiB, not a share)",
+    "beta=0.1": "it is called algorithm_options.kl here",
+    "algorithm_options.beta=0.1": "it is called kl here",
+    "output_dir=x": "it is called out here",
+    "tensor_parallel_size=2": "an engine runs on one device",
+    # values
+    "steps=many": "--set steps=many: 'many' is not a whole number",
+    "steps=2.5": "--set steps=2.5: 2.5 is not a whole number",
+    "steps=0": "--set steps=0: 0 is not >= 1",
+    "optimizer.lr=-1": "--set optimizer.lr=-1: -1 is not > 0",
+    "optimizer.lr=nan": "--set optimizer.lr=nan: nan is not a finite number",
+    "optimizer.schedule=cosin": "'cosin' is not one of constant, linear, cosine; did you mean cosine?",
+    "compare_off=maybe": "--set compare_off=maybe: 'maybe' is not true or false",
+    "rollout=3": "--set rollout=3: 3 is not a table",
+    "dtype=fp8": "--set dtype=fp8: 'fp8' is not one of float32, float64, bfloat16",
+    "seed=99999999999999999999": "--set seed=99999999999999999999: 99999999999999999999 is not a 64-bit integer",
+    "optimizer.betas=[0.9, 1]": "optimizer.betas.1: 1 is not < 1",
+    "threads=100000": "--set threads=100000: 100000 is not <= 1024",
+    "rollout.temperature=1e-9": "--set rollout.temperature=1e-9: 1e-09 is not 0 or in 1e-06..1e+06",
+    "rollout.stop=[\"\"]": "is not a list of non-empty strings",
+    "learner.lora_targets=[\"q\"]": "'q' is not one of qkv, o, gate_up, down, q_proj",
+    # what is not there
+    "algorithm=grpoo": "--set algorithm=grpoo: 'grpoo' is not one of grpo, dr_grpo, dapo, rloo, ppo; did you mean grpo?",
+    "task=colatz": "--set task=colatz: there is no 'colatz', did you mean collatz?",
+    "strategy=fast": "--set strategy=fast: 'fast': expected off, auto, beg, or like suffix:d8w2v16",
+    "strategy=eagle:d6w4v32": "strategy eagle:d6w4v32: it needs a learned drafter",
+    "drafter=sufix": "--set drafter=sufix: sufix: neither suffix nor none, and no such folder of a learned drafter; "
+                     "did you mean suffix?",
+    "drafter=folder": "folder: not a drafter folder, config.json is missing",
+    "model=/no/model": "--set model=/no/model: /no/model: no such folder or file",
+    "model=folder": "config.json: no such file",
+    "model=text.txt": "text.txt: neither a model folder nor a .gguf file",
+    "device=gpu": "gpu: not a device, such as auto, cpu or cuda",
+    "device=cuda:99": "cuda:99: ",
+    "reward_model=/no/judge": "--set reward_model=/no/judge: ",
+    "out=text.txt": "--set out=text.txt: text.txt is a file, not a folder",
+}
+
+
+@pytest.mark.parametrize(("change", "said"), TRAIN.items(), ids=list(TRAIN))
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry"])
+def test_train(here, capsys, change, said, dry):
+    check_refused(here, capsys, ["train", "--set", change, *(["--dry-run"] if dry else [])], said)
+
+
+REFUSED = {
+    # train
+    "train nowhere.toml": "nowhere.toml: no such file",
+    "train typo.toml": "typo.toml: rollout.promts: no such key; did you mean rollout.prompts?",
+    "train broken.toml": "broken.toml: ",
+    "train typo.toml more": "more: not expected here (paceline train -h shows what there is)",
+    "train --resume nowhere": "nowhere: there is no config.json; is it a run folder?",
+    "train --resume folder typo.toml": "--resume: the run folder contains its configuration",
+    "train --set task=jsonl": "data: none given",
+    "train --set task=jsonl --set task_options.data=nowhere.jsonl": "there is no nowhere.jsonl",
+    "train --set task=jsonl --set task_options.data=empty.jsonl": "holds no problems",
+    "train --set task=jsonl --set task_options.data=bad.jsonl": "no field 'prompt' (there are promt)",
+    "train --set task=python --set task_options.data=good.jsonl": "function: it must be given",
+    "train --set task=python --set task_options.data=good.jsonl --set task_options.function=none.py:f": "there is no file",
+    "train --set task=python --set task_options.data=good.jsonl --set task_options.function=grader.py:f":
+        "cannot import",
+    "train --set drafter=learned --set train_drafter=false": "an untrained drafter must be trained",
+    "train --set drafter=none --set strategy=suffix:d8w2v16": "it needs the suffix drafter, but drafter is none",
+    "train --set out=folder": "--set out=folder: folder is not empty; choose another folder",
+    # the command line itself
+    "trian": "trian: no such command; did you mean train?",
+    "drafter tarin": "tarin: no such command; did you mean train?",
+    "generate": "--model: it must be given. Hugging Face folder",
+    "generate --modle x": "--modle: no such option; did you mean --model?",
+    "generate --max-tokens 5": "--max-tokens: no such option; it is called --max-new-tokens here",
+    "generate --num-return-sequences 5": "--num-return-sequences: no such option; it is called --n here",
+    "generate --n": "--n: a value must follow it",
+    "generate --n three": "--n: a whole number is wanted",
+    "generate --n 0": "--n: at least 1 is wanted",
+    "train --dry-run=yes": "--dry-run: it takes no value",
+    # generate
+    "generate {g} --prompts nowhere.jsonl": "nowhere.jsonl: no such file of prompts",
+    "generate {g} --prompts folder": "folder: is a folder, not a file of prompts",
+    "generate {g} --prompts empty.jsonl": "empty.jsonl: there is no prompt in it",
+    "generate {g} --prompts blank.jsonl": "blank.jsonl: there is no prompt in it",
+    "generate {g} --prompts bad.jsonl": "bad.jsonl:1: exactly one of prompt, messages, token_ids is wanted, found none",
+    "generate {g} --strategy model": "strategy 'model': expected off, auto, beg, or like",
+    "generate {g} --strategy eagle:d6w4v32": "it needs a learned drafter",
+    "generate {g} --drafter sufix": "did you mean suffix?",
+    "generate {g} --model /no/model": "/no/model: no such folder or file, and not a hub id",
+    "generate {g} --device abacus": "device abacus: not a device, such as auto, cpu or cuda",
+    "generate {g} --dtype int3": "dtype: int3 is not supported",
+    "generate {g} --temperature hot": "--temperature: a number is wanted",
+    "generate {g} --temperature -1": "temperature: -1.0 is not 0 or in",
+    "generate {g} --top-p 0": "top_p: 0.0 is not in (0, 1]",
+    "generate {g} --out folder": "folder: is a folder, not an output file",
+    "generate {g} --out nowhere/out.jsonl": "nowhere/out.jsonl: No such file or directory",
+    # the others
+    "demo --model /no/model": "/no/model: no such folder or file",
+    "demo --model default --out text.txt": "text.txt: is a file, not a folder",
+    "bench selection --model default --batch one": "--batch one: not a comma-separated list of numbers",
+    "bench selection --model default --json nowhere/x.json": "there is no folder nowhere",
+    "bench selection --model default --prompts empty.jsonl": "there is no prompt in it",
+    "bench selection --model /no/model": "/no/model: no such folder or file",
+    "drafter train --model default --prompts empty.jsonl --out d": "empty.jsonl: there is no prompt in it",
+    "drafter train --model default --prompts task:colatz --out d": "there is no 'colatz', did you mean collatz?",
+    "drafter train --model /no/model --prompts task:collatz --out d": "/no/model: no such folder or file",
+    "drafter train --model default --prompts task:collatz --out d --set learning_rate=1":
+        "--set learning_rate=1: no such key; it is called lr here",
+    "drafter train --model default --prompts task:collatz --out d --form medusa": "form: 'medusa' is not one of",
+    "drafter eval --model default --drafter folder --prompts task:collatz": "folder: not a drafter folder",
+    "drafter eval --model default --drafter folder": "prompts, records: exactly one of them must be given",
+    "simulate --lengths nowhere.csv --curve nowhere.json": "nowhere",
+    "doctor --compile int3": "int3",
+}
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED.items(), ids=list(REFUSED))
+def test_commands(here, capsys, line, said):
+    usual = {"--model": "default", "--prompts": "good.jsonl", "--out": "out.jsonl"}
+    given = " ".join(f"{name} {value}" for name, value in usual.items() if name not in line)
+    check_refused(here, capsys, line.format(g=given).split(), said)
+
+
+def check_refused(here: Path, capsys: pytest.CaptureFixture[str], args: list[str], said: str) -> None:
+    """One line on stderr in our own words, exit code 2, and the working directory as it was."""
+    before = traces(here)
+    assert run(*args) == 2
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("paceline: ") and not printed.out, printed
+    assert said in lines[0]
+    assert not re.search(r"Traceback|pydantic|Input should|Invalid value for|validation error|peft|Errno", lines[0]), lines[0]
+    assert traces(here) == before
+
+
+# -- Python
+
+
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: Engine.load("default", max_num_seqs=4), "max_num_seqs: no such key; it is called max_batch here"),
+    (lambda: Engine.load("default", max_batch=0), "max_batch: 0 is not >= 1"),
+    (lambda: Engine.load("default", strategy="fast"), "strategy 'fast': expected off, auto, beg"),
+    (lambda: Engine.load("default", drafter="sufix"), "did you mean suffix?"),
+    (lambda: Engine.load("/no/model"), "/no/model: no such folder or file, and not a hub id"),
+    (lambda: Engine.load("default", "gpu"), "device gpu: not a device"),
+    (lambda: SamplingParams(max_tokens=5), "max_tokens: no such sampling parameter; it is called max_new_tokens here"),
+    (lambda: SamplingParams(n=5), "n: no such sampling parameter; the number of answers is an argument of Engine.generate"),
+    (lambda: TrainConfig(num_generations=4), "num_generations: no such key; it is called rollout.group_size here"),
+])
+def test_python(call, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_the_projections_of_hugging_face_are_accepted():
+    targets = TrainConfig(learner={"lora_targets": ["q_proj", "v_proj", "down_proj"]}).learner.lora_targets
+    assert targets == ("qkv", "down")
+    assert TrainConfig(learner={"lora_targets": ["all-linear"]}).learner.lora_targets == ("qkv", "o", "gate_up", "down")
+
+
+def test_every_alias_leads_to_a_setting_that_exists():
+    from paceline.names import ALIASES
+
+    known = [*TrainConfig.key_names(), *SamplingParams.__dataclass_fields__, "n", "batch"]
+    for alias in ALIASES:
+        assert "it is called" in suggest(alias, known), alias
+
+
+# -- situations
+
+
+def test_the_corrected_command_works_in_the_same_folder(here, capsys):
+    """A typo, then a model that breaks while it is loaded, then the right command: all with the same run folder."""
+    assert run("train", *QUICK, "--set", "algorithm=grpoo") == 2
+    assert not (here / "runs").exists()
+    small = ["--set", "rollout.max_new_tokens=64", "--set", "engine.kv_tokens=16"]  # found out when the engine is made
+    assert run("train", *QUICK, *small) == 2
+    assert "engine.kv_tokens: " in capsys.readouterr().err and not (here / "runs").exists()
+    assert run("train", *QUICK) == 0
+    printed = capsys.readouterr()
+    assert (here / "runs" / "default" / "summary.json").is_file() and "runs/default/report.html" in printed.out
+    first, *_ = printed.err.splitlines()
+    assert first == "paceline: loading default on CPU (1 threads)", "the first line says which device is used"
+    assert any(line.startswith("step 1/1, reward ") for line in printed.err.splitlines()), "every step is a line when piped"
+
+
+def test_a_failed_grader_leaves_its_examples_and_nothing_else(here):
+    (here / "broken.py").write_text(BROKEN_GRADER)
+    task = ["--set", "task=python", "--set", "task_options.function=broken.py:score", "--set", "task_options.data=good.jsonl",
+            "--set", "reward.workers=0"]
+    assert run("train", *QUICK, *task, "--set", "out=run") == 2
+    assert sorted(path.name for path in (here / "run").iterdir()) == [".lock", "grading_failures.jsonl"]
+    assert "ZeroDivisionError" in (here / "run" / "grading_failures.jsonl").read_text()
+    assert run("train", *QUICK, "--set", "out=run") == 0, "no step was done there, so it counts as fresh"
+
+
+def test_a_resumed_run_starts_at_its_step(here, capsys):
+    assert run("train", *QUICK, "--set", "out=run", "--set", "steps=2") == 0
+    capsys.readouterr()
+    assert run("train", "--resume", "run", "--set", "steps=3") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines if line.startswith("step ")] == ["step 3/3"]
+    assert json.loads((here / "run" / "summary.json").read_text())["steps"] == 3
+
+
+def test_generate_leaves_no_empty_files_and_says_where_it_runs(here, capsys, monkeypatch):
+    args = ["generate", "--model", "default", "--prompts", "good.jsonl", "--out", "out.jsonl", "--max-new-tokens", "4",
+            "--threads", "1", "--device", "cpu"]
+    before = traces(here)
+    monkeypatch.setattr("paceline.generation.generator.load_engine", fail)
+    assert run(*args) == 2 and traces(here) == before
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    capsys.readouterr()
+    assert run(*args) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "paceline: loading default on CPU (1 threads)" and "tokens/s" in lines[-1]
+
+
+def fail(*_: object) -> None:
+    raise ValueError("as if the weights were damaged")
+
+
+def test_standard_input_without_a_prompt(here, monkeypatch, capsys):
+    with (here / "empty.jsonl").open() as lines:
+        monkeypatch.setattr("sys.stdin", lines)
+        assert run("generate", "--model", "default", "--prompts", "-", "--out", "out.jsonl", "--threads", "1") == 2
+    assert "there is no prompt in it" in capsys.readouterr().err and not (here / "out.jsonl").exists()
+
+
+def test_the_default_policy_in_the_demo(here, capsys):
+    assert run("demo", "--model", "default", "--n", "1", "--max-new-tokens", "6", "--threads", "1", "--device", "cpu") == 0
+    printed = capsys.readouterr()
+    assert "12 rollouts are identical" in printed.out and printed.err.startswith("paceline: loading default on CPU")
+
+
+def test_an_interrupt_is_said(monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.cli.doctor.describe_machine", interrupted)
+    assert run("doctor") == 130 and capsys.readouterr().err == "paceline: interrupted\n"
+
+
+def test_help_texts_are_printed_whole(capsys, monkeypatch):
+    """Nothing in brackets is taken for markup and dropped."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def commands(command, path=()):
+        yield path, command
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from commands(inner, (*path, name))
+
+    for path, command in commands(get_command(app)):
+        assert run(*path, "--help") == 0
+        shown = re.sub(r"[\s│]+", "", capsys.readouterr().out)
+        for parameter in command.params:
+            text = re.sub(r"\s+", "", getattr(parameter, "help", None) or "")
+            assert text in shown, (path, parameter.name)
+
+
+def test_a_gpu_that_is_there_is_used(monkeypatch):
+    from paceline.models.weights import resolve_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == "cuda" and resolve_device("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == "cpu" and TrainConfig().device == "auto"
+
+
+# -- the live view
+
+
+def screen(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def test_the_live_view_shows_something_at_once_and_starts_at_the_resumed_step():
+    console = screen()
+    with TrainView("grpo on collatz", 40, console) as view:
+        assert "0/40" in console.file.getvalue()
+        view.phase("loading default on CPU")
+        assert "loading default on CPU" in console.file.getvalue()
+        view.begin(12)
+        assert "12/40" in console.file.getvalue()
+
+
+def test_the_resume_command_is_never_cut():
+    console = screen(width=70)
+    folder = "runs/a-rather-long-name-of-a-run-folder"
+    with TrainView("grpo", 40, console) as view:
+        view.warn(f"interrupted in step 3; paceline train --resume {folder} continues the run. The last checkpoint is old.")
+    words = re.sub(r"[\s│]+", " ", console.file.getvalue())
+    assert f"paceline train --resume {folder} continues the run." in words
+
+
+def test_a_long_step_says_how_far_it_is_when_piped(capsys, monkeypatch):
+    from paceline.cli.train import TerminalView
+    from paceline.trainer import RolloutProgress
+    from paceline.types import EngineStats, StepResult, Strategy
+
+    now = time.perf_counter()
+    view = TerminalView(TrainConfig(device="cpu"))
+    stats = EngineStats(1, 0, 0, 100, 0, 0, 50, 0, 1.0, {}, 0, 0, 0, 0, 0)
+    with view:
+        view.on_step_begin(3)
+        for later in (1, 20, 21):
+            monkeypatch.setattr(time, "perf_counter", lambda later=later: now + later)
+            view.on_engine_step(StepResult.nothing(1, Strategy.OFF), RolloutProgress(5, 64, stats))
+    assert capsys.readouterr().err == "paceline: step 3: 5 of 64 answers, 100 tokens/s\n"
+
+
+def test_commands_with_known_work_show_the_time_left(capsys, monkeypatch):
+    from paceline.cli.progress import ProgressView
+
+    now = time.perf_counter()
+    with ProgressView("generate", 100) as progress:
+        monkeypatch.setattr(time, "perf_counter", lambda: now + 20)
+        progress.add_done(25)
+        progress.show("80 tokens/s")
+    assert "generate: 25/100 rollouts, 80 tokens/s, 60 s left" in capsys.readouterr().err
+
+
+def test_exit_codes_are_documented():
+    from paceline.cli.train import EXIT_CODES
+
+    page = (Path(__file__).resolve().parent.parent / "docs" / "command-line.md").read_text()
+    documented = {int(code) for code in re.findall(r"^\| `(\d+)` \|", page, re.MULTILINE)}
+    assert documented >= set(EXIT_CODES.values()) | {0, 2, 130}

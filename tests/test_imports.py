@@ -24,7 +24,9 @@ ALLOWED = {
     "trainer": BELOW_TRAINER,
     "cluster": BELOW_TRAINER | {"trainer"},
     "sim": LEAVES | {"strategy", "cluster"},
-    "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim"},
+    "export": BELOW_TRAINER,
+    "server": BELOW_ENGINE | {"engine"},
+    "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim", "export", "server"},
 }
 ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set(), "cluster/lengths.py": set(),
         "sim/": {"paceline.types", "paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types",

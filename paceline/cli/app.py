@@ -277,6 +277,27 @@ def drafter_eval(
 
 
 @app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="Run folder, one of its checkpoints, or the folder of a drafter.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang or speculators: the drafter; hf: the run's policy.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
+    model: Annotated[str | None, typer.Option(help="The policy of a drafter that is exported on its own: Hugging Face folder, "
+                                                   "hub id, GGUF file, or default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint of the run [the latest].")] = None,
+    merge_lora: Annotated[bool, typer.Option(
+        "--merge-lora", help="With hf, write the whole policy instead of its LoRA adapters.")] = False,
+    force: Annotated[bool, typer.Option(
+        "--force", help="Export the drafter although it was trained for other weights of the policy's shape.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+) -> int:
+    """Write a learned drafter or a policy in the format of another engine."""
+    from paceline.cli.export import ExportOptions
+    from paceline.cli.export import export as run
+
+    return run(ExportOptions(source, to, out, model, step, merge_lora, force, dtype))
+
+
+@app.command()
 def simulate(
     lengths: Annotated[Path, typer.Option(help="Answer lengths: a CSV file with output_tokens and probability, or one length per "
                                                "line.")],

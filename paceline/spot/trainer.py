@@ -113,7 +113,7 @@ class SpotTrainer:
         self.optimizer = make_adamw(self.parameters.values(), config.lr, config.betas, config.eps, config.weight_decay)
         self.progress = TrainingProgress()
         self._skipped_in_a_row = 0
-        rope = Rope(policy.config, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
+        rope = Rope(eagle.config.model, config.max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._loss = DrafterLoss(policy, config, self.scales, TorchOps(), rope)
         self._cuda_stream = cuda_stream
         self._fingerprint = fingerprint_of(policy)

@@ -36,7 +36,7 @@ TORCH_FREE = ["types.py", "config.py", "files.py", "bundled.py", "cache/pages.py
               "engine/prompts.py", "engine/stats.py", "engine/outputs.py", "strategy/selector.py", "strategy/beg.py",
               "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
-              "cli/app.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
+              "cli/app.py", "cli/deploy.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
               *(str(path.relative_to(ROOT)) for package in ("tasks", "report") for path in (ROOT / package).rglob("*.py"))]
 PRINTING = {"typer", "rich"}
 

@@ -11,6 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from paceline.cli.deploy import add_deploy_commands
+from paceline.cli.options import check_positive
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.types import EngineStalledError, SamplingParams
 
@@ -23,6 +25,7 @@ drafter_app = typer.Typer(no_args_is_help=True, context_settings=_HELP,
 app.add_typer(drafter_app, name="drafter")
 bench_app = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Measurements on this machine.")
 app.add_typer(bench_app, name="bench")
+add_deploy_commands(app)
 
 _DEFAULT = SamplingParams()
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module differs between versions of typer
@@ -132,7 +135,7 @@ def generate(
     from paceline.cli.generate import generate as run
     from paceline.generation import GenerationOptions
 
-    _check_positive("--kv-memory-gb", kv_memory_gb)
+    check_positive("--kv-memory-gb", kv_memory_gb)
     sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
                             seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
@@ -229,7 +232,7 @@ def drafter_train(
 
     for option, value in (("--memory-gb", memory_gb), ("--disk-gb", disk_gb), ("--kv-memory-gb", kv_memory_gb),
                           ("--report-every", report_every)):
-        _check_positive(option, value)
+        check_positive(option, value)
     for option, value in (("--seconds", seconds), ("--checkpoint-every", checkpoint_every)):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{option}: {value} is not a finite number")
@@ -274,27 +277,6 @@ def drafter_eval(
     chosen = tuple(sorted({int(k) for k in _numbers("--widths", widths, int, 1, 64)}))
     return eval_drafter(DrafterEvalOptions(model, drafter, prompts, records, answers, params, taus, depth, chosen, strategy,
                                            device, dtype, threads), json_file, html_file)
-
-
-@app.command()
-def export(
-    source: Annotated[Path, typer.Argument(help="Run folder, one of its checkpoints, or the folder of a drafter.")],
-    to: Annotated[str, typer.Option(help="vllm, sglang or speculators: the drafter; hf: the run's policy.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
-    model: Annotated[str | None, typer.Option(help="The policy of a drafter that is exported on its own: Hugging Face folder, "
-                                                   "hub id, GGUF file, or default.")] = None,
-    step: Annotated[int | None, typer.Option(help="Checkpoint of the run [the latest].")] = None,
-    merge_lora: Annotated[bool, typer.Option(
-        "--merge-lora", help="With hf, write the whole policy instead of its LoRA adapters.")] = False,
-    force: Annotated[bool, typer.Option(
-        "--force", help="Export the drafter although it was trained for other weights of the policy's shape.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-) -> int:
-    """Write a learned drafter or a policy in the format of another engine."""
-    from paceline.cli.export import ExportOptions
-    from paceline.cli.export import export as run
-
-    return run(ExportOptions(source, to, out, model, step, merge_lora, force, dtype))
 
 
 @app.command()
@@ -366,11 +348,6 @@ def bench_selection(
     params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed)
     batches = tuple(sorted({int(size) for size in _numbers("--batch", batch, int, 1, 1024)}))
     return run(SelectionOptions(model, drafter, prompts, batches, params, rounds, device, dtype, threads), json_file)
-
-
-def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{option}: {value} is not a finite number > 0")
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[float]:

@@ -12,11 +12,11 @@ from vllm import LLM, SamplingParams
 
 
 def main(policy: str, drafter: str, method: str, depth: str, prompts: str, max_tokens: str) -> None:
-    llm = LLM(model=policy, dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8, disable_log_stats=False,
-              enable_prefix_caching=False, gpu_memory_utilization=0.1,
+    llm = LLM(model=policy, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=8,
+              disable_log_stats=False, enable_prefix_caching=False, gpu_memory_utilization=0.1,
               speculative_config={"method": method, "model": drafter, "num_speculative_tokens": int(depth)})
     wanted = [{"prompt_token_ids": ids} for ids in json.loads(Path(prompts).read_text())]
-    outputs = llm.generate(wanted, SamplingParams(temperature=0.0, max_tokens=int(max_tokens)), use_tqdm=False)
+    outputs = llm.generate(wanted, SamplingParams(temperature=0.0, max_tokens=int(max_tokens), ignore_eos=True), use_tqdm=False)
     found = {metric.name: getattr(metric, "value", getattr(metric, "values", None)) for metric in llm.get_metrics()
              if "spec_decode" in metric.name}
     accepted, drafts = found["vllm:spec_decode_num_accepted_tokens"], found["vllm:spec_decode_num_drafts"]

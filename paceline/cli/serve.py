@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from paceline.bundled import resolve_model
 from paceline.engine import Engine
 from paceline.types import SamplingParams
 
+logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -55,8 +57,9 @@ def serve(options: ServeOptions) -> int:
 
 def _warm_up(engine: Engine) -> None:
     """Compile kernels and capture graphs before the first request."""
-    _say("warm-up: measuring what steps cost")
-    engine.warm_up(on_progress=lambda done, total: _say(f"warm-up: CUDA graph {done} of {total}"))
+    shown = {"is_progress": True}
+    logger.info("warm-up: measuring what steps cost", extra=shown)
+    engine.warm_up(on_progress=lambda done, total: logger.info("warm-up: CUDA graph %d of %d", done, total, extra=shown))
     prompt = [1 % engine.model.config.vocab_size] * 4
     engine.generate([prompt], SamplingParams(max_new_tokens=8, raw_logprobs=True), 2)
     engine.reset_stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def export_drafter(drafter: Eagle, policy: Decoder, loader: DrafterLoader, folde
     if problem is not None:
         raise ValueError(f"{problem.split(':')[0]}; train it for this policy, or export it as it is (--force)")
     require_finite(drafter.named_parameters(), "drafter")
+    drafter = _with_distinct_layers(drafter)
     _require_expressible(drafter, loader)
     tensors, config = _portable_tensors(drafter, policy), drafter_config(drafter)
     tensors, config = _FORMATS[loader](tensors, config, policy, policy_name)
@@ -43,6 +45,23 @@ def export_drafter(drafter: Eagle, policy: Decoder, loader: DrafterLoader, folde
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _with_distinct_layers(drafter: Eagle) -> Eagle:
+    """The same drafter, reading each layer of the policy once and in ascending order, as other engines capture them. The columns
+    of fc that belong to the same layer are added."""
+    config, layers = drafter.config, drafter.config.feature_layers
+    distinct = tuple(sorted(set(layers)))
+    if layers == distinct:
+        return drafter
+    parts = drafter.fc.weight.detach().chunk(len(layers), dim=1)
+    columns = [torch.stack([part for part, layer in zip(parts, layers, strict=True) if layer == wanted]).sum(0)
+               for wanted in distinct]
+    ids = drafter.draft_ids
+    module = Eagle(replace(config, feature_layers=distinct), ids, drafter.head is not None).to(drafter.fc.weight)
+    module.load_state_dict({**drafter.state_dict(), "fc.weight": torch.cat(columns, dim=1)})
+    module.policy_fingerprint = drafter.policy_fingerprint
+    return module
 
 
 def _require_expressible(drafter: Eagle, loader: DrafterLoader) -> None:

@@ -122,8 +122,9 @@ class _Server:
     async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
         if body.model != self.config.model_name:
             raise HTTPException(404, f"the model {body.model} does not exist; there is {self.config.model_name}")
-        if len(prompts) * body.n > self.config.max_answers:
-            raise HTTPException(400, f"n: more than {self.config.max_answers} answers to one request")
+        limit = min(self.config.max_answers, self.config.max_pending)
+        if len(prompts) * body.n > limit:
+            raise HTTPException(400, f"n: more than {limit} answers to one request")
         generation = Generation(self.loop, self.engine.tokenizer, body, prompts, body.sampling_params(max_tokens),
                                 self.config.timeout_s)
         try:

@@ -25,7 +25,7 @@ class Choice:
     def __init__(self, prompt_ids: list[int], text: TextStream) -> None:
         self.prompt_ids, self.text = prompt_ids, text
         self.tokens: list[int] = []
-        self.num_logprobs = 0
+        self.num_logprobs = self.text_offset = 0
         self.rollout: Rollout | None = None
 
 
@@ -111,7 +111,7 @@ class Generation:
         assert rollout is not None
         found: dict[str, Any] = {"index": index, "finish_reason": rollout.finish_reason, "logprobs": None}
         if self._body.wants_logprobs:
-            found["logprobs"] = self._logprobs(rollout.token_ids, rollout.raw_logprobs or [])
+            found["logprobs"] = self._logprobs(choice, rollout.token_ids, rollout.raw_logprobs or [])
         if self._body.return_token_ids:
             found |= {"token_ids": rollout.token_ids, "prompt_token_ids": choice.prompt_ids}
         text = {"message": {"role": "assistant", "content": rollout.text}} if self._is_chat else {"text": rollout.text}
@@ -133,7 +133,7 @@ class Generation:
         chunk = self._chunk(index, content, reason)
         if logprobs:
             known = choice.tokens[choice.num_logprobs : choice.num_logprobs + len(logprobs)]
-            chunk["logprobs"] = self._logprobs(known, logprobs)
+            chunk["logprobs"] = self._logprobs(choice, known, logprobs)
             choice.num_logprobs += len(logprobs)
         return {**chunk, "token_ids": tokens} if self._body.return_token_ids else chunk
 
@@ -141,9 +141,10 @@ class Generation:
         text = {"delta": content} if self._is_chat else content
         return {"index": index, **text, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
         texts = [self._tokenizer.decode([token]) for token in tokens]
-        return (chat_logprobs if self._is_chat else completion_logprobs)(texts, logprobs)
+        start, choice.text_offset = choice.text_offset, choice.text_offset + sum(map(len, texts))
+        return chat_logprobs(texts, logprobs) if self._is_chat else completion_logprobs(texts, logprobs, start)
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._prompts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -126,9 +127,9 @@ class ChatRequest(GenerationRequest):
         return self.logprobs
 
 
-def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Log-probabilities in the layout of completions."""
-    offsets = [sum(map(len, tokens[:end])) for end in range(len(tokens))]
+def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], start: int) -> dict[str, Any]:
+    """Log-probabilities in the layout of completions. `start`: length of the text before these tokens."""
+    *offsets, _ = accumulate(map(len, tokens), initial=start)
     return {"tokens": list(tokens), "token_logprobs": list(logprobs), "text_offset": offsets,
             "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import CONFIGS, VOCAB, eagle, greedy_chain, model
+from tiny import CONFIGS, VOCAB, greedy_chain
 
 from paceline import Engine, SamplingParams
 from paceline.cli import main
@@ -19,12 +20,26 @@ from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.drafters.fingerprint import fingerprint_of
 from paceline.export import export_adapter, export_drafter, export_policy, find_source
 from paceline.export.loaders import LOADERS, check_tensors
+from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.weights import open_checkpoint
 from paceline.rl import Learner, make_algorithm
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_adapters
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
+DEEP = {kind: replace(config, num_layers=7) for kind, config in CONFIGS.items()}
+"""Policies with enough layers for three different ones that a drafter reads."""
+
+
+@cache
+def model(kind: str, seed: int = 0) -> Decoder:
+    return Decoder.random(DEEP[kind], seed, std=0.3, dtype=torch.float64)
+
+
+@cache
+def eagle(kind: str, form: str, draft_vocab: int = 0) -> Eagle:
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:draft_vocab] if draft_vocab else None
+    return Eagle.random(EagleConfig.for_policy(DEEP[kind], form), 1, 0.2, torch.float64, draft_ids=ids)
 
 
 def shapes(folder):
@@ -55,8 +70,8 @@ def test_configs_say_what_each_loader_reads(tmp_path):
     vllm, sglang, speculators = (config(tmp_path / name) for name in ("vllm", "sglang", "speculators"))
     assert vllm["architectures"] == sglang["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (vllm["draft_vocab_size"], vllm["vocab_size"]) == (20, VOCAB)
-    assert vllm["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
-    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0], "SGLang adds one"
+    assert vllm["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3], "SGLang adds one"
     assert vllm["rope_parameters"] == vllm["rope_scaling"] and vllm["rope_scaling"]["rope_type"] == "llama3"
     assert "midlayer.self_attn.q_proj.weight" in shapes(tmp_path / "sglang")
     assert speculators["speculators_config"]["verifier"] == {"name_or_path": "my/policy", "architectures": ["LlamaForCausalLM"]}
@@ -66,6 +81,19 @@ def test_configs_say_what_each_loader_reads(tmp_path):
     ids = tensors["d2t"] + torch.arange(20)
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], ids.sort().values)
     assert torch.equal(tensors["lm_head.weight"], model("llama").head.weight[ids])
+
+
+def test_layers_are_read_once_and_in_order(tmp_path):
+    """vLLM captures a layer once however often it is named, and from the first to the last."""
+    config_ = EagleConfig.for_policy(DEEP["llama"], "eagle3", (4, 1, 4))
+    drafter = Eagle.random(config_, 1, 0.2, torch.float64)
+    for loader in ("vllm", "speculators"):
+        export_drafter(drafter, model("llama"), loader, tmp_path / loader)
+        back = load_eagle(tmp_path / loader, model("llama"))
+        assert back.config.feature_layers == (1, 4) and config(tmp_path / loader)["eagle_aux_hidden_state_layer_ids"] == [1, 4]
+        assert greedy_chain(model("llama"), back, TOKENS, 4) == greedy_chain(model("llama"), drafter, TOKENS, 4)
+    with pytest.raises(ValueError, match="other than three"):
+        export_drafter(drafter, model("llama"), "sglang", tmp_path / "sglang")
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -83,7 +111,7 @@ def test_every_missing_or_misshapen_tensor_is_noticed(loader, tmp_path):
 
 def biased(kind: str, form: str, **changes) -> Eagle:
     """A drafter with biases, and what else the loaders' models may or may not have."""
-    base = EagleConfig.for_policy(CONFIGS[kind], form)
+    base = EagleConfig.for_policy(DEEP[kind], form)
     layer = {name: changes.pop(name) for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm") if name in changes}
     drafter = Eagle.random(replace(base, model=replace(base.model, **layer), **changes), 1, 0.2, torch.float64)
     for parameter in drafter.parameters():
@@ -185,7 +213,7 @@ def test_lora_adapters_are_exported_for_peft_or_merged(kind, tmp_path):
             if ".lora_B" in name:
                 parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
     path = Checkpoints(tmp_path / "checkpoints", 1).save(learner, RunState(1, 0), None)
-    export_adapter(read_adapters(path), CONFIGS[kind], LearnerConfig(**settings), str(tmp_path / "base"), tmp_path / "adapter")
+    export_adapter(read_adapters(path), DEEP[kind], LearnerConfig(**settings), str(tmp_path / "base"), tmp_path / "adapter")
     export_policy(policy_folder(path), tmp_path / "merged")
     tokens = torch.tensor([TOKENS])
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
@@ -197,4 +225,4 @@ def test_lora_adapters_are_exported_for_peft_or_merged(kind, tmp_path):
     export_policy(policy_folder(path), tmp_path / "narrow", "bfloat16")
     assert open_checkpoint(tmp_path / "narrow").own_dtype(torch.device("cpu")) == torch.bfloat16
     with pytest.raises(ValueError, match="no LoRA adapters"):
-        export_adapter({}, CONFIGS[kind], LearnerConfig(**settings), "base", tmp_path / "none")
+        export_adapter({}, DEEP[kind], LearnerConfig(**settings), "base", tmp_path / "none")

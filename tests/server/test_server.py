@@ -49,7 +49,8 @@ def test_completions_are_the_engines_rollouts(server, plain):
         assert choice.token_ids == rollout.token_ids and choice.text == rollout.text
         assert choice.finish_reason == rollout.finish_reason == "length"
         assert choice.logprobs.token_logprobs == pytest.approx(rollout.raw_logprobs)
-        assert "".join(choice.logprobs.tokens) == choice.text
+        assert "".join(choice.logprobs.tokens).replace("~", "") == choice.text
+        assert choice.logprobs.text_offset[-1] == sum(map(len, choice.logprobs.tokens[:-1]))
     usage = found.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3 + 5 + 3, 180, 191)
 
@@ -75,17 +76,19 @@ def test_streams_are_the_same_answers_in_pieces(server):
     common = {"model": "tiny", "prompt": PROMPTS, "n": 2, "seed": 5, "max_tokens": 30, "logprobs": 0,
               "extra_body": {"return_token_ids": True}}
     whole = server.client.completions.create(**common)
-    texts, ids, logprobs, reasons = ({i: [] for i in range(6)} for _ in range(4))
+    texts, ids, logprobs, offsets, reasons = ({i: [] for i in range(6)} for _ in range(5))
     for chunk in server.client.completions.create(**common, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
             texts[choice.index].append(choice.text)
             ids[choice.index] += choice.token_ids
             logprobs[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
             reasons[choice.index] += [choice.finish_reason] if choice.finish_reason else []
     for choice in whole.choices:
         assert "".join(texts[choice.index]) == choice.text and len(texts[choice.index]) > 5
         assert ids[choice.index] == choice.token_ids and reasons[choice.index] == ["length"]
         assert logprobs[choice.index] == pytest.approx(choice.logprobs.token_logprobs)
+        assert offsets[choice.index] == choice.logprobs.text_offset
     assert chunk.usage == whole.usage
 
 
@@ -185,6 +188,8 @@ def test_a_client_that_goes_away_frees_its_request(tokens):
 
 def test_overload_is_said_and_passes(tokens):
     with RunningServer(make_engine(tokens), step_s=0.01, max_pending=3) as server:
+        with pytest.raises(openai.BadRequestError, match="more than 3 answers"):
+            server.client.completions.create(model="tiny", prompt="abc", n=4)
         stream = server.client.completions.create(**long_request(n=3), stream=True)
         with pytest.raises(openai.RateLimitError, match="3 answers are pending") as error:
             server.client.completions.create(model="tiny", prompt="abc")

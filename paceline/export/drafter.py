@@ -119,6 +119,9 @@ def _speculators(tensors: dict[str, Tensor], config: dict[str, Any], policy: Dec
     own = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
     layer = {key: value for key, value in config.items()
              if key not in (*own, "architectures", "eagle_config", "torch_dtype") and not key.startswith("paceline_")}
+    num_features = len(config["eagle_aux_hidden_state_layer_ids"])
+    if num_features != 3:
+        layer["num_aux_hidden_states"] = num_features  # for vLLM, which otherwise expects three in this format
     architecture = next(name for name, kind in ARCHITECTURES.items() if kind == policy.config.architecture)
     method = {"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS, "verifier_accept_k": 1,
               "accept_tolerance": 0.0}

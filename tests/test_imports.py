@@ -25,7 +25,9 @@ ALLOWED = {
     "trainer": BELOW_TRAINER,
     "cluster": BELOW_TRAINER | {"trainer"},
     "sim": LEAVES | {"strategy", "cluster"},
-    "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim"},
+    "export": BELOW_TRAINER,
+    "server": BELOW_ENGINE | {"engine"},
+    "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim", "export", "server"},
 }
 ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set(), "cluster/lengths.py": set(),
         "sim/": {"paceline.types", "paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types",
@@ -35,7 +37,7 @@ TORCH_FREE = ["names.py", "types.py", "config.py", "files.py", "bundled.py", "ca
               "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
               "strategy/selector.py", "strategy/beg.py", "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
-              "cli/app.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
+              "cli/app.py", "cli/deploy.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
               *(str(path.relative_to(ROOT)) for package in ("tasks", "report") for path in (ROOT / package).rglob("*.py"))]
 PRINTING = {"typer", "rich"}
 

@@ -11,10 +11,13 @@ import torch
 from paceline import Engine
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
 from paceline.engine.graphs import GraphReport
+from paceline.kernels import TorchOps
+from paceline.models.attend import PackedAttend
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.decoder import Decoder
+from paceline.models.decoder import Decoder, Rope
 
 VOCAB = 61
+OPS = TorchOps()
 
 CONFIGS = {
     "llama": ModelConfig("llama", VOCAB, 32, 48, 2, 4, 2, 8, max_context=256, tie_embeddings=True,
@@ -40,6 +43,26 @@ def eagle(kind: str = "llama", form: Form = "eagle", seed: int = 1, dtype: torch
           draft_vocab: int = 0) -> Eagle:
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab] if draft_vocab else None
     return Eagle.random(EagleConfig.for_policy(CONFIGS[kind], form), seed, 0.2, dtype, draft_ids=ids)
+
+
+def greedy_chain(policy: Decoder, drafter: Eagle, tokens: list[int], depth: int) -> list[int]:
+    """What the drafter guesses behind `tokens`, one after the other, recomputing everything each time. Row i combines the
+    policy's features at i with the token at i + 1."""
+    rope, drafter_rope = (Rope(config, 256, torch.float64, "cpu") for config in (policy.config, drafter.config.model))
+
+    def attend(length: int, rope: Rope) -> PackedAttend:
+        return PackedAttend(OPS, *rope(torch.arange(length)), (length,))
+
+    fed = torch.tensor(tokens[:-1])
+    features = policy(fed, attend(len(fed), rope), drafter.config.feature_layers).features
+    state, follow, guesses = drafter.encode(features, OPS), tokens[1:], []
+    for _ in range(depth):
+        out = drafter(policy.embed(torch.tensor(follow)), state, attend(len(follow), drafter_rope))
+        logits = drafter.logits(out[-1:], policy, OPS)
+        index = int(logits.argmax())
+        guesses.append(index if drafter.draft_ids is None else int(drafter.draft_ids[index]))
+        state, follow = torch.cat([state, out[-1:]]), [*follow, guesses[-1]]
+    return guesses
 
 
 class FakeGraphs:

@@ -11,7 +11,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from paceline.cli.deploy import add_deploy_commands
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
+from paceline.cli.options import check_positive
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams
@@ -38,6 +40,7 @@ drafter_app = typer.Typer(no_args_is_help=True, context_settings=_HELP,
 app.add_typer(drafter_app, name="drafter")
 bench_app = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Measurements on this machine.")
 app.add_typer(bench_app, name="bench")
+add_deploy_commands(app)
 
 WRONG_INPUT = 2
 """Exit code of a command that cannot do what it was asked to."""
@@ -138,7 +141,7 @@ def generate(
     from paceline.cli.generate import generate as run
     from paceline.generation import GenerationOptions
 
-    _check_positive("--kv-memory-gb", kv_memory_gb)
+    check_positive("--kv-memory-gb", kv_memory_gb)
     sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
                             seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
@@ -247,7 +250,7 @@ def drafter_train(
 
     for option, value in (("--memory-gb", memory_gb), ("--disk-gb", disk_gb), ("--kv-memory-gb", kv_memory_gb),
                           ("--report-every", report_every)):
-        _check_positive(option, value)
+        check_positive(option, value)
     for option, value in (("--seconds", seconds), ("--checkpoint-every", checkpoint_every)):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{option}: {value} is not a finite number")
@@ -375,11 +378,6 @@ def _check_outputs(*files: Path | None) -> None:
     for file in files:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ValueError(f"{file}: " + ("is a folder, not a file" if file.is_dir() else f"there is no folder {file.parent}"))
-
-
-def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{option}: {value} is not a finite number > 0")
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[float]:

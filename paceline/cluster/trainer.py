@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load
 
 from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator, Runtime
@@ -23,13 +24,16 @@ from paceline.cluster.training import DrafterTraining, load_trained, save_traine
 from paceline.cluster.types import PolicyConfig
 from paceline.cluster.worker import Send, Worker
 from paceline.config import ClusterConfig, TrainConfig
+from paceline.drafters.checkpoint import save_eagle
+from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.weights import load_model
+from paceline.rl.checkpoint import drafter_folder, plain_policy
 from paceline.rl.loop import PhaseTimer
 from paceline.trainer import Trainer, TrainResult
 from paceline.trainer.drafter import OnlineDrafterTrainer, training_config
 from paceline.trainer.monitor import DrafterMonitor
-from paceline.trainer.parts import engine_for
+from paceline.trainer.parts import engine_for, make_drafter
 from paceline.types import RolloutGroup
 
 
@@ -102,6 +106,16 @@ class ClusterTrainer(Trainer):
         trained = self.engine.coordinator.trained
         if trained is not None:
             save_trained(self._drafter_file, trained)
+
+    def _save_drafter(self, checkpoint: Path) -> None:
+        trained, policy = self.engine.coordinator.trained, plain_policy(self.learner)
+        if trained is None:
+            return
+        drafter = make_drafter(self.config, policy)
+        assert isinstance(drafter, Eagle), "the workers have trained one"
+        drafter.load_state_dict(load(trained.weights), strict=False)  # everything but the draft ids, which it has
+        drafter.policy_fingerprint = trained.fingerprint
+        save_eagle(drafter, drafter_folder(checkpoint), policy)
 
     @property
     def _drafter_file(self) -> Path:

@@ -29,9 +29,14 @@ class EagleConfig:
     form: Form
     """`eagle`: reads the final hidden state. `eagle3`: reads three layers, with norms of its own."""
     model: ModelConfig
-    """Shape of its one layer, a Llama layer with the sizes of the policy."""
+    """Shape of its one layer: a Llama layer with the sizes of the policy, unless the drafter was trained elsewhere with others.
+    The hidden size and the vocabulary are always the policy's."""
     feature_layers: tuple[int, ...]
     """Layers of the policy whose hidden states it reads: i is the input of layer i, -1 the output of the final norm."""
+    fc_bias: bool = False
+    """Whether the input projection has a bias."""
+    norm_before_residual: bool = False
+    """Whether an EAGLE-3 drafter's residual stream starts from the normed features instead of the features themselves."""
 
     @classmethod
     def for_policy(cls, policy: ModelConfig, form: Form = "eagle", feature_layers: tuple[int, ...] = ()) -> EagleConfig:
@@ -56,7 +61,7 @@ class Eagle(nn.Module):
         model = config.model
         hidden, three = model.hidden_size, config.form == "eagle3"
         self.config = config
-        self.fc = Linear(len(config.feature_layers) * hidden if three else 2 * hidden, hidden, bias=False)
+        self.fc = Linear(len(config.feature_layers) * hidden if three else 2 * hidden, hidden, bias=config.fc_bias)
         self.attention = Attention(model, 0, input_size=2 * hidden if three else hidden)
         self.mlp_norm = nn.Parameter(torch.ones(hidden))
         self.mlp = MLP(model)
@@ -94,8 +99,9 @@ class Eagle(nn.Module):
             x = residual
         else:
             assert self.input_norm is not None and self.hidden_norm is not None
-            residual = state
-            x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), ops.rms_norm(state, self.hidden_norm, eps)], dim=-1)
+            normed = ops.rms_norm(state, self.hidden_norm, eps)
+            residual = normed if self.config.norm_before_residual else state
+            x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), normed], dim=-1)
         x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, eps)
         return self.mlp(x, ops) + residual
 

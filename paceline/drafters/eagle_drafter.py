@@ -49,7 +49,7 @@ class EagleDrafter:
         Args:
             module: Its network.
             policy: The policy, whose embedding and head it uses.
-            rope: Rotary embeddings of the policy.
+            rope: Rotary embeddings of its layer.
             ops: Kernels.
             columns: Columns of the captured features that it reads; None means all of them.
             tau: Temperature of the ranking: 1 trusts the drafter's distribution as it is, 0 ignores the noise.
@@ -146,7 +146,7 @@ class EagleDrafter:
             return out
         state = state if above is None else state[above]
         cos, sin = self.rope(rows.positions)
-        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.policy.config.num_heads, cache, [], trees=True)
+        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.module.config.model.num_heads, cache, [], trees=True)
         attend = PagedAttend(self.ops, [cache], cos, sin, rows.write, rows.segments, plan)
         return self.module(self.policy.embed(rows.tokens), state, attend)
 
@@ -161,10 +161,12 @@ class EagleDrafter:
 
 
 def _fused_layer(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | None:
-    """Returns the layer's tensors for the fused kernels; None if it has biases or query norms, which those do not support."""
+    """Returns the layer's tensors for the fused kernels; None if it has biases, query norms or a normed residual, which those do
+    not support."""
     attention, mlp, three = module.attention, module.mlp, module.config.form == "eagle3"
     linears = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
-    if attention.q_norm is not None or any(linear.bias is not None for linear in linears):
+    has_bias = any(linear.bias is not None for linear in (module.fc, *linears))
+    if has_bias or attention.q_norm is not None or module.config.norm_before_residual:
         return None
     qkv, o, gate_up, down = (linear.weight for linear in linears)
     return DraftLayer(policy.embed.weight, None if three else module.fc.weight, qkv, o, gate_up, down, module.mlp_norm,

@@ -74,7 +74,9 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     bad = [layer for layer in capture if not -1 <= layer < shape.num_layers]
     if bad:
         raise ValueError(f"capture: layer {bad[0]} is not in -1..{shape.num_layers - 1}")
-    layers = [(shape.num_kv_heads, shape.head_dim)] * (shape.num_layers + (eagle is not None))
+    layers = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers
+    if eagle is not None:
+        layers.append((eagle.config.model.num_kv_heads, eagle.config.model.head_dim))
     width = len(capture) * shape.hidden_size
     context = min(config.max_context or shape.max_context, shape.max_context)
     limits = Limits.of(config, device)
@@ -96,7 +98,8 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     learned = None
     if eagle is not None:
         columns = _column_index(capture, eagle.config.feature_layers, shape.hidden_size, device)
-        learned = EagleDrafter(eagle.to(device, dtype), model, rope, ops, columns, config.tau)
+        own_rope = Rope(eagle.config.model, length + 1, dtype, device)
+        learned = EagleDrafter(eagle.to(device, dtype), model, own_rope, ops, columns, config.tau)
     drafting = Drafting(state, store, suffix, learned, config.suffix_tau, graphs)
     batches = BatchBuilder(graphs, ops, state.padding, device)
     recorded = _column_index(capture, config.capture, shape.hidden_size, device) if config.capture else None

@@ -277,6 +277,12 @@ class Engine:
         found = [self._requests[i] for i in request_ids if i in self._requests]
         return [self._finish(request, "abort") for request in found]
 
+    def raw_logprobs(self, request_id: int, start: int = 0) -> list[float]:
+        """Return the raw log-probabilities (`SamplingParams.raw_logprobs`) of a request's tokens from number `start` on; empty if
+        there are none, or the request is finished."""
+        request = self._requests.get(request_id)
+        return [] if request is None else request.raw_logprobs[start:]
+
     @property
     def has_work(self) -> bool:
         """Whether there is a request, a step in flight or a result that `step` has not returned yet."""

@@ -91,7 +91,7 @@ def _shards(state: Mapping[str, Tensor], max_shard_bytes: int) -> Iterator[list[
 def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The `config.json` of a model, with the rotary embedding in the spelling of transformers 5 and in the one before."""
     architecture = next(name for name, kind in ARCHITECTURES.items() if kind == config.architecture)
-    rope = _hf_rope(config.rope)
+    rope = hf_rope(config.rope)
     eos = list(config.eos_token_ids)
     raw = {
         "architectures": [architecture], "model_type": config.architecture, "vocab_size": config.vocab_size,
@@ -112,7 +112,7 @@ def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
-def _hf_rope(rope: RopeConfig) -> dict[str, Any]:
+def hf_rope(rope: RopeConfig) -> dict[str, Any]:
     """Parameters of the rotary embedding. Only those of its scaling method, since transformers warns about others."""
     keys = {
         "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
-from paceline.rl.adapters import save_adapter
+from paceline.rl.adapters import plain_name, save_adapter
 from paceline.rl.learner import Learner
 
-_POLICY, _ADAPTER, _TENSORS, _STATE = "policy", "adapter", "trainer.safetensors", "state.json"
+_POLICY, _ADAPTER, _DRAFTER = "policy", "adapter", "drafter"
+_TENSORS, _STATE = "trainer.safetensors", "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class RunState:
 
 
 class Checkpoints:
-    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, and a
-    file with the trainer's state."""
+    """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, a file
+    with the trainer's state, and what else the caller writes there."""
 
     def __init__(self, folder: Path, keep: int, base_model: str = "") -> None:
         """`base_model`: folder or hub id of the model that adapters belong to."""
@@ -48,9 +50,11 @@ class Checkpoints:
         self.best: Path | None = None
         """The checkpoint with the best evaluation. It is not removed as long as there is no better one."""
 
-    def save(self, learner: Learner, state: RunState, tokenizer: Any) -> Path:
+    def save(self, learner: Learner, state: RunState, tokenizer: Any,
+             write_more: Callable[[Path], None] = lambda folder: None) -> Path:
         """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
-        removed, if a weight is not finite."""
+        removed, if a weight is not finite. `write_more` is called with the folder before it is renamed into place, and may add
+        to it."""
         learner.require_finite()
         self.folder.mkdir(parents=True, exist_ok=True)
         target, scratch = self.folder / f"step-{state.step:06d}", self.folder / ".new"
@@ -63,6 +67,7 @@ class Checkpoints:
             atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
             for file in [*(scratch / _POLICY).iterdir(), *(scratch / _ADAPTER).glob("*")]:
                 flush_to_disk(file)
+            write_more(scratch)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)
         except BaseException as error:
@@ -125,6 +130,19 @@ def read_state(checkpoint: Path) -> RunState:
 def policy_folder(checkpoint: Path) -> Path:
     """Hugging Face folder of a checkpoint's policy."""
     return checkpoint / _POLICY
+
+
+def drafter_folder(checkpoint: Path) -> Path:
+    """Folder of a checkpoint's learned drafter, which exists if the run has one."""
+    return checkpoint / _DRAFTER
+
+
+def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
+    """LoRA matrices of a checkpoint's policy by the decoder's names, like `layers.0.attention.qkv.lora_A`; empty if it has
+    none."""
+    tensors = load_tensors(checkpoint / _TENSORS)
+    found = {plain_name(name): tensor for name, tensor in tensors.items() if name.startswith("policy.") and ".lora_" in name}
+    return {name.removeprefix("policy.model.").removesuffix(".default.weight"): tensor for name, tensor in found.items()}
 
 
 def restore(learner: Learner, checkpoint: Path) -> None:

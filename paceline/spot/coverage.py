@@ -86,7 +86,7 @@ def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], 
     device = policy.norm.device
     drafter.gather_head(policy)
     ranks = _Ranks(drafter, policy, tau, temperature, most, torch.Generator(device).manual_seed(seed))
-    rope = Rope(policy.config, max(len(r.token_ids) for r in usable) + depth, policy.norm.dtype, device)
+    rope = Rope(drafter.config.model, max(len(r.token_ids) for r in usable) + depth, policy.norm.dtype, device)
     counts = _Counts(depth, most)
     for members in first_fit_decreasing([num_rows(len(record.token_ids)) for record in usable], max_tokens):
         chosen = [usable[i] for i in members]

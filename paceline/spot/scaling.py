@@ -90,7 +90,7 @@ def _weight_factors(config: EagleConfig, scales: Scales) -> dict[str, Tensor]:
     residual = torch.tensor(scales.residual)
     embedding = torch.full_like(scales.features, scales.residual / scales.embedding)
     return {"fc.weight": torch.cat([embedding, torch.ones_like(embedding)]), "attention.qkv.weight": 1 / residual,
-            "attention.o.weight": residual, "mlp.down.weight": residual}
+            **dict.fromkeys(("attention.o.weight", "mlp.down.weight", "fc.bias", "attention.o.bias", "mlp.down.bias"), residual)}
 
 
 def _rms(x: Tensor) -> Tensor:

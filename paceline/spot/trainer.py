@@ -114,7 +114,7 @@ class SpotTrainer:
         self.progress = TrainingProgress()
         self._skipped_in_a_row = 0
         self._max_length = min(config.max_length or policy.config.max_context, policy.config.max_context)
-        rope = Rope(policy.config, self._max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
+        rope = Rope(eagle.config.model, self._max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._loss = DrafterLoss(policy, config, self.scales, TorchOps(), rope)
         self._cuda_stream = cuda_stream
         self._fingerprint = fingerprint_of(policy)

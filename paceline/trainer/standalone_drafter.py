@@ -227,7 +227,7 @@ class StandaloneDrafterTrainer:
     def _evaluate(self, training: CheckpointedTraining, held_out: list[FeatureRecord], report: SpotReport | None) -> None:
         """Writes the drafter as trained so far, and measures and reports its coverage of the held-out answers."""
         drafter = training.trainer.drafter()
-        save_eagle(drafter, self._folder.path)
+        save_eagle(drafter, self._folder.path, self._model)
         found = held_out_coverage(drafter, self._model, held_out, EngineConfig().tau, self.options.params.temperature)
         progress = training.trainer.progress
         line: dict[str, Any] = {"step": progress.step, "seconds": training.seconds}

@@ -15,13 +15,14 @@ import torch
 
 from paceline.bundled import resolve_model
 from paceline.config import TrainConfig
+from paceline.drafters.checkpoint import save_eagle
 from paceline.engine import Engine
 from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
 from paceline.models.weights import resolve_device
 from paceline.optim import NonFiniteError
 from paceline.report import EventLog, read_metrics
-from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state
+from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder, read_state
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
@@ -349,11 +350,17 @@ class Trainer:
     def _save(self) -> None:
         if self.checkpoints.latest_step() >= self.state.step:
             return
-        path = self.checkpoints.save(self.learner, self.state, self.tokenizer)
+        path = self.checkpoints.save(self.learner, self.state, self.tokenizer, self._save_drafter)
         if self.drafter_trainer is not None:
             self.drafter_trainer.save()
         logger.info("checkpoint of step %d: %s", self.state.step, path)
         self._notify(lambda callback: callback.on_checkpoint(path, self.state.step))
+
+    def _save_drafter(self, checkpoint: Path) -> None:
+        """Writes the learned drafter, if there is one, as a folder that `paceline generate --drafter` and other engines load."""
+        learned = self.engine.drafting.eagle
+        if learned is not None:
+            save_eagle(learned.module, drafter_folder(checkpoint), self.engine.model)
 
     def _result(self, status: RunStatus, message: str) -> TrainResult:
         summary: dict[str, Any] = {}

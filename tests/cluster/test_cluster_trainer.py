@@ -14,6 +14,8 @@ pytest.importorskip("ray")
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.config import TrainConfig
+from paceline.drafters.checkpoint import load_eagle
+from paceline.models.weights import load_model
 from paceline.trainer import RunStatus, Trainer
 
 
@@ -67,6 +69,10 @@ def test_a_run_resumes_with_its_trained_drafter(tmp_path):
     first = EagerTrainer(config(tmp_path / "run", **fields))
     assert first.run().status is RunStatus.COMPLETED
     assert (tmp_path / "run" / "drafter" / "cluster.safetensors").is_file()
+    (*_, last) = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    policy, _ = load_model(last / "policy")
+    deployed = load_eagle(last / "drafter", policy)
+    assert deployed.policy_fingerprint == first.engine.coordinator.trained.fingerprint and deployed.attention.o.weight.any()
     steps = first.engine.coordinator.trained.snapshot_metadata["progress"]["step"]
     assert steps > 0
     more = EagerTrainer(config(tmp_path / "run", **{**fields, "steps": 3}), resume=True)

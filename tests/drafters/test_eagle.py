@@ -8,37 +8,14 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, eagle, model
+from tiny import VOCAB, eagle, greedy_chain, model
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
-from paceline.drafters.eagle import Eagle
 from paceline.kernels import TorchOps
-from paceline.models.attend import PackedAttend
-from paceline.models.decoder import Decoder, Rope
 
 OPS = TorchOps()
-
-
-def greedy_chain(policy: Decoder, drafter: Eagle, tokens: list[int], depth: int) -> list[int]:
-    """What the drafter guesses behind `tokens`, one after the other, recomputing everything each time. Row i combines the
-    policy's features at i with the token at i + 1."""
-    rope = Rope(policy.config, 256, torch.float64, "cpu")
-
-    def attend(length: int) -> PackedAttend:
-        return PackedAttend(OPS, *rope(torch.arange(length)), (length,))
-
-    fed = torch.tensor(tokens[:-1])
-    features = policy(fed, attend(len(fed)), drafter.config.feature_layers).features
-    state, follow, guesses = drafter.encode(features, OPS), tokens[1:], []
-    for _ in range(depth):
-        out = drafter(policy.embed(torch.tensor(follow)), state, attend(len(follow)))
-        logits = drafter.logits(out[-1:], policy, OPS)
-        index = int(logits.argmax())
-        guesses.append(index if drafter.draft_ids is None else int(drafter.draft_ids[index]))
-        state, follow = torch.cat([state, out[-1:]]), [*follow, guesses[-1]]
-    return guesses
 
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from e2e.test_train import assert_same_run, run
+from safetensors.torch import load_file
 from toy import settings
 
+from paceline import Engine, SamplingParams
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.fingerprint import fingerprint_of
 from paceline.models.weights import load_model
@@ -64,6 +66,21 @@ def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):
     assert "drafter/tokens" not in records[-1], "nobody would have used it"
     saved = load_snapshot(folder / "follow" / "drafter")
     assert saved is not None and saved.metadata["progress"]["step"] == records[1]["drafter/steps"]
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_every_checkpoint_has_a_drafter_to_deploy(folder, form):
+    changes = {**EAGLE, "drafter": "learned", "spot.form": form, "steps": 2, "checkpoint_every": 1}
+    assert run(settings(folder, "run", **changes)) == 0
+    trained = read_metrics(folder / "run")[0]["drafter/steps"]
+    for step in (1, 2):
+        checkpoint = folder / "run" / "checkpoints" / f"step-{step:06d}"
+        engine = Engine.load(checkpoint / "policy", drafter=checkpoint / "drafter", strategy="eagle:d3w1v3")
+        module = engine.drafting.eagle.module
+        assert trained > 0 and module.policy_fingerprint.version < step and module.head is None
+        assert module.attention.o.weight.any(), "a drafter that was not trained adds nothing"
+        assert engine.generate(["abc"], SamplingParams(max_new_tokens=8))[0].rollouts[0].error is None
+        assert ("lm_head.weight" in load_file(checkpoint / "drafter" / "model.safetensors")) == (form == "eagle3")
 
 
 def test_how_long_it_is_trained_can_be_said(folder, start, capsys):

@@ -1,0 +1,72 @@
+"""The commands `serve` and `export` and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import check_positive
+
+
+def add_deploy_commands(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command()(serve)
+    app.command()(export)
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with "
+                                            "the package.")],
+    drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
+    strategy: Annotated[str, typer.Option(
+        help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32. Changes no token.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Key that requests must carry.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests [as given by --model].")] = None,
+    max_pending: Annotated[int | None, typer.Option(
+        min=1, help="Maximum number of answers that wait or are generated; further requests get status 429 [1024].")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Maximum number of seconds for one request [600].")] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Maximum size of a request [4194304].")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    max_batch: Annotated[int | None, typer.Option(
+        min=1, help="Maximum number of requests that run at the same time [engine's default].")] = None,
+    max_context: Annotated[int | None, typer.Option(
+        min=2, help="Maximum number of prompt and answer tokens of one request [the model's].")] = None,
+    kv_memory_gb: Annotated[float | None, typer.Option(help="Memory for the KV cache in GiB [engine's default].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+) -> int:
+    """Serve a policy with the OpenAI API."""
+    from paceline.cli.serve import ServeOptions
+    from paceline.cli.serve import serve as run
+
+    for option, value in (("--kv-memory-gb", kv_memory_gb), ("--timeout-s", timeout_s)):
+        check_positive(option, value)
+    sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb}
+    limits = {"model_name": served_name, "api_key": api_key, "max_pending": max_pending, "timeout_s": timeout_s,
+              "max_body_bytes": max_body_bytes}
+    engine, server = ({name: value for name, value in given.items() if value is not None} for given in (sizes, limits))
+    return run(ServeOptions(model, drafter, strategy, dtype, device, threads, host, port, engine, server))
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="Run folder, one of its checkpoints, or the folder of a drafter.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang or speculators: the drafter; hf: the run's policy.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
+    model: Annotated[str | None, typer.Option(help="The policy of a drafter that is exported on its own: Hugging Face folder, "
+                                                   "hub id, GGUF file, or default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint of the run [the latest].")] = None,
+    merge_lora: Annotated[bool, typer.Option(
+        "--merge-lora", help="With hf, write the whole policy instead of its LoRA adapters.")] = False,
+    force: Annotated[bool, typer.Option(
+        "--force", help="Export the drafter although it was trained for other weights of the policy's shape.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+) -> int:
+    """Write a learned drafter or a policy in the format of another engine."""
+    from paceline.cli.export import ExportOptions
+    from paceline.cli.export import export as run
+
+    return run(ExportOptions(source, to, out, model, step, merge_lora, force, dtype))

@@ -1,0 +1,69 @@
+"""`paceline serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, NamedTuple
+
+from paceline.bundled import resolve_model
+from paceline.engine import Engine
+from paceline.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class ServeOptions(NamedTuple):
+    """The options of `paceline serve`."""
+
+    model: str
+    drafter: str
+    strategy: str
+    dtype: str
+    device: str
+    threads: int | None
+    host: str
+    port: int
+    engine: dict[str, Any]
+    """Fields of `EngineConfig`."""
+    server: dict[str, Any]
+    """Fields of `ServerConfig`."""
+
+
+def serve(options: ServeOptions) -> int:
+    """Serves until Ctrl-C or SIGTERM; running requests are finished first."""
+    try:
+        from paceline.server import ServerConfig, create_app
+        from paceline.server.run import run_server
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed; the server needs pip install 'paceline[server]'") from None
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    config = ServerConfig(**{"model_name": options.model, **options.server})
+    if options.host not in _LOOPBACK and config.api_key is None:
+        _say(f"{options.host}: anybody who reaches this address can use the server; --api-key restricts it")
+    engine = Engine.load(resolve_model(options.model), options.device, options.dtype, options.drafter, options.strategy,
+                         **options.engine)
+    _warm_up(engine)
+    started = run_server(create_app(engine, config), options.host, options.port,
+                         lambda address: _say(f"{config.model_name} is served at {address}; Ctrl-C stops"))
+    if started:
+        _say("stopped")
+    return 0 if started else 1
+
+
+def _warm_up(engine: Engine) -> None:
+    """Compile kernels and capture graphs before the first request."""
+    shown = {"is_progress": True}
+    logger.info("warm-up: measuring what steps cost", extra=shown)
+    engine.warm_up(on_progress=lambda done, total: logger.info("warm-up: CUDA graph %d of %d", done, total, extra=shown))
+    prompt = [1 % engine.model.config.vocab_size] * 4
+    engine.generate([prompt], SamplingParams(max_new_tokens=8, raw_logprobs=True), 2)
+    engine.reset_stats()
+
+
+def _say(message: str) -> None:
+    print(f"paceline: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""Requests and answers of the OpenAI API, as far as they are supported. What is not supported is refused, never ignored."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from paceline.types import SamplingParams
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": ()}
+"""Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions have in common. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos` and
+    `return_token_ids` are additions to the API, named as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    n: int = Field(1, ge=1)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, raw: Any) -> Any:
+        """Drop fields that are null, and known ones whose value changes nothing."""
+        if not isinstance(raw, dict):
+            return raw
+        kept = {key: value for key, value in raw.items() if value is not None}
+        for key in kept.keys() & _NEUTRAL.keys():
+            allowed = _NEUTRAL[key]
+            if allowed and kept[key] not in allowed:
+                raise ValueError(f"{key}: not supported")
+            del kept[key]
+        return kept
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are returned."""
+        raise NotImplementedError
+
+    def sampling_params(self, max_new_tokens: int) -> SamplingParams:
+        """The sampling parameters. Without a seed a random one is drawn. ValueError if a value is out of range."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, top_k=max(0, self.top_k), min_p=self.min_p, seed=seed,
+            max_new_tokens=max_new_tokens, stop=tuple(stop), stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=1)
+    """Only the sampled token's log-probability is known: 0 or 1."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or token ids."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class ContentPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[ContentPart]
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=0)
+    """Only the sampled token's log-probability is known: 0."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+
+def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], start: int) -> dict[str, Any]:
+    """Log-probabilities in the layout of completions. `start`: length of the text before these tokens."""
+    *offsets, _ = accumulate(map(len, tokens), initial=start)
+    return {"tokens": list(tokens), "token_logprobs": list(logprobs), "text_offset": offsets,
+            "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]}
+
+
+def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+    """Log-probabilities in the layout of chat completions."""
+    return {"content": [{"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+                        for token, logprob in zip(tokens, logprobs, strict=True)], "refusal": None}
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as the OpenAI API reports it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,33 @@
+"""The scripts in `examples/deploy/` run, on tiny work."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from paceline import Engine, SamplingParams
+from paceline.bundled import resolve_model
+from paceline.drafters.checkpoint import load_eagle
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "deploy"
+TINY = {"kv_tokens": 2048, "max_batch": 4, "profile": False}
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+def test_ask_server(capsys):
+    texts = load("ask_server").main(max_tokens=12, **TINY)
+    engine = Engine.load(resolve_model("default"), drafter="none", strategy="off", **TINY)
+    groups = engine.generate(["27:", "97:"], SamplingParams(max_new_tokens=12, seed=7))
+    assert texts == [group.rollouts[0].text for group in groups] and f"27:{texts[0]}" in capsys.readouterr().out
+
+
+def test_export_drafter(tmp_path, capsys):
+    out = load("export_drafter").main(tmp_path / "out", answers=4, seconds=0.5, **TINY)
+    policy = Engine.load(resolve_model("default"), drafter="none", strategy="off", **TINY).model
+    assert load_eagle(out, policy).config.form == "eagle3" and "vllm serve" in capsys.readouterr().out

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test test-slow train lint results gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl train lint results gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -17,6 +17,21 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# With the other library installed in an environment of its own: .venvs/NAME, from the extra of that name in pyproject.toml.
+test-integrations: test-trl test-verl
+
+test-trl: .venvs/trl/.ready
+	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py
+
+test-verl: .venvs/verl/.ready
+	.venvs/verl/bin/python -m pytest -m integration tests/integrations/test_verl_plugin.py
+
+.venvs/%/.ready: pyproject.toml
+	test -x .venvs/$*/bin/python || $(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet 'torch>=2.11,<2.14'  # first: so that nothing pulls a newer one
+	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis
+	touch $@
 
 results: $(READY)
 	$(BIN)/python benchmarks/lib/make_results.py
@@ -36,4 +51,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv .models build *.egg-info
+	rm -rf .venv .venvs .models build *.egg-info

@@ -24,6 +24,7 @@ ALLOWED = {
     "trainer": BELOW_TRAINER,
     "cluster": BELOW_TRAINER | {"trainer"},
     "sim": LEAVES | {"strategy", "cluster"},
+    "integrations": BELOW_TRAINER | {"trainer"},
     "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim"},
 }
 ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set(), "cluster/lengths.py": set(),

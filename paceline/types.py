@@ -376,6 +376,8 @@ class StepResult:
     """Duration in milliseconds, without graph captures."""
     drafts: DraftOutcomes | None = None
     """Outcomes of its draft tokens, if they were observed: regularly, and whenever the selector asks for it."""
+    drafted_by_request: dict[int, int] = field(default_factory=dict)
+    """Number of draft tokens that were verified, by request id; without requests that had none."""
 
     @classmethod
     def nothing(cls, step: int, strategy: Strategy) -> StepResult:

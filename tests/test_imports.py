@@ -27,6 +27,7 @@ ALLOWED = {
     "sim": LEAVES | {"strategy", "cluster"},
     "export": BELOW_TRAINER,
     "server": BELOW_ENGINE | {"engine"},
+    "integrations": BELOW_TRAINER | {"trainer"},
     "cli": BELOW_TRAINER | {"trainer", "bench", "cluster", "sim", "export", "server"},
 }
 ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set(), "cluster/lengths.py": set(),

@@ -176,7 +176,9 @@ class Engine:
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
             num_rows=step.batch.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.batch.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=max(0.0, seconds) * 1e3, drafts=drafts)
+            ms=max(0.0, seconds) * 1e3, drafts=drafts,
+            drafted_by_request={request.id: nodes for request, nodes in
+                                zip(step.plan.decode, step.batch.num_nodes, strict=False) if nodes})
         self._results.append(result)
         for rollout in finished:
             del self._requests[rollout.request_id]

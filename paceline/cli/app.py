@@ -174,8 +174,9 @@ def train(
 
     task = validate(resolved, resume is not None, changed, "" if config is None else str(config))
     if dry_run:
-        from paceline.trainer.memory import memory_plan
+        from paceline.trainer.memory import check_memory, memory_plan
 
+        check_memory(resolved)
         clear_progress()
         print(dump_config(resolved), end="")
         plan = memory_plan(resolved)

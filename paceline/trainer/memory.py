@@ -15,7 +15,7 @@ from paceline.cache.store import PagedStore
 from paceline.config import TrainConfig
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.weights import open_checkpoint, parse_dtype
+from paceline.models.weights import open_checkpoint, parse_dtype, resolve_device
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
 
@@ -92,8 +92,11 @@ class MemoryPlan(NamedTuple):
 
 
 def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan | None:
-    """The memory plan of a run on a device with so many bytes; None if the model's files are not on this machine yet."""
-    source = resolve_model(config.model)
+    """The memory plan of a run on a device with so many bytes (default: its GPU's); None if the model's files are not on this
+    machine yet."""
+    source, device = resolve_model(config.model), resolve_device(config.device)
+    if capacity is None and device.startswith("cuda"):
+        capacity = torch.cuda.mem_get_info(device)[1]
     if not Path(source).expanduser().exists():
         return None
     return plan_for(config, open_checkpoint(source).config, capacity)
@@ -101,9 +104,7 @@ def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan 
 
 def check_memory(config: TrainConfig) -> None:
     """ValueError with the memory plan if the run cannot fit on its GPU, not even with a KV cache for a single answer."""
-    if not config.device.startswith("cuda"):
-        return
-    plan = memory_plan(config, torch.cuda.mem_get_info(config.device)[1])
+    plan = memory_plan(config) if resolve_device(config.device).startswith("cuda") else None
     if plan is not None and not plan.fits(config.rollout.max_new_tokens):
         raise ValueError(f"device: the run does not fit on {config.device}\n{plan}")
 

@@ -176,8 +176,9 @@ def test_another_run_in_the_same_folder_is_refused(folder, capsys, changes, said
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--set", "nonsense=1"], "--set nonsense=1: no such key"), (["--form", "medusa"], "form"), (["--temperature", "0"], "temperature"),
-    (["--seconds", "1"], "one of them"), (["--prompts", "task:nothing"], "there is no 'nothing'")])
+    (["--set", "nonsense=1"], "--set nonsense=1: no such key"), (["--form", "medusa"], "form"),
+    (["--temperature", "0"], "temperature"), (["--seconds", "1"], "one of them"),
+    (["--prompts", "task:nothing"], "there is no 'nothing'")])
 def test_wrong_arguments_are_one_line(folder, capsys, arguments, said):
     assert run(*drafter_settings(folder, "run"), *arguments) == 2
     line = capsys.readouterr().err

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels.upload import upload
-
 
 class LayerStore(NamedTuple):
     """Keys and values of one layer."""
@@ -70,7 +68,9 @@ class PagedStore:
     def slots(self, pages: list[int], num_tokens: int) -> Tensor:
         """Return the token slots [num_tokens] of the first positions of a request that holds `pages`."""
         slots = np.array(pages, np.int64)[:, None] * self.page_size + np.arange(self.page_size)
-        return upload(slots.reshape(-1)[:num_tokens], torch.device(self._device))
+        found = torch.from_numpy(slots.reshape(-1)[:num_tokens])
+        on_cpu = torch.device(self._device).type == "cpu"
+        return found if on_cpu else found.pin_memory().to(self._device, non_blocking=True)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are indexed by token slot."""

@@ -58,7 +58,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
     model: Annotated[str | None, typer.Option(help="The policy of a drafter that is exported on its own: Hugging Face folder, "
                                                    "hub id, GGUF file, or default.")] = None,
-    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint [the run's last].")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; without it, its last one.")] = None,
     merge_lora: Annotated[bool, typer.Option(
         "--merge-lora", help="With hf, write the whole policy instead of its LoRA adapters.")] = False,
     force: Annotated[bool, typer.Option(

@@ -25,7 +25,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Key that requests must carry.")] = None,
-    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests [as given by --model].")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests [--model's].")] = None,
     max_pending: Annotated[int | None, typer.Option(
         min=1, help="Maximum number of answers that wait or are generated; further requests get status 429 [1024].")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Maximum number of seconds for one request [600].")] = None,
@@ -58,7 +58,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
     model: Annotated[str | None, typer.Option(help="The policy of a drafter that is exported on its own: Hugging Face folder, "
                                                    "hub id, GGUF file, or default.")] = None,
-    step: Annotated[int | None, typer.Option(help="Checkpoint of the run [the latest].")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; without it, its last one.")] = None,
     merge_lora: Annotated[bool, typer.Option(
         "--merge-lora", help="With hf, write the whole policy instead of its LoRA adapters.")] = False,
     force: Annotated[bool, typer.Option(

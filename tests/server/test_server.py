@@ -92,6 +92,20 @@ def test_streams_are_the_same_answers_in_pieces(server):
     assert chunk.usage == whole.usage
 
 
+def test_steps_whose_outputs_are_read_late_are_streamed_too(tokens, plain):
+    """As on a GPU: a step is launched before the one before has been read."""
+    engine = make_engine(tokens, "off")
+    engine._pipelined = True
+    wanted = plain.generate(["abc"], SamplingParams(seed=5, max_new_tokens=30, raw_logprobs=True))[0].rollouts[0]
+    with RunningServer(engine) as server:
+        chunks = [chunk.choices[0] for chunk in server.client.completions.create(
+            model="tiny", prompt="abc", seed=5, max_tokens=30, logprobs=1, stream=True)]
+        assert "".join(chunk.text for chunk in chunks) == wanted.text
+        found = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs]
+        assert found == pytest.approx(wanted.raw_logprobs)
+        wait_until(lambda: server.is_idle)
+
+
 def test_stop_strings_end_answers_and_never_appear(server, plain, tokens):
     rollout = plain.generate(["abc"], SamplingParams(seed=5, max_new_tokens=60))[0].rollouts[0]
     text, special = rollout.text, tokens.unk_token_id

@@ -15,10 +15,10 @@ def folder(tmp_path):
 
 @pytest.fixture
 def one_line(capsys):
-    """What a command that failed said on stderr, which has to be one line."""
+    """What a command that failed said on stderr, which has to be one line after those about loading."""
 
     def said() -> str:
-        lines = capsys.readouterr().err.splitlines()
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("paceline: loading ")]
         assert len(lines) == 1 and lines[0].startswith("paceline: "), lines
         return lines[0]
 

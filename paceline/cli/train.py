@@ -13,7 +13,7 @@ from rich.console import Console
 from paceline.cli.log import progress_goes_to, say
 from paceline.config import ConfigError, TrainConfig
 from paceline.models.weights import resolve_device
-from paceline.report import TrainView
+from paceline.report import RunFigures, TrainView, read_metrics
 from paceline.spot.alarms import Alarm
 from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
@@ -115,16 +115,5 @@ def show(result: TrainResult, config: TrainConfig) -> None:
               f"({config.epochs} epoch(s)); raise epochs to go on")
     for name, value in result.summary.items():
         print(f"{name:>20}  {value}")
-    print(verdict(result.summary))
+    print(RunFigures.of(read_metrics(result.folder)).headline())
     print(f"Policy: {result.policy}. Picture: {result.folder / 'report.html'}.")
-
-
-def verdict(summary: dict[str, Any]) -> str:
-    """What happened, in sentences for someone who sees this for the first time."""
-    learned = f"The mean reward went from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}."
-    if "rollout_speedup" not in summary:
-        return learned
-    same = ("All" if summary["identical_rollouts"] else f"All but {summary['differing_rollouts']} of the")
-    return (f"{learned} Every batch was generated twice with the same seeds: without speculation it took "
-            f"{summary['rollout_speedup']:.2f} times as long as with it ({summary['accept_length']:.2f} tokens per pass of the "
-            f"policy instead of 1). {same} {summary['compared_rollouts']:,} rollouts are identical, token for token.")

@@ -88,8 +88,8 @@ class RunFigures:
         if self.rollout_speedup is None or not self.compared:
             return f"{learned}."
         same = "all" if not self.differing else f"{self.compared - self.differing:,} of"
-        return (f"{learned}, and rollouts were {self.speedup_text} as fast as without speculation: {same} {self.compared:,} rollouts "
-                "are identical, token for token.")
+        return (f"{learned}, and rollouts were {self.speedup_text} as fast as without speculation: {same} {self.compared:,} "
+                "rollouts are identical, token for token.")
 
     @property
     def speedup_text(self) -> str:

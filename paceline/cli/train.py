@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
 from paceline.cli.log import progress_goes_to, say
+from paceline.cli.report import BrowserView
 from paceline.config import ConfigError, TrainConfig
 from paceline.models.weights import resolve_device
 from paceline.report import RunFigures, TrainView, read_metrics
@@ -34,9 +36,10 @@ def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: 
         raise with_source(error, overrides, file) from None
 
 
-def train(config: TrainConfig, task: Task, resume: bool = False) -> int:
-    """Runs the training and returns the exit code."""
-    with TerminalView(config) as view:
+def train(config: TrainConfig, task: Task, resume: bool = False, open_page: bool = False) -> int:
+    """Runs the training and returns the exit code. `open_page` shows a live page in a browser meanwhile."""
+    page = BrowserView(Path(config.out)) if open_page else nullcontext()
+    with page, TerminalView(config) as view:
         result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task).run()
     if result.status is RunStatus.COMPLETED:
         show(result, config)

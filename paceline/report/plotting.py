@@ -126,7 +126,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str,
     x = np.concatenate([line.x for line in series])
     y = np.concatenate([line.y for line in series])
     x_range = _nonempty_range(float(x.min()), float(x.max()), 1.0)
-    shown = y[np.isfinite(y)] if limit is None else np.r_[y[np.isfinite(y)], limit[0]]
+    shown = y[np.isfinite(y)] if limit is None else np.r_[y[np.isfinite(y)], 1.08 * limit[0]]  # room for the limit's name
     description = f"{y_label or title} by {x_label}, from {x.min():g} to {x.max():g}. "
     description += " ".join(_describe(line) for line in series if not line.faint)
 
@@ -257,8 +257,8 @@ class _Drawing:
         """Draws a horizontal line with its name."""
         red, font_size = PLACEHOLDERS["red"], 0.9 * self._size.font_size
         self._axes.axhline(height, color=red, linewidth=1.1, linestyle=(0, (5, 3)), zorder=2, clip_on=False)
-        self._axes.annotate(name, (1, height), xycoords=self._axes.get_yaxis_transform(), xytext=(0, -2),
-                            textcoords="offset points", ha="right", va="top", color=red, fontsize=font_size)
+        self._axes.annotate(name, (1, height), xycoords=self._axes.get_yaxis_transform(), xytext=(0, 2),
+                            textcoords="offset points", ha="right", va="bottom", color=red, fontsize=font_size)
 
     def marks(self, places: Sequence[float]) -> None:
         """Marks places on the x axis where a value is not a finite number."""
@@ -273,8 +273,10 @@ class _Drawing:
         """Draws stacked bars, and over the whole height of the chart invisible ones that carry the tooltips."""
         (low, high), (bottom, top) = self._axes.get_xlim(), self._axes.get_ylim()
         by_colour: dict[str, list[np.ndarray]] = {}
+        pixel = (high - low) / self._size.width
         for bar in bars:
-            gap = 0.0 if joined else min(1.2 * (high - low) / self._size.width, 0.15 * (bar.x1 - bar.x0))
+            # Joined bars overlap a little: no background shines through between them.
+            gap = -0.6 * pixel if joined else min(1.2 * pixel, 0.15 * (bar.x1 - bar.x0))
             base = 0.0
             for colour, height in bar.parts:
                 by_colour.setdefault(colour, []).append(_rectangle(bar.x0 + gap / 2, bar.x1 - gap / 2, base, base + height))

@@ -58,15 +58,17 @@ class _Course:
         self.live.append(num_live)
         self.strategies.append(str(result.strategy) if result.num_requests else "")
 
-    def record(self) -> dict[str, Any]:
+    def record(self, strategies: bool = True) -> dict[str, Any]:
         ends = np.cumsum(self.ms) / 1e3
         seconds = float(ends[-1]) if len(ends) else 0.0
         if not seconds:
             return {}
         at = np.searchsorted(ends, (np.arange(_NUM_SAMPLES) + 0.5) * seconds / _NUM_SAMPLES)
+        record = {"seconds": round(seconds, 4), "live": [self.live[i] for i in at]}
+        if not strategies or not any(self.strategies):
+            return record
         names = sorted({self.strategies[i] for i in at})
-        return {"seconds": round(seconds, 4), "live": [self.live[i] for i in at],
-                "strategies": names, "strategy": [names.index(self.strategies[i]) for i in at]}
+        return {**record, "strategies": names, "strategy": [names.index(self.strategies[i]) for i in at]}
 
 
 class RolloutTrace:
@@ -106,8 +108,8 @@ class RolloutTrace:
     def record(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         """The line of the training step, which trains on `groups`."""
         lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
-        record: dict[str, Any] = {"on": self._on.record(), "off": self._off.record(), "lengths": _quantiles(lengths),
-                                  "drafter_version": self._drafter_version}
+        record: dict[str, Any] = {"on": self._on.record(), "off": self._off.record(strategies=False),
+                                  "lengths": _quantiles(lengths), "drafter_version": self._drafter_version}
         if self._batch:
             used = max(part for part, sums in enumerate(self._all) if sums[1]) + 1
             record["batch"] = {str(bucket): {name: _rounded(sums) for name, sums in found.items()}

@@ -23,6 +23,21 @@ _IGNORED = ("out",)
 """Settings that differ between any two runs."""
 
 
+def headline(first: Run, second: Run) -> str:
+    """What the two runs took and reached in the steps that both have, in one sentence."""
+    a, b = ({record["step"]: record for record in run.records} for run in (first, second))
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        return "The two runs have no step in common."
+    names = _names(first, second)
+    seconds = [format_time(sum(_step_seconds(found[step]) for step in steps)) for found in (a, b)]
+    same = sum(a[step].get("reward/mean") == b[step].get("reward/mean") for step in steps)
+    rewards = ("the same in all of them" if same == len(steps) else f"the same in {same:,} of them" if same else "different")
+    both = "the one step" if len(steps) == 1 else f"the {len(steps):,} steps"
+    return (f"In {both} that both have, {names[0]} took {seconds[0]} and {names[1]} {seconds[1]}, without comparisons; mean "
+            f"rewards are {rewards}.")
+
+
 def figure_rows(first: RunFigures, second: RunFigures) -> list[tuple[str, str, str]]:
     """Name of a figure and its value in each run."""
     def row(name: str, *values: str) -> tuple[str, str, str]:
@@ -40,8 +55,7 @@ def figure_rows(first: RunFigures, second: RunFigures) -> list[tuple[str, str, s
 
 def comparison_charts(first: Run, second: Run) -> list[Chart]:
     """A chart per metric with a line for each run, and the reward over time."""
-    runs = (first, second)
-    names = [run.name for run in runs] if first.name != second.name else [str(run.folder) for run in runs]
+    runs, names = (first, second), _names(first, second)
     charts = [_by_time(runs, names)]
     for metric, title, unit, from_zero in _PER_STEP:
         charts.append(_chart(title, [Series(name, colour, *steps_and_values(run.records, metric))
@@ -54,6 +68,10 @@ def differing_settings(first: Run, second: Run) -> list[tuple[str, str, str]]:
     a, b = dict(first.settings()), dict(second.settings())
     return [(name, a.get(name, "–"), b.get(name, "–")) for name in {**a, **b}
             if a.get(name) != b.get(name) and name not in _IGNORED]
+
+
+def _names(first: Run, second: Run) -> list[str]:
+    return [run.name if first.name != second.name else str(run.folder) for run in (first, second)]
 
 
 def _by_time(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:

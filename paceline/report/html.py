@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from paceline.files import atomic_write
 from paceline.report.charts import further_charts, length_chart, reward_chart, speculation_chart, speed_chart, time_chart
-from paceline.report.comparison import comparison_charts, differing_settings, figure_rows
+from paceline.report.comparison import comparison_charts, differing_settings, figure_rows, headline
 from paceline.report.examples import pick_examples
 from paceline.report.figures import RunFigures
 from paceline.report.formatting import format_steps, format_time, format_value
@@ -78,8 +78,9 @@ def report_page(run: Run, live: bool = False) -> str:
 
 def comparison_page(first: Run, second: Run, live: bool = False) -> str:
     """Two runs side by side."""
-    return _render("comparison.html", live, runs=(first, second), rows=figure_rows(first.figures, second.figures),
-                   charts=comparison_charts(first, second), settings=differing_settings(first, second))
+    return _render("comparison.html", live, runs=(first, second), headline=headline(first, second),
+                   rows=figure_rows(first.figures, second.figures), charts=comparison_charts(first, second),
+                   settings=differing_settings(first, second))
 
 
 def charts_page(title: str, charts: Sequence[Chart], live: bool = False) -> str:

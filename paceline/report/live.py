@@ -45,7 +45,7 @@ class LivePage(ThreadingHTTPServer):
             runs = [Run.read(folder) for folder in self._folders]
         except ValueError as error:  # the run has not begun, or is writing its first line
             return charts_page(f"Nothing to show yet ({error})", [], live=True)
-        return report_page(runs[0], live=True) if len(runs) == 1 else comparison_page(*runs[:2], live=True)
+        return report_page(runs[0], live=True) if len(runs) == 1 else comparison_page(runs[0], runs[1], live=True)
 
     def _state(self) -> object:
         """What the page depends on. A run that ends or is killed writes nothing more, so its lock counts as well."""

@@ -45,7 +45,7 @@ class Run:
         records = read_metrics(folder)
         traces = read_traces(folder, records)
         name, config, error = _read_config(folder)
-        if not records and not name:
+        if not name and not (folder / METRICS_FILE).is_file():
             raise ValueError(f"{folder}: there is neither {METRICS_FILE} nor config.json; is it a run folder?")
         return cls(folder, records, traces, config, name, error, is_locked(folder),
                    RunFigures.of(records, traces))

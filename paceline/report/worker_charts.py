@@ -28,7 +28,8 @@ _STATES = {"busy": ("blue", "generating"), "training": ("teal", "training the dr
 def timeline_chart(folder: Path) -> Chart | None:
     """One row per worker: what it did while the last policies were in use, and the shares of the whole run."""
     events = list(_newest_session(folder / TIMELINE_FILE))
-    intervals = [event for event in events if event.get("event") == "interval" and event.get("state") in _STATES]
+    intervals = [event for event in events if event.get("event") == "interval" and event.get("state") in _STATES
+                 and isinstance(event.get("worker"), int)]
     if not intervals:
         return None
     end = max(event["end"] for event in intervals)

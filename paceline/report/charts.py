@@ -80,12 +80,17 @@ def length_chart(records: Sequence[Record], limit: float | None = None) -> Chart
 
 
 def speed_chart(records: Sequence[Record]) -> Chart | None:
-    """Generated tokens per second of the rollouts, per step."""
-    series = Series("tokens/s", "blue", *steps_and_values(records, "tokens_per_second"))
-    if not len(series.x):
+    """Generated tokens per second of the rollouts, per step, and of the same rollouts without speculation."""
+    series = [Series("with speculation", "blue", *steps_and_values(records, "tokens_per_second"))]
+    if not len(series[0].x):
         return None
-    lines, note = with_moving_mean([series])
-    return line_chart("Rollout speed", lines, "step", "tokens per second", from_zero=True, note=note)
+    off = {record["step"]: tokens / seconds for record in records if (seconds := _seconds_without(record))
+           and (tokens := finite_value(record, "generated_tokens"))}
+    if off:
+        series.append(Series("without speculation", "grey", np.array([*off], float), np.array([*off.values()])))
+    lines, note = with_moving_mean(series)
+    legend = tuple((line.colour, line.name) for line in series) if off else ()
+    return line_chart("Rollout speed", lines, "step", "tokens per second", from_zero=True, note=note, legend=legend)
 
 
 def time_chart(records: Sequence[Record]) -> Chart | None:
@@ -108,7 +113,7 @@ def time_chart(records: Sequence[Record]) -> Chart | None:
                    for phase in present)
     note = f"{format_time(RunFigures.of(records).seconds)} in all."
     note += f" Each bar is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
-    return bar_chart("Where the time goes", binned.bars, binned.x_range, "step", "seconds per step", legend=legend, note=note)
+    return bar_chart("Seconds of each step, by phase", binned.bars, binned.x_range, "step", "seconds per step", legend=legend, note=note)
 
 
 def speculation_chart(records: Sequence[Record]) -> Chart | None:

@@ -174,12 +174,12 @@ def row_chart(title: str, rows: Mapping[str, Sequence[Span]], x_range: tuple[flo
     ticks = {float(place): name for place, name in enumerate(names)}
     axes = _AxesSpec(x_range, (len(names) - 0.4, -0.6), x_label, "", whole_x=False, y_ticks=ticks)
     description = f"{len(names)} rows over {x_label}, from {x_range[0]:g} to {x_range[1]:g}."
-    return _chart(title, axes, fill, description, legend, note, wide=True, extra_height=max(0, 22 * len(names) - 150))
+    return _chart(title, axes, fill, description, legend, note, wide=True, height=58 + 26 * len(names))
 
 
 def _chart(title: str, axes: _AxesSpec, fill: Callable[[_Drawing], None], description: str, legend: tuple[tuple[str, str], ...],
-           note: str, wide: bool, extra_height: int = 0) -> Chart:
-    normal, spanning = (size._replace(height=size.height + extra_height) for size in (_NORMAL, _WIDE))
+           note: str, wide: bool, height: int | None = None) -> Chart:
+    normal, spanning = (size._replace(height=height or size.height) for size in (_NORMAL, _WIDE))
     narrow = _draw(normal, axes, fill, title, description)
     return Chart(title, _draw(spanning, axes, fill, title, description), narrow, legend, note) if wide else Chart(
         title, narrow, None, legend, note)

@@ -48,22 +48,26 @@ def course_chart(trace: Trace, record: Record, which: str = "") -> Chart | None:
             seconds, off_seconds)
     legend = [_DRAFTERS[name] for name in _DRAFTERS if name in drafters] if "strategy" in on else []
     legend += [("ink", "the same answers without speculation (dashed)")] if lines else []
-    note = _course_note(live, drafters, seconds, off_seconds if lines else None)
+    note = _course_note(on, drafters if "strategy" in on else [], seconds, off_seconds if lines else None)
     return bar_chart(f"Inside step {trace['step']}{which}: answers that are not finished, and the strategy", bars, (0.0, longest),
                      "seconds of generation", "live answers", legend=tuple(legend), note=note, lines=lines, joined=True)
 
 
-def _course_note(live: Sequence[int], drafters: Sequence[str], seconds: float, off_seconds: float | None) -> str:
+def _course_note(on: Mapping[str, Any], drafters: Sequence[str], seconds: float, off_seconds: float | None) -> str:
     """The long tail and where speculation sets in, in words."""
-    half = next((i for i, num in enumerate(live) if num <= live[0] / 2), len(live))
-    parts = [f"Half of the {live[0]} answers were done after {100 * half / len(live):.0f} % of the time."]
-    speculating = [i for i, name in enumerate(drafters) if name not in ("none", "")]
-    if speculating:
-        tail = next((i for i in range(len(live)) if all(name not in ("none", "") for name in drafters[i:])), None)
-        parts.append(f"Speculation was on in {100 * len(speculating) / len(live):.0f} % of the time"
-                     + (f", throughout from {live[tail]} live answers on." if tail is not None and live[tail] > 1 else "."))
-    elif drafters and off_seconds is not None:
-        parts.append("Speculation did not pay and was off.")
+    live, total = on["live"], on.get("total", on["live"][0])
+    half = next((i for i, num in enumerate(live) if num <= total / 2), len(live))
+    parts = [f"Half of the {total:,} answers were done after {100 * half / len(live):.0f} % of the time."]
+    drafts = [name not in ("none", "") for name in drafters]
+    share = 100 * sum(drafts) / max(1, len(drafts))
+    tail = next((i for i in range(len(drafts)) if all(drafts[i:])), None)  # from here on it is always on
+    if drafts and share >= 99:
+        parts.append("Speculation was on throughout.")
+    elif share:
+        parts.append(f"Speculation was on in {share:.0f} % of the time"
+                     + (f", and always from {live[tail]} live answers down." if tail is not None and live[tail] > 1 else "."))
+    elif drafts:
+        parts.append("Speculation was off: it would not have paid.")
     if off_seconds is not None:
         parts.append(f"{format_time(seconds)} instead of {format_time(off_seconds)} without speculation.")
     return " ".join(parts)
@@ -72,7 +76,7 @@ def _course_note(live: Sequence[int], drafters: Sequence[str], seconds: float, o
 def strategy_chart(traces: Sequence[Trace]) -> Chart | None:
     """Share of the generation time with each drafter, by the number of requests in the batch."""
     cells = sums_by_batch(traces)
-    if not cells:
+    if len({name for drafters in cells.values() for name in drafters}) < 2:  # nothing was chosen
         return None
     bars, ticks = [], {}
     for place, (bucket, drafters) in enumerate(cells.items()):
@@ -104,7 +108,7 @@ def accept_length_chart(records: Sequence[Record], traces: Sequence[Trace]) -> C
     x = [step for step, sums in drafted.items() if sums.verifications]
     if x:
         y = [drafted[step].accept_length for step in x]
-        series.append(Series("passes that verify drafts", "green", np.array(x, float), np.array(y)))
+        series = _unless_equal(series[0], Series("passes that verify drafts", "green", np.array(x, float), np.array(y)))
     lines, note = with_moving_mean(series)
     meaning = "Tokens that one pass of the policy yields per answer; 1 is decoding without speculation."
     return line_chart("Accept length by step", lines, "step", "tokens per verification", note=f"{meaning} {note}".strip(),
@@ -127,6 +131,7 @@ def accept_position_chart(traces: Sequence[Trace]) -> Chart | None:
         series += [Series(name, colour, x, y)] if len(x) else []
     if not series:
         return None
+    series = _unless_equal(*series) if len(series) > 1 else series
     return line_chart("Accept length along the answer", series, "token of the answer", "tokens per verification",
                       legend=_legend(series), note=f"Means over {width} positions and all steps.")
 
@@ -165,8 +170,15 @@ def drafter_cost_chart(records: Sequence[Record], traces: Sequence[Trace]) -> Ch
             + (f" (and {format_time(beside)} beside generation)" if beside else "")
             + f" and saved about {format_time(max(0.0, saved[-1]))} so far: estimated from the accept length on held-out "
             f"answers, {format_value(1 + gain)}× that of the drafter at the start.")
-    return line_chart("What training the drafter cost and saved", series, "step", "seconds, summed up", legend=_legend(series),
-                      note=note)
+    return line_chart("What training the drafter cost and saved", series, "step", "seconds, summed up", from_zero=True,
+                      legend=_legend(series), note=note)
+
+
+def _unless_equal(everything: Series, part: Series) -> list[Series]:
+    """Both lines, or only the first if the second is the same."""
+    if len(everything.x) == len(part.x) and np.allclose(everything.x, part.x) and np.allclose(everything.y, part.y, 1e-3):
+        return [everything]
+    return [everything, part]
 
 
 def _drafting(trace: Trace) -> list[tuple[str, Sums]]:

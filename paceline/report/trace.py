@@ -52,10 +52,13 @@ class _Course:
     ms: list[float] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)
+    total: int = 0
+    """Largest number of live answers."""
 
     def add(self, result: StepResult, num_live: int) -> None:
         self.ms.append(result.ms)
         self.live.append(num_live)
+        self.total = max(self.total, num_live + len(result.finished))
         self.strategies.append(str(result.strategy) if result.num_requests else "")
 
     def record(self, strategies: bool = True) -> dict[str, Any]:
@@ -64,7 +67,7 @@ class _Course:
         if not seconds:
             return {}
         at = np.searchsorted(ends, (np.arange(_NUM_SAMPLES) + 0.5) * seconds / _NUM_SAMPLES)
-        record = {"seconds": round(seconds, 4), "live": [self.live[i] for i in at]}
+        record: dict[str, Any] = {"seconds": round(seconds, 4), "total": self.total, "live": [self.live[i] for i in at]}
         if not strategies or not any(self.strategies):
             return record
         names = sorted({self.strategies[i] for i in at})

@@ -20,9 +20,11 @@ _NUM_CELLS = 400
 _NUM_STEPS = 3
 """Number of policy versions that are drawn, the newest ones."""
 _MAX_WORKERS = 64
-_STATES = {"busy": ("blue", "generating"), "training": ("teal", "training the drafter"), "idle": ("pale", "idle"),
-           "down": ("red", "down")}
-"""State of a worker → colour and name."""
+_STATES = {"busy": ("blue", "generating"), "training": ("teal", "training the drafter"), "policy": ("green", "training the policy"),
+           "comparison": ("grey", "comparison"), "idle": ("pale", "idle"), "down": ("red", "down")}
+"""State of a worker, or of the process that trains the policy → colour and name."""
+_PHASES = {"infer": "policy", "train": "policy", "generate_off": "comparison"}
+"""Phase of a training step → state of the process that trains the policy; it is idle in others."""
 
 
 def timeline_chart(folder: Path) -> Chart | None:
@@ -35,18 +37,31 @@ def timeline_chart(folder: Path) -> Chart | None:
     end = max(event["end"] for event in intervals)
     published = [event["t"] for event in events if event.get("event") == "policy"]
     start = published[-_NUM_STEPS] if len(published) >= _NUM_STEPS else min(event["start"] for event in intervals)
+    trainer = _trainer_intervals(events, end)
     workers = sorted({event["worker"] for event in intervals})
     rows = {f"worker {worker}": _spans([event for event in intervals if event["worker"] == worker], start, end)
             for worker in workers[:_MAX_WORKERS]}
+    rows |= {"trainer": _spans(trainer, start, end)} if trainer else {}
     seconds = {state: sum(event["end"] - event["start"] for event in intervals if event["state"] == state) for state in _STATES}
     whole = sum(seconds.values()) or 1.0
-    legend = tuple((colour, f"{name} {100 * seconds[state] / whole:.0f} %") for state, (colour, name) in _STATES.items()
-                   if seconds[state])
+    drawn = {event["state"] for event in (*intervals, *trainer)}
+    legend = tuple((colour, f"{name} {100 * seconds[state] / whole:.0f} %" if seconds[state] else name)
+                   for state, (colour, name) in _STATES.items() if state in drawn)
     steps = min(len(published), _NUM_STEPS)
-    note = f"Drawn are the last {steps} policies; shares are of the whole run." if steps > 1 else "Shares are of the whole run."
-    hidden = len(workers) - len(rows)
+    note = f"Drawn are the last {steps} policies; " if steps > 1 else ""
+    note += "percentages are of the workers' time in the whole run."
+    note = note[0].upper() + note[1:]
+    hidden = max(0, len(workers) - _MAX_WORKERS)
     return row_chart("What each worker did", rows, (start, max(end, start + 1e-6)), "seconds", legend=legend,
                      note=note + (f" {hidden} more workers are not drawn." if hidden else ""))
+
+
+def _trainer_intervals(events: list[dict[str, Any]], end: float) -> list[dict[str, Any]]:
+    """What the process that trains the policy did, from the phases of training steps: each lasts until the next one."""
+    phases = [event for event in events if event.get("event") == "phase"]
+    times = [*(event["t"] for event in phases), max(end, phases[-1]["t"])] if phases else []
+    return [{"state": _PHASES.get(phase["name"], "idle"), "start": start, "end": stop}
+            for phase, (start, stop) in zip(phases, pairwise(times), strict=True)]
 
 
 def _spans(intervals: list[dict[str, Any]], start: float, end: float) -> list[Span]:

@@ -104,7 +104,7 @@ def test_without_steps(tmp_path):
 @pytest.mark.parametrize("num_steps", [1, 2, 25, 700])
 def test_every_chart_is_there(tmp_path, num_steps):
     page = make(tmp_path, num_steps)
-    for title in ("Reward per step", "Answer length", "Accept length by step", "Rollout speed", "Where the time goes", "kl",
+    for title in ("Reward per step", "Answer length", "Accept length by step", "Rollout speed", "Seconds of each step, by phase", "kl",
                   "lr"):
         assert title in page.texts
     for unit in ("mean reward", "tokens", "tokens per verification", "seconds per step", "step"):
@@ -233,14 +233,16 @@ def test_the_story_of_a_run(tmp_path):
     tmp_path.joinpath("config.json").write_text(json.dumps({"steps": 10, "algorithm": "grpo", "task": "collatz", "model": "tiny",
                                                             "rollout": {"max_new_tokens": 1234}}))
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (
-        {"t": 0.0, "event": "policy", "version": 0},
+        {"t": 0.0, "event": "policy", "version": 0}, {"t": 1.0, "event": "phase", "name": "generate"},
+        {"t": 7.0, "event": "phase", "name": "train"},
         *({"t": 9.0, "event": "interval", "worker": w, "state": state, "start": start, "end": end}
           for w in (0, 1) for state, start, end in (("busy", 0.0, 6.0 + w), ("training", 6.0 + w, 9.0))))))
     page = make(tmp_path, 10, change, traces=True)
     for title in ("Reward per step", "Answer length", "Strategy by batch size", "Accept length by step",
-                  "Accept length along the answer", "Accept length by drafter version", "Where the time goes",
+                  "Accept length along the answer", "Accept length by drafter version", "Seconds of each step, by phase",
                   "Rollout time with and without speculation",
-                  "What training the drafter cost and saved", "What each worker did", "limit 1,234", "worker 1"):
+                  "What training the drafter cost and saved", "What each worker did", "limit 1,234", "worker 1", "trainer",
+                  "training the policy"):
         assert title in page.texts, title
     assert "Inside step" in page.text and "the same answers without speculation" in page.text
     assert ("In 10 steps the mean reward rose from 0.075 to 0.475, and rollouts were 1.50× as fast as without speculation: "

@@ -39,7 +39,7 @@ def test_a_trace_follows_the_engine_steps():
     assert on["seconds"] == pytest.approx(0.3) and record["off"]["seconds"] == pytest.approx(0.6)
     strategies = [on["strategies"][i] for i in on["strategy"]]
     assert strategies[:106] == ["off"] * 106 and strategies[107:] == ["suffix:d8w2v4"] * 53  # two thirds of the time
-    assert on["live"][0] == 3 and on["live"][-1] == 1 and record["lengths"] == [20, 20, 50] and record["drafter_version"] == 3
+    assert on["total"] == on["live"][0] == 3 and on["live"][-1] == 1 and record["lengths"] == [20, 20, 50] and record["drafter_version"] == 3
     assert sums_by_batch([record, record]) == {
         0: {"suffix": Sums(20, pytest.approx(0.2), 60, 20, 80, 40)}, 2: {"none": Sums(40, pytest.approx(0.4), 120, 120, 0, 0)}}
     position = record["position"]
@@ -62,7 +62,7 @@ def test_without_engine_steps_of_its_own():
     trace.add(StepResult.nothing(0, Strategy.OFF), 4)
     assert trace.record(groups(3)) == {"lengths": [3]}
     trace.add(StepResult(0, Strategy.OFF, 0, 0, 0, 0, 0, {}, [], 5.0), 4)
-    assert trace.record(groups(3))["on"].keys() == {"seconds", "live"}
+    assert trace.record(groups(3))["on"].keys() == {"seconds", "total", "live"}
 
 
 def test_traces_of_a_resumed_run(tmp_path):

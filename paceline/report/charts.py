@@ -113,7 +113,8 @@ def time_chart(records: Sequence[Record]) -> Chart | None:
                    for phase in present)
     note = f"{format_time(RunFigures.of(records).seconds)} in all."
     note += f" Each bar is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
-    return bar_chart("Seconds of each step, by phase", binned.bars, binned.x_range, "step", "seconds per step", legend=legend, note=note)
+    return bar_chart("Seconds of each step, by phase", binned.bars, binned.x_range, "step", "seconds per step", legend=legend,
+                     note=note)
 
 
 def speculation_chart(records: Sequence[Record]) -> Chart | None:

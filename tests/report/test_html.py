@@ -104,8 +104,8 @@ def test_without_steps(tmp_path):
 @pytest.mark.parametrize("num_steps", [1, 2, 25, 700])
 def test_every_chart_is_there(tmp_path, num_steps):
     page = make(tmp_path, num_steps)
-    for title in ("Reward per step", "Answer length", "Accept length by step", "Rollout speed", "Seconds of each step, by phase", "kl",
-                  "lr"):
+    for title in ("Reward per step", "Answer length", "Accept length by step", "Rollout speed",
+                  "Seconds of each step, by phase", "kl", "lr"):
         assert title in page.texts
     for unit in ("mean reward", "tokens", "tokens per verification", "seconds per step", "step"):
         assert unit in page.texts

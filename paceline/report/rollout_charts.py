@@ -49,7 +49,8 @@ def course_chart(trace: Trace, record: Record, which: str = "") -> Chart | None:
     legend = [_DRAFTERS[name] for name in _DRAFTERS if name in drafters] if "strategy" in on else []
     legend += [("ink", "the same answers without speculation (dashed)")] if lines else []
     note = _course_note(on, drafters if "strategy" in on else [], seconds, off_seconds if lines else None)
-    return bar_chart(f"Inside step {trace['step']}{which}: answers that are not finished, and the strategy", bars, (0.0, longest),
+    title = f"Inside step {trace['step']}{which}: answers that are not finished"
+    return bar_chart(title + (", and who drafts" if "strategy" in on else ""), bars, (0.0, longest),
                      "seconds of generation", "live answers", legend=tuple(legend), note=note, lines=lines, joined=True)
 
 
@@ -206,4 +207,4 @@ def _batch_name(bucket: int) -> str:
 
 
 def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
-    return tuple((line.colour, line.name) for line in series)
+    return tuple((line.colour, line.name) for line in series) if len(series) > 1 else ()

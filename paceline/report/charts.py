@@ -22,8 +22,8 @@ _MAX_FURTHER_CHARTS = 30
 _SMOOTH_FROM, _SMOOTH_REWARD_FROM = 300, 20
 """Number of steps from which on a moving mean is drawn over a line; rewards are noisy, so theirs comes earlier."""
 _IN_MAIN_CHARTS = {"reward/mean", "length/p50", "length/p99", "length/max", "accept_length", "tokens_per_second", "time/step",
-                   "time/generate_off", "step", "time", "compared_rollouts", "differing_rollouts", "generated_tokens",
-                   "verifications", *(f"time/{phase}" for phase in PHASES)}
+                   "time/generate_off", "step", "time", "compare/rollouts", "compare/differing", "generated_tokens",
+                   "verifications", "eval/reward", *(f"time/{phase}" for phase in PHASES)}
 
 
 class FurtherCharts(NamedTuple):
@@ -53,12 +53,15 @@ def further_charts(records: Sequence[Record]) -> FurtherCharts:
 
 
 def reward_chart(records: Sequence[Record]) -> Chart | None:
-    """Mean reward per step, with a moving mean from 20 steps on."""
-    series = Series("reward", "blue", *steps_and_values(records, "reward/mean"))
+    """Mean reward per step, with a moving mean from 20 steps on, and that of evaluations."""
+    series = Series("rollouts", "blue", *steps_and_values(records, "reward/mean"))
+    evaluation = Series("evaluation", "green", *steps_and_values(records, "eval/reward"))
     if not len(series.x):
         return None
     lines, note = with_moving_mean([series], _SMOOTH_REWARD_FROM)
-    return line_chart("Reward per step", lines, "step", "mean reward", note=note)
+    legend = ((series.colour, series.name), (evaluation.colour, evaluation.name)) if len(evaluation.x) else ()
+    lines += [evaluation] if legend else []
+    return line_chart("Reward per step", lines, "step", "mean reward", legend=legend, note=note)
 
 
 def length_chart(records: Sequence[Record], limit: float | None = None) -> Chart | None:

@@ -61,7 +61,7 @@ class RunFigures:
         return cls(records[-1]["step"] if records else 0, window, fmean(rewards[:window]) if rewards else None,
                    fmean(rewards[-window:]) if rewards else None,
                    _total(records, "generated_tokens") / verifications if verifications else None, steps + off, off,
-                   int(_total(records, "compared_rollouts")), int(_total(records, "differing_rollouts")),
+                   int(_total(records, "compare/rollouts")), int(_total(records, "compare/differing")),
                    off / on if on > 0 else None, (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99)
 
     def summary(self) -> dict[str, Any]:

@@ -323,7 +323,7 @@ class Trainer:
             metrics |= {"select/cost_error": corrections.ms.error, "select/progress_error": corrections.progress.error}
         if self.baseline is not None:
             comparison = self.collector.comparison
-            metrics |= {"compared_rollouts": comparison.num_rollouts, "differing_rollouts": comparison.num_differing}
+            metrics |= {"compare/rollouts": comparison.num_rollouts, "compare/differing": comparison.num_differing}
         for engine in self._engines():
             engine.reset_stats()
         self._strategy_steps.clear()

@@ -88,8 +88,8 @@ def folder(tmp_path_factory):
         for step in range(1, 13):
             metrics = metrics_of(step, rng)
             log.write_trace(step, trace_of(step, rng))
-            log.write(step, metrics | {"time/generate_off": 1.5 * metrics["time/generate"], "compared_rollouts": 64,
-                                       "differing_rollouts": 0, "time/drafter": 0.5, "drafter/expected_before": 1.5,
+            log.write(step, metrics | {"time/generate_off": 1.5 * metrics["time/generate"], "compare/rollouts": 64,
+                                       "compare/differing": 0, "time/drafter": 0.5, "drafter/expected_before": 1.5,
                                        "drafter/expected_after": 2.0})
     return folder
 

@@ -98,7 +98,7 @@ def check(source: str) -> Page:
 
 def test_without_steps(tmp_path):
     page = make(tmp_path, 0)
-    assert "No steps are recorded yet" in page.text and "no steps yet" in page.text
+    assert "No steps are recorded yet" in page.text and "no steps yet" in page.text and page.count("div", "card") == 0
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 25, 700])
@@ -136,12 +136,12 @@ def test_nonfinite_and_missing_values(tmp_path):
         if step == 4:
             return metrics | {"reward/mean": math.nan, "time/train": math.inf, "kl": 1e308, "accept_length": -math.inf}
         if step == 7:
-            return {"eval/reward": 0.5}
+            return {"eval/length": 0.5}
         return metrics | {"lr": math.nan}
 
     page = make(tmp_path, 10, change=damage)
     assert sum(tag == "use" and "var(--red)" in a["style"] for tag, a in page.elements) >= 4
-    assert "never a finite number" not in page.text and "eval/reward" in page.texts
+    assert "never a finite number" not in page.text and "eval/length" in page.texts
     assert "step 4: not a finite number" in page.texts
 
 
@@ -226,8 +226,9 @@ def test_alarms_are_listed_by_the_steps_they_stood(tmp_path):
 def test_the_story_of_a_run(tmp_path):
     """Every picture is there, and the four cards say what the headline says."""
     def change(step: int, metrics: dict) -> dict:
-        return metrics | {"reward/mean": step / 20, "time/generate_off": 1.5 * metrics["time/generate"], "compared_rollouts": 64,
-                          "differing_rollouts": 0, "generated_tokens": 300, "verifications": 200, "time/drafter": 0.5,
+        return metrics | {"reward/mean": step / 20, "time/generate_off": 1.5 * metrics["time/generate"], "compare/rollouts": 64,
+                          "compare/differing": 0, "generated_tokens": 300, "verifications": 200, "time/drafter": 0.5,
+                          **({"eval/reward": 0.5} if step % 5 == 0 else {}),
                           "drafter/expected_before": 1.5, "drafter/expected_after": 2.0, "truncated": 0.0}
 
     tmp_path.joinpath("config.json").write_text(json.dumps({"steps": 10, "algorithm": "grpo", "task": "collatz", "model": "tiny",
@@ -242,7 +243,7 @@ def test_the_story_of_a_run(tmp_path):
                   "Accept length along the answer", "Accept length by drafter version", "Seconds of each step, by phase",
                   "Rollout time with and without speculation",
                   "What training the drafter cost and saved", "What each worker did", "limit 1,234", "worker 1", "trainer",
-                  "training the policy"):
+                  "training the policy", "evaluation"):
         assert title in page.texts, title
     assert "Inside step" in page.text and "the same answers without speculation" in page.text
     assert ("In 10 steps the mean reward rose from 0.075 to 0.475, and rollouts were 1.50× as fast as without speculation: "

@@ -84,7 +84,7 @@ def record(step: int, **changes) -> dict:
 
 def test_the_figures_of_a_run():
     records = [record(step, **{"reward/mean": step / 10, "time/generate": 4.0, "time/generate_off": 6.0, "time/step": 10.0,
-                               "compared_rollouts": 8, "differing_rollouts": int(step == 3), "generated_tokens": 30,
+                               "compare/rollouts": 8, "compare/differing": int(step == 3), "generated_tokens": 30,
                                "verifications": 20}) for step in range(1, 11)]
     figures = RunFigures.of(records, [{"lengths": [1, 2, 3]}])
     assert figures.summary() == {

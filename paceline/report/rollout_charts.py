@@ -90,7 +90,7 @@ def strategy_chart(traces: Sequence[Trace]) -> Chart | None:
     legend = tuple(_DRAFTERS[name] for name in _DRAFTERS if any(name in drafters for drafters in cells.values()))
     return bar_chart("Strategy by batch size", bars, (-0.5, len(cells) - 0.5), "requests in the batch", "% of the time",
                      legend=legend, ticks=ticks, wide=False,
-                     note="Verifying draft tokens costs least, and pays most, in small batches: the tail of a step.")
+                     note="Who drafted, by time. A step begins with large batches and ends with small ones.")
 
 
 def _describe(name: str, sums: Sums, total: float) -> str:

@@ -111,6 +111,7 @@ def test_two_runs_fit_a_telephone(folder, tmp_path):
     assert found["width"] == 400 and found["charts"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dark", "page_colour", "blue"), [(False, "#fafaf8", "#2563c9"), (True, "#14171c", "#6ea3f5")])
 def test_charts_are_drawn_in_the_colours_of_the_page(page, dark, page_colour, blue):
     pixels = screenshot(page, "report", dark)

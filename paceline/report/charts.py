@@ -15,7 +15,7 @@ from paceline.report.metrics import PHASES, Record, finite_value, phase_seconds
 from paceline.report.plotting import Bar, Chart, Series, bar_chart, line_chart
 
 _PHASE_COLOURS = {"generate": "blue", "reward": "yellow", "drafter": "teal", "infer": "purple", "train": "green",
-                  "idle": "grey", "other": "grey", "comparison": "pale"}
+                  "evaluate": "red", "idle": "grey", "other": "grey", "comparison": "pale"}
 _PHASE_NAMES = {"comparison": "comparison without speculation"}
 _MAX_BARS = 96
 _MAX_FURTHER_CHARTS = 30
@@ -23,7 +23,7 @@ _SMOOTH_FROM, _SMOOTH_REWARD_FROM = 300, 20
 """Number of steps from which on a moving mean is drawn over a line; rewards are noisy, so theirs comes earlier."""
 _IN_MAIN_CHARTS = {"reward/mean", "length/p50", "length/p99", "length/max", "accept_length", "tokens_per_second", "time/step",
                    "time/generate_off", "step", "time", "compare/rollouts", "compare/differing", "generated_tokens",
-                   "verifications", "eval/reward", *(f"time/{phase}" for phase in PHASES)}
+                   "verifications", "eval/reward", "time/evaluate", *(f"time/{phase}" for phase in PHASES)}
 
 
 class FurtherCharts(NamedTuple):
@@ -152,9 +152,9 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _phases(record: Record) -> dict[str, float]:
-    """Seconds of a step by phase, with the comparison."""
-    off = _seconds_without(record)
-    return phase_seconds(record) | ({"comparison": off} if off else {})
+    """Seconds of a step by phase, with the evaluation after it and the comparison."""
+    others = {"evaluate": finite_value(record, "time/evaluate"), "comparison": _seconds_without(record)}
+    return phase_seconds(record) | {phase: seconds for phase, seconds in others.items() if seconds}
 
 
 def _percent(share: float) -> str:

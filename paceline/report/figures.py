@@ -30,7 +30,7 @@ class RunFigures:
     accept_length: float | None
     """Tokens per verification."""
     seconds: float
-    """Seconds of all steps, the comparison with generation without speculation included."""
+    """Seconds of all steps, evaluations and the comparison with generation without speculation included."""
     comparison_seconds: float
     """Seconds of that comparison."""
     compared: int
@@ -60,7 +60,8 @@ class RunFigures:
         p50, p99 = map(float, np.percentile(lengths, [50, 99])) if lengths else (None, None)
         return cls(records[-1]["step"] if records else 0, window, fmean(rewards[:window]) if rewards else None,
                    fmean(rewards[-window:]) if rewards else None,
-                   _total(records, "generated_tokens") / verifications if verifications else None, steps + off, off,
+                   _total(records, "generated_tokens") / verifications if verifications else None,
+                   steps + off + _total(records, "time/evaluate"), off,
                    int(_total(records, "compare/rollouts")), int(_total(records, "compare/differing")),
                    off / on if on > 0 else None, (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -302,7 +303,9 @@ class Trainer:
         if self.evaluator is None or not self.evaluator.is_due(step, self.config.steps):
             return {}
         self._on_phase("evaluate")
-        return self.evaluator(step)
+        began = time.perf_counter()
+        found = self.evaluator(step)
+        return {**found, "time/evaluate": time.perf_counter() - began}
 
     def _keep_best(self) -> None:
         """Keeps the checkpoint of the best evaluation, whatever its age."""

@@ -85,11 +85,11 @@ def record(step: int, **changes) -> dict:
 def test_the_figures_of_a_run():
     records = [record(step, **{"reward/mean": step / 10, "time/generate": 4.0, "time/generate_off": 6.0, "time/step": 10.0,
                                "compare/rollouts": 8, "compare/differing": int(step == 3), "generated_tokens": 30,
-                               "verifications": 20}) for step in range(1, 11)]
+                               "verifications": 20, "time/evaluate": 0.5}) for step in range(1, 11)]
     figures = RunFigures.of(records, [{"lengths": [1, 2, 3]}])
     assert figures.summary() == {
         "steps": 10, "reward_first": 0.15, "reward_last": 0.95, "accept_length": 1.5, "length_p50": 2.0,
-        "length_p99": pytest.approx(2.98), "seconds": 160.0, "identical_rollouts": False, "compared_rollouts": 80,
+        "length_p99": pytest.approx(2.98), "seconds": 165.0, "identical_rollouts": False, "compared_rollouts": 80,
         "differing_rollouts": 1, "rollout_speedup": 1.5, "step_speedup": 1.2}
     assert figures.headline() == ("In 10 steps the mean reward rose from 0.15 to 0.95, and rollouts were 1.50× as fast as "
                                   "without speculation: 79 of 80 rollouts are identical, token for token.")

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server train lint results gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server train lint results settings gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -52,6 +52,9 @@ test-server: $(READY)
 
 results: $(READY)
 	$(BIN)/python benchmarks/lib/make_results.py
+
+settings: $(READY)
+	$(BIN)/python scripts/make_settings.py
 
 # On a GPU host: make gpu-check CHECK="--model FOLDER --prompts FILE --train-prompts FILE"
 gpu-check: $(READY)

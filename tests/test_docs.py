@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -130,6 +131,15 @@ def test_files_that_are_named_exist(page):
 def test_python_code_compiles(page):
     for number, code in enumerate(python_blocks(page.read_text(encoding="utf-8"))):
         compile(code, f"{name(page)}, block {number}", "exec")
+
+
+def test_the_reference_of_settings_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("make_settings", ROOT / "scripts/make_settings.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run make settings"
+    for key in ("rollout.max_new_tokens", "spot.form", "drafter_budget.upkeep", "algorithm_options.clip_high"):
+        assert f"| `{key}` |" in script.page()
 
 
 def test_python_blocks_are_found():

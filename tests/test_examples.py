@@ -14,6 +14,9 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TINY = {"steps": 1, "threads": 1, "rollout": {"prompts": 2, "group_size": 2, "max_new_tokens": 24},
         "engine": {"kv_tokens": 2048, "max_batch": 4, "profile": False}, "strategy": "suffix:d4w2v8"}
 
+ON_A_CPU = {"one_gpu": {"model": "default", "task": "collatz", "task_options": {}, "device": "cpu", "dtype": "float32"}}
+"""What replaces settings that need a GPU or a model hub."""
+
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
@@ -22,10 +25,15 @@ def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(example)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    result = example.main(**TINY, reward={"workers": 0})
+    result = example.main(**TINY, reward={"workers": 0}, **ON_A_CPU.get(name, {}))
     torch.set_num_threads(threads)
     assert result.status is RunStatus.COMPLETED and result.folder.parent == Path("runs")
     assert result.policy.is_dir() and capsys.readouterr().out
+
+
+def test_every_example_is_listed():
+    page = (EXAMPLES / "README.md").read_text()
+    assert all(f"[{path.name}]({path.name})" in page for path in EXAMPLES.iterdir() if path.suffix in (".py", ".jsonl"))
 
 
 def test_the_custom_reward():

@@ -34,7 +34,7 @@ from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.generation import plain_prompt
 from paceline.models.weights import load_model, parse_dtype
-from paceline.report import read_metrics
+from paceline.report import RunFigures, read_metrics
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.spot.coverage import coverage
 from paceline.tasks import make_task
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = Paired(config, callbacks=[view])
             run.run()
         report.content |= figures(read_metrics(out))
-        found = run.collector.comparison
-        report.content |= {"rollouts": found.num_rollouts, "differing_rollouts": found.num_differing, "minutes": budget.used / 60}
+        found = RunFigures.of(read_metrics(out))
+        report.content |= {"rollouts": found.compared, "differing_rollouts": found.differing, "minutes": budget.used / 60}
     signal.signal(signal.SIGTERM, usual)
     report.save()
     show(report.content)

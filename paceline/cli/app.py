@@ -158,6 +158,7 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Check that the run can start, print the resolved configuration and a memory plan, and exit.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Show a live page of the run in a browser on this machine.")] = False,
 ) -> int:
     """Train a policy by reinforcement learning with fast rollouts."""
     report_start()
@@ -183,7 +184,28 @@ def train(
         if plan is not None:
             print(plan, file=sys.stderr)
         return 0
-    return run(resolved, task, resume is not None)
+    return run(resolved, task, resume is not None, open_page)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder: of a run that goes on, was stopped or is complete.")],
+    other: Annotated[Path | None, typer.Argument(help="A second run folder, to compare the two.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in a browser on this machine; while the run goes on, "
+                                                           "it refreshes itself. Only this machine can reach it.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of that page; 0 is any that is free.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File to write instead of one in the run folder.")] = None,
+) -> int:
+    """Show a training run, or two side by side, as a page: any time, also while it goes on or after it was killed."""
+    from paceline.cli.report import report as write
+    from paceline.cli.report import serve
+
+    folders = [run] if other is None else [run, other]
+    if not open_page:
+        return write(folders, out)
+    if out is not None:
+        raise ValueError("--out: --open serves the page and writes no file; give one of the two")
+    return serve(folders, port)
 
 
 @app.command()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
 from paceline.cli.log import progress_goes_to, say
+from paceline.cli.report import BrowserView
 from paceline.config import ConfigError, TrainConfig
 from paceline.models.weights import resolve_device
-from paceline.report import TrainView
+from paceline.report import RunFigures, TrainView, read_metrics
 from paceline.spot.alarms import Alarm
 from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
@@ -34,9 +36,10 @@ def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: 
         raise with_source(error, overrides, file) from None
 
 
-def train(config: TrainConfig, task: Task, resume: bool = False) -> int:
-    """Runs the training and returns the exit code."""
-    with TerminalView(config) as view:
+def train(config: TrainConfig, task: Task, resume: bool = False, open_page: bool = False) -> int:
+    """Runs the training and returns the exit code. `open_page` shows a live page in a browser meanwhile."""
+    page = BrowserView(Path(config.out)) if open_page else nullcontext()
+    with page, TerminalView(config) as view:
         result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task).run()
     if result.status is RunStatus.COMPLETED:
         show(result, config)
@@ -115,16 +118,5 @@ def show(result: TrainResult, config: TrainConfig) -> None:
               f"({config.epochs} epoch(s)); raise epochs to go on")
     for name, value in result.summary.items():
         print(f"{name:>20}  {value}")
-    print(verdict(result.summary))
+    print(RunFigures.of(read_metrics(result.folder)).headline())
     print(f"Policy: {result.policy}. Picture: {result.folder / 'report.html'}.")
-
-
-def verdict(summary: dict[str, Any]) -> str:
-    """What happened, in sentences for someone who sees this for the first time."""
-    learned = f"The mean reward went from {summary['reward_first']:.2f} to {summary['reward_last']:.2f}."
-    if "rollout_speedup" not in summary:
-        return learned
-    same = ("All" if summary["identical_rollouts"] else f"All but {summary['differing_rollouts']} of the")
-    return (f"{learned} Every batch was generated twice with the same seeds: without speculation it took "
-            f"{summary['rollout_speedup']:.2f} times as long as with it ({summary['accept_length']:.2f} tokens per pass of the "
-            f"policy instead of 1). {same} {summary['compared_rollouts']:,} rollouts are identical, token for token.")

@@ -97,6 +97,10 @@ class ClusterTrainer(Trainer):
         self.engine.coordinator.step(0.0)  # generation has ended: drafter training stops now, not when the next step begins
         return groups
 
+    def _on_phase(self, phase: str) -> None:
+        super()._on_phase(phase)
+        self.engine.coordinator.timeline.record("phase", name=phase)
+
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         self._strategy_steps = Counter(self.engine.strategy_steps())
         return {**super()._engine_metrics(phase_metrics), **self._shares}

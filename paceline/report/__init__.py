@@ -3,8 +3,13 @@
 Nothing in this package imports torch; matplotlib and tensorboard are imported only when they are used.
 """
 
-from paceline.report.html import write_report
-from paceline.report.metrics import EventLog, length_metrics, read_metrics
+from paceline.report.figures import RunFigures
+from paceline.report.html import write_comparison, write_report
+from paceline.report.live import LivePage
+from paceline.report.metrics import EventLog, length_metrics, read_metrics, read_traces
+from paceline.report.run import Run
 from paceline.report.terminal import TrainView
+from paceline.report.trace import RolloutTrace
 
-__all__ = ["EventLog", "TrainView", "length_metrics", "read_metrics", "write_report"]
+__all__ = ["EventLog", "LivePage", "RolloutTrace", "Run", "RunFigures", "TrainView", "length_metrics", "read_metrics",
+           "read_traces", "write_comparison", "write_report"]

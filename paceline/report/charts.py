@@ -1,4 +1,4 @@
-"""The charts of a training run, made from its metrics. A metric that was not recorded gives no chart."""
+"""The charts of a training run that are made from its metrics. A metric that was not recorded gives no chart."""
 
 from __future__ import annotations
 
@@ -9,99 +9,115 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.report.formatting import format_duration, format_steps, format_value
+from paceline.report.figures import RunFigures
+from paceline.report.formatting import format_steps, format_time, format_value
 from paceline.report.metrics import PHASES, Record, finite_value, phase_seconds
 from paceline.report.plotting import Bar, Chart, Series, bar_chart, line_chart
 
 _PHASE_COLOURS = {"generate": "blue", "reward": "yellow", "drafter": "teal", "infer": "purple", "train": "green",
-                  "idle": "grey", "other": "pale"}
+                  "evaluate": "red", "idle": "grey", "other": "grey", "comparison": "pale"}
+_PHASE_NAMES = {"comparison": "comparison without speculation"}
 _MAX_BARS = 96
 _MAX_FURTHER_CHARTS = 30
 _SMOOTH_FROM, _SMOOTH_REWARD_FROM = 300, 20
 """Number of steps from which on a moving mean is drawn over a line; rewards are noisy, so theirs comes earlier."""
 _IN_MAIN_CHARTS = {"reward/mean", "length/p50", "length/p99", "length/max", "accept_length", "tokens_per_second", "time/step",
-                   "time/generate_off", "step", "time", *(f"time/{phase}" for phase in PHASES)}
+                   "time/generate_off", "step", "time", "compare/rollouts", "compare/differing", "generated_tokens",
+                   "verifications", "eval/reward", "time/evaluate", *(f"time/{phase}" for phase in PHASES)}
 
 
-def main_charts(records: Sequence[Record]) -> list[Chart]:
-    """The charts that matter for every run: reward, lengths, accept length, speed and time."""
-    charts = [reward_chart(records), length_chart(records), accept_length_chart(records), speed_chart(records),
-              time_chart(records), speculation_chart(records)]
-    return [chart for chart in charts if chart is not None]
+class FurtherCharts(NamedTuple):
+    """Metrics that are in none of the main charts."""
+
+    charts: list[Chart]
+    zero: list[str]
+    """Names of metrics that were zero in every step, which are not drawn."""
+    not_drawn: list[str]
+    """Names of metrics beyond the first 30."""
 
 
-def further_charts(records: Sequence[Record]) -> tuple[list[Chart], list[str]]:
-    """A small chart for each metric that is in none of the main charts, and the names of the metrics beyond the first 30."""
+def further_charts(records: Sequence[Record]) -> FurtherCharts:
+    """A small chart for each metric that is in none of the main charts."""
     names = sorted({name for record in records for name, value in record.items() if not isinstance(value, str)}
                    - _IN_MAIN_CHARTS)
+    series = {name: steps_and_values(records, name) for name in names}
+    zero = [name for name, (_, y) in series.items() if not y.any()]
+    drawn = [name for name in names if name not in zero]
     charts = []
-    for name in names[:_MAX_FURTHER_CHARTS]:
-        x, y = _steps_and_values(records, name)
+    for name in drawn[:_MAX_FURTHER_CHARTS]:
+        x, y = series[name]
         finite = y[np.isfinite(y)]
         note = f"last {format_value(float(finite[-1]))}" if len(finite) else "never a finite number"
         charts.append(line_chart(name, [Series(name, "blue", x, y)], "step", "", note=note, small=True))
-    return charts, names[_MAX_FURTHER_CHARTS:]
+    return FurtherCharts(charts, zero, drawn[_MAX_FURTHER_CHARTS:])
 
 
 def reward_chart(records: Sequence[Record]) -> Chart | None:
-    """Mean reward per step, with a moving mean from 20 steps on."""
-    series = Series("reward", "blue", *_steps_and_values(records, "reward/mean"))
+    """Mean reward per step, with a moving mean from 20 steps on, and that of evaluations."""
+    series = Series("rollouts", "blue", *steps_and_values(records, "reward/mean"))
+    evaluation = Series("evaluation", "green", *steps_and_values(records, "eval/reward"))
     if not len(series.x):
         return None
-    lines, note = _with_moving_mean([series], _SMOOTH_REWARD_FROM)
-    return line_chart("Reward per step", lines, "step", "mean reward", note=note)
+    lines, note = with_moving_mean([series], _SMOOTH_REWARD_FROM)
+    legend = ((series.colour, series.name), (evaluation.colour, evaluation.name)) if len(evaluation.x) else ()
+    lines += [evaluation] if legend else []
+    return line_chart("Reward per step", lines, "step", "mean reward", legend=legend, note=note)
 
 
-def length_chart(records: Sequence[Record]) -> Chart | None:
-    """Median, 99th percentile and maximum of the answer lengths per step."""
+def length_chart(records: Sequence[Record], limit: float | None = None) -> Chart | None:
+    """Median, 99th percentile and maximum of the answer lengths per step, and the limit on them."""
     wanted = (("max", "longest", "grey"), ("p99", "99th percentile", "purple"), ("p50", "median", "blue"))
-    series = [Series(name, colour, *_steps_and_values(records, f"length/{metric}")) for metric, name, colour in wanted]
+    series = [Series(name, colour, *steps_and_values(records, f"length/{metric}")) for metric, name, colour in wanted]
     series = [line for line in series if len(line.x)]
     if not series:
         return None
-    lines, note = _with_moving_mean(series)
+    lines, note = with_moving_mean(series)
+    cut = [value for record in records if (value := finite_value(record, "truncated")) is not None]
+    if cut and any(cut):
+        note += f" {100 * _mean(cut):.2g} % of the answers were cut at the limit, {100 * cut[-1]:.2g} % in the last step."
+    elif cut:
+        note += " No answer was cut at the limit."
     legend = tuple((line.colour, line.name) for line in series)
-    return line_chart("Answer length", lines, "step", "tokens", from_zero=True, legend=legend, note=note)
-
-
-def accept_length_chart(records: Sequence[Record]) -> Chart | None:
-    """Accept length per step."""
-    series = Series("accept length", "green", *_steps_and_values(records, "accept_length"))
-    if not len(series.x):
-        return None
-    lines, note = _with_moving_mean([series])
-    meaning = "Tokens that one forward pass of the policy yields per answer; 1 is decoding without speculation."
-    return line_chart("Accept length", lines, "step", "tokens per verification", note=f"{meaning} {note}")
+    return line_chart("Answer length", lines, "step", "tokens", from_zero=True, legend=legend, note=note.strip(),
+                      limit=None if limit is None else (limit, f"limit {format_value(limit)}"))
 
 
 def speed_chart(records: Sequence[Record]) -> Chart | None:
-    """Generated tokens per second of the rollouts, per step."""
-    series = Series("tokens/s", "blue", *_steps_and_values(records, "tokens_per_second"))
-    if not len(series.x):
+    """Generated tokens per second of the rollouts, per step, and of the same rollouts without speculation."""
+    series = [Series("with speculation", "blue", *steps_and_values(records, "tokens_per_second"))]
+    if not len(series[0].x):
         return None
-    lines, note = _with_moving_mean([series])
-    return line_chart("Rollout speed", lines, "step", "tokens per second", from_zero=True, note=note)
+    off = {record["step"]: tokens / seconds for record in records if (seconds := _seconds_without(record))
+           and (tokens := finite_value(record, "generated_tokens"))}
+    if off:
+        series.append(Series("without speculation", "grey", np.array([*off], float), np.array([*off.values()])))
+    lines, note = with_moving_mean(series)
+    legend = tuple((line.colour, line.name) for line in series) if off else ()
+    return line_chart("Rollout speed", lines, "step", "tokens per second", from_zero=True, note=note, legend=legend)
 
 
 def time_chart(records: Sequence[Record]) -> Chart | None:
     """Seconds per phase of a step, stacked. In long runs, a bar is the mean of several steps."""
-    timed = [record for record in records if phase_seconds(record)]
+    seconds = {record["step"]: _phases(record) for record in records}
+    timed = [record for record in records if seconds[record["step"]]]
     if not timed:
         return None
-    present = [phase for phase in _PHASE_COLOURS if any(phase in phase_seconds(record) for record in timed)]
+    total = {phase: sum(found.get(phase, 0.0) for found in seconds.values()) for phase in _PHASE_COLOURS}
+    whole = sum(total.values())
+    present = [phase for phase in _PHASE_COLOURS if total[phase] >= 0.0005 * whole]
 
     def bars_of(group: list[Record], x0: float, x1: float) -> list[Bar]:
-        means = {phase: _mean([phase_seconds(record).get(phase, 0.0) for record in group]) for phase in present}
+        means = {phase: _mean([seconds[record["step"]].get(phase, 0.0) for record in group]) for phase in present}
         tooltip = f"{_steps_of(group)}: " + ", ".join(f"{phase} {value:.3g} s" for phase, value in means.items())
         return [Bar(x0, x1, tuple((_PHASE_COLOURS[phase], value) for phase, value in means.items()), tooltip)]
 
     binned = _in_bins(timed, bars_of)
-    total = {phase: sum(phase_seconds(record).get(phase, 0.0) for record in timed) for phase in present}
-    whole = sum(total.values())
-    legend = tuple((_PHASE_COLOURS[phase], f"{phase} {100 * total[phase] / whole:.0f} %") for phase in present)
-    note = f"{format_duration(whole)} in all."
+    legend = tuple((_PHASE_COLOURS[phase], f"{_PHASE_NAMES.get(phase, phase)} {_percent(total[phase] / whole)}")
+                   for phase in present)
+    note = f"{format_time(RunFigures.of(records).seconds)} in all."
     note += f" Each bar is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
-    return bar_chart("Time per phase", binned.bars, binned.x_range, "step", "seconds per step", legend=legend, note=note)
+    return bar_chart("Seconds of each step, by phase", binned.bars, binned.x_range, "step", "seconds per step", legend=legend,
+                     note=note)
 
 
 def speculation_chart(records: Sequence[Record]) -> Chart | None:
@@ -117,21 +133,12 @@ def speculation_chart(records: Sequence[Record]) -> Chart | None:
         return [Bar(middle - half, middle, (("grey", off),), tooltip), Bar(middle, middle + half, (("blue", on),), tooltip)]
 
     binned = _in_bins(both, bars_of, max_bins=_MAX_BARS // 2)
-    speedup = rollout_speedup(records)
     note = "1 step was" if len(both) == 1 else f"{len(both)} steps were"
-    note += " generated both ways" + (f": {speedup:.2f} times as fast with speculation." if speedup else ".")
+    note += f" generated both ways: {RunFigures.of(records).speedup_text} as fast with speculation."
     note += f" Each pair is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
     legend = (("grey", "without speculation"), ("blue", "with speculation"))
     return bar_chart("Rollout time with and without speculation", binned.bars, binned.x_range, "step", "seconds of rollout",
                      legend=legend, note=note)
-
-
-def rollout_speedup(records: Sequence[Record]) -> float | None:
-    """Rollout seconds without speculation divided by those with it, over the steps where both were measured."""
-    pairs = [(on, off) for record in records
-             if (on := _seconds_with(record)) is not None and (off := _seconds_without(record)) is not None]
-    seconds = sum(on for on, _ in pairs)
-    return sum(off for _, off in pairs) / seconds if seconds > 0 else None
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -144,6 +151,16 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(num > 0, (sums[high] - sums[low]) / np.maximum(num, 1), np.nan)
 
 
+def _phases(record: Record) -> dict[str, float]:
+    """Seconds of a step by phase, with the evaluation after it and the comparison."""
+    others = {"evaluate": finite_value(record, "time/evaluate"), "comparison": _seconds_without(record)}
+    return phase_seconds(record) | {phase: seconds for phase, seconds in others.items() if seconds}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
+
+
 def _seconds_with(record: Record) -> float | None:
     return finite_value(record, "time/generate")
 
@@ -152,7 +169,7 @@ def _seconds_without(record: Record) -> float | None:
     return finite_value(record, "time/generate_off")
 
 
-def _steps_and_values(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
+def steps_and_values(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
     """The steps that recorded a metric and its values; values that cannot be drawn are NaN."""
     present = [record for record in records if record.get(name) is not None and not isinstance(record[name], str)]
     values = [finite_value(record, name) for record in present]
@@ -160,7 +177,7 @@ def _steps_and_values(records: Sequence[Record], name: str) -> tuple[np.ndarray,
             np.array([np.nan if value is None else value for value in values], dtype=float))
 
 
-def _with_moving_mean(series: Sequence[Series], from_steps: int = _SMOOTH_FROM) -> tuple[list[Series], str]:
+def with_moving_mean(series: Sequence[Series], from_steps: int = _SMOOTH_FROM) -> tuple[list[Series], str]:
     """Adds moving means if there are many steps, and returns a note that explains them."""
     num_steps = max(len(line.x) for line in series)
     if num_steps < from_steps:

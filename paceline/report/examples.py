@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,9 @@ def _newest_first(folder: Path) -> Iterator[Example]:
     for path in sorted(folder.glob("rollouts-*.jsonl"), key=_natural_order, reverse=True):
         lines = _last_lines(path, left)
         left -= sum(map(len, lines))
-        yield from (example for line in reversed(lines) if (example := _parse(line)) is not None)
+        found = [example for line in reversed(lines) if (example := _parse(line)) is not None]
+        prompts = {example.id: example.prompt for example in found if example.prompt}  # on one line of each group
+        yield from (example if example.prompt else replace(example, prompt=prompts.get(example.id, "")) for example in found)
         if left <= 0:
             return
 

@@ -35,6 +35,14 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_time(seconds: float) -> str:
+    """Formats the time of a run with units: 42 s, 3 min 5 s or 12 h 3 min."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def format_steps(first: int, last: int) -> str:
     """Formats a range of training steps, such as "step 3" or "steps 3–7"."""
     return f"step {first}" if first == last else f"steps {first}–{last}"

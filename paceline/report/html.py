@@ -1,15 +1,14 @@
-"""HTML pages that need no other file: the report of a run, `report.html`, and pages of charts.
+"""HTML pages that need no other file: the report of a run, `report.html`, a comparison of two runs, and pages of charts.
 
 A report is made from what the run's folder contains, also while the run is still going on.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import base64
+import hashlib
 import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,91 +16,129 @@ import jinja2
 from markupsafe import Markup
 
 from paceline.files import atomic_write
-from paceline.report.charts import further_charts, main_charts, rollout_speedup
+from paceline.report.charts import further_charts, length_chart, reward_chart, speculation_chart, speed_chart, time_chart
+from paceline.report.comparison import comparison_charts, differing_settings, figure_rows, headline
 from paceline.report.examples import pick_examples
-from paceline.report.formatting import format_duration, format_steps, format_value
-from paceline.report.metrics import Record, finite_value, phase_seconds, read_metrics
-from paceline.report.plotting import PALETTE_CSS, Chart
+from paceline.report.figures import RunFigures
+from paceline.report.formatting import format_steps, format_time, format_value
+from paceline.report.metrics import Record, finite_value
+from paceline.report.plotting import Chart
+from paceline.report.rollout_charts import (
+    accept_length_chart,
+    accept_position_chart,
+    course_chart,
+    drafter_cost_chart,
+    drafter_version_chart,
+    strategy_chart,
+)
+from paceline.report.run import Run
+from paceline.report.svg import PALETTE_CSS
+from paceline.report.worker_charts import timeline_chart
 
-_MAX_CARDS = 12
-_MAX_CARD_CHARS = 20
+REPORT_FILE = "report.html"
 _MAX_ALARMS = 40
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 class Card(NamedTuple):
-    """A number at the top of the report, with its label."""
+    """A figure at the top of the report."""
 
     label: str
     value: str
     note: str = ""
 
 
-def write_report(folder: Path | str, summary: Mapping[str, Any]) -> Path:
-    """Writes `report.html` into the folder of a run and returns its path.
+class Section(NamedTuple):
+    """Charts that answer one question."""
 
-    The summary's `title` is the title of the report. Its other values are shown at the top if they are short, otherwise in a
-    table.
-    """
-    folder = Path(folder)
-    records = read_metrics(folder)
-    further, not_drawn = further_charts(records)
-    config_name, config = _read_config(folder)
-    cards, details = _split_summary(summary)
-    labels = {card.label for card in cards}
-    cards = [*(card for card in _metric_cards(records) if card.label not in labels), *cards]
-    page = _render("run.html", title=str(summary.get("title", "Training run")), subtitle=_subtitle(folder, records),
-                   cards=cards, details=details, alarms=_alarms(records), charts=main_charts(records), further_charts=further,
-                   not_drawn=not_drawn, examples=pick_examples(folder), config_name=config_name, config=config,
-                   num_steps=len(records))
-    path = folder / "report.html"
-    atomic_write(path, page)
+    title: str
+    charts: list[Chart]
+
+
+def write_report(folder: Path | str, path: Path | None = None) -> Path:
+    """Writes the report of a run, by default to `report.html` in its folder, and returns its path."""
+    path = path or Path(folder) / REPORT_FILE
+    atomic_write(path, report_page(Run.read(folder)))
     return path
 
 
-def charts_page(title: str, charts: Sequence[Chart]) -> str:
+def write_comparison(first: Path | str, second: Path | str, path: Path | None = None) -> Path:
+    """Writes a page that compares two runs, by default into the folder of the first, and returns its path."""
+    runs = Run.read(first), Run.read(second)
+    path = path or Path(first) / f"compared-with-{runs[1].name}.html"
+    atomic_write(path, comparison_page(*runs))
+    return path
+
+
+def report_page(run: Run, live: bool = False) -> str:
+    """The report of a run. A `live` page fetches itself again and again from the server it came from."""
+    return _render("run.html", live, run=run, cards=cards(run.figures), alarms=_alarms(run.records), sections=sections(run),
+                   further=further_charts(run.records), examples=pick_examples(run.folder))
+
+
+def comparison_page(first: Run, second: Run, live: bool = False) -> str:
+    """Two runs side by side."""
+    return _render("comparison.html", live, runs=(first, second), headline=headline(first, second),
+                   rows=figure_rows(first.figures, second.figures), charts=comparison_charts(first, second),
+                   settings=differing_settings(first, second))
+
+
+def charts_page(title: str, charts: Sequence[Chart], live: bool = False) -> str:
     """A page with a title and some charts."""
-    return _render("charts.html", title=title, charts=charts)
+    return _render("charts.html", live, title=title, charts=charts)
 
 
-def _render(template: str, **values: Any) -> str:
+def cards(figures: RunFigures) -> list[Card]:
+    """The four figures that every run is judged by."""
+    reward = "–"
+    if figures.reward_first is not None and figures.reward_last is not None:
+        first, last = format_value(figures.reward_first), format_value(figures.reward_last)
+        reward = last if figures.steps == 1 else f"{first} → {last}"
+    window = "first and last step" if figures.window == 1 else f"means of the first and last {figures.window} steps"
+    speed, same = ("time without speculation / with it", "with and without speculation") if figures.compared else (
+        ("not measured; compare_off = true does",) * 2)
+    identical = f"{figures.compared - figures.differing:,} of {figures.compared:,}" if figures.compared else "–"
+    comparison = f"{100 * figures.comparison_seconds / figures.seconds:.0f} % of it for the comparison" if (
+        figures.comparison_seconds) else f"{figures.steps:,} steps"
+    return [Card("mean reward", reward, window),
+            Card("rollout speedup", figures.speedup_text, speed), Card("identical rollouts", identical, same),
+            Card("time", format_time(figures.seconds), comparison)]
+
+
+def sections(run: Run) -> list[Section]:
+    """The story of a run in charts. What was not recorded is left out."""
+    records, traces = run.records, run.traces
+    speed, by_version = speed_chart(records), drafter_version_chart(traces)
+    found: list[tuple[str, list[Chart | None]]] = [
+        ("Is it learning?", [reward_chart(records), length_chart(records, run.length_limit)]),
+        ("Where does speculation set in?", [*_courses(run), strategy_chart(traces), accept_length_chart(records, traces),
+                                            accept_position_chart(traces), by_version or speed]),
+        ("Where does the time go?", [time_chart(records), speculation_chart(records), speed if by_version else None,
+                                     drafter_cost_chart(records, traces)]),
+        ("What did the workers do?", [timeline_chart(run.folder)])]
+    return [Section(title, present) for title, charts in found if (present := [chart for chart in charts if chart is not None])]
+
+
+def _courses(run: Run) -> list[Chart | None]:
+    """The step whose generation took longest, and the last one."""
+    metrics = {record["step"]: record for record in run.records}
+    drawable = [trace for trace in run.traces if trace.get("on")]
+    if not drawable:
+        return []
+    longest = max(drawable, key=lambda trace: finite_value(metrics[trace["step"]], "time/generate") or 0.0)
+    last = drawable[-1]
+    found = [course_chart(longest, metrics[longest["step"]], ", the longest" if len(drawable) > 1 else "")]
+    return found if last is longest else [*found, course_chart(last, metrics[last["step"]], ", the last")]
+
+
+def _render(template: str, live: bool = False, **values: Any) -> str:
     environment = jinja2.Environment(loader=jinja2.PackageLoader("paceline.report"), autoescape=True,
                                      undefined=jinja2.StrictUndefined)
-    environment.globals.update(format_value=format_value, palette_css=Markup(PALETTE_CSS))
+    script = environment.get_template("live.js").render() if live else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals.update(format_value=format_value, palette_css=Markup(PALETTE_CSS), live_script=Markup(script),
+                               script_digest=digest)
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", environment.get_template(template).render(values))
-
-
-def _subtitle(folder: Path, records: Sequence[Record]) -> str:
-    if not records:
-        return folder.resolve().name
-    when = datetime.datetime.fromtimestamp(records[-1]["time"]).strftime("%Y-%m-%d %H:%M")
-    return f"{folder.resolve().name} · {format_steps(records[0]['step'], records[-1]['step'])} · until {when}"
-
-
-def _metric_cards(records: Sequence[Record]) -> list[Card]:
-    """Cards that any run can have, from its metrics."""
-    if not records:
-        return []
-    cards = [Card("steps", format_value(len(records)))]
-    rewards = _finite_values(records, "reward/mean")
-    if rewards:
-        window = max(1, min(10, len(rewards) // 4))
-        first, last = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
-        value = format_value(last) if len(rewards) == 1 else f"{format_value(first)} → {format_value(last)}"
-        cards.append(Card("mean reward", value, f"first and last {window} steps" if window > 1 else ""))
-    for name, label in (("tokens_per_second", "tokens per second"), ("accept_length", "accept length")):
-        values = _finite_values(records, name)
-        if values:
-            cards.append(Card(label, format_value(sum(values) / len(values)), "mean over steps" if len(values) > 1 else ""))
-    speedup = rollout_speedup(records)
-    if speedup is not None:
-        cards.append(Card("rollout speedup", f"{speedup:.2f} ×", "seconds without / with"))
-    phases = [phase_seconds(record) for record in records]
-    total, generate = sum(sum(p.values()) for p in phases), sum(p.get("generate", 0.0) for p in phases)
-    if total > 0:
-        note = f"{100 * generate / total:.0f} % generating" if generate else ""
-        cards.append(Card("time in steps", format_duration(total), note))
-    return cards
 
 
 def _alarms(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -121,50 +158,3 @@ def _alarms(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 def _alarm_names(alarms: str) -> list[str]:
     return [part.partition(":")[0] for part in alarms.split("; drafter ")]
-
-
-def _finite_values(records: Sequence[Record], name: str) -> list[float]:
-    return [value for record in records if (value := finite_value(record, name)) is not None]
-
-
-def _split_summary(summary: Mapping[str, Any]) -> tuple[list[Card], list[tuple[str, str]]]:
-    """Short values of the summary as cards, in its order; all others as rows of a table."""
-    cards: list[Card] = []
-    rows: list[tuple[str, str]] = []
-    for name, value in summary.items():
-        if name == "title":
-            continue
-        text = format_value(value) if isinstance(value, str | int | float) else ""
-        if text and len(text) <= _MAX_CARD_CHARS and len(cards) < _MAX_CARDS:
-            cards.append(Card(name.replace("_", " "), text))
-        else:
-            rows += _flatten(name, value)
-    return cards, rows
-
-
-def _read_config(folder: Path) -> tuple[str, list[tuple[str, str]]]:
-    """Name of the configuration file in the folder and its settings; a file that cannot be read gives one row that says so."""
-    for name, parse in (("config.json", json.loads), ("config.toml", tomllib.loads)):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            return name, list(_flatten("", parse(path.read_text(encoding="utf-8"))))
-        except ValueError as error:  # the errors of UTF-8, JSON and TOML are all ValueErrors
-            return name, [(name, f"cannot be read: {error}")]
-    return "", []
-
-
-def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Nested settings as pairs of a dotted name and a value."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flatten(f"{prefix}.{name}" if prefix else str(name), inner)
-    else:
-        yield prefix, _format_setting(value)
-
-
-def _format_setting(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -20,7 +20,7 @@ import numpy as np
 from paceline.files import atomic_write
 from paceline.report.files import AppendOnlyFile
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, TRACE_FILE = "metrics.jsonl", "trace.jsonl"
 PHASES = ("generate", "reward", "drafter", "infer", "train", "idle")
 """Phases of a training step. The metric `time/<phase>` holds the seconds that a step spent in the phase."""
 
@@ -51,6 +51,8 @@ class EventLog:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
+        self._folder = folder
+        self._trace: AppendOnlyFile | None = None
         self._file = AppendOnlyFile(folder / METRICS_FILE)
         try:
             self._last_step = _keep_steps_before(self._file, resume_at)
@@ -81,9 +83,19 @@ class EventLog:
         for sink in self._sinks:
             sink.write(step, now, values)
 
+    def write_trace(self, step: int, record: Mapping[str, Any]) -> None:
+        """Writes what happened within a step to `trace.jsonl`, before the step's metrics are written."""
+        if self._trace is None:
+            self._trace = AppendOnlyFile(self._folder / TRACE_FILE)
+            _keep_steps_before(self._trace, step)
+        line = {"step": step, "time": round(time.time(), 3), **record}
+        self._trace.append(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
     def close(self) -> None:
         """Closes `metrics.jsonl` and every other destination."""
         self._file.close()
+        if self._trace is not None:
+            self._trace.close()
         while self._sinks:
             self._sinks.pop().close()
 
@@ -188,7 +200,16 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 
     NaN and infinity are restored. A last line that was cut off by a crash is ignored.
     """
-    path = Path(folder) / METRICS_FILE
+    return _read_log(Path(folder) / METRICS_FILE)
+
+
+def read_traces(folder: Path | str, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Reads what happened within the steps that `records`, the run's metrics, contain (`report/trace.py`)."""
+    steps = {record["step"] for record in records}
+    return [trace for trace in _read_log(Path(folder) / TRACE_FILE) if trace["step"] in steps]
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
     return [line.record for line in _parse(path, path.read_bytes())] if path.exists() else []
 
 

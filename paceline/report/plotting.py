@@ -1,47 +1,29 @@
-"""Line and bar charts as inline SVG, drawn by matplotlib. This module knows nothing of training.
+"""Charts of lines, bars and rows as inline SVG, drawn by matplotlib. This module knows nothing of training.
 
 Text stays text in the font of the page, and colours are CSS variables of the page, so that one SVG serves light and dark mode:
-matplotlib draws with one placeholder colour per variable, and `_to_inline_svg` replaces them. matplotlib is imported at the
+matplotlib draws with one placeholder colour per variable, and `svg.inline_svg` replaces them. matplotlib is imported at the
 first chart, and neither pyplot nor any other global state of it is used.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import re
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-from xml.etree.ElementTree import Element
 
 import numpy as np
 from markupsafe import Markup
 
 from paceline.report.formatting import format_value
+from paceline.report.svg import PALETTE_CSS, PLACEHOLDERS, inline_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-PALETTE_CSS = """
-:root { color-scheme: light dark; --page: #fafaf8; --card: #ffffff; --ink: #1d2129; --soft: #5d6570; --rule: #e2e3e0;
-  --blue: #2563c9; --yellow: #d9930d; --purple: #9a4fb5; --green: #15915f; --teal: #1f8a9e; --grey: #8d949e; --pale: #cfd3d8;
-  --red: #c93434; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171c; --card: #1c2027; --ink: #e6e8eb; --soft: #9aa3af; --rule: #2d333c;
-  --blue: #6ea3f5; --yellow: #e8b54a; --purple: #c78be0; --green: #4cc38f; --teal: #4fb9cc; --grey: #7d8590; --pale: #4a515b;
-  --red: #f07171; } }
-"""
-"""Values of the CSS variables that charts and pages refer to, in light and dark mode."""
-
-_PLACEHOLDERS = {name: f"#0000{number:02x}" for number, name in enumerate(
-    ("soft", "rule", "blue", "yellow", "purple", "green", "teal", "grey", "pale", "red"), start=1)}
-"""Colour that matplotlib draws with → CSS variable that replaces it, by the variable's name."""
-
-_SVG = "http://www.w3.org/2000/svg"
 _MAX_POINTS = 700
 """Number of points of a line from which on it is downsampled."""
 _MAX_DOTS = 40
@@ -81,6 +63,9 @@ class Series:
     y: np.ndarray
     faint: bool = False
     """Draws a thin, pale line, as background of a smoothed one."""
+    dashed: bool = False
+    stairs: bool = False
+    """Keeps each value until the next point instead of joining the points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +84,15 @@ class Bar:
         return sum(height for _, height in self.parts)
 
 
+class Span(NamedTuple):
+    """A stretch of a row of a row chart."""
+
+    start: float
+    end: float
+    colour: str
+    tooltip: str
+
+
 class _Size(NamedTuple):
     """Size of a drawing and its text in CSS pixels, before the page scales it."""
 
@@ -107,47 +101,95 @@ class _Size(NamedTuple):
     font_size: float = 11.0
 
 
+class _AxesSpec(NamedTuple):
+    """Ranges and labels of a drawing's axes."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    x_label: str
+    y_label: str
+    whole_x: bool
+    """Whether ticks of the x axis are whole numbers."""
+    x_ticks: Mapping[float, str] | None = None
+    """Names of places on the axis, instead of numbers."""
+    y_ticks: Mapping[float, str] | None = None
+
+
 _NORMAL, _SMALL, _WIDE = _Size(400, 205), _Size(235, 135, 9.5), _Size(860, 225)
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str, y_label: str, *, from_zero: bool = False,
-               legend: tuple[tuple[str, str], ...] = (), note: str = "", small: bool = False, wide: bool = False) -> Chart:
-    """A chart of lines over a common x axis. Places where a value is not finite are marked in red at the axis."""
+               legend: tuple[tuple[str, str], ...] = (), note: str = "", small: bool = False, wide: bool = False,
+               limit: tuple[float, str] | None = None) -> Chart:
+    """A chart of lines over a common x axis. Places where a value is not finite are marked in red at the axis. `limit` is a
+    height and its name, drawn as a horizontal line."""
     x = np.concatenate([line.x for line in series])
     y = np.concatenate([line.y for line in series])
     x_range = _nonempty_range(float(x.min()), float(x.max()), 1.0)
-    y_range = _y_range(y[np.isfinite(y)], from_zero)
+    shown = y[np.isfinite(y)] if limit is None else np.r_[y[np.isfinite(y)], 1.08 * limit[0]]  # room for the limit's name
     description = f"{y_label or title} by {x_label}, from {x.min():g} to {x.max():g}. "
     description += " ".join(_describe(line) for line in series if not line.faint)
 
-    def draw(size: _Size) -> Markup:
-        with _default_style(size):
-            drawing = _Drawing(size, x_range, y_range, x_label, y_label, whole_x=bool(np.all(x == np.round(x))))
-            for number, line in enumerate(series):
-                drawing.line(line, f"line-{number}")
-            drawing.marks(sorted({float(at) for line in series for at in line.x[~np.isfinite(line.y)]}))
-            return drawing.to_svg(title, description)
+    def fill(drawing: _Drawing) -> None:
+        for number, line in enumerate(series):
+            drawing.line(line, f"line-{number}")
+        if limit is not None:
+            drawing.limit(*limit)
+        drawing.marks(sorted({float(at) for line in series for at in line.x[~np.isfinite(line.y)]}))
 
-    if wide:
-        return Chart(title, draw(_WIDE), draw(_NORMAL), legend, note)
-    return Chart(title, draw(_SMALL if small else _NORMAL), None, legend, note)
+    axes = _AxesSpec(x_range, _y_range(shown, from_zero), x_label, y_label, whole_x=bool(np.all(x == np.round(x))))
+    if small:
+        return Chart(title, _draw(_SMALL, axes, fill, title, description), None, legend, note)
+    return _chart(title, axes, fill, description, legend, note, wide)
 
 
 def bar_chart(title: str, bars: Sequence[Bar], x_range: tuple[float, float], x_label: str, y_label: str, *,
-              legend: tuple[tuple[str, str], ...] = (), note: str = "") -> Chart:
-    """A chart of stacked bars that spans the page."""
+              legend: tuple[tuple[str, str], ...] = (), note: str = "", wide: bool = True, lines: Sequence[Series] = (),
+              ticks: Mapping[float, str] | None = None, joined: bool = False) -> Chart:
+    """A chart of stacked bars. `lines` are drawn over them, `ticks` name places on the x axis, `joined` leaves no gaps between
+    bars."""
     heights = np.array([bar.height for bar in bars])
-    y_range = _y_range(heights, from_zero=True)
+    tops = np.concatenate([heights, *(line.y[np.isfinite(line.y)] for line in lines)])
     description = (f"{y_label} by {x_label}: {len(bars)} bars, from {format_value(float(heights.min()))} "
                    f"to {format_value(float(heights.max()))}.")
 
-    def draw(size: _Size) -> Markup:
-        with _default_style(size):
-            drawing = _Drawing(size, x_range, y_range, x_label, y_label, whole_x=True)
-            drawing.bars(bars)
-            return drawing.to_svg(title, description)
+    def fill(drawing: _Drawing) -> None:
+        drawing.bars(bars, joined)
+        for number, line in enumerate(lines):
+            drawing.line(line, f"line-{number}")
 
-    return Chart(title, draw(_WIDE), draw(_NORMAL), legend, note)
+    axes = _AxesSpec(x_range, _y_range(tops, from_zero=True), x_label, y_label, whole_x=not joined, x_ticks=ticks)
+    return _chart(title, axes, fill, description, legend, note, wide)
+
+
+def row_chart(title: str, rows: Mapping[str, Sequence[Span]], x_range: tuple[float, float], x_label: str, *,
+              legend: tuple[tuple[str, str], ...] = (), note: str = "") -> Chart:
+    """A chart that spans the page, with a row of coloured stretches per name."""
+    names = list(rows)
+
+    def fill(drawing: _Drawing) -> None:
+        for place, name in enumerate(names):
+            drawing.spans(rows[name], place, f"row-{place}")
+
+    ticks = {float(place): name for place, name in enumerate(names)}
+    axes = _AxesSpec(x_range, (len(names) - 0.4, -0.6), x_label, "", whole_x=False, y_ticks=ticks)
+    description = f"{len(names)} rows over {x_label}, from {x_range[0]:g} to {x_range[1]:g}."
+    return _chart(title, axes, fill, description, legend, note, wide=True, height=58 + 26 * len(names))
+
+
+def _chart(title: str, axes: _AxesSpec, fill: Callable[[_Drawing], None], description: str, legend: tuple[tuple[str, str], ...],
+           note: str, wide: bool, height: int | None = None) -> Chart:
+    normal, spanning = (size._replace(height=height or size.height) for size in (_NORMAL, _WIDE))
+    narrow = _draw(normal, axes, fill, title, description)
+    return Chart(title, _draw(spanning, axes, fill, title, description), narrow, legend, note) if wide else Chart(
+        title, narrow, None, legend, note)
+
+
+def _draw(size: _Size, axes: _AxesSpec, fill: Callable[[_Drawing], None], title: str, description: str) -> Markup:
+    with _default_style(size):
+        drawing = _Drawing(size, axes)
+        fill(drawing)
+        return drawing.to_svg(title, description)
 
 
 def standalone_svg(chart: Chart) -> str:
@@ -180,16 +222,15 @@ def _default_style(size: _Size) -> AbstractContextManager[None]:
 class _Drawing:
     """A matplotlib figure with one pair of axes, whose ranges are given, and the tooltips of what is drawn on them."""
 
-    def __init__(self, size: _Size, x_range: tuple[float, float], y_range: tuple[float, float], x_label: str, y_label: str,
-                 whole_x: bool) -> None:
+    def __init__(self, size: _Size, spec: _AxesSpec) -> None:
         from matplotlib.figure import Figure
 
         self._size = size
         self._tooltips: dict[str, list[str]] = {}
         self._figure = Figure(figsize=(size.width / 72, size.height / 72))  # SVG has 72 points per inch
         self._axes = self._figure.add_subplot()
-        self._axes.set(xlim=x_range, ylim=y_range)
-        _set_up_axes(self._figure, self._axes, size, x_label, y_label, whole_x)
+        self._axes.set(xlim=spec.x_range, ylim=spec.y_range)
+        _set_up_axes(self._figure, self._axes, size, spec)
 
     def line(self, series: Series, name: str) -> None:
         """Draws a line; where there are few points, or a point has no neighbour, also dots with tooltips."""
@@ -197,9 +238,13 @@ class _Drawing:
         finite = np.isfinite(y)
         if not finite.any():
             return
-        colour = _PLACEHOLDERS[series.colour]
+        colour = PLACEHOLDERS[series.colour]
         self._axes.plot(x, y, color=colour, linewidth=0.9 if series.faint else 1.7, alpha=0.4 if series.faint else None,
-                        solid_capstyle="round", solid_joinstyle="round", clip_on=False, zorder=3)
+                        linestyle=(0, (4, 2.5)) if series.dashed else "solid",
+                        drawstyle="steps-post" if series.stairs else "default",
+                        solid_capstyle="round", solid_joinstyle="round", clip_on=False, zorder=7 if series.stairs else 3)
+        if series.stairs:
+            return
         has_neighbour = np.r_[False, finite[:-1]] | np.r_[finite[1:], False]
         shown = finite & ~has_neighbour if len(x) > _MAX_DOTS or series.faint else finite
         if shown.any():
@@ -208,29 +253,46 @@ class _Drawing:
             self._tooltips[name] = [f"{self._axes.get_xlabel()} {at:g}: {series.name} {value:.4g}"
                                     for at, value in zip(x[shown], y[shown], strict=True)]
 
+    def limit(self, height: float, name: str) -> None:
+        """Draws a horizontal line with its name."""
+        red, font_size = PLACEHOLDERS["red"], 0.9 * self._size.font_size
+        self._axes.axhline(height, color=red, linewidth=1.1, linestyle=(0, (5, 3)), zorder=2, clip_on=False)
+        self._axes.annotate(name, (1, height), xycoords=self._axes.get_yaxis_transform(), xytext=(0, 2),
+                            textcoords="offset points", ha="right", va="bottom", color=red, fontsize=font_size)
+
     def marks(self, places: Sequence[float]) -> None:
         """Marks places on the x axis where a value is not a finite number."""
         if not places:
             return
         chosen = [places[i] for i in np.linspace(0, len(places) - 1, min(len(places), _MAX_MARKS)).astype(int)]
-        self._axes.plot(chosen, [0.0] * len(chosen), marker="^", markersize=6, markeredgewidth=0, color=_PLACEHOLDERS["red"],
+        self._axes.plot(chosen, [0.0] * len(chosen), marker="^", markersize=6, markeredgewidth=0, color=PLACEHOLDERS["red"],
                         linestyle="none", transform=self._axes.get_xaxis_transform(), clip_on=False, zorder=5, gid="nonfinite")
         self._tooltips["nonfinite"] = [f"{self._axes.get_xlabel()} {at:g}: not a finite number" for at in chosen]
 
-    def bars(self, bars: Sequence[Bar]) -> None:
+    def bars(self, bars: Sequence[Bar], joined: bool = False) -> None:
         """Draws stacked bars, and over the whole height of the chart invisible ones that carry the tooltips."""
         (low, high), (bottom, top) = self._axes.get_xlim(), self._axes.get_ylim()
         by_colour: dict[str, list[np.ndarray]] = {}
+        pixel = (high - low) / self._size.width
         for bar in bars:
-            gap = min(1.2 * (high - low) / self._size.width, 0.15 * (bar.x1 - bar.x0))
+            # Joined bars overlap a little: no background shines through between them.
+            gap = -0.6 * pixel if joined else min(1.2 * pixel, 0.15 * (bar.x1 - bar.x0))
             base = 0.0
             for colour, height in bar.parts:
                 by_colour.setdefault(colour, []).append(_rectangle(bar.x0 + gap / 2, bar.x1 - gap / 2, base, base + height))
                 base += height
         for colour, rectangles in by_colour.items():
-            self._polygons(rectangles, facecolor=_PLACEHOLDERS[colour], zorder=3)
+            self._polygons(rectangles, facecolor=PLACEHOLDERS[colour], zorder=3)
         self._polygons([_rectangle(bar.x0, bar.x1, bottom, top) for bar in bars], facecolor="none", zorder=6, gid="bars")
         self._tooltips["bars"] = [bar.tooltip for bar in bars]
+
+    def spans(self, spans: Sequence[Span], place: float, name: str) -> None:
+        """Draws the stretches of a row."""
+        for colour in dict.fromkeys(span.colour for span in spans):
+            own = [span for span in spans if span.colour == colour]
+            self._polygons([_rectangle(span.start, span.end, place - 0.36, place + 0.36) for span in own],
+                           facecolor=PLACEHOLDERS[colour], zorder=3, gid=f"{name}-{colour}")
+            self._tooltips[f"{name}-{colour}"] = [span.tooltip for span in own]
 
     def _polygons(self, corners: Sequence[np.ndarray], **style: Any) -> None:
         from matplotlib.collections import PolyCollection
@@ -241,14 +303,15 @@ class _Drawing:
         """The drawing as an inline SVG element with an accessible title and description."""
         buffer = io.StringIO()
         self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        return _to_inline_svg(buffer.getvalue(), title, description, self._tooltips)
+        return inline_svg(buffer.getvalue(), title, description, self._tooltips)
 
 
-def _set_up_axes(figure: Figure, axes: Axes, size: _Size, x_label: str, y_label: str, whole_x: bool) -> None:
+def _set_up_axes(figure: Figure, axes: Axes, size: _Size, spec: _AxesSpec) -> None:
     """Ticks, grid, labels and margins. Margins are computed here, because matplotlib's layout engines double the time."""
+    x_label, y_label = spec.x_label, spec.y_label
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    soft, rule, grey = (_PLACEHOLDERS[name] for name in ("soft", "rule", "grey"))
+    soft, rule, grey = (PLACEHOLDERS[name] for name in ("soft", "rule", "grey"))
     font_size = size.font_size
     figure.patch.set_visible(False)
     axes.patch.set_visible(False)
@@ -256,17 +319,21 @@ def _set_up_axes(figure: Figure, axes: Axes, size: _Size, x_label: str, y_label:
     axes.spines["bottom"].set_color(grey)
     axes.grid(axis="y", color=rule, linewidth=0.8, clip_on=False)
     axes.set_axisbelow(True)
-    for axis, max_intervals, whole in ((axes.xaxis, size.width // 70, whole_x), (axes.yaxis, size.height // 34, False)):
+    for axis, max_intervals, whole in ((axes.xaxis, size.width // 70, spec.whole_x), (axes.yaxis, size.height // 34, False)):
         axis.set_major_locator(MaxNLocator(nbins=max_intervals, integer=whole, steps=[1, 2, 5, 10],
                                            min_n_ticks=1 if whole else 2))
         formatter = ScalarFormatter(useOffset=False)
         formatter.set_powerlimits((-3, 6))
         axis.set_major_formatter(formatter)
         axis.offsetText.set(color=soft, fontsize=font_size)
+    for axis, ticks in ((axes.xaxis, spec.x_ticks), (axes.yaxis, spec.y_ticks)):
+        if ticks is not None:
+            axis.set_ticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="x", length=3, color=grey, labelcolor=soft, labelsize=font_size, pad=3)
     axes.tick_params(axis="y", length=0, labelcolor=soft, labelsize=font_size, pad=5)
     axes.set_xlabel(x_label, color=soft, labelpad=3)
-    label_width = 0.62 * font_size * max(map(len, _tick_labels(axes.yaxis, *axes.get_ylim())), default=1)
+    y_labels = _tick_labels(axes.yaxis, *axes.get_ylim()) if spec.y_ticks is None else spec.y_ticks.values()
+    label_width = 0.62 * font_size * max(map(len, y_labels), default=1)
     left, right = label_width + 8 + (1.5 * font_size if y_label else 0), 14
     if y_label:
         axes.set_ylabel(y_label, color=soft)
@@ -314,82 +381,3 @@ def _describe(series: Series) -> str:
         return f"{series.name}: never a finite number."
     low, high, last = (format_value(float(value)) for value in (finite.min(), finite.max(), finite[-1]))
     return f"{series.name}: between {low} and {high}, last {last}."
-
-
-def _to_inline_svg(source: str, title: str, description: str, tooltips: dict[str, list[str]]) -> Markup:
-    """Turns matplotlib's SVG file into an element for a page.
-
-    CSS variables replace the placeholder colours, the size and the fonts become the page's, tooltips become title elements, and
-    ids are removed where nothing refers to them and made unique to this drawing elsewhere.
-    """
-    root = ElementTree.fromstring(source)
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-        element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
-    _add_tooltips(root, tooltips)
-    prefix = "chart-" + hashlib.sha1(f"{title}\n{source}".encode(errors="replace")).hexdigest()[:10]
-    referred = set(re.findall(r'(?:href="|url\()#([^")]+)', source))
-    for element in root.iter():
-        _clean(element, prefix, referred)
-    _flatten(root)
-    root.attrib = {"xmlns": _SVG, "viewBox": root.attrib["viewBox"], "role": "img",
-                   "aria-labelledby": f"{prefix}-title {prefix}-description"}
-    for place, (tag, name, text) in enumerate((("title", "title", title), ("desc", "description", description))):
-        child = Element(tag, {"id": f"{prefix}-{name}"})
-        child.text = text
-        root.insert(place, child)
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
-
-
-def _add_tooltips(root: Element, tooltips: dict[str, list[str]]) -> None:
-    """Browsers show the title element inside of a shape when the pointer is over it."""
-    for group in root.iter("g"):
-        texts = tooltips.get(group.get("id", ""))
-        if texts is None:
-            continue
-        shapes = list(group.iter("use")) or list(group.iter("path"))
-        for shape, text in zip(shapes, texts, strict=True):
-            shape.set("pointer-events", "all")
-            ElementTree.SubElement(shape, "title").text = text
-
-
-def _clean(element: Element, prefix: str, referred: set[str]) -> None:
-    attributes = element.attrib
-    if element.tag not in ("text", "title"):
-        element.text = None
-    element.tail = None
-    if "id" in attributes:
-        name = attributes.pop("id")
-        attributes |= {"id": f"{prefix}-{name}"} if name in referred else {}
-    for name in ("href", "clip-path"):
-        if name in attributes:
-            attributes[name] = attributes[name].replace("#", f"#{prefix}-")
-    if attributes.get("transform", "").startswith("rotate(-0 "):
-        del attributes["transform"]
-    for name in attributes.keys() & {"d", "x", "y", "transform"}:
-        attributes[name] = " ".join(re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."),
-                                           attributes[name]).split())
-    if "style" in attributes:
-        rules = (rule for rule in attributes["style"].split("; ") if not rule.startswith("font-family"))
-        attributes["style"] = re.sub(r"#[0-9a-f]{6}", _css_variable, "; ".join(rules))
-
-
-def _css_variable(colour: re.Match[str]) -> str:
-    [name] = [name for name, placeholder in _PLACEHOLDERS.items() if placeholder == colour[0]]
-    return f"var(--{name})"
-
-
-def _flatten(element: Element) -> None:
-    """Removes matplotlib's style sheet and metadata, and replaces groups without attributes by their content."""
-    element[:] = list(_flattened(element))
-
-
-def _flattened(element: Element) -> Iterable[Element]:
-    for child in list(element):
-        _flatten(child)
-        if child.tag in ("metadata", "style") or (child.tag == "defs" and len(child) == 0):
-            continue
-        if child.tag == "g" and not child.attrib:
-            yield from child
-        else:
-            yield child

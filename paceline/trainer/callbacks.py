@@ -92,8 +92,8 @@ class TrainerCallback:
 
 
 class ReportWriter(TrainerCallback):
-    """Writes `report.html` into the run folder when a run is completed."""
+    """Writes `report.html` into the run folder when a run ends."""
 
     def on_run_end(self, result: TrainResult) -> None:
-        if result.status is RunStatus.COMPLETED:
-            write_report(result.folder, result.summary)
+        if result.num_steps:
+            write_report(result.folder)

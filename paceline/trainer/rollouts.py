@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -52,21 +52,12 @@ class PromptStream:
 
 @dataclass(slots=True)
 class SpeculationComparison:
-    """The same batches generated with and without speculation."""
+    """The same rollouts generated with and without speculation."""
 
-    seconds_on: list[float] = field(default_factory=list)
-    """Seconds of generation with speculation, per batch."""
-    seconds_off: list[float] = field(default_factory=list)
-    """Seconds of generation without speculation, per batch."""
     num_rollouts: int = 0
     """Number of rollouts compared."""
     num_differing: int = 0
     """Number of rollouts whose tokens differ."""
-
-    @property
-    def identical(self) -> bool:
-        """Whether all compared rollouts have the same tokens."""
-        return self.num_differing == 0
 
 
 class RolloutCollector:
@@ -81,6 +72,7 @@ class RolloutCollector:
         self.params = SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
                                      min_p=rollout.min_p, max_new_tokens=rollout.max_new_tokens, stop=rollout.stop, seed=seed)
         self.comparison = SpeculationComparison()
+        """The comparison of this step's rollouts."""
         self.grading = GradingMonitor()
         self.refused: list[str] = []
         """Messages about problems that the engine refused."""
@@ -90,7 +82,7 @@ class RolloutCollector:
 
     def begin_step(self) -> None:
         """A training step begins; it may collect several times (dynamic sampling)."""
-        self.generation_s = 0.0
+        self.generation_s, self.comparison = 0.0, SpeculationComparison()
 
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         problems = self.prompts.take(cursor, count)
@@ -101,8 +93,7 @@ class RolloutCollector:
         began = time.perf_counter()
         with timer("generate"):
             groups, handles = self._generate(self.engine, problems, keys, graded=True)
-        seconds = time.perf_counter() - began
-        self.generation_s += seconds
+        self.generation_s += time.perf_counter() - began
         with timer("reward"):
             rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
             for rollout, graded in zip(rollouts, grades, strict=True):
@@ -110,7 +101,6 @@ class RolloutCollector:
             self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, keys, timer)
-            self.comparison.seconds_on.append(seconds)
             self._count_differences(groups, others)
         return groups
 
@@ -149,11 +139,8 @@ class RolloutCollector:
 
     def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
         assert self.baseline is not None
-        began = time.perf_counter()
         with timer("generate_off"):
-            groups, _ = self._generate(self.baseline, problems, keys, graded=False)
-        self.comparison.seconds_off.append(time.perf_counter() - began)
-        return groups
+            return self._generate(self.baseline, problems, keys, graded=False)[0]
 
     def _count_differences(self, groups: list[RolloutGroup], others: list[RolloutGroup]) -> None:
         for a, b in zip(groups, others, strict=True):

@@ -7,7 +7,7 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -116,10 +116,12 @@ class RunFolder:
         """Replaces a file as a whole; if that fails, an OSError is raised and the old file stays."""
         atomic_write(self.path / name, text)
 
-    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Writes the rollouts that one step trained on, one JSON object per line."""
-        lines = [json.dumps(_rollout_record(step, group.key, rollout), ensure_ascii=False)
-                 for group in groups for rollout in group.rollouts]
+    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], decode: Callable[[list[int]], str]) -> None:
+        """Writes the rollouts that one step trained on, one JSON object per line. The first one of a group has the prompt's text,
+        which `decode` makes from its token ids."""
+        lines = [json.dumps(_rollout_record(step, group.key, rollout, decode(group.prompt_ids) if number == 0 else None),
+                            ensure_ascii=False)
+                 for group in groups for number, rollout in enumerate(group.rollouts)]
         self.write(f"rollouts-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
     def write_grading_failures(self, failures: Sequence[GradingFailure]) -> None:
@@ -140,7 +142,8 @@ class RunFolder:
         self.write(SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
-def _rollout_record(step: int, key: str, rollout: Rollout) -> dict[str, Any]:
+def _rollout_record(step: int, key: str, rollout: Rollout, prompt: str | None) -> dict[str, Any]:
+    asked = {} if prompt is None else {"prompt": prompt}
     parts = {"rewards": rollout.reward_parts} if rollout.reward_parts else {}
-    return {"id": key, "sample": rollout.sample, "step": step, "token_ids": rollout.token_ids, "text": rollout.text,
+    return {"id": key, "sample": rollout.sample, "step": step, **asked, "token_ids": rollout.token_ids, "text": rollout.text,
             "reward": rollout.reward, **parts, "finish_reason": rollout.finish_reason, "seed": rollout.seed}

@@ -21,7 +21,7 @@ from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
 from paceline.models.weights import resolve_device
 from paceline.optim import NonFiniteError
-from paceline.report import EventLog, read_metrics
+from paceline.report import EventLog, RolloutTrace, RunFigures, read_metrics, read_traces
 from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder, read_state
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
@@ -39,7 +39,7 @@ from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
 from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
-from paceline.trainer.summary import RunTotals, rollout_metrics, summarize
+from paceline.trainer.summary import rollout_metrics
 from paceline.trainer.validation import check_config
 from paceline.types import RolloutGroup, SamplingParams, StepResult
 
@@ -133,7 +133,6 @@ class Trainer:
         trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
         self._stream = generation_stream(device) if trains_on_stream else None
         self._signals, self._graded_badly = SignalMonitor(config), False
-        self._totals = RunTotals()
         self._strategy_steps: Counter[str] = Counter()
 
     def _load_checkpoint(self) -> None:
@@ -191,7 +190,6 @@ class Trainer:
                     self._warn(line)
                 self._warm_up()
                 self._evaluate(self.state.step)
-                self._totals.began = time.perf_counter()
                 self.state = train(self.learner, self.state, config.steps, config.rollout.prompts, self._collect, self._publish,
                                    self._on_step_end, self._on_phase,
                                    None if self.drafter_trainer is None else self._train_drafter, self._on_step_begin)
@@ -228,6 +226,8 @@ class Trainer:
 
     def _on_step_begin(self, step: int) -> None:
         self.collector.begin_step()
+        drafter_version = None if self.monitor is None else self.engine.drafter_version
+        self._trace = RolloutTrace(self.config.rollout.max_new_tokens, drafter_version)
         if self.drafter_trainer is not None:
             self.drafter_trainer.begin_step(step)
         self._notify(lambda callback: callback.on_step_begin(step))
@@ -266,7 +266,9 @@ class Trainer:
 
     def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:
         if engine is not self.engine:
+            self._trace.add_baseline(result, num_total - num_finished)
             return
+        self._trace.add(result, num_total - num_finished)
         self._strategy_steps[str(result.strategy)] += 1
         if self.monitor is not None:
             self.monitor.on_engine_step(result)
@@ -282,14 +284,13 @@ class Trainer:
         metrics = {**rollout_metrics(outcome.generated), **self._engine_metrics(outcome.metrics), **outcome.metrics,
                    **self._reward_metrics(), **self._drafter_alarms()}
         metrics["time/step"] -= metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
-        self._totals.step_seconds += metrics["time/step"]
         for line in self._signals.observe(outcome.generated):
             self._warn(line)
         self.folder.write_grading_failures(self.collector.grading.examples)
-        self._totals.lengths += [len(r.token_ids) for group in outcome.generated for r in group.rollouts]
         self.state = outcome.state
         metrics |= self._evaluate(step)
-        self.folder.write_rollouts(step, groups)
+        self.folder.write_rollouts(step, groups, self._decode)
+        self._log.write_trace(step, self._trace.record(outcome.generated))
         self._log.write(step, metrics)
         self._notify(lambda callback: callback.on_step_end(step, metrics, groups))
         is_best = self.evaluator is not None and self.evaluator.best is not None and self.evaluator.best["step"] == step
@@ -302,7 +303,9 @@ class Trainer:
         if self.evaluator is None or not self.evaluator.is_due(step, self.config.steps):
             return {}
         self._on_phase("evaluate")
-        return self.evaluator(step)
+        began = time.perf_counter()
+        found = self.evaluator(step)
+        return {**found, "time/evaluate": time.perf_counter() - began}
 
     def _keep_best(self) -> None:
         """Keeps the checkpoint of the best evaluation, whatever its age."""
@@ -314,18 +317,23 @@ class Trainer:
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         stats = self.engine.stats()
-        self._totals.num_tokens += stats.generated_tokens
-        self._totals.num_verifications += stats.verifications
         metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, phase_metrics.get("time/generate", 0.0)),
                    "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
+                   "generated_tokens": stats.generated_tokens, "verifications": stats.verifications,
                    "drafted": stats.drafted, "accepted": stats.accepted, "strategy": strategy_shares(self._strategy_steps, 3)}
         if isinstance(self.engine.select, AutoSelector):
             corrections = self.engine.select.corrections
             metrics |= {"select/cost_error": corrections.ms.error, "select/progress_error": corrections.progress.error}
+        if self.baseline is not None:
+            comparison = self.collector.comparison
+            metrics |= {"compare/rollouts": comparison.num_rollouts, "compare/differing": comparison.num_differing}
         for engine in self._engines():
             engine.reset_stats()
         self._strategy_steps.clear()
         return metrics
+
+    def _decode(self, prompt_ids: list[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
 
     def _drafter_alarms(self) -> dict[str, Any]:
         """Metrics of the drafter monitor. Its alarms go to the callbacks, the log and the drafter trainer."""
@@ -373,7 +381,8 @@ class Trainer:
         return TrainResult(status, self.folder.path, self.state.step, summary, policy, best, message)
 
     def _summary(self) -> dict[str, Any]:
-        found = summarize(self.state.step, read_metrics(self.folder.path), self._totals, self.collector.comparison)
+        records = read_metrics(self.folder.path)
+        found = RunFigures.of(records, read_traces(self.folder.path, records)).summary()
         return found if self.evaluator is None else {**found, **self.evaluator.summary()}
 
     def _last_good_checkpoint(self) -> str:

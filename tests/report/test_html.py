@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report.synthetic import metrics_of
+from report.synthetic import metrics_of, trace_of
 
-from paceline.report import EventLog, write_report
+from paceline.report import EventLog, write_comparison, write_report
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -69,14 +69,20 @@ def lines_in(page: Page) -> list[dict]:
         *(a.get("style") or "").split("; ")}]
 
 
-def make(folder: Path, num_steps: int, summary: dict | None = None, change=lambda step, metrics: metrics) -> Page:
+def make(folder: Path, num_steps: int, change=lambda step, metrics: metrics, traces: bool = False) -> Page:
     rng = random.Random(0)
     with EventLog(folder, tensorboard=False) as log:
         for step in range(1, num_steps + 1):
+            if traces:
+                log.write_trace(step, trace_of(step, rng))
             log.write(step, change(step, metrics_of(step, rng)))
-    path = write_report(folder, summary or {})
+    path = write_report(folder)
     assert path == folder / "report.html"
-    source = path.read_text(encoding="utf-8")
+    return check(path.read_text(encoding="utf-8"))
+
+
+def check(source: str) -> Page:
+    """A page that is well-formed and needs nothing else, whose charts stay within their frames."""
     page = Page(source)
     offline = source.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"https?://|src=|href=(?!\"#chart-)|url\(|@import|<script", offline)
@@ -91,13 +97,15 @@ def make(folder: Path, num_steps: int, summary: dict | None = None, change=lambd
 
 
 def test_without_steps(tmp_path):
-    assert "No steps are recorded yet" in make(tmp_path, 0, {"title": "Nothing so far"}).text
+    page = make(tmp_path, 0)
+    assert "No steps are recorded yet" in page.text and "no steps yet" in page.text and page.count("div", "card") == 0
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 25, 700])
+@pytest.mark.parametrize("num_steps", [1, 25, 700])
 def test_every_chart_is_there(tmp_path, num_steps):
     page = make(tmp_path, num_steps)
-    for title in ("Reward per step", "Answer length", "Accept length", "Rollout speed", "Time per phase", "kl", "lr"):
+    for title in ("Reward per step", "Answer length", "Accept length by step", "Rollout speed",
+                  "Seconds of each step, by phase", "kl", "lr"):
         assert title in page.texts
     for unit in ("mean reward", "tokens", "tokens per verification", "seconds per step", "step"):
         assert unit in page.texts
@@ -128,12 +136,12 @@ def test_nonfinite_and_missing_values(tmp_path):
         if step == 4:
             return metrics | {"reward/mean": math.nan, "time/train": math.inf, "kl": 1e308, "accept_length": -math.inf}
         if step == 7:
-            return {"eval/reward": 0.5}
+            return {"eval/length": 0.5}
         return metrics | {"lr": math.nan}
 
     page = make(tmp_path, 10, change=damage)
     assert sum(tag == "use" and "var(--red)" in a["style"] for tag, a in page.elements) >= 4
-    assert "never a finite number" not in page.text and "eval/reward" in page.texts
+    assert "never a finite number" not in page.text and "eval/length" in page.texts
     assert "step 4: not a finite number" in page.texts
 
 
@@ -153,19 +161,21 @@ def test_speculation_side_by_side(tmp_path):
         return metrics | {"time/generate": 4.0, "time/generate_off": 6.0} if step % 5 == 0 else metrics
 
     page = make(tmp_path, 40, change=measured_both)
-    assert "Rollout time with and without speculation" in page.texts and "1.50 ×" in page.texts
-    assert "8 steps were generated both ways: 1.50 times as fast with speculation." in page.text
+    assert "Rollout time with and without speculation" in page.texts and "1.50×" in page.texts
+    assert "8 steps were generated both ways: 1.50× as fast with speculation." in page.text
 
 
 def test_hostile_text_stays_text(tmp_path):
     evil = "</pre></main><script>alert(1)</script><img src=x onerror=y>\"'&amp;\x00\x1b[31m\ud800"
     rollouts = [{"id": evil, "sample": 0, "step": 1, "text": evil, "reward": 1.0, "prompt": evil}]
     (tmp_path / "rollouts-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rollouts))
-    (tmp_path / "config.json").write_text(json.dumps({evil: {evil: evil}}))
+    (tmp_path / "config.json").write_text(json.dumps({evil: {evil: evil}, "algorithm": evil, "task": evil, "model": evil}))
     with EventLog(tmp_path, tensorboard=False) as log:
         for step in range(2):
             log.write(step, {evil: 0.5 * step, "strategy": evil})
-    page = Page(write_report(tmp_path, {"title": evil, evil: 3, "long": evil * 3}).read_text(encoding="utf-8"))
+    (tmp_path / "timeline.jsonl").write_text(json.dumps({"t": 1, "event": "interval", "worker": evil, "state": "busy", "start": 0,
+                                                         "end": 1}) + "\n")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert page.count("script") == page.count("img") == 0
     assert page.text.count("<script>alert(1)</script><img src=x onerror=y>\"'&amp;") >= 8
     assert not re.search("[\x00-\x08\x1b]", page.text)
@@ -190,18 +200,16 @@ def test_long_answers_are_cut(tmp_path):
     assert "and 6,000 characters more" in page.text and "a" * 4001 not in page.text
 
 
-def test_configuration_and_summary(tmp_path):
-    (tmp_path / "config.toml").write_text('model = "tiny"\n[rl]\nlr = 1e-6\nclip = [0.2, 0.28]\ntop_p = 0.99999\n')
-    summary = {"title": "A run", "accuracy": 0.71234, "exact": True, "command": "paceline train configs/long-name.toml",
-               "eval": {"gsm8k": {"passed": 12}}, "nothing": None}
-    page = make(tmp_path, 2, summary)
-    for text in ("A run", "config.toml", "rl.lr", "1e-06", "[0.2, 0.28]", "0.99999", "0.712", "yes", "eval.gsm8k.passed", "12"):
+def test_the_configuration(tmp_path):
+    tmp_path.joinpath("config.toml").write_text('model = "tiny"\n[rl]\nlr = 1e-6\nclip = [0.2, 0.28]\ntop_p = 0.99999\n')
+    page = make(tmp_path, 2)
+    for text in ("config.toml", "rl.lr", "1e-06", "[0.2, 0.28]", "0.99999"):
         assert text in page.text
-    assert "accept length" in page.texts
-    again = Page(write_report(tmp_path, {"accept_length": 7.77}).read_text(encoding="utf-8"))
-    assert again.texts.count("accept length") == 1 and "7.77" in again.texts  # the summary's own word counts
     (tmp_path / "config.json").write_text("{broken")
-    assert "cannot be read" in Page(write_report(tmp_path, {}).read_text(encoding="utf-8")).text
+    assert "cannot be read" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is it a run folder"):
+        write_report(tmp_path / "empty")
 
 
 def test_alarms_are_listed_by_the_steps_they_stood(tmp_path):
@@ -209,8 +217,61 @@ def test_alarms_are_listed_by_the_steps_they_stood(tmp_path):
         for step in range(1, 7):
             said = {"alarms": f"drafter age: {step} <behind>; drafter calibration: off"} if step in (2, 3, 5) else {}
             log.write(step, {"reward/mean": 0.1, "alarm/age": float(bool(said)), **said})
-    page = write_report(tmp_path, {}).read_text()
+    page = write_report(tmp_path).read_text()
     text = " ".join(Page(page).texts)
     assert "Alarms" in text and "steps 2–3" in text and "step 5" in text and "age: 3 <behind>" in text and "age: 2" not in text
-    (tmp_path / "none").mkdir()
-    assert "Alarms" not in write_report(tmp_path / "none", {}).read_text()
+    assert "Alarms" not in make(tmp_path / "none", 1).text
+
+
+def test_the_story_of_a_run(tmp_path):
+    """Every picture is there, and the four cards say what the headline says."""
+    def change(step: int, metrics: dict) -> dict:
+        return metrics | {"reward/mean": step / 20, "time/generate_off": 1.5 * metrics["time/generate"], "compare/rollouts": 64,
+                          "compare/differing": 0, "generated_tokens": 300, "verifications": 200, "time/drafter": 0.5,
+                          **({"eval/reward": 0.5} if step % 5 == 0 else {}),
+                          "drafter/expected_before": 1.5, "drafter/expected_after": 2.0, "truncated": 0.0}
+
+    tmp_path.joinpath("config.json").write_text(json.dumps({"steps": 10, "algorithm": "grpo", "task": "collatz", "model": "tiny",
+                                                            "rollout": {"max_new_tokens": 1234}}))
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (
+        {"t": 0.0, "event": "policy", "version": 0}, {"t": 1.0, "event": "phase", "name": "generate"},
+        {"t": 7.0, "event": "phase", "name": "train"},
+        *({"t": 9.0, "event": "interval", "worker": w, "state": state, "start": start, "end": end}
+          for w in (0, 1) for state, start, end in (("busy", 0.0, 6.0 + w), ("training", 6.0 + w, 9.0))))))
+    page = make(tmp_path, 10, change, traces=True)
+    for title in ("Reward per step", "Answer length", "Strategy by batch size", "Accept length by step",
+                  "Accept length along the answer", "Accept length by drafter version", "Seconds of each step, by phase",
+                  "Rollout time with and without speculation",
+                  "What training the drafter cost and saved", "What each worker did", "limit 1,234", "worker 1", "trainer",
+                  "training the policy", "evaluation"):
+        assert title in page.texts, title
+    assert "Inside step" in page.text and "the same answers without speculation" in page.text
+    assert ("In 10 steps the mean reward rose from 0.075 to 0.475, and rollouts were 1.50× as fast as without speculation: "
+            "all 640 rollouts are identical, token for token.") in page.text
+    assert {"0.075 → 0.475", "1.50×", "640 of 640"} <= {*page.texts} and "complete, steps 1–10" in page.texts
+    assert "training the drafter 28 %" in page.text and "grpo on collatz" in page.text
+
+
+def test_metrics_that_are_always_zero_are_named_and_not_drawn(tmp_path):
+    page = make(tmp_path, 3, lambda step, metrics: metrics | {"preemptions": 0, "reward/errors": 0.0})
+    assert "Zero in every step: preemptions, reward/errors." in page.text and "preemptions" not in page.texts
+
+
+def test_answers_have_their_prompts(tmp_path):
+    lines = [{"id": "p1", "sample": 0, "step": 1, "prompt": "What is 6 × 7?", "text": "It is 41.", "reward": 0.0},
+             {"id": "p1", "sample": 1, "step": 1, "text": "It is 42.", "reward": 1.0}]
+    (tmp_path / "rollouts-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert make(tmp_path, 1).text.count("What is 6 × 7?") == 2
+
+
+def test_two_runs_side_by_side(tmp_path):
+    for name, rate in (("one", 1e-5), ("two", 2e-5)):
+        make(tmp_path / name, 4 if name == "one" else 6)
+        (tmp_path / name / "config.json").write_text(json.dumps({"steps": 4, "out": name, "optimizer": {"lr": rate}}))
+    path = write_comparison(tmp_path / "one", tmp_path / "two")
+    assert path == tmp_path / "one" / "compared-with-two.html"
+    page = check(path.read_text())
+    assert "In the 4 steps that both have, one took" in page.text and "mean rewards are the same in all of them" in page.text
+    for text in ("Reward per step", "Rollout speed", "optimizer.lr", "1e-05", "2e-05"):
+        assert text in page.texts
+    assert "steps" in page.texts and "out" not in page.texts

@@ -32,8 +32,10 @@ ALIASES = {
     "output_dir": "out", "output": "out", "default_local_dir": "out", "save_steps": "checkpoint_every",
     "save_freq": "checkpoint_every", "save_total_limit": "keep_checkpoints", "report_to": "wandb", "run_name": "out",
     "project_name": "wandb", "bf16": "dtype", "fp16": "dtype", "torch_dtype": "dtype", "dataset": "task",
-    "dataset_name": "task", "train_dataset": "task", "train_files": "task_options.data", "reward_funcs": "task",
-    "reward_fn": "task", "num_workers": "workers", "num_proc": "workers",
+    "dataset_name": "task", "train_dataset": "task", "train_files": "task_options.data", "reward_funcs": "functions task",
+    "reward_fn": "functions task", "eval_steps": "evaluation.every",
+    "test_freq": "evaluation.every", "mask_truncated_completions": "algorithm_options.mask_truncated",
+     "num_workers": "workers", "num_proc": "workers",
     # the engine
     "max_num_seqs": "max_batch", "max_running_requests": "max_batch", "batch_size": "max_batch batch",
     "max_num_batched_tokens": "max_rows", "chunked_prefill_size": "max_rows", "gpu_memory_utilization": "kv_memory_gb",
@@ -58,8 +60,7 @@ _NOTES = {
     "per_device_train_batch_size": "counted in tokens; it changes no result",
     "gradient_accumulation_steps": "counted in tokens; it changes no result",
     "bf16": "for example bfloat16", "fp16": "for example bfloat16", "do_sample": "0 is greedy",
-    "generation_batch_size": "prompts per step, not answers", "reward_funcs": "python is the task of your own function",
-    "reward_fn": "python is the task of your own function", "report_to": "the name of a W&B project",
+    "generation_batch_size": "prompts per step, not answers", "report_to": "the name of a W&B project",
     "tokenizer": "the tokenizer is loaded with it",
 }
 """What is different about our setting."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -93,7 +94,10 @@ TRAIN = {
     "rollout.stop=[\"\"]": "is not a list of non-empty strings",
     "learner.lora_targets=[\"q\"]": "'q' is not one of qkv, o, gate_up, down, q_proj",
     # what is not there
-    "algorithm=grpoo": "--set algorithm=grpoo: 'grpoo' is not one of grpo, dr_grpo, dapo, rloo, ppo; did you mean grpo?",
+    "algorithm=grpoo": "--set algorithm=grpoo: 'grpoo' is not one of grpo, dr_grpo, dapo, gspo, cispo, rloo, ppo; "
+                       "did you mean grpo?",
+    "evaluation={every = 5, problems = 500}": "problems: 500 cannot be held out of the 98 problems of task collatz",
+    "reward.functions={\"nothing.py:f\" = 1}": "there is no file",
     "task=colatz": "--set task=colatz: there is no 'colatz', did you mean collatz?",
     "strategy=fast": "--set strategy=fast: 'fast': expected off, auto, beg, or like suffix:d8w2v16",
     "strategy=eagle:d6w4v32": "strategy eagle:d6w4v32: it needs a learned drafter",
@@ -178,6 +182,8 @@ REFUSED = {
     "drafter train --model default --prompts task:collatz --out d --form medusa": "form: 'medusa' is not one of",
     "drafter eval --model default --drafter folder --prompts task:collatz": "folder: not a drafter folder",
     "drafter eval --model default --drafter folder": "prompts, records: exactly one of them must be given",
+    "export nowhere --to vllm --out x": "nowhere",
+    "export folder --to gguf --out x": "--to: gguf is not one of",
     "simulate --lengths nowhere.csv --curve nowhere.json": "nowhere",
     "doctor --compile int3": "int3",
 }
@@ -200,6 +206,16 @@ def check_refused(here: Path, capsys: pytest.CaptureFixture[str], args: list[str
     assert said in lines[0]
     assert not re.search(r"Traceback|pydantic|Input should|Invalid value for|validation error|peft|Errno", lines[0]), lines[0]
     assert traces(here) == before
+
+
+def test_serve(here, capsys):
+    pytest.importorskip("uvicorn")
+    check_refused(here, capsys, ["serve", "--model", "/no/model"], "/no/model: no such folder or file")
+    check_refused(here, capsys, ["serve", "--model", "default", "--strategy", "fast"], "strategy 'fast': expected off, auto, beg")
+    check_refused(here, capsys, ["serve", "--model", "default", "--port", "99999"], "--port: at most 65535 is wanted")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        check_refused(here, capsys, ["serve", "--model", "default", "--port", port], f"--port {port}: Address already in use")
 
 
 # -- Python

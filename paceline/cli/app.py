@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from paceline.cli.deploy import add_deploy_commands
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
-from paceline.cli.options import check_positive
+from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams
@@ -45,9 +45,6 @@ add_deploy_commands(app)
 WRONG_INPUT = 2
 """Exit code of a command that cannot do what it was asked to."""
 _DEFAULT = SamplingParams()
-_MODEL = "Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with the package."
-_DEVICE = "auto (a GPU if there is one), cpu or cuda."
-_THREADS = "Number of CPU threads (default: PyTorch's)."
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module differs between versions of typer
 
 
@@ -107,7 +104,7 @@ def _common(version: Annotated[bool, typer.Option("--version", callback=_show_ve
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help=_MODEL)],
+    model: Annotated[str, typer.Option(help=MODEL)],
     prompts: Annotated[str, typer.Option(
         help="JSON lines with prompt, messages or token_ids, and optionally id and seed; - is stdin.")],
     out: Annotated[Path, typer.Option(help="JSON lines, one per rollout. Running again generates only what is missing.")],
@@ -129,12 +126,10 @@ def generate(
              "node, nodes verified. Changes no token.")] = "auto",
     drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
-    max_batch: Annotated[int | None, typer.Option(
-        min=1, help="Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU).")] = None,
-    kv_memory_gb: Annotated[float | None, typer.Option(
-        help="Memory for the KV cache in GiB (default: 2 on a CPU, 85 % of what is free on a GPU).")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
+    max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
+    kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
     """Generate rollouts for a file of prompts."""
     report_start()
@@ -210,15 +205,15 @@ def report(
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help=_MODEL)],
+    model: Annotated[str, typer.Option(help=MODEL)],
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
     n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of all rollouts.")] = 7,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 96,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
     """Generate a dozen prompts with and without speculation, and compare tokens and time."""
     report_start()
@@ -235,7 +230,7 @@ def demo(
 
 @drafter_app.command("train")
 def drafter_train(
-    model: Annotated[str, typer.Option(help="The policy: " + _MODEL)],
+    model: Annotated[str, typer.Option(help="The policy: " + MODEL)],
     prompts: Annotated[str, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder of the drafter. Running the same command again continues it.")],
     form: Annotated[str, typer.Option(help="Training form: eagle, hass or eagle3.")] = "hass",
@@ -252,9 +247,9 @@ def drafter_train(
     draft_vocab: Annotated[int, typer.Option(
         min=0, help="Number of tokens that it can predict, the most frequent ones; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
     report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
@@ -287,7 +282,7 @@ def drafter_train(
 
 @drafter_app.command("eval")
 def drafter_eval(
-    model: Annotated[str, typer.Option(help="The policy: " + _MODEL)],
+    model: Annotated[str, typer.Option(help="The policy: " + MODEL)],
     drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
     prompts: Annotated[str | None, typer.Option(help="Generate answers to these: JSON lines with prompt, messages, "
                                                      "token_ids or question; or task:NAME.")] = None,
@@ -302,9 +297,9 @@ def drafter_eval(
     widths: Annotated[str, typer.Option(help="Numbers of draft tokens per position, like 1,2,4.")] = "1,2,4",
     strategy: Annotated[str, typer.Option(help="Strategy that answers are generated with.")] = "eagle:d6w4v32",
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 1,
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option(
         "--html", help="Write charts to this file; .svg: only the coverage along the answer.")] = None,
@@ -370,7 +365,7 @@ def _bench() -> None:
 
 @bench_app.command("selection")
 def bench_selection(
-    model: Annotated[str, typer.Option(help=_MODEL)],
+    model: Annotated[str, typer.Option(help=MODEL)],
     drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
     prompts: Annotated[str | None, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME "
                                                      "(default: a dozen built-in prompts, or task:collatz for the default "
@@ -380,9 +375,9 @@ def bench_selection(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; in each, every strategy runs once.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(help=_DEVICE)] = "auto",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help=_THREADS)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> int:
     """Compare off, fixed strategies and auto at several batch sizes, and say why speculation pays or does not."""

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import check_positive
+from paceline.cli.log import report_start
+from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive
 
 
 def add_deploy_commands(app: typer.Typer) -> None:
@@ -17,29 +18,28 @@ def add_deploy_commands(app: typer.Typer) -> None:
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with "
-                                            "the package.")],
+    model: Annotated[str, typer.Option(help=MODEL)],
     drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
     strategy: Annotated[str, typer.Option(
         help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32. Changes no token.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Key that requests must carry.")] = None,
-    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests [--model's].")] = None,
-    max_pending: Annotated[int | None, typer.Option(
-        min=1, help="Maximum number of answers that wait or are generated; further requests get status 429 [1024].")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Maximum number of seconds for one request [600].")] = None,
-    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Maximum size of a request [4194304].")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests (default: as given by --model).")] = None,
+    max_pending: Annotated[int | None, typer.Option(min=1, help="Maximum number of answers that wait or are generated; further "
+                                                                "requests get status 429 (default: 1024).")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Maximum number of seconds for one request (default: 600).")] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Maximum size of a request (default: 4194304).")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    max_batch: Annotated[int | None, typer.Option(
-        min=1, help="Maximum number of requests that run at the same time [engine's default].")] = None,
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
+    max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
     max_context: Annotated[int | None, typer.Option(
-        min=2, help="Maximum number of prompt and answer tokens of one request [the model's].")] = None,
-    kv_memory_gb: Annotated[float | None, typer.Option(help="Memory for the KV cache in GiB [engine's default].")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads [PyTorch's default].")] = None,
+        min=2, help="Maximum number of prompt and answer tokens of one request (default: the model's).")] = None,
+    kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
     """Serve a policy with the OpenAI API."""
+    report_start()
     from paceline.cli.serve import ServeOptions
     from paceline.cli.serve import serve as run
 

@@ -1,8 +1,15 @@
-"""Checks of options that several commands have."""
+"""Options that several commands have: their help texts and checks."""
 
 from __future__ import annotations
 
 import math
+
+MODEL = "Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with the package."
+DEVICE = "auto (a GPU if there is one), cpu or cuda."
+THREADS = "Number of CPU threads (default: PyTorch's)."
+MAX_BATCH = "Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU)."
+KV_MEMORY = "Memory for the KV cache in GiB (default: 2 on a CPU, 85 % of what is free on a GPU)."
+MAX_THREADS = 1024
 
 
 def check_positive(option: str, value: float | None) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
+import socket
 from typing import Any, NamedTuple
 
-from paceline.bundled import resolve_model
+from paceline.cli.log import say
 from paceline.engine import Engine
 from paceline.types import SamplingParams
 
@@ -42,17 +42,29 @@ def serve(options: ServeOptions) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    _check_address(options.host, options.port)
     config = ServerConfig(**{"model_name": options.model, **options.server})
     if options.host not in _LOOPBACK and config.api_key is None:
-        _say(f"{options.host}: anybody who reaches this address can use the server; --api-key restricts it")
-    engine = Engine.load(resolve_model(options.model), options.device, options.dtype, options.drafter, options.strategy,
+        say(f"{options.host}: anybody who reaches this address can use the server; --api-key restricts it")
+    engine = Engine.load(options.model, options.device, options.dtype, options.drafter, options.strategy,
                          **options.engine)
     _warm_up(engine)
     started = run_server(create_app(engine, config), options.host, options.port,
-                         lambda address: _say(f"{config.model_name} is served at {address}; Ctrl-C stops"))
+                         lambda address: say(f"{config.model_name} is served at {address}; Ctrl-C stops"))
     if started:
-        _say("stopped")
-    return 0 if started else 1
+        say("stopped")
+    return 0 if started else 2
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises a ValueError if nothing can listen there, before a model is loaded for it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
 
 
 def _warm_up(engine: Engine) -> None:
@@ -63,7 +75,3 @@ def _warm_up(engine: Engine) -> None:
     prompt = [1 % engine.model.config.vocab_size] * 4
     engine.generate([prompt], SamplingParams(max_new_tokens=8, raw_logprobs=True), 2)
     engine.reset_stats()
-
-
-def _say(message: str) -> None:
-    print(f"paceline: {message}", file=sys.stderr, flush=True)

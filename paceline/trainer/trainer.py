@@ -87,8 +87,6 @@ class Trainer:
         given = self.config
         self._task = check_config(given, self.resume, self._task)
         self.config = config = given.model_copy(update={"device": resolve_device(given.device)})
-        if config.sleep_during_update and config.cluster.needs_ray:
-            raise ValueError("sleep_during_update: engines of several workers do not sleep")
         check_memory(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)

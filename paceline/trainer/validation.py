@@ -13,8 +13,9 @@ from paceline.engine.build import check_speculation, require_drafter
 from paceline.models.weights import check_device, check_model
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
-from paceline.tasks import Task, make_task
+from paceline.tasks import Task, WeightedRewards, make_task
 from paceline.trainer.config_files import check_drafter_settings
+from paceline.trainer.evaluation import split_task
 from paceline.trainer.run_folder import holds_no_step, not_empty
 from paceline.types import SamplingParams
 
@@ -32,12 +33,20 @@ def check_config(config: TrainConfig, resume: bool = False, task: Task | None = 
         found: list[Task] = []
         problems += _problems("task", lambda: found.append(make_task(config.task, **config.task_options)))
         task = found[0] if found else None
-    if task is not None and not len(task):
-        problems.append(ConfigProblem("task", f"{task.name} has no problems"))
+    if task is not None:
+        problems += _task_problems(config, task)
     if problems:
         raise ConfigError(problems)
     assert task is not None
     return task
+
+
+def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:
+    if not len(task):
+        return [ConfigProblem("task", f"{task.name} has no problems")]
+    rewards = config.reward
+    return [*_problems("reward.functions", lambda: WeightedRewards(task, rewards.functions, rewards.task_weight)),
+            *_problems("evaluation", lambda: split_task(config, task))]
 
 
 def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -46,6 +55,8 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
     yield ("algorithm_options" if config.algorithm in ALGORITHMS else "algorithm"), lambda: make_algorithm(
         config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     yield "", lambda: _check_sampling(config)
+    if config.sleep_during_update and config.cluster.needs_ray:
+        yield "sleep_during_update", lambda: _refuse("engines of several workers do not sleep")
     yield "device", lambda: check_device(config.device)
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
@@ -100,6 +111,10 @@ def _check_out(path: Path, resume: bool) -> None:
         raise ValueError(f"{existing} is a file, not a folder")
     if not resume and not holds_no_step(path):
         raise ValueError(not_empty(path))
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
 
 
 def _check_package(package: str, extra: str) -> None:

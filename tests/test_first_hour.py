@@ -93,7 +93,8 @@ TRAIN = {
     "rollout.stop=[\"\"]": "is not a list of non-empty strings",
     "learner.lora_targets=[\"q\"]": "'q' is not one of qkv, o, gate_up, down, q_proj",
     # what is not there
-    "algorithm=grpoo": "--set algorithm=grpoo: 'grpoo' is not one of grpo, dr_grpo, dapo, rloo, ppo; did you mean grpo?",
+    "algorithm=grpoo": "--set algorithm=grpoo: 'grpoo' is not one of grpo, dr_grpo, dapo, gspo, cispo, rloo, ppo; did you mean "
+                       "grpo?",
     "task=colatz": "--set task=colatz: there is no 'colatz', did you mean collatz?",
     "strategy=fast": "--set strategy=fast: 'fast': expected off, auto, beg, or like suffix:d8w2v16",
     "strategy=eagle:d6w4v32": "strategy eagle:d6w4v32: it needs a learned drafter",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config import LearnerConfig
-from paceline.files import save_tensors
+from paceline.files import atomic_write, save_tensors
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import hf_layout
 
@@ -64,23 +66,28 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def save_adapter(model: Decoder, config: LearnerConfig, base_model: str, folder: Path) -> None:
-    """Writes the adapters as PEFT does, under Hugging Face's names: `PeftModel.from_pretrained(base, folder)` loads them. A
-    projection that is fused here shares one A, and each of its parts gets its rows of B."""
-    from peft import LoraConfig
+def adapter_matrices(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """LoRA matrices among named parameters, by the decoder's names, like `layers.0.attention.qkv.lora_A`."""
+    return {plain_name(name).removesuffix(".default.weight"): tensor.detach() for name, tensor in named if ".lora_" in name}
 
-    own = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters() if ".lora_" in name}
-    tensors, targets = {}, set()
-    for name, part in hf_layout(model.config).items():
-        owner = part.param_name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or f"{owner}.lora_A.default.weight" not in own:
+
+def write_adapter(adapters: dict[str, Tensor], shape: ModelConfig, settings: LearnerConfig, base: str, folder: Path) -> None:
+    """Writes LoRA adapters in PEFT's format, under Hugging Face's names: `PeftModel.from_pretrained(model, folder)` loads them.
+    `adapters`: see `adapter_matrices`. `base`: the policy that they were trained on."""
+    tensors: dict[str, Tensor] = {}
+    for name, (parameter, start, length) in hf_layout(shape).items():
+        module = parameter.removesuffix(".weight")
+        if f"{module}.lora_A" not in adapters or not parameter.endswith(".weight"):
             continue
-        rows = own[f"{owner}.lora_B.default.weight"][part.start : part.start + part.length]
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{prefix}.lora_A.weight"] = own[f"{owner}.lora_A.default.weight"].contiguous().clone()
-        tensors[f"{prefix}.lora_B.weight"] = rows.contiguous().clone()
-        targets.add(name.split(".")[-2])
+        theirs = f"base_model.model.{name.removesuffix('.weight')}"  # parts of a fused projection share A and split B
+        tensors[f"{theirs}.lora_A.weight"] = adapters[f"{module}.lora_A"].clone()
+        tensors[f"{theirs}.lora_B.weight"] = adapters[f"{module}.lora_B"][start : start + length].clone()
+    if not tensors:
+        raise ValueError("the checkpoint has no LoRA adapters")
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    raw = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": settings.lora_rank,
+           "lora_alpha": settings.lora_alpha, "target_modules": targets, "lora_dropout": 0.0, "bias": "none",
+           "inference_mode": True}
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / "adapter_model.safetensors", tensors)
-    LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=sorted(targets), bias="none",
-               task_type="CAUSAL_LM", base_model_name_or_path=base_model, inference_mode=True).save_pretrained(str(folder))
+    save_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+    atomic_write(folder / "adapter_config.json", json.dumps(raw, indent=2) + "\n")

@@ -3,10 +3,10 @@ advantages of answers and the weights of tokens, and defines the loss of a micro
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from paceline.config import Config
@@ -58,7 +58,7 @@ class GRPO(Config):
     """Maximum number of times that dynamic sampling generates further groups in one step."""
     overlong_cache: int | None = Field(0, ge=0)
     """Answers longer than max_new_tokens minus this number of tokens are penalised, by up to 1 at max_new_tokens. 0: no penalty.
-    None: a fifth of max_new_tokens."""
+    None: a fifth of max_new_tokens. It is never more than max_new_tokens."""
     mask_truncated: bool = False
     """Leave answers that reached max_new_tokens without an end out of the loss. Their rewards still count for their group's
     baseline."""
@@ -68,13 +68,6 @@ class GRPO(Config):
     """Whether the algorithm trains a critic."""
     kl_in_loss: ClassVar[bool] = True
     """Whether the KL divergence is added to the loss. Otherwise it is subtracted from the reward."""
-
-    @model_validator(mode="after")
-    def _check_overlong_cache(self) -> Self:
-        if self.overlong_cache and self.overlong_cache >= self.max_new_tokens > 0:
-            raise ValueError(f"overlong_cache: {self.overlong_cache} is not below max_new_tokens = {self.max_new_tokens}, so "
-                             "every answer would be penalised")
-        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -98,8 +91,9 @@ class GRPO(Config):
 
     def shaped_reward(self, sample: Sample) -> float:
         """Reward of an answer including the reward model's score and the penalty for overlong answers."""
-        cache = self.max_new_tokens // _OVERLONG_PART if self.overlong_cache is None else self.overlong_cache
-        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, self.max_new_tokens, cache)
+        longest = self.max_new_tokens
+        cache = longest // _OVERLONG_PART if self.overlong_cache is None else min(self.overlong_cache, longest)
+        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, longest, cache)
 
     def group_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the answers of one group [G] from their rewards [G]."""

@@ -21,7 +21,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
-from paceline.rl.adapters import plain_name, save_adapter
+from paceline.rl.adapters import adapter_matrices, write_adapter
 from paceline.rl.learner import Learner
 
 _POLICY, _ADAPTER, _DRAFTER = "policy", "adapter", "drafter"
@@ -62,7 +62,9 @@ class Checkpoints:
         try:
             save_model(plain_policy(learner), tokenizer, scratch / _POLICY)
             if learner.config.lora_rank:
-                save_adapter(learner.policy.model, learner.config, self.base_model, scratch / _ADAPTER)
+                model = learner.policy.model
+                write_adapter(adapter_matrices(model.named_parameters()), model.config, learner.config, self.base_model,
+                              scratch / _ADAPTER)
             save_tensors(scratch / _TENSORS, _trainer_tensors(learner))
             atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
             for file in [*(scratch / _POLICY).iterdir(), *(scratch / _ADAPTER).glob("*")]:
@@ -140,9 +142,9 @@ def drafter_folder(checkpoint: Path) -> Path:
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """LoRA matrices of a checkpoint's policy by the decoder's names, like `layers.0.attention.qkv.lora_A`; empty if it has
     none."""
-    tensors = load_tensors(checkpoint / _TENSORS)
-    found = {plain_name(name): tensor for name, tensor in tensors.items() if name.startswith("policy.") and ".lora_" in name}
-    return {name.removeprefix("policy.model.").removesuffix(".default.weight"): tensor for name, tensor in found.items()}
+    prefix = "policy.model."
+    named = load_tensors(checkpoint / _TENSORS).items()
+    return adapter_matrices((name.removeprefix(prefix), tensor) for name, tensor in named if name.startswith(prefix))
 
 
 def restore(learner: Learner, checkpoint: Path) -> None:

@@ -81,7 +81,7 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await self._read(request))
-        prompt = await self._encode([message.plain() for message in body.messages])
+        prompt = await self._encode([message.plain() for message in body.messages], body.chat_template_kwargs)
         room = max(1, self.engine.scheduler.max_length - len(prompt))
         return await self._generate(request, body, [prompt], body.max_completion_tokens or body.max_tokens or room)
 
@@ -116,8 +116,8 @@ class _Server:
                 raise HTTPException(413, f"the request is larger than {limit} bytes")
         return bytes(body)
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.engine.encode, prompt)
+    async def _encode(self, prompt: Prompt, variables: dict[str, Any] | None = None) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.engine.encode, prompt, variables)
 
     async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
         if body.model != self.config.model_name:

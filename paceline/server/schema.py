@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from paceline.types import SamplingParams
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "best_of": (1,), "echo": (False,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": ()}
 """Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
@@ -26,8 +26,8 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What completions and chat completions have in common. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos` and
-    `return_token_ids` are additions to the API, named as in vLLM."""
+    """What completions and chat completions have in common. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`,
+    `repetition_penalty`, `min_tokens` and `return_token_ids` are additions to the API, named as in vLLM."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -41,6 +41,11 @@ class GenerationRequest(BaseModel):
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    min_tokens: int = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -68,10 +73,14 @@ class GenerationRequest(BaseModel):
         """The sampling parameters. Without a seed a random one is drawn. ValueError if a value is out of range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        if stop and self.min_tokens:
+            raise ValueError("min_tokens: not supported together with stop")
         return SamplingParams(
             temperature=self.temperature, top_p=self.top_p, top_k=max(0, self.top_k), min_p=self.min_p, seed=seed,
             max_new_tokens=max_new_tokens, stop=tuple(stop), stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs)
+            ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens)
 
 
 class CompletionRequest(GenerationRequest):
@@ -121,6 +130,8 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=0)
     """Only the sampled token's log-probability is known: 0."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads."""
 
     @property
     def wants_logprobs(self) -> bool:

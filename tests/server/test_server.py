@@ -134,12 +134,22 @@ def test_chats_go_through_the_models_template(server, plain):
     assert server.client.chat.completions.create(**common).usage.total_tokens == server.engine.scheduler.max_length
 
 
+def test_penalties_and_biases_are_the_engines(server, plain):
+    options = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"7": 3.0}}
+    found = server.client.completions.create(model="tiny", prompt="abc", seed=5, max_tokens=30, **options,
+                                             extra_body={"repetition_penalty": 1.2, "min_tokens": 9})
+    params = SamplingParams(seed=5, max_new_tokens=30, presence_penalty=0.5, frequency_penalty=0.3, logit_bias={7: 3.0},
+                            repetition_penalty=1.2, min_tokens=9)
+    assert found.choices[0].text == plain.generate(["abc"], params)[0].rollouts[0].text
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n:"), ({"n": 1000}, "128 answers"),
     ({"max_tokens": 0}, "max_tokens"), ({"prompt": ""}, "empty"), ({"prompt": [99999]}, "outside the vocabulary"),
     ({"prompt": "a" * 300}, "leave no room"), ({"prompt": [["a"]]}, "prompt"), ({"logprobs": 5}, "logprobs"),
     ({"stop": [""]}, "stop"),
-    ({"presence_penalty": 0.5}, "presence_penalty: not supported"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"), ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"extra_body": {"min_tokens": 5}, "stop": ["a"]}, "min_tokens: not supported together with stop"),
     ({"extra_body": {"beams": 3}}, "beams"), ({"echo": True}, "echo"), ({"seed": 2**70}, "seed")])
 def test_bad_requests_are_refused_with_a_reason(server, changes, message):
     for stream in (False, True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig
 from paceline.files import save_tensors
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import hf_layout
 
@@ -64,14 +65,16 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def save_adapter(model: Decoder, config: LearnerConfig, base_model: str, folder: Path) -> None:
-    """Writes the adapters as PEFT does, under Hugging Face's names: `PeftModel.from_pretrained(base, folder)` loads them. A
-    projection that is fused here shares one A, and each of its parts gets its rows of B."""
+def save_adapter(adapters: Mapping[str, Tensor], model: ModelConfig, config: LearnerConfig, base_model: str,
+                 folder: Path) -> None:
+    """Writes the adapters of a decoder, given by their names there, as PEFT does, under Hugging Face's names:
+    `PeftModel.from_pretrained(base, folder)` loads them. A projection that is fused here shares one A, and each of its parts gets
+    its rows of B."""
     from peft import LoraConfig
 
-    own = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters() if ".lora_" in name}
+    own = {plain_name(name): tensor for name, tensor in adapters.items()}
     tensors, targets = {}, set()
-    for name, part in hf_layout(model.config).items():
+    for name, part in hf_layout(model).items():
         owner = part.param_name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or f"{owner}.lora_A.default.weight" not in own:
             continue

@@ -319,7 +319,7 @@ class EvaluationConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Rollouts on several workers. Nothing in this class changes a generated token."""
+    """Rollouts on several workers. Nothing in this class but `carry_over` changes a generated token."""
 
     workers: int = Field(1, ge=1)
     """Number of workers that generate, each in a process of its own. More than 1 needs Ray (`pip install paceline[cluster]`)."""
@@ -335,8 +335,14 @@ class ClusterConfig(Config):
     """Move running requests to less loaded workers."""
     spot_training: bool = True
     """Train the learned drafter on workers that have nothing to generate."""
+    carry_over: float = Field(0.0, ge=0, lt=1)
+    """Partial rollouts: share of a step's prompts whose answers may be unfinished when the step ends. They continue in the next
+    step, with the new policy. 0: every step waits for its last answer."""
+    shard_training: bool = True
+    """Train the policy on all workers, each with a shard of it (FSDP2). False: train it in the process that was started."""
     interval_s: float = Field(0.1, gt=0)
-    """Longest time between two decisions of the coordinator, in seconds."""
+    """Least time between two decisions of the coordinator, in seconds. In large clusters it takes longer, so that the coordinator
+    uses no more than a hundredth of a core."""
 
     @property
     def needs_ray(self) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -18,14 +18,14 @@ class NonFiniteError(ValueError):
 
 
 @torch.no_grad()
-def require_finite(weights: Iterable[tuple[str, Tensor]], what: str) -> None:
+def require_finite(weights: Iterable[tuple[str, Tensor]], what: str, total: Callable[[Tensor], Tensor] = lambda x: x) -> None:
     """NonFiniteError that names the first weight with a NaN or infinite value, or with values so large that their squares
-    overflow. `what` says whose weights they are."""
-    named = [(name, tensor) for name, tensor in weights if tensor.is_floating_point() and tensor.numel()]
+    overflow. `what` says whose weights they are; `total` sums over processes, if each has only a part of every weight."""
+    named = [(name, tensor) for name, tensor in weights if tensor.is_floating_point()]
     if not named:
         return
     norms = torch.stack([norm.float() for norm in torch._foreach_norm([tensor for _, tensor in named])])
-    finite = torch.isfinite(norms).tolist()
+    finite = torch.isfinite(total(norms)).tolist()
     if not all(finite):
         raise NonFiniteError(f"{what}: {named[finite.index(False)][0]} is not finite")
 

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from paceline.names import suggest
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "crash"]
+"""Why an answer ended. `crash`: it was on a worker of a cluster that died, again and again."""
 DrafterName = Literal["none", "suffix", "eagle", "both"]
 
 MAX_TREE_ROWS = 128

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.cluster.messages import TrainedDrafter
+from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.worker import Send, Worker
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine.migration import KvPages, RequestState, Reservation
@@ -139,14 +140,14 @@ class CalibratedMigration:
             engine._waiting.append(request_id)
         return request_id
 
-    def export_pages(self, request_id: int) -> KvPages | None:
+    def export_pages(self, request_id: int, shares_gpu: bool = False) -> KvPages | None:
         request = self._engine._running.get(request_id)
         if request is None:
             return None
         tokens = (len(request.state.prompt_ids) + int(request.generated)) // PAGE * PAGE
         return KvPages(tokens, [np.zeros(tokens * self._kv_bytes, np.uint8)])
 
-    def export_request(self, request_id: int, version: int, num_sent: int = 0) -> RequestState | None:
+    def export_request(self, request_id: int, version: int, num_sent: int = 0, shares_gpu: bool = False) -> RequestState | None:
         request = self._engine._all.get(request_id)
         if request is None:
             return None
@@ -170,6 +171,10 @@ class CalibratedMigration:
         count = max(0, int(request.generated) - start)
         return [0] * count, [0.0] * count, [], [0] * count
 
+    def num_outputs(self, request_id: int) -> int | None:
+        request = self._engine._all.get(request_id)
+        return None if request is None else int(request.generated)
+
     def is_running(self, request_id: int) -> bool:
         return request_id in self._engine._running
 
@@ -181,7 +186,7 @@ class CalibratedTraining:
 
     def __init__(self, engine: CalibratedEngine, publish_s: float = 2.0) -> None:
         self._engine, self._publish_s, self._trained_s, self._since = engine, publish_s, engine.trained_s, 0.0
-        self.active = False
+        self.active, self.round, self._members, self._reports = False, -1, 1, True
 
     def add(self, record: Any, version: int) -> None:
         pass
@@ -192,20 +197,21 @@ class CalibratedTraining:
     def install(self, trained: TrainedDrafter) -> None:
         self._engine.trained_s = trained.snapshot_metadata["trained_s"]
 
-    def start(self, newest: TrainedDrafter | None) -> None:
-        self.active = True
-        if newest is not None:
+    def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int) -> None:
+        if not self.active and newest is not None:
             self._trained_s = newest.snapshot_metadata["trained_s"]
+        self.active, self.round = True, training.number
+        self._members, self._reports = len(training.members), training.members[0] == worker
 
     def run_micro_batch(self) -> TrainedDrafter | None:
         time.sleep(_MICRO_BATCH_S * self._engine._stretch)
-        self._trained_s += _MICRO_BATCH_S
+        self._trained_s += _MICRO_BATCH_S * self._members  # each on data of its own
         self._since += _MICRO_BATCH_S
-        return self._pack() if self._since >= self._publish_s else None
+        return self._pack() if self._reports and self._since >= self._publish_s else None
 
     def stop(self) -> TrainedDrafter | None:
         self.active = False
-        return self._pack() if self._since else None
+        return self._pack() if self._reports and self._since else None
 
     def _pack(self) -> TrainedDrafter:
         self._since = 0.0

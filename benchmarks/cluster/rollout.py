@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2048)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--correlation", type=float, default=0.8)
-    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--trained-s", type=float, default=30.0, help="seconds that the drafter was trained before")
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between two decisions")

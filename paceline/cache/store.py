@@ -53,11 +53,11 @@ class PagedStore:
         """Return the memory that one token takes in all tensors together, token ids apart."""
         return (sum(2 * heads * dim for heads, dim in layers) + feature_size) * dtype.itemsize
 
-    def export_request(self, pages: list[int], num_tokens: int) -> list[Tensor]:
-        """Return copies on the host of everything stored for a request's first `num_tokens` tokens, for another worker's
-        `import_request`."""
+    def export_request(self, pages: list[int], num_tokens: int, on_device: bool = False) -> list[Tensor]:
+        """Return copies of everything stored for a request's first `num_tokens` tokens, for another worker's `import_request`: on
+        the host, or where it is."""
         slots = self.slots(pages, num_tokens)
-        return [tensor[slots].cpu() for tensor in self.tensors()]
+        return [tensor[slots] if on_device else tensor[slots].cpu() for tensor in self.tensors()]
 
     def import_request(self, pages: list[int], tensors: list[Tensor]) -> None:
         """Store on these pages what another worker's `export_request` returned."""

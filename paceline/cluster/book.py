@@ -9,12 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.lengths import LengthModel
-from paceline.cluster.messages import Progress
+from paceline.cluster.messages import NewTokens, Outputs, Progress
 from paceline.cluster.types import NOWHERE, RequestTable
 from paceline.engine.migration import RequestState
 
 Ints = NDArray[np.int64]
-_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "epoch")
+_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "epoch", "crashes")
+_GENERATED, _EPOCH = _COLUMNS.index("generated"), _COLUMNS.index("epoch")
+_TRIM = 1024
+"""Finished requests are forgotten in batches of at least this size."""
+_SUSPECT = 2
+"""A request is suspect of killing workers once so many have died that had it."""
 
 
 class RequestBook:
@@ -27,6 +32,7 @@ class RequestBook:
 
     def _clear(self) -> None:
         self._states: list[RequestState] = []
+        self._new: dict[int, list[tuple[NewTokens, int]]] = {}  # row → tokens that are not in its state yet
         self._columns = np.zeros((len(_COLUMNS), 0), np.int64)
         self._submitted, self._done = np.zeros(0), np.zeros(0, bool)
         self._left: Ints = np.zeros(0, np.int64)  # rows that are not finished
@@ -41,11 +47,12 @@ class RequestBook:
             self._first += len(self._states)
             self._clear()
             self.lengths.end_batch()
+        self._trim()
         group, first = self.lengths.begin([key]), len(self._states)
         for state in states:
             state.group = group
         new = np.array([(NOWHERE, NOWHERE, group, state.sample, len(state.prompt_ids), len(state.output_ids),
-                         state.params.max_new_tokens, 0) for state in states]).T
+                         state.params.max_new_tokens, 0, 0) for state in states]).T
         rows = np.arange(first, first + len(states))
         self._states += states
         self._columns = np.concatenate([self._columns, new], axis=1)
@@ -54,14 +61,28 @@ class RequestBook:
         self._left = np.append(self._left, rows)
         return (self._first + rows).tolist()
 
+    def _trim(self) -> None:
+        """Forget the first requests, if they are finished: where answers are carried over, the book is never empty."""
+        done = int(self._left[0]) if len(self._left) else 0
+        if done >= _TRIM:
+            self._first, self._left = self._first + done, self._left - done
+            self._states, self._columns = self._states[done:], self._columns[:, done:]
+            self._submitted, self._done = self._submitted[done:], self._done[done:]
+            self._new = {row - done: new for row, new in self._new.items()}
+
     def table(self, now: float) -> RequestTable:
         """The unfinished requests as the scheduling policy sees them."""
         rows = self._left
-        worker, target, group, sample, prompt, generated, limit, _ = self._columns[:, rows]
+        worker, target, group, sample, prompt, generated, limit, _, crashes = self._columns[:, rows]
         remaining = self.lengths.remaining(group, generated, limit - generated)
         probe = (sample == 0) & ~self.lengths.is_known(group)
         return RequestTable(self._first + rows, worker, target, group, probe, prompt + generated, remaining,
-                            now - self._submitted[rows])
+                            now - self._submitted[rows], crashes >= _SUSPECT)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens that the unfinished requests have."""
+        return int(self._columns[_GENERATED, self._left].sum())
 
     # -- one request
 
@@ -72,7 +93,11 @@ class RequestBook:
 
     def state(self, request: int) -> RequestState:
         """The request with the tokens that are known of it, to be started on any worker."""
-        return self._states[request - self._first]
+        row = request - self._first
+        state = self._states[row]
+        for new, i in self._new.pop(row, ()):
+            _append(state, int(new.start[i]), new.outputs()[i])
+        return state
 
     def worker(self, request: int) -> int:
         return self._get("worker", request)
@@ -90,26 +115,34 @@ class RequestBook:
     def set_target(self, request: int, target: int) -> None:
         self._set(request, target=target)
 
-    def restart(self, request: int) -> None:
-        """The request waits again, with the tokens that are known. Stays that may have begun unnoticed are outdated."""
-        self._set(request, worker=NOWHERE, target=NOWHERE, epoch=self.epoch(request) + 2)
+    def restart(self, request: int, lost: int) -> int:
+        """The request waits again, with the tokens that are known, because the worker `lost` was lost. Stays that may have begun
+        unnoticed are outdated. Returns how many workers were lost that had the request."""
+        crashes = self._get("crashes", request) + (self.worker(request) == lost)
+        self._set(request, worker=NOWHERE, target=NOWHERE, epoch=self.epoch(request) + 2, crashes=crashes,
+                  generated=len(self.state(request).output_ids))
+        return crashes
 
-    def extend(self, progress: Progress) -> None:
-        """Append new tokens; those that are known already are skipped."""
-        state = self.state(progress.request)
-        known = len(state.output_ids) - progress.start
-        if known < 0:
-            return  # an earlier report was lost: later tokens cannot be appended
-        state.output_ids += progress.token_ids[known:]
-        state.logprobs += progress.logprobs[known:]
-        state.raw_logprobs += progress.raw_logprobs[known:]
-        state.versions += progress.versions[known:]
-        self._set(progress.request, generated=len(state.output_ids))
+    def note(self, progress: Progress) -> list[tuple[int, int]]:
+        """Write down how far requests are. Returns number and epoch of each stay that is not the present one."""
+        rows = progress.request - self._first
+        known = (rows >= 0) & (rows < len(self._states))
+        row = np.where(known, rows, 0)
+        current = known & ~self._done[row] & (self._columns[_EPOCH, row] == progress.epoch) if len(self._states) else known
+        self._columns[_GENERATED, rows[current]] = progress.generated[current]
+        return list(zip(progress.request[~current].tolist(), progress.epoch[~current].tolist(), strict=True))
+
+    def extend(self, new: NewTokens) -> None:
+        """Keep new tokens until a request has to start elsewhere. Those of finished requests and earlier stays are dropped."""
+        for i, (request, epoch) in enumerate(zip(new.request.tolist(), new.epoch.tolist(), strict=True)):
+            if self.is_open(request) and self.epoch(request) == epoch:
+                self._new.setdefault(request - self._first, []).append((new, i))
 
     def finish(self, request: int, num_tokens: int) -> None:
         """The request is finished, with so many tokens."""
         row = request - self._first
         self._done[row] = True
+        self._new.pop(row, None)
         self._left = self._left[self._left != row]
         self.lengths.observe(self._get("group", request), num_tokens)
 
@@ -136,3 +169,15 @@ class RequestBook:
     def _set(self, request: int, **values: int) -> None:
         for name, value in values.items():
             self._columns[_COLUMNS.index(name), request - self._first] = value
+
+
+def _append(state: RequestState, start: int, outputs: Outputs) -> None:
+    """Append tokens that begin at position `start`; those that are known already are skipped. If an earlier report was lost,
+    later tokens cannot be appended."""
+    known = len(state.output_ids) - start
+    if known >= 0:
+        ids, logprobs, raw, versions = (np.asarray(each)[known:].tolist() for each in outputs)
+        state.output_ids += ids
+        state.logprobs += logprobs
+        state.raw_logprobs += raw
+        state.versions += versions

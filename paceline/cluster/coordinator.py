@@ -36,6 +36,7 @@ from paceline.cluster.messages import (
 )
 from paceline.cluster.pace import PaceModel
 from paceline.cluster.policy import decide
+from paceline.cluster.spot_group import Trainers
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import (
     NOWHERE,
@@ -64,6 +65,9 @@ class Runtime(Protocol):
     def start(self, worker: int) -> None:
         """Start a worker that was lost. It reports when it is ready."""
 
+    def place(self) -> str:
+        """A new place where workers can meet, as `rendezvous.open_store` takes it."""
+
     def put(self, value: Any) -> Any:
         """Store a value that is sent to several workers, and return what `post` takes as its payload."""
 
@@ -81,6 +85,12 @@ class Runtime(Protocol):
 
 
 Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
+_QUIET_S = 1.0
+"""Longest time between two decisions while no worker has any news."""
+_MAX_SHARE, _MAX_PAUSE_S = 0.01, 2.0
+"""Share of a core that the coordinator may use: a round that takes long is followed by a pause, up to so many seconds."""
+_MAX_CRASHES = 5
+"""A request is given up once so many workers have died that had it."""
 _MOVE_TOKEN_S = 1e-5
 """Guess of the seconds that copying the KV cache of one token takes."""
 
@@ -91,7 +101,7 @@ class Coordinator:
     def __init__(self, runtime: Runtime, config: PolicyConfig | None = None, interval_s: float = 0.1,
                  timeline: Timeline | None = None, decide: Decide = decide,
                  clock: Callable[[], float] = time.perf_counter) -> None:
-        """`interval_s`: longest time between two decisions. `decide`: the scheduling policy."""
+        """`interval_s`: least time between two decisions while there is news. `decide`: the scheduling policy."""
         self.runtime, self.config, self.interval_s, self._decide = runtime, config or PolicyConfig(), interval_s, decide
         self.timeline = timeline or Timeline()
         self.book = RequestBook(LengthModel())
@@ -106,21 +116,38 @@ class Coordinator:
         self._clock = clock
         self._workers = {w: _down(w) for w in range(runtime.num_workers)}
         self._move_pause_s = 0.0  # average of recent moves
+        self._trainers = Trainers()
+        self._gpus: dict[int, str] = {}
         self._policy: Any = None
         self._drafter: Any = None
         self._sent: dict[int, tuple[int, int]] = {}  # worker → versions of policy and drafter that are on their way
         self._finished: list[tuple[int, Rollout]] = []
+        self.num_workers, self.num_lost = runtime.num_workers, 0
+        """Number of workers, and how many times one was lost."""
+        self.republish: Callable[[], None] | None = None
+        """Brings all workers' policies up to date where workers train the policy themselves (`policy_published`)."""
+        self._is_outdated, self._has_changed, self._decided_at = False, True, 0.0
+        self._pause_s = interval_s
 
     # -- what callers use
 
     def submit(self, states: Sequence[RequestState], key: str) -> list[int]:
         """Queue the answers of one prompt and return their ids. `key`: recognizes the prompt in later epochs."""
+        self._has_changed = True
         return self.book.add(states, key, self._clock())
 
     def publish_policy(self, weights: Any, version: int) -> None:
         """Replace the policy's weights on every worker before it generates again. `weights`: a safetensors file as bytes."""
-        self._policy, self.policy_version = self.runtime.put(weights), version
+        self._policy, self.policy_version, self._has_changed = self.runtime.put(weights), version, True
         self.timeline.record("policy", version=version)
+
+    def policy_published(self, version: int, seconds: float) -> None:
+        """The workers have put the new weights into their engines themselves."""
+        self._policy, self.policy_version = None, version
+        for worker, view in self._workers.items():
+            if view.state is not WorkerState.DOWN:
+                self._sent[worker] = version, self._sent.get(worker, (-1, -1))[1]
+        self.timeline.record("policy", version=version, seconds=round(seconds, 6))
 
     def publish_drafter(self, trained: TrainedDrafter, worker: int = -1) -> None:
         """Replace the drafter on every worker, and continue its training from here. `worker`: the one that trained it."""
@@ -130,16 +157,39 @@ class Coordinator:
 
     def step(self, timeout_s: float | None = None) -> list[tuple[int, Rollout]]:
         """One round. Returns the ids and rollouts of requests that have finished."""
-        for news in self.runtime.poll(self.interval_s if timeout_s is None else timeout_s):
+        self.advance(timeout_s)
+        if self._is_outdated and self.republish is not None:
+            self.republish()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait_for_all(self) -> None:
+        """Wait until all workers have started."""
+        while any(worker.state is WorkerState.DOWN for worker in self._workers.values()):
+            self.advance()
+
+    def advance(self, timeout_s: float | None = None) -> None:
+        """One round whose finished requests are left to the next `step`. Nothing is decided before there is news, but at least
+        once a second."""
+        found = self.runtime.poll(self._pause_s if timeout_s is None else timeout_s)
+        began = time.thread_time()
+        for news in found:
             if isinstance(news, Lost):
                 self._lose(news)
             else:
                 self._receive(news)
+        if not (found or self._has_changed or self._clock() - self._decided_at > _QUIET_S):
+            return
+        self._has_changed, self._decided_at = False, self._clock()
+        self._is_outdated = False
         for action in self._decide(self._view(), self.config):
             self._act(action)
+        for worker, new_round in self._trainers.new_rounds(self.runtime.place):
+            self.runtime.post(worker, StartTraining(new_round), self._drafter)
         self.runtime.flush()
-        finished, self._finished = self._finished, []
-        return finished
+        if self.interval_s:
+            spent = time.thread_time() - began
+            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, spent / _MAX_SHARE))
 
     def cancel(self, requests: Sequence[int]) -> None:
         """Give requests up, wherever they are."""
@@ -162,7 +212,7 @@ class Coordinator:
         self.timeline.set_state(w, report.state)
         self.pace.observe(w, report.sums.pace)
         _add_sums(self.sums, report.sums)
-        self.max_length = report.limits.max_length
+        self.max_length, self._gpus[w] = report.limits.max_length, report.limits.gpu
         self._workers[w] = WorkerView(w, report.state, report.limits.max_batch, report.limits.kv_tokens, self.pace.slowdown(w),
                                       report.policy_version, report.drafter_version, report.can_train)
         for event in report.events:
@@ -172,22 +222,22 @@ class Coordinator:
                 case Arrived():
                     self._arrived(event, w)
                 case Stayed():
-                    if self._is_moving(event):
+                    if self._is_moving(event.request, event.epoch):
                         self.book.set_target(event.request, NOWHERE)
                 case DrafterTrained():
                     self.publish_drafter(event.drafter, w)
                 case TrainingPreempted():
+                    self._trainers.remove(w, event.round)
                     self.timeline.record("training preempted", worker=w, wait_s=round(event.wait_s, 6))
-        for progress in report.progress:
-            if self.book.is_open(progress.request) and self.book.epoch(progress.request) == progress.epoch:
-                self.book.extend(progress)
-            elif not self._is_moving(progress):
-                self.runtime.post(w, Cancel(progress.request, progress.epoch))  # it runs elsewhere, or is finished
+        for request, epoch in self.book.note(report.progress):
+            if not self._is_moving(request, epoch):
+                self.runtime.post(w, Cancel(request, epoch))  # it runs elsewhere, or is finished
+        if report.tokens is not None:
+            self.book.extend(report.tokens)
 
-    def _is_moving(self, event: Any) -> bool:
-        """Whether an event belongs to the stay that the request's present move leads to."""
-        return (self.book.is_open(event.request) and self.book.target(event.request) >= 0
-                and event.epoch == self.book.epoch(event.request) + 1)
+    def _is_moving(self, request: int, epoch: int) -> bool:
+        """Whether a stay is the one that the request's present move leads to."""
+        return self.book.is_open(request) and self.book.target(request) >= 0 and epoch == self.book.epoch(request) + 1
 
     def _finish(self, event: Finished, worker: int) -> None:
         """Whichever worker finishes a request first counts; others that have it would generate the same tokens."""
@@ -202,7 +252,7 @@ class Coordinator:
                 self.runtime.post(other, LearnText(event.rollout.prompt_ids, event.rollout.token_ids))
 
     def _arrived(self, event: Arrived, worker: int) -> None:
-        if not self._is_moving(event):
+        if not self._is_moving(event.request, event.epoch):
             self.runtime.post(worker, Cancel(event.request, event.epoch))
             return
         self.timeline.record("migrated", worker=worker, source=self.book.worker(event.request), request=event.request,
@@ -217,10 +267,23 @@ class Coordinator:
         self.timeline.record("lost", worker=lost.worker, reason=lost.reason)
         self.timeline.set_state(lost.worker, WorkerState.DOWN)
         self._workers[lost.worker] = _down(lost.worker)
+        self._trainers.remove(lost.worker)
+        self.num_lost += 1
         for request in self.book.on_worker(lost.worker):
             self._cancel_everywhere(request)
-            self.book.restart(request)
+            if self.book.restart(request, lost.worker) >= _MAX_CRASHES:
+                self._give_up(request)
         self.runtime.start(lost.worker)
+
+    def _give_up(self, request: int) -> None:
+        """End a request that kills whichever worker it is on; the others go on."""
+        state, error = self.book.state(request), f"{_MAX_CRASHES} workers died that had this request"
+        logger.error("request %d is given up: %s", request, error)
+        self.timeline.record("given up", request=request)
+        rollout = Rollout(request, state.sample, state.prompt_ids, state.output_ids, state.logprobs, "", "crash", state.versions,
+                          state.params.seed, error=error)
+        self.book.finish(request, max(1, len(state.output_ids)))
+        self._finished.append((request, rollout))
 
     def _cancel_everywhere(self, request: int) -> None:
         """Whatever stay of a request there is or is about to begin, it ends."""
@@ -233,7 +296,7 @@ class Coordinator:
         # What is on its way counts as arrived: messages to one worker keep their order.
         workers = tuple(view if w not in self._sent else _with_versions(view, *self._sent[w])
                         for w, view in self._workers.items())
-        return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self.interval_s,
+        return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self._pause_s,
                            self._move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version)
 
     def _act(self, action: Action) -> None:
@@ -244,17 +307,22 @@ class Coordinator:
                     self.runtime.post(worker, Add(request, self.book.epoch(request), self.book.state(request)))
             case Migrate(request, source, target):
                 self.book.set_target(request, target)
-                self.runtime.post(source, MoveOut(request, self.book.epoch(request) + 1, target))
+                shares_gpu = self._gpus[source] != "" and self._gpus[source] == self._gpus[target]
+                self.runtime.post(source, MoveOut(request, self.book.epoch(request) + 1, target, shares_gpu))
             case Publish(worker):
                 self._publish(worker)
             case TrainDrafter(worker):
-                self.runtime.post(worker, StartTraining(), self._drafter)
+                self._trainers.add(worker)
             case StopTraining(worker):
+                self._trainers.remove(worker)
                 self.runtime.post(worker, EndTraining())
 
     def _publish(self, worker: int) -> None:
         view, sent = self._workers[worker], self._sent.get(worker, (-1, -1))
         if max(view.policy_version, sent[0]) < self.policy_version:
+            if self._policy is None:
+                self._is_outdated = True  # it was started again: `republish` brings it up to date
+                return
             self.runtime.post(worker, SetPolicy(self.policy_version), self._policy)
         if max(view.drafter_version, sent[1]) < self.drafter_version:
             self.runtime.post(worker, SetDrafter(self.drafter_version), self._drafter)

@@ -79,6 +79,12 @@ class ClusterEngine:
         payload = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
         self.coordinator.publish_policy(to_payload(payload), self.version)
 
+    def sleep(self, weights: bool = False) -> None:
+        """The workers free their engines' memory themselves when they train."""
+
+    def wake(self) -> None:
+        """The workers do that themselves."""
+
     def strategy_steps(self) -> dict[str, int]:
         """Number of engine steps by strategy, over all workers, since `reset_stats`."""
         return dict(self.coordinator.sums.strategies)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from paceline.cluster.messages import Lost, Message, Report
@@ -15,6 +17,7 @@ class LocalRuntime:
     def __init__(self, num_workers: int, make_worker: Callable[[int, Send], Worker], steps_per_poll: int = 4) -> None:
         self.num_workers, self._make_worker, self._steps_per_poll = num_workers, make_worker, steps_per_poll
         self.workers: dict[int, Worker] = {}
+        self._folder, self._places = TemporaryDirectory(prefix="paceline-"), count()
         self._lost: list[Lost] = []
         for worker in range(num_workers):
             self.start(worker)
@@ -27,6 +30,9 @@ class LocalRuntime:
         """Lose a worker, with everything it has."""
         if self.workers.pop(worker, None) is not None:
             self._lost.append(Lost(worker, "killed"))
+
+    def place(self) -> str:
+        return f"{self._folder.name}/{next(self._places)}"
 
     def put(self, value: Any) -> Any:
         return value

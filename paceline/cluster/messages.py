@@ -6,15 +6,22 @@ has a larger epoch than before, so that a late message about an earlier stay is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.types import WorkerState
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine.migration import KvPages, RequestState
 from paceline.types import Rollout
+
+Ints = NDArray[np.int64]
+Outputs = tuple[Sequence[int], Sequence[float], Sequence[float], Sequence[int]]
+"""Tokens, log-probabilities, raw log-probabilities (or none) and versions of consecutive tokens of an answer."""
 
 # -- coordinator to worker
 
@@ -30,11 +37,12 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class MoveOut:
-    """Send a request to another worker. Its stay there has the number `epoch`."""
+    """Send a request to another worker. Its stay there has the number `epoch`. `shares_gpu`: both workers are on the same GPU."""
 
     request: int
     epoch: int
     target: int
+    shares_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,10 @@ class SetDrafter:
 
 @dataclass(frozen=True, slots=True)
 class StartTraining:
-    """Train the drafter between requests. The payload is the newest `TrainedDrafter`, or None to start from the current one."""
+    """Train the drafter between requests, together with the other members of the round; or, if this worker trains already, go on
+    with these members. The payload is the newest `TrainedDrafter`, or None to start from the current one."""
+
+    round: TrainingRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,7 @@ class FirstPages:
     policy_version: int
     """The target must have the same version: a worker that was just started may not have its weights yet."""
     pages: KvPages | None
+    shares_gpu: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,7 @@ class PagesReady:
     target: int
     num_tokens: int
     accepted: bool
+    shares_gpu: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +144,49 @@ class TrainedDrafter:
     snapshot_metadata: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Progress:
-    """New tokens of a request, from position `start` of its answer on."""
+    """How far a worker's requests are, one array [N] per column: at thousands of requests objects would be too slow."""
 
-    request: int
-    epoch: int
-    start: int
-    token_ids: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
-    versions: list[int]
+    request: Ints
+    epoch: Ints
+    generated: Ints
+    """Number of tokens of the answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTokens:
+    """New tokens of a worker's requests: one array [N] per column, and the tokens of all requests one after the other."""
+
+    request: Ints
+    epoch: Ints
+    start: Ints
+    """Position in the answer of the request's first token in here."""
+    count: Ints
+    """Number of the request's tokens in here."""
+    raw_count: Ints
+    """Number of its raw log-probabilities: as many as tokens, or none."""
+    token_ids: Ints
+    logprobs: NDArray[np.float64]
+    raw_logprobs: NDArray[np.float64]
+    versions: Ints
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[int, int, int, Outputs]]) -> NewTokens:
+        """From the requests' numbers, epochs, starts, and outputs (`Migration.outputs`)."""
+        outputs = [each for *_, each in found]
+        request, epoch, start, count, raw_count = np.array(
+            [(*stay, len(each[0]), len(each[2])) for *stay, each in found], np.int64).reshape(-1, 5).T
+        ids, logprobs, raw, versions = ([value for each in outputs for value in each[kind]] for kind in range(4))  # type: ignore[attr-defined]
+        return cls(request, epoch, start, count, raw_count, np.array(ids, np.int64), np.array(logprobs), np.array(raw),
+                   np.array(versions, np.int64))
+
+    def outputs(self) -> list[Outputs]:
+        """Each request's outputs."""
+        ends, raw_ends = np.cumsum(self.count)[:-1], np.cumsum(self.raw_count)[:-1]
+        parts = (np.split(self.token_ids, ends), np.split(self.logprobs, ends), np.split(self.raw_logprobs, raw_ends),
+                 np.split(self.versions, ends))
+        return list(zip(*parts, strict=True))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +226,11 @@ class DrafterTrained:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPreempted:
-    """Drafter training has ended for work, or because generation is over. `wait_s`: how long the current micro-batch took."""
+    """Drafter training has ended for work, because generation is over, or because another member of the round is gone; or it did
+    not start. `wait_s`: how long the current micro-batch took."""
 
     wait_s: float
+    round: int
 
 
 Event = Finished | Arrived | Stayed | DrafterTrained | TrainingPreempted
@@ -216,6 +263,8 @@ class WorkerLimits:
     """Number of tokens of the KV cache."""
     max_length: int
     """Largest number of tokens of one request."""
+    gpu: str = ""
+    """Which GPU the worker is on, unique over all nodes; empty if it is on none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +278,9 @@ class Report:
     drafter_version: int
     can_train: bool
     events: list[Event]
-    progress: list[Progress]
+    progress: Progress
+    tokens: NewTokens | None
+    """What the coordinator needs if the worker dies. None in most reports, since it is large."""
     sums: StepSums
 
 

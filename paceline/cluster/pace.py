@@ -24,14 +24,19 @@ class PaceModel:
         self._tokens = np.zeros(len(self._table))
         self._seconds = np.zeros(len(self._table))
         self._slowdown: dict[int, float] = {}
+        self._known: Floats | None = self._table  # None: there are newer measurements
+        self._before: Floats = self._table  # what was known when `token_s` was asked for last
 
     @property
     def token_s(self) -> Floats:
         """[max_batch + 1] seconds until every request of a worker has one more token, by the worker's number of requests. Batch
         sizes that were never measured follow the prediction, scaled like their neighbours."""
+        if self._known is None:
+            self._known = self._scaled()
+        return self._known
+
+    def _scaled(self) -> Floats:
         seen = np.flatnonzero(self._tokens)
-        if not len(seen):
-            return self._table
         ratio = self._seconds[seen] / self._tokens[seen] / self._table[seen]
         found: Floats = self._table * np.interp(np.arange(len(self._table)), seen, ratio)
         return np.maximum.accumulate(found)
@@ -39,13 +44,14 @@ class PaceModel:
     def observe(self, worker: int, pace: Mapping[int, tuple[int, float]]) -> None:
         """A worker's decode steps: batch size → tokens, and seconds summed over requests."""
         expected, took = 0.0, 0.0
-        before = self.token_s
+        before = self._before = self._before if self._known is None else self._known
         for requests, (tokens, seconds) in pace.items():
             size = min(requests, len(self._table) - 1)
             expected, took = expected + tokens * before[size], took + seconds
             keep = _MEMORY_TOKENS / (_MEMORY_TOKENS + tokens)
             self._tokens[size] = keep * self._tokens[size] + tokens
             self._seconds[size] = keep * self._seconds[size] + seconds
+            self._known = None
         if expected > 0:
             old = self._slowdown.get(worker, 1.0)
             self._slowdown[worker] = old + 0.1 * (took / expected - old)

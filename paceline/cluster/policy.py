@@ -43,7 +43,8 @@ def decide(view: ClusterView, config: PolicyConfig | None = None) -> list[Action
     load = _Load(view)
     actions: list[Action] = [Publish(worker.id) for worker in load.alive
                              if (worker.policy_version, worker.drafter_version) < (view.policy_version, view.drafter_version)]
-    work = _assign(load) if config.scheduling else _assign_statically(load)
+    work = _assign_suspects(load)
+    work += _assign(load) if config.scheduling else _assign_statically(load)
     if config.reallocation and config.scheduling and not load.num_waiting:
         work += _reallocate(load, config)
     return actions + _train(load, config, work)
@@ -82,8 +83,10 @@ class _Load:
         self.slots: list[int] = slots.tolist()
         """Number of requests of every worker, without those that end before the next decision."""
         self.tokens: list[float] = tokens.tolist()
-        self.waiting: Indices = np.flatnonzero(requests.worker == NOWHERE)
-        self.num_waiting = len(self.waiting)
+        waits = requests.worker == NOWHERE
+        self.waiting: Indices = np.flatnonzero(waits & ~requests.suspect)
+        self.waiting_suspects: list[int] = np.flatnonzero(waits & requests.suspect).tolist()
+        self.num_waiting = int(waits.sum())
 
     def add(self, worker: int, row: int) -> None:
         """A request goes to a worker."""
@@ -99,6 +102,24 @@ class _Load:
 # -- assignment
 
 
+def _assign_suspects(load: _Load) -> list[Action]:
+    """Give each waiting request that may have killed workers to a worker that has no other such request."""
+    if not load.waiting_suspects:
+        return []
+    requests = load.view.requests
+    held = set(requests.worker[requests.suspect].tolist()) | set(requests.target[requests.suspect].tolist())
+    actions: list[Action] = []
+    for row in load.waiting_suspects:
+        able = [worker for worker in load.usable if worker.id not in held and load.fits(worker, row)]
+        if able:
+            worker = min(able, key=lambda worker: (load.tokens[worker.id], worker.id))
+            held.add(worker.id)
+            load.add(worker.id, row)
+            load.num_waiting -= 1
+            actions.append(Assign(worker.id, (int(requests.id[row]),)))
+    return actions
+
+
 def _assign(load: _Load) -> list[Action]:
     """Give waiting requests to workers with room, each to the one with the fewest tokens left to generate. A worker without
     memory for the next request is passed over, but a request is never overtaken because it is large: it would starve."""
@@ -106,7 +127,7 @@ def _assign(load: _Load) -> list[Action]:
     free = [(worker.slowdown * load.tokens[worker.id], worker.id, worker) for worker in load.usable
             if load.slots[worker.id] < worker.max_batch]
     num_free = sum(worker.max_batch - load.slots[worker.id] for *_, worker in free)
-    if not load.num_waiting or not num_free:
+    if not len(load.waiting) or not num_free:
         return []
     heapq.heapify(free)
     given: dict[int, list[int]] = {}
@@ -142,7 +163,7 @@ def _assign_statically(load: _Load) -> list[Action]:
     if not len(rows) or not load.usable:
         return []
     owner = requests.group[rows] % len(load.usable)
-    load.num_waiting = 0
+    load.num_waiting -= len(rows)
     actions: list[Action] = []
     for place, worker in enumerate(load.usable):
         mine = rows[owner == place]
@@ -204,6 +225,8 @@ def _best_move(load: _Load, config: PolicyConfig, source: WorkerView, target: Wo
     room = min(target.max_batch - load.slots[target.id], max(1, len(mine) // 2))
     for count in (2**i for i in range(room.bit_length())):
         stay, moved = mine[: len(mine) - count], mine[len(mine) - count :]
+        if view.requests.suspect[moved].any():
+            break
         tokens = float((view.requests.context[moved] + remaining[moved]).sum())
         if load.tokens[target.id] + tokens > target.kv_tokens:
             break

@@ -11,7 +11,9 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import ray
@@ -20,16 +22,20 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paceline.cluster.learning import Meeting, WorkerDied
 from paceline.cluster.messages import Lost, Message, Report
+from paceline.cluster.rendezvous import serve_store
 from paceline.cluster.worker import Send, Worker
 
 logger = logging.getLogger(__name__)
 
 _COORDINATOR = -1
-_REPORT_S = 0.2
+_REPORT_S = 1.0
 """Largest time between two reports of a worker that has nothing urgent to say."""
 _SILENT_S = 120.0
 """A worker that has not reported for so long, once it was ready, is killed and counts as lost."""
+_NOTICE_S = 10.0
+"""Seconds in which workers that train together must notice that one of them has died."""
 _MAX_FAILED_STARTS = 3
 """A worker that dies so many times in a row before its first report cannot be started at all."""
 
@@ -48,9 +54,12 @@ class RayRuntime:
         """`address`: None starts Ray on this machine, on the loopback interface, unless it is already running; "auto" joins the
         cluster that this machine belongs to. `num_cpus`, `num_gpus`: what Ray reserves for each worker."""
         self.num_workers, self._spec = num_workers, spec
+        self._folder, self._places = TemporaryDirectory(prefix="paceline-"), count()
+        self._store: Any = None
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _init_ray(address)
+        self._is_local = address is None and (self._owns_ray or len(ray.nodes()) == 1)
         self._group: PlacementGroup | None = None
         self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0}
         if num_cpus or num_gpus:
@@ -91,6 +100,24 @@ class RayRuntime:
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
         return [self._result(reference) for reference in ready] + [self._give_up(reference) for reference in silent]
 
+    def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> _Calls:
+        """Call a method of every worker's learner, between two of its steps, each with arguments of its own."""
+        return _Calls({worker: (actor, actor.learn.remote(method, *each[worker])) for worker, actor in self._actors.items()})
+
+    def place(self) -> str:
+        """A new place for workers to meet: a file if they are all on this machine."""
+        number = next(self._places)
+        if self._is_local:
+            return f"{self._folder.name}/{number}"
+        if self._store is None:
+            self._store = serve_store(ray.util.get_node_ip_address())
+        return f"{self._store.host}:{self._store.port}/{number}"
+
+    def meeting(self) -> Meeting:
+        """A new meeting of all workers."""
+        gpus = self._options["num_gpus"]
+        return Meeting(self.place(), self.num_workers, "nccl" if gpus >= 1 else "gloo", "cuda" if gpus else "cpu")
+
     def pids(self) -> dict[int, int]:
         """Process ids of the workers."""
         return {worker: ray.get(actor.pid.remote()) for worker, actor in self._actors.items()}
@@ -103,6 +130,7 @@ class RayRuntime:
             remove_placement_group(self._group)
         if self._owns_ray:
             ray.shutdown()
+        self._folder.cleanup()
 
     def _launch(self, worker: int) -> None:
         options = dict(self._options)
@@ -110,7 +138,7 @@ class RayRuntime:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, worker)
         self._incarnation[worker] = next(self._starts)
         self._failed_starts[worker] += 1
-        actor = ray.remote(concurrency_groups={"inbox": 1, "report": 1})(_WorkerActor)  # type: ignore[call-overload]
+        actor = ray.remote(concurrency_groups={"inbox": 1, "report": 1, "learner": 1})(_WorkerActor)  # type: ignore[call-overload]
         self._actors[worker] = actor.options(**options).remote(worker, self._incarnation[worker], self._spec)
         self._numbers[worker], self._unsent[worker] = count(), []
         self._ask(worker)
@@ -159,6 +187,49 @@ def _init_ray(address: str | None) -> None:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
+
+
+class _Calls:
+    """Implements `learning.LearnerCalls`."""
+
+    def __init__(self, calls: dict[int, tuple[Any, list[Any]]]) -> None:
+        self._calls = calls  # worker → actor, and references to its two results
+        self._failed_at: float | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Once a call has failed, the others fail as well when they notice; those that do not are killed."""
+        pending = [results[0] for _, results in self._calls.values()]
+        ready, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s, fetch_local=False)
+        if pending and self._failed_at is None and any(_error_of(reference) is not None for reference in ready):
+            self._failed_at = time.perf_counter()
+        if pending and self._failed_at is not None and time.perf_counter() - self._failed_at > _NOTICE_S:
+            for actor in [actor for actor, results in self._calls.values() if results[0] in pending]:
+                ray.kill(actor)
+        return not pending
+
+    def results(self) -> list[tuple[Any, Any]]:
+        """What a worker has to say counts more than a death, and that more than connections that it broke."""
+        found = {worker: _error_of(results[0]) for worker, (_, results) in self._calls.items()}
+        errors = {worker: error for worker, error in found.items() if error is not None}
+        told = [error for error in errors.values() if isinstance(error, RayTaskError)]
+        own = [error for error in told if not isinstance(error.cause, RuntimeError)]
+        dead = [worker for worker, error in errors.items() if isinstance(error, RayActorError)]
+        if own:
+            raise own[0]
+        if dead:
+            raise WorkerDied(f"worker {dead[0]} has died")
+        for error in errors.values():
+            raise error
+        return [(ray.get(results[0]), results[1]) for _, results in self._calls.values()]
+
+
+def _error_of(reference: Any) -> RayTaskError | RayActorError | None:
+    """Why a call that has ended has failed; None if it has not."""
+    try:
+        ray.get(reference)
+    except (RayTaskError, RayActorError) as error:
+        return error
+    return None
 
 
 class _Inbox:
@@ -211,6 +282,15 @@ class _WorkerActor:
         self._news.wait(wait_s)
         self._news.clear()
         return self._worker.report()
+
+    @ray.method(concurrency_group="learner", num_returns=2)
+    def learn(self, method: str, *args: Any) -> tuple[Any, Any]:
+        """Call a method of the worker's learner. The second result of `update` stays in the object store, and outlives this
+        process, because the caller owns it."""
+        future = self._worker.call(method, args)
+        self._wake.set()
+        found = future.result()
+        return found if method == "update" else (found, None)
 
     @ray.method(concurrency_group="report")
     def pid(self) -> int:

@@ -1,7 +1,8 @@
 """Training with rollouts on several workers: `ClusterTrainer(config).run()`.
 
-The policy is trained in this process, as by `Trainer`. Rollouts come from the workers, which get every new policy before they
-generate; workers without requests train the learned drafter meanwhile.
+The workers generate the rollouts; those without requests train the learned drafter meanwhile. Then all of them train the policy
+together, each with a shard of it, and put the new weights into their engines; or this process trains the policy and sends them
+its weights (`cluster.shard_training`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from safetensors.torch import load
 from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator, Runtime
 from paceline.cluster.engine import ClusterEngine
+from paceline.cluster.learning import LearnerRuntime, RankLearner, ShardedLearner
+from paceline.cluster.partial import PartialRolloutCollector
 from paceline.cluster.ray_runtime import RayRuntime
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.training import DrafterTraining, load_trained, save_trained
 from paceline.cluster.types import PolicyConfig
-from paceline.cluster.worker import Send, Worker
+from paceline.cluster.worker import Send, Worker, gpu_of
 from paceline.config import ClusterConfig, TrainConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
-from paceline.models.weights import load_model
-from paceline.rl.checkpoint import drafter_folder, plain_policy
+from paceline.models.weights import load_model, open_checkpoint
+from paceline.rl.checkpoint import drafter_folder, policy_folder
+from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer
 from paceline.trainer import Trainer, TrainResult
 from paceline.trainer.drafter import OnlineDrafterTrainer, training_config
@@ -51,30 +55,66 @@ class TrainWorkerSpec:
         eagle, training = engine.drafting.eagle, None
         if eagle is not None and config.train_drafter and config.cluster.spot_training:
             training = DrafterTraining(engine, training_config(config, eagle.module))
-        return Worker(worker_id, engine, send, training)
+        learner = RankLearner(config, worker_id) if config.cluster.shard_training else None
+        return Worker(worker_id, engine, send, training, learner=learner, gpu=gpu_of(engine.model.norm.device))
 
 
 class ClusterTrainer(Trainer):
     """A `Trainer` whose rollouts are generated on several workers (`config.cluster`). Tokens are those of one worker."""
 
     engine: ClusterEngine  # type: ignore[assignment]
+    _coordinator: Coordinator | None = None
 
     def run(self) -> TrainResult:
         try:
             return super().run()
         finally:
-            if hasattr(self, "engine"):
-                self.engine.close()
+            if self._coordinator is not None:
+                self._coordinator.close()
+
+    def _load(self) -> None:
+        super()._load()
+        share, config = self.config.cluster.carry_over, self.config
+        if not share:
+            return
+        if self.baseline is not None or self.evaluator is not None:
+            raise ValueError("cluster.carry_over: unfinished answers would be in the way of compare_off and of evaluations")
+        self.collector = PartialRolloutCollector(int(share * config.rollout.prompts), self.engine, None, self.collector.prompts,
+                                                 self.pool, config.rollout, config.seed, self._on_engine_step)
+
+    def _make_coordinator(self) -> Coordinator:
+        cluster = self.config.cluster
+        return Coordinator(self._make_runtime(), policy_config(cluster), cluster.interval_s, Timeline(self.folder.path))
+
+    def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
+        """The workers start first, because they train."""
+        if self._coordinator is None:
+            self._coordinator = self._make_coordinator()
+        if not self.config.cluster.shard_training:
+            return super()._make_learner(checkpoint)
+        if self.config.compare_off:
+            raise ValueError("compare_off: it needs the whole policy in this process, which cluster.shard_training = false gives")
+        learner = ShardedLearner(self.config, self._coordinator, cast(LearnerRuntime, self._coordinator.runtime))
+        self.checkpoints.write = lambda _learner, folder, _tokenizer: learner.save(folder)
+        return cast(Learner, learner), learner.load(checkpoint)  # what the trainer uses of a learner, this has as well
 
     def _make_engine(self) -> Engine:
-        cluster = self.config.cluster
-        coordinator = Coordinator(self._make_runtime(), policy_config(cluster), cluster.interval_s, Timeline(self.folder.path))
-        engine = ClusterEngine(coordinator, self.tokenizer, self.learner.policy.model.config.vocab_size)
-        engine.update_weights(self.learner.weights(), self.state.step)
+        assert self._coordinator is not None
+        vocab_size = open_checkpoint(resolve_model(self.config.model)).config.vocab_size
+        engine = ClusterEngine(self._coordinator, self.tokenizer, vocab_size)
         trained = load_trained(self._drafter_file)
         if trained is not None:
-            coordinator.publish_drafter(trained)
+            self._coordinator.publish_drafter(trained)
+        self.engine = engine
+        self._publish_to(engine, self.learner, self.state.step)
         return cast(Engine, engine)  # what the trainer uses of an engine, a cluster has as well
+
+    def _publish_to(self, engine: Any, learner: Learner, version: int) -> None:
+        if isinstance(learner, ShardedLearner) and engine is self.engine:
+            learner.publish(version)
+            self.engine.version = version
+        else:
+            super()._publish_to(engine, learner, version)
 
     def _make_runtime(self) -> Runtime:
         config, cluster = self.config, self.config.cluster
@@ -103,7 +143,10 @@ class ClusterTrainer(Trainer):
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         self._strategy_steps = Counter(self.engine.strategy_steps())
-        return {**super()._engine_metrics(phase_metrics), **self._shares}
+        if isinstance(self.collector, PartialRolloutCollector):
+            self._shares["cluster/carried_over"] = len(self.collector.open_groups)
+        published = {"cluster/publish_s": self.learner.publish_s} if isinstance(self.learner, ShardedLearner) else {}
+        return {**super()._engine_metrics(phase_metrics), **self._shares, **published}
 
     def _save(self) -> None:
         super()._save()
@@ -112,9 +155,10 @@ class ClusterTrainer(Trainer):
             save_trained(self._drafter_file, trained)
 
     def _save_drafter(self, checkpoint: Path) -> None:
-        trained, policy = self.engine.coordinator.trained, plain_policy(self.learner)
+        trained = self.engine.coordinator.trained
         if trained is None:
             return
+        policy, _ = load_model(policy_folder(checkpoint), "cpu")  # this process may have none
         drafter = make_drafter(self.config, policy)
         assert isinstance(drafter, Eagle), "the workers have trained one"
         drafter.load_state_dict(load(trained.weights), strict=False)  # everything but the draft ids, which it has
@@ -128,4 +172,4 @@ class ClusterTrainer(Trainer):
 
 def policy_config(cluster: ClusterConfig) -> PolicyConfig:
     """What the scheduling policy may do in a run."""
-    return PolicyConfig(cluster.scheduling, cluster.reallocation, max_trainers=int(cluster.spot_training))
+    return PolicyConfig(cluster.scheduling, cluster.reallocation, max_trainers=cluster.workers if cluster.spot_training else 0)

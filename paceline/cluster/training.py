@@ -1,16 +1,23 @@
-"""Drafter training on a worker: between requests, on the answers that the worker has generated, in steps of one micro-batch."""
+"""Drafter training on a worker: between requests, on the answers that the worker has generated, in steps of one micro-batch.
+Several workers train together, with averaged gradients (`spot_group`)."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load, save, save_file
+from torch import Tensor
 
 from paceline.cluster.messages import TrainedDrafter
+from paceline.cluster.spot_group import SpotGroup, TrainingRound
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine import Engine
@@ -19,6 +26,11 @@ from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, restore, snaps
 from paceline.spot.checkpoint import Snapshot
 from paceline.spot.trainer import StepPlan
 from paceline.types import FeatureRecord
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_MOMENT_S = 0.002
+"""Longest time that a worker waits for others before it looks for messages."""
 
 
 class DrafterTraining:
@@ -33,7 +45,12 @@ class DrafterTraining:
         self._known: TrainedDrafter | None = None
         """The drafter that this worker reported last."""
         self._reported_at, self._num_new = 0.0, 0
-        self.active = False
+        self.active, self.round = False, -1
+        """Whether this worker trains, and the number of the newest round that it takes part in."""
+        self._group: SpotGroup | None = None
+        """None: this worker trains alone."""
+        self._forming: Future[bytes] | None = None
+        self._pending: Future[Tensor] | None = None
 
     @property
     def has_data(self) -> bool:
@@ -55,49 +72,122 @@ class DrafterTraining:
         with warnings.catch_warnings(action="ignore"):  # a drafter that is trained meanwhile is often one policy version behind
             self._engine.update_drafter(drafter, min(trained.fingerprint.version, self._engine.version))
 
-    def start(self, newest: TrainedDrafter | None) -> None:
-        """Start to train, from the cluster's newest drafter."""
-        if self.active or not self.has_data:
-            return
+    def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int) -> None:
+        """Start to train, from the cluster's newest drafter; or, if this worker trains already, go on with other members. All
+        members continue from the first one's state. `worker`: this one."""
+        assert self.has_data, "there is something to train on"
         eagle = self._engine.drafting.eagle
         assert eagle is not None
         if self._trainer is None:
             self._trainer = SpotTrainer(eagle.module, self._engine.model, self._buffer, self._config)
-        if newest is not None and (self._known is None or newest.snapshot != self._known.snapshot):
-            self._continue(self._trainer, newest)
-        self.active, self._reported_at, self._num_new = True, time.perf_counter(), 0
+            self._trainer.exchange = self._exchange
+        if not self.active:
+            if newest is not None and (self._known is None or newest.snapshot != self._known.snapshot):
+                self._continue(self._trainer, newest.snapshot, newest.snapshot_metadata)
+            self._reported_at, self._num_new = time.perf_counter(), 0
+        self.active, self.round, self._pending, self._group = True, training.number, None, None
+        if len(training.members) > 1:
+            self._group = SpotGroup(training, worker)
+            self._forming = self._group.begin(self._state() if self._group.rank == 0 else b"")
 
     def run_micro_batch(self) -> TrainedDrafter | None:
-        """Train one micro-batch. Returns the drafter if it is time to report it."""
+        """Train one micro-batch, or wait a moment for the other members. Returns the drafter if it is time to report it. Training
+        has ended afterwards (`active`) if a member is gone."""
         assert self._trainer is not None and self.active
-        stop = iter((False, True))
-        self._num_new += self._trainer.run(lambda: next(stop)).steps
-        if self._num_new and time.perf_counter() - self._reported_at >= self._publish_s:
+        try:
+            if not self._is_formed():
+                return None
+            stop = iter((False, True))
+            self._num_new += self._trainer.run(lambda: next(stop)).steps
+        except RuntimeError as error:  # what torch.distributed raises
+            if self._group is None:
+                raise
+            logger.info("drafter training: the group is broken (%s)", error)
+            return self.stop()
+        if self._num_new and self._reports and time.perf_counter() - self._reported_at >= self._publish_s:
             return self._pack()
         return None
 
     def stop(self) -> TrainedDrafter | None:
         """End training, at a boundary between micro-batches. Returns the drafter if it has changed since it was reported last."""
-        self.active = False
-        return self._pack() if self._num_new else None
+        reports = self._reports and self._num_new > 0
+        self.active, self._group, self._forming, self._pending = False, None, None, None
+        return self._pack() if reports else None
 
-    def _continue(self, trainer: SpotTrainer, newest: TrainedDrafter) -> None:
+    @property
+    def _reports(self) -> bool:
+        """Whether this member reports the drafter, which all of them have."""
+        return self._group is None or self._group.rank == 0
+
+    # -- the other members
+
+    def _is_formed(self) -> bool:
+        """Whether the group is formed; then this member is where the first one is."""
+        if self._forming is None:
+            return True
+        state = _result(self._forming)
+        if state is None:
+            return False
+        self._forming = None
+        assert self._trainer is not None and self._group is not None
+        if self._group.rank:
+            length = int.from_bytes(state[:8], "little")
+            self._continue(self._trainer, state[8 + length :], json.loads(state[8 : 8 + length]))
+        return True
+
+    def _exchange(self) -> bool:
+        """Replace the gradients by their mean over all members. Returns False while it is not known."""
+        if self._group is None:
+            return True
+        assert self._trainer is not None
+        parameters = list(self._trainer.parameters.values())
+        if self._pending is None:
+            flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+            self._pending = self._group.average(flat.cpu())
+        mean = _result(self._pending)
+        if mean is None:
+            return False
+        self._pending = None
+        for parameter, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.device)
+        return True
+
+    def _state(self) -> bytes:
+        """The training's state, for other members: the length of the metadata, the metadata as JSON, and the tensors."""
+        assert self._trainer is not None
+        tensors, metadata = _packed(self._trainer)
+        text = json.dumps(metadata).encode()
+        return len(text).to_bytes(8, "little") + text + tensors
+
+    def _continue(self, trainer: SpotTrainer, tensors: bytes, metadata: dict[str, Any]) -> None:
         """Take over another worker's training. A step that it had begun is dropped: its records are there."""
-        restore(trainer, Snapshot(load(newest.snapshot), newest.snapshot_metadata))
+        restore(trainer, Snapshot(load(tensors), metadata))
         trainer.progress.plan, trainer.progress.cursor = StepPlan(), 0
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.policy_changed()
 
     def _pack(self) -> TrainedDrafter:
         assert self._trainer is not None
-        drafter, found = self._trainer.drafter(), snapshot(self._trainer)
+        drafter, (tensors, metadata) = self._trainer.drafter(), _packed(self._trainer)
         weights = {name: p.detach().cpu().contiguous() for name, p in drafter.named_parameters()}
         assert drafter.policy_fingerprint is not None
         self._reported_at, self._num_new = time.perf_counter(), 0
-        self._known = TrainedDrafter(save(weights), drafter.policy_fingerprint,
-                                     save({name: t.detach().cpu().contiguous() for name, t in found.tensors.items()}),
-                                     found.metadata)
+        self._known = TrainedDrafter(save(weights), drafter.policy_fingerprint, tensors, metadata)
         return self._known
+
+
+def _packed(trainer: SpotTrainer) -> tuple[bytes, dict[str, Any]]:
+    """The state of a trainer as a safetensors file, and its metadata."""
+    found = snapshot(trainer)
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in found.tensors.items()}), found.metadata
+
+
+def _result(future: Future[T]) -> T | None:
+    """The result, if there is one within a moment; its error, if it has failed."""
+    try:
+        return future.result(_MOMENT_S)
+    except TimeoutError:
+        return None
 
 
 def save_trained(path: Path, trained: TrainedDrafter) -> None:

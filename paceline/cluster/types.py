@@ -21,6 +21,8 @@ class WorkerState(Enum):
     """It has no request and does not train."""
     TRAINING = "training"
     """It trains the drafter."""
+    UPDATING = "updating"
+    """It trains the policy, together with all other workers."""
     DOWN = "down"
     """It is dead or unreachable; its requests wait again."""
 
@@ -64,13 +66,16 @@ class RequestTable:
     """Expected number of tokens that are still to be generated, at least 1."""
     waited_s: NDArray[np.float64]
     """Seconds since the request was submitted."""
+    suspect: NDArray[np.bool_]
+    """Whether several workers died that had the request. A worker gets one such request at a time, so that the next death tells
+    which one is to blame."""
 
     def __len__(self) -> int:
         return len(self.id)
 
     @classmethod
     def empty(cls) -> RequestTable:
-        return cls(*(np.zeros(0, dtype) for dtype in (int, int, int, int, bool, int, float, float)))
+        return cls(*(np.zeros(0, dtype) for dtype in (int, int, int, int, bool, int, float, float, bool)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,12 +10,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from safetensors.torch import load
+from torch import Tensor
 
+from paceline.cluster.learning import RankLearner
 from paceline.cluster.messages import (
     Add,
     Arrive,
@@ -29,6 +34,7 @@ from paceline.cluster.messages import (
     LearnText,
     Message,
     MoveOut,
+    NewTokens,
     PagesReady,
     Progress,
     Report,
@@ -79,13 +85,19 @@ class Worker:
     """Generates requests, moves them to and from other workers, and trains the drafter while it has none."""
 
     def __init__(self, worker_id: int, engine: Engine, send: Send, training: DrafterTraining | None = None,
-                 clock: Callable[[], float] = time.time) -> None:
-        """`training`: None if this worker does not train a drafter. `clock`: the same for all workers."""
-        self.id, self.engine, self.training = worker_id, engine, training
+                 clock: Callable[[], float] = time.time, learner: RankLearner | None = None, tell_s: float = 5.0,
+                 gpu: str = "") -> None:
+        """`training`: None if this worker does not train a drafter. `clock`: the same for all workers. `learner`: its part of the
+        policy's training, if the workers train the policy. `tell_s`: seconds between two reports of new tokens; so much
+        generation is repeated if this worker dies. `gpu`: which one it is on (`WorkerLimits.gpu`)."""
+        self.id, self.engine, self.training, self.learner = worker_id, engine, training, learner
+        self._calls: deque[tuple[str, tuple[Any, ...], Future[Any]]] = deque()
+        self._is_updating = False
         self._send, self._clock = send, clock
+        self._told_at, self._tell_s = clock(), tell_s
         scheduler = engine.scheduler
         kv_tokens = scheduler.pages.num_pages * scheduler.pages.page_size
-        self._limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length)
+        self._limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length, gpu)
         self._inbox: deque[tuple[Message, Any, float]] = deque()
         self._held: dict[int, _Held] = {}
         self._by_local: dict[int, int] = {}
@@ -99,8 +111,16 @@ class Worker:
         """Queue a message; it is handled before the next step."""
         self._inbox.append((message, payload, self._clock()))
 
+    def call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Queue a call of a method of the learner, or `publish`, which puts the learner's weights into the engine."""
+        future: Future[Any] = Future()
+        self._calls.append((method, args, future))
+        return future
+
     @property
     def state(self) -> WorkerState:
+        if self._is_updating:
+            return WorkerState.UPDATING
         if self.training is not None and self.training.active:
             return WorkerState.TRAINING
         return WorkerState.BUSY if self._held else WorkerState.IDLE
@@ -116,10 +136,15 @@ class Worker:
         while self._inbox:
             self._handle(*self._inbox.popleft())
         self._expire_reservations()
+        while self._calls:
+            self._run_call(*self._calls.popleft())
+            handled = True
         if self.engine.has_work:
             self._generate()
         elif self.training is not None and self.training.active:
             self._report_drafter(self.training.run_micro_batch())
+            if not self.training.active:
+                self._events.append(TrainingPreempted(0.0, self.training.round))
         else:
             return handled
         return True
@@ -127,12 +152,12 @@ class Worker:
     def report(self) -> Report:
         """What has happened since the last report."""
         events = [self._events.popleft() for _ in range(len(self._events))]
-        progress = [found for request, held in list(self._held.items()) if (found := self._progress(request, held)) is not None]
+        progress, tokens = self._progress(), self._new_tokens()
         with self._sums_lock:
             sums, self._sums = self._sums, StepSums()
         can_train = self.training is not None and self.training.has_data
         return Report(self.id, self.state, self._limits, self.policy_version, self.drafter_version, can_train, events, progress,
-                      sums)
+                      tokens, sums)
 
     # -- generation
 
@@ -165,13 +190,23 @@ class Worker:
                 old = sums.pace.get(result.num_requests, (0, 0.0))
                 sums.pace[result.num_requests] = old[0] + tokens, old[1] + result.num_requests * result.ms / 1e3
 
-    def _progress(self, request: int, held: _Held) -> Progress | None:
-        found = self.engine.migration.outputs(held.local, held.reported)
-        if found is None or not found[0]:
+    def _progress(self) -> Progress:
+        held = [(request, each.epoch, self.engine.migration.num_outputs(each.local))
+                for request, each in list(self._held.items())]
+        return Progress(*np.array([row for row in held if row[-1] is not None], np.int64).reshape(-1, 3).T)
+
+    def _new_tokens(self) -> NewTokens | None:
+        """Tokens that the coordinator does not know; every few seconds."""
+        if self._clock() - self._told_at < self._tell_s:
             return None
-        progress = Progress(request, held.epoch, held.reported, *found)
-        held.reported += len(progress.token_ids)
-        return progress
+        self._told_at = self._clock()
+        found = []
+        for request, held in list(self._held.items()):
+            new = self.engine.migration.outputs(held.local, held.reported)
+            if new is not None and new[0]:
+                found.append((request, held.epoch, held.reported, new))
+                held.reported += len(new[0])
+        return NewTokens.of(found)
 
     # -- messages
 
@@ -192,21 +227,50 @@ class Worker:
             case Cancel():
                 self._cancel(message)
             case SetPolicy(version):
-                self.engine.update_weights(load(bytes(payload)), version)
-                self.policy_version = version
-                if self.training is not None:
-                    self.training.policy_changed()
+                self._set_policy(load(bytes(payload)), version)
             case SetDrafter(version):
                 assert self.training is not None, "a drafter is published only if workers train it"
                 self.training.install(payload)
                 self.drafter_version = version
             case StartTraining():
-                if self.training is not None and not self._held:
-                    self.training.start(payload)
+                if self.training is not None and not self._held and self.training.has_data:
+                    self.training.start(payload, message.round, self.id)
+                else:
+                    self._events.append(TrainingPreempted(0.0, message.round.number))
             case EndTraining():
                 self._stop_training(posted_at)
             case LearnText(prompt_ids, token_ids):
                 self.engine.drafting.learn_text(prompt_ids, token_ids)
+
+    def _set_policy(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.engine.update_weights(weights, version)
+        self.policy_version = version
+        if self.training is not None:
+            self.training.policy_changed()
+
+    def _run_call(self, method: str, args: tuple[Any, ...], future: Future[Any]) -> None:
+        """Whatever goes wrong is the caller's to see: the ranks are formed anew, or the run ends."""
+        assert self.learner is not None, "this worker takes no part in the policy's training"
+        self._stop_training(self._clock())
+        self._is_updating = True
+        if method == "infer" and self.learner.frees_engine and not self._held:
+            self.engine.sleep(weights=True)
+        try:
+            call = self._publish if method == "publish" else getattr(self.learner, method)
+            future.set_result(call(*args))
+        except Exception as error:
+            future.set_exception(error)
+        finally:
+            self._is_updating = False
+
+    def _publish(self, version: int) -> None:
+        assert self.learner is not None
+        if self.policy_version == version:  # only another worker, which was started again, needs it
+            for _ in self.learner.weights():
+                pass
+        else:
+            self._set_policy(self.learner.weights(), version)
+        self.engine.wake()
 
     def _has_newer(self, request: int, epoch: int) -> bool:
         """Whether the request is here for a later stay than this one, which is outdated then."""
@@ -221,7 +285,7 @@ class Worker:
 
     def _stop_training(self, asked_at: float) -> None:
         if self.training is not None and self.training.active:
-            self._events.append(TrainingPreempted(self._clock() - asked_at))
+            self._events.append(TrainingPreempted(self._clock() - asked_at, self.training.round))
             self._report_drafter(self.training.stop())
 
     def _report_drafter(self, trained: TrainedDrafter | None) -> None:
@@ -264,8 +328,9 @@ class Worker:
         held = self._held.get(message.request)
         if held is None or held.epoch >= message.epoch:
             return  # it has ended
-        pages = self.engine.migration.export_pages(held.local)
-        self._send(message.target, FirstPages(message.request, message.epoch, self.id, self.policy_version, pages))
+        pages = self.engine.migration.export_pages(held.local, message.shares_gpu)
+        self._send(message.target, FirstPages(message.request, message.epoch, self.id, self.policy_version, pages,
+                                              message.shares_gpu))
 
     def _reserve(self, message: FirstPages) -> None:
         before = self._reserved.get(message.request)
@@ -281,7 +346,7 @@ class Worker:
             self._cancel(Cancel(message.request, message.epoch - 1))
             self._reserved[message.request] = _Reserved(message.epoch, reservation, self._clock())
         num_tokens = 0 if reservation is None else reservation.num_tokens
-        self._send(message.source, PagesReady(message.request, message.epoch, self.id, num_tokens, accepted))
+        self._send(message.source, PagesReady(message.request, message.epoch, self.id, num_tokens, accepted, message.shares_gpu))
 
     def _follow(self, message: PagesReady) -> None:
         held = self._held.get(message.request)
@@ -291,7 +356,7 @@ class Worker:
         if not message.accepted:
             self._events.append(Stayed(message.request, message.epoch))
             return
-        state = self.engine.migration.export_request(held.local, self.engine.version, message.num_tokens)
+        state = self.engine.migration.export_request(held.local, self.engine.version, message.num_tokens, message.shares_gpu)
         if state is None:
             self._send(message.target, Cancel(message.request, message.epoch))
             return
@@ -314,3 +379,8 @@ class Worker:
         self._hold(message.request, message.epoch, local, len(state.output_ids))
         prefilled = not self.engine.migration.is_running(local)
         self._events.append(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))
+
+
+def gpu_of(device: torch.device) -> str:
+    """A name of the GPU that no other one has; empty for the host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

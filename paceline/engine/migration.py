@@ -14,12 +14,14 @@ for its pages. Tokens are the same in every case, because they depend only on we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from paceline.cache.store import PagedStore
 from paceline.engine.drafting import Drafting
@@ -28,20 +30,24 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.types import SamplingParams
 
+SharedTensor = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""How another process on the same GPU opens a tensor (CUDA IPC). The memory stays allocated until it has dropped the tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
     """Everything that an engine stores for consecutive tokens of a request, as bytes that travel without conversion."""
 
     num_tokens: int
-    arrays: list[np.ndarray]
-    """One array of bytes per tensor of the store."""
+    arrays: Sequence[np.ndarray | SharedTensor]
+    """One array of bytes per tensor of the store; or, between processes on the same GPU, handles of the tensors themselves."""
     num_drafted: int = 0
     """Number of leading tokens of the request that the learned drafter had processed when they were copied."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """Number of bytes that travel."""
+        return sum(array.nbytes for array in self.arrays if isinstance(array, np.ndarray))
 
 
 @dataclass(slots=True)
@@ -93,8 +99,9 @@ class Migration:
 
     # -- leaving
 
-    def export_pages(self, request_id: int) -> KvPages | None:
-        """Copy what a request's full pages hold. Later steps do not change them, except that a learned drafter may process tokens
+    def export_pages(self, request_id: int, shares_gpu: bool = False) -> KvPages | None:
+        """Copy what a request's full pages hold. `shares_gpu`: the target is another process on the same GPU, so that nothing has
+        to pass through the host. Later steps do not change them, except that a learned drafter may process tokens
         that it has missed; the target's drafter does the same. None if there is no full page, or the request has finished."""
         self._drain()
         request = self._requests.get(request_id)
@@ -102,11 +109,13 @@ class Migration:
             return None
         num_pages = request.num_computed // self._store.page_size
         drafted = request.num_computed - self._drafting.lag(request)
-        return self._copy(request.pages[:num_pages], num_pages * self._store.page_size, drafted) if num_pages else None
+        if not num_pages:
+            return None
+        return self._copy(request.pages[:num_pages], num_pages * self._store.page_size, drafted, shares_gpu)
 
-    def export_request(self, request_id: int, version: int, num_sent: int = 0) -> RequestState | None:
+    def export_request(self, request_id: int, version: int, num_sent: int = 0, shares_gpu: bool = False) -> RequestState | None:
         """Take a request out of the engine. `version`: the policy's. `num_sent`: number of leading tokens that `export_pages`
-        copied before. None if the request has finished."""
+        copied before. `shares_gpu`: as there. None if the request has finished."""
         self._drain()
         request = self._requests.get(request_id)
         if request is None:
@@ -115,7 +124,7 @@ class Migration:
                              request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale)
         if request.status is Status.DECODE:
             first = num_sent // self._store.page_size
-            found.kv = self._copy(request.pages[first:], request.num_computed - num_sent)
+            found.kv = self._copy(request.pages[first:], request.num_computed - num_sent, 0, shares_gpu)
             found.drafter_lag = self._drafting.lag(request)
         self._drafting.finish(request)
         self._scheduler.finish(request)
@@ -191,6 +200,11 @@ class Migration:
         first = len(request.prompt_ids)
         return request.tokens[first + start : first + end], request.logprobs[start:end], raw, request.versions[start:end]
 
+    def num_outputs(self, request_id: int) -> int | None:
+        """Number of tokens that `outputs` would return from the start on; None if the request has ended."""
+        request = self._requests.get(request_id)
+        return None if request is None else min(len(request.versions), len(request.logprobs))
+
     def is_running(self, request_id: int) -> bool:
         """Whether a request has a slot and needs no prefill."""
         request = self._requests.get(request_id)
@@ -198,10 +212,18 @@ class Migration:
 
     # -- tensors and bytes
 
-    def _copy(self, pages: list[int], num_tokens: int, num_drafted: int = 0) -> KvPages:
-        tensors = self._store.export_request(pages, num_tokens)
+    def _copy(self, pages: list[int], num_tokens: int, num_drafted: int, shares_gpu: bool) -> KvPages:
+        tensors = self._store.export_request(pages, num_tokens, shares_gpu)
+        if shares_gpu:
+            return KvPages(num_tokens, [reduce_tensor(tensor) for tensor in tensors], num_drafted)
         return KvPages(num_tokens, [tensor.contiguous().view(torch.uint8).numpy() for tensor in tensors], num_drafted)
 
     def _tensors(self, pages: KvPages) -> list[Tensor]:
-        return [torch.from_numpy(np.require(array, requirements="W")).view(own.dtype)
-                for array, own in zip(pages.arrays, self._store.tensors(), strict=True)]
+        return [_opened(array, own.dtype) for array, own in zip(pages.arrays, self._store.tensors(), strict=True)]
+
+
+def _opened(array: np.ndarray | SharedTensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(np.require(array, requirements="W")).view(dtype)
+    rebuild, arguments = array
+    return rebuild(*arguments)

@@ -8,11 +8,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
 from paceline.rl.adapters import adapter_matrices, write_adapter
 from paceline.rl.learner import Learner
+from paceline.rl.ranks import full, local, sharded_like, trained
 
 _POLICY, _ADAPTER, _DRAFTER = "policy", "adapter", "drafter"
 _TENSORS, _STATE = "trainer.safetensors", "state.json"
@@ -42,9 +44,12 @@ class Checkpoints:
     """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, a file
     with the trainer's state, and what else the caller writes there."""
 
-    def __init__(self, folder: Path, keep: int, base_model: str = "") -> None:
-        """`base_model`: folder or hub id of the model that adapters belong to."""
+    def __init__(self, folder: Path, keep: int, base_model: str = "",
+                 write: Callable[[Learner, Path, Any], None] | None = None) -> None:
+        """`base_model`: folder or hub id of the model that adapters belong to. `write` writes the learner and the tokenizer into
+        a new folder; the default is `save_learner`."""
         self.folder, self.keep, self.base_model = folder, keep, base_model
+        self.write = write or (lambda learner, folder, tokenizer: save_learner(learner, folder, tokenizer, base_model))
         self.confirmed = self.latest()
         """The most recent checkpoint that a step has been done from. It is never removed."""
         self.best: Path | None = None
@@ -55,20 +60,12 @@ class Checkpoints:
         """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
         removed, if a weight is not finite. `write_more` is called with the folder before it is renamed into place, and may add
         to it."""
-        learner.require_finite()
         self.folder.mkdir(parents=True, exist_ok=True)
         target, scratch = self.folder / f"step-{state.step:06d}", self.folder / ".new"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
-            save_model(plain_policy(learner), tokenizer, scratch / _POLICY)
-            if learner.config.lora_rank:
-                model = learner.policy.model
-                write_adapter(adapter_matrices(model.named_parameters()), model.config, learner.config, self.base_model,
-                              scratch / _ADAPTER)
-            save_tensors(scratch / _TENSORS, _trainer_tensors(learner))
+            self.write(learner, scratch, tokenizer)
             atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
-            for file in [*(scratch / _POLICY).iterdir(), *(scratch / _ADAPTER).glob("*")]:
-                flush_to_disk(file)
             write_more(scratch)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)
@@ -142,9 +139,29 @@ def drafter_folder(checkpoint: Path) -> Path:
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """LoRA matrices of a checkpoint's policy by the decoder's names, like `layers.0.attention.qkv.lora_A`; empty if it has
     none."""
+    return _adapters_in(load_tensors(checkpoint / _TENSORS))
+
+
+def _adapters_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = "policy.model."
-    named = load_tensors(checkpoint / _TENSORS).items()
-    return adapter_matrices((name.removeprefix(prefix), tensor) for name, tensor in named if name.startswith(prefix))
+    return adapter_matrices((name.removeprefix(prefix), tensor) for name, tensor in tensors.items() if name.startswith(prefix))
+
+
+def save_learner(learner: Learner, folder: Path, tokenizer: Any, base_model: str = "") -> None:
+    """Writes the policy as a Hugging Face folder, and adapters, critic and optimizer state to a file; adapters also in PEFT's
+    format. NonFiniteError, and nothing is written, if a weight is not finite. All ranks of a sharded learner must call this: the
+    first one writes, and has the whole tensors in the host's memory meanwhile."""
+    learner.require_finite()
+    policy, tensors = plain_policy(learner), _trainer_tensors(learner)
+    if learner.ranks.rank:
+        return
+    save_model(policy, tokenizer, folder / _POLICY)
+    if learner.config.lora_rank:
+        adapters = _adapters_in(tensors)
+        write_adapter(adapters, policy.config, learner.config, base_model, folder / _ADAPTER)
+    save_tensors(folder / _TENSORS, tensors)
+    for file in [*(folder / _POLICY).iterdir(), *(folder / _ADAPTER).glob("*")]:
+        flush_to_disk(file)
 
 
 def restore(learner: Learner, checkpoint: Path) -> None:
@@ -157,34 +174,73 @@ def restore(learner: Learner, checkpoint: Path) -> None:
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise ValueError(f"{checkpoint / _TENSORS}: {name} is missing or of another shape; was the run started with "
                                  "another algorithm or learner?")
-            parameter.copy_(tensors[name])
+            parameter.copy_(sharded_like(tensors[name], parameter))
     for number, optimizer in enumerate(learner.optimizers):
-        current = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             match = re.fullmatch(rf"optimizer\.{number}\.(\d+)\.(\w+)", name)
             if match:
-                moments.setdefault(int(match[1]), {})[match[2]] = tensor
-        optimizer.load_state_dict({"state": moments, "param_groups": current["param_groups"]})
+                index = int(match[1])
+                moments.setdefault(index, {})[match[2]] = sharded_like(tensor, parameters[index])
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     learner.require_finite()
 
 
+ShardState = dict[str, np.ndarray]
+"""One rank's part of the trained weights and of the optimizer state, by name."""
+
+
+def shard_state(learner: Learner) -> ShardState:
+    """A copy of this rank's part of the training's state, in the host's memory."""
+    return {name: local(tensor.detach()).cpu().numpy().copy() for name, tensor in _trained_tensors(learner).items()}
+
+
+@torch.no_grad()
+def load_shard(learner: Learner, state: ShardState) -> None:
+    """Continue from what `shard_state` has returned on a rank of the same number."""
+    for number, optimizer in enumerate(learner.optimizers):
+        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            prefix = f"optimizer.{number}.{index}."
+            for name in [name.removeprefix(prefix) for name in state if name.startswith(prefix)]:
+                optimizer.state[parameter][name] = torch.tensor(0.0) if name == "step" else torch.zeros_like(parameter)
+    for name, tensor in _trained_tensors(learner).items():
+        local(tensor).copy_(torch.from_numpy(state[name].copy()))
+
+
+def _trained_tensors(learner: Learner) -> dict[str, Tensor]:
+    """All trained weights and the optimizer state."""
+    modules = {"policy": learner.policy, **({} if learner.critic is None else {"critic": learner.critic})}
+    return {**{f"{which}.{name}": p for which, module in modules.items() for name, p in trained(module)},
+            **_optimizer_tensors(learner)}
+
+
 def plain_policy(learner: Learner) -> Decoder:
-    """The learner's policy as a plain decoder: a merged copy if it has adapters or checkpoint wrappers."""
-    model = learner.policy.model
-    if learner.config.lora_rank == 0 and not learner.config.gradient_checkpointing:
+    """The learner's policy as a plain decoder: a merged copy if it has adapters or checkpoint wrappers; a whole copy on the host
+    if it is sharded, on the first rank, and one without values on the others."""
+    model, config = learner.policy.model, learner.config
+    sharded = learner.ranks.size > 1
+    if not (config.lora_rank or config.gradient_checkpointing or sharded):
         return model
-    plain = empty_model(model.config, model.norm.dtype, learner.device)
+    device = learner.device if not sharded else "meta" if learner.ranks.rank else "cpu"
+    plain = empty_model(model.config, model.norm.dtype, device)
     load_state(plain, learner.weights())
     return plain
 
 
 def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
-    tensors = {name: parameter.detach().contiguous() for name, parameter in _extra_parameters(learner).items()}
-    for number, optimizer in enumerate(learner.optimizers):
-        for index, moments in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{number}.{index}.{key}": value.contiguous() for key, value in moments.items()}
-    return tensors
+    """Adapters, critic and optimizer state; nothing on ranks other than the first, which only take part in the exchange."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in {**_extra_parameters(learner), **_optimizer_tensors(learner)}.items():
+        whole = full(tensor.detach()).contiguous()
+        if not learner.ranks.rank:
+            found[name] = whole.cpu() if learner.ranks.size > 1 else whole
+    return found
+
+
+def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+    return {f"optimizer.{number}.{index}.{key}": value for number, optimizer in enumerate(learner.optimizers)
+            for index, moments in optimizer.state_dict()["state"].items() for key, value in moments.items()}
 
 
 def _extra_parameters(learner: Learner) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.losses import importance_weights
 from paceline.rl.models import Policy, SamplingFilters, Scorer, checkpoint_layers
+from paceline.rl.ranks import Ranks, full, local, trained
 from paceline.rl.reward_model import RewardModel
 
 
@@ -33,6 +34,7 @@ class Learner:
         matrix products; `steps` is the number of steps of the whole run, which the learning-rate schedule needs; `temperature`
         and `filters` are those of the engine's sampling."""
         self.filters = filters or SamplingFilters()
+        self.ranks = Ranks()
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
         self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
         self.policy = Policy(model.requires_grad_(True), compute)
@@ -45,12 +47,27 @@ class Learner:
         elif algorithm.needs_reference:
             self.reference = Policy(_frozen_copy(model, compute), compute)
         if config.gradient_checkpointing:
-            for trained in (self.policy, self.critic):
-                if trained is not None:
-                    checkpoint_layers(trained.model)
-        self.optimizers = [_adamw(self.policy, optimizer, optimizer.lr)]
+            for module in (self.policy, self.critic):
+                if module is not None:
+                    checkpoint_layers(module.model)
+        self.optimizers = self._make_optimizers()
+
+    def _make_optimizers(self) -> list[torch.optim.AdamW]:
+        config = self.optimizer_config
+        found = [_adamw(self.policy, config, config.lr)]
         if self.critic is not None:
-            self.optimizers.append(_adamw(self.critic, optimizer, optimizer.critic_lr or optimizer.lr))
+            found.append(_adamw(self.critic, config, config.critic_lr or config.lr))
+        return found
+
+    def shard(self, ranks: Ranks) -> None:
+        """Train on several ranks from now on. Every rank must have a learner with the same weights that has made no update."""
+        self.ranks = ranks
+        for model in (self.policy, self.reference, self.critic):
+            if model is not None:
+                ranks.shard(model)
+        if self.reward_model is not None:
+            ranks.shard(self.reward_model.scorer)
+        self.optimizers = self._make_optimizers()
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +94,17 @@ class Learner:
                 _scatter(samples, batch, "reference", self._reference_logprobs(batch))
             if self.critic is not None:
                 _scatter(samples, batch, "values", self.critic.values(batch))
+        self._exchange(samples, wants_old)
+
+    def _exchange(self, samples: Sequence[Sample], wants_old: bool) -> None:
+        """Each rank has filled in its own samples' columns; afterwards all have all."""
+        wanted = {"old": wants_old, "reference": self.algorithm.needs_reference, "values": self.critic is not None}
+        for name in [name for name, is_wanted in wanted.items() if is_wanted and self.ranks.size > 1]:
+            found = [getattr(sample, name) for sample in samples]
+            mine = [torch.zeros_like(s.sampled) if part is None else part for s, part in zip(samples, found, strict=True)]
+            parts = self.ranks.sum(torch.cat(mine)).split([len(part) for part in mine])
+            for sample, part in zip(samples, parts, strict=True):
+                setattr(sample, name, part)
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities [A] under the first policy, without the engine's filters: the KL divergence is from all of it."""
@@ -115,17 +143,18 @@ class Learner:
             for name, value in found.items():
                 totals[name] = totals.get(name, 0.0) + value / count
         self.require_finite()
-        return {**totals, "lr": lr, **mismatch.metrics()}
+        return {**totals, "lr": lr, **mismatch.metrics(self.ranks)}
 
     def require_finite(self) -> None:
         """NonFiniteError if a trained weight of the policy or the critic is not finite."""
         for what, module in (("policy", self.policy), ("critic", self.critic)):
             if module is not None:
-                require_finite(((name, p) for name, p in module.named_parameters() if p.requires_grad), what)
+                require_finite(((name, local(p)) for name, p in trained(module)), what, self.ranks.sum)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the policy's weights, with adapters merged."""
-        return merged_parameters(self.policy.model)
+        """Names and values of the policy's weights, with adapters merged. Sharded ones are put together one by one, so all ranks
+        must go through the whole iterator."""
+        return ((name, full(tensor)) for name, tensor in merged_parameters(self.policy.model))
 
     def _optimizer_step(self, samples: Sequence[Sample], mismatch: _EngineMismatch | None) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
@@ -145,9 +174,9 @@ class Learner:
                 found["loss/value"] = value_loss.detach()
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
-            if mismatch is not None:
+            if mismatch is not None and batch.members:
                 mismatch.add(logprobs.detach(), batch)
-        metrics = {name: float(value) for name, value in sums.items()}
+        metrics = dict(zip(sums, self.ranks.sum(torch.stack(list(sums.values()))).tolist(), strict=True)) if sums else {}
         if "entropy" in metrics:
             metrics["entropy"] /= share
         return {**metrics, **self._apply(metrics)}
@@ -170,9 +199,8 @@ class Learner:
             return samples, weights, 1.0
         kept = [i for i, sample in enumerate(samples) if sample.advantages is None or bool(sample.advantages.any())]
         if not kept:  # the optimizer still makes its step, with what momentum it has
-            for parameter in self.policy.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+            for _, parameter in trained(self.policy):
+                parameter.grad = torch.zeros_like(parameter)
             return [], [], 1.0
         lengths = [sample.num_answer for sample in samples]
         total = sum(weight * length for weight, length in zip(weights, lengths, strict=True))
@@ -196,11 +224,12 @@ class Learner:
         return norms
 
     def _clip(self, module: nn.Module) -> float:
-        trained = [p for p in module.parameters() if p.requires_grad]
-        return float(nn.utils.clip_grad_norm_(trained, self.optimizer_config.max_grad_norm))
+        parameters = [parameter for _, parameter in trained(module)]
+        return float(full(nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm)))
 
     def _packed(self, samples: Sequence[Sample], weights: list[float] | None = None) -> list[MicroBatch]:
-        return pack(samples, self.config.micro_batch_tokens, weights, self.device)
+        limit = self.ranks.micro_batch_tokens(samples, self.config.micro_batch_tokens)
+        return self.ranks.share(pack(samples, limit, weights, self.device))
 
     def _set_learning_rates(self, step: int) -> float:
         config = self.optimizer_config
@@ -228,11 +257,14 @@ class _EngineMismatch:
             self._corrected, self._weight = True, self._weight + float(batch.correction.sum())
             self._limited += int((batch.correction.log() < ratio - 1e-2).sum())
 
-    def metrics(self) -> dict[str, float]:
-        count = max(1, self._count)
-        found = {"logprob_difference/mean": self._total / count, "logprob_difference/max": self._max}
-        if self._corrected:
-            found |= {"importance/mean": self._weight / count, "importance/limited": self._limited / count}
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        sums = torch.tensor([self._total, self._count, self._weight, self._limited], dtype=torch.float64)
+        total, count, weight, limited = ranks.sum(sums).tolist()
+        largest, corrected = ranks.max(torch.tensor([self._max, self._corrected], dtype=torch.float64)).tolist()
+        count = max(1.0, count)
+        found = {"logprob_difference/mean": total / count, "logprob_difference/max": largest}
+        if corrected:
+            found |= {"importance/mean": weight / count, "importance/limited": limited / count}
         return found
 
 
@@ -243,6 +275,8 @@ def _minibatches(samples: Sequence[Sample], count: int) -> Iterable[Sequence[Sam
 
 
 def _scatter(samples: Sequence[Sample], batch: MicroBatch, name: str, values: Tensor) -> None:
+    if not batch.members:
+        return
     parts = values.to("cpu", samples[0].sampled.dtype).split([samples[i].num_answer for i in batch.members])
     for i, part in zip(batch.members, parts, strict=True):
         setattr(samples[i], name, part)

@@ -120,7 +120,7 @@ class Scorer(Trunk):
     def _scores(self, batch: MicroBatch, rows: Tensor) -> Tensor:
         with self.precision():
             hidden = self.hidden(batch)[rows]
-        return self.score(hidden.to(self.score.weight.dtype))[:, 0]
+        return self.score(hidden.to(self.score.weight.dtype)).sum(dim=-1)  # of one element: not a view, which FSDP warns about
 
 
 def load_reward_model(source: str | Path, device: torch.device | str, dtype: torch.dtype, compute: torch.dtype) -> Scorer:

@@ -153,7 +153,7 @@ class _Simulation:
         requests = RequestTable(
             left, self.worker[left], self.target[left], groups[left], self.is_first[left] & ~self.lengths.is_known(groups[left]),
             self.work.prompt_tokens + generated, self.lengths.remaining(groups[left], generated, limit),
-            np.full(len(left), self.now))
+            np.full(len(left), self.now), np.zeros(len(left), bool))
         can_train = self.pace.quality is not None
         workers = tuple(WorkerView(worker.id, self._state(worker), config.max_batch, config.kv_tokens, can_train=can_train)
                         for worker in self.workers)

@@ -112,6 +112,8 @@ class SpotTrainer:
         assert config.lr is not None, "resolved"
         self.optimizer = make_adamw(self.parameters.values(), config.lr, config.betas, config.eps, config.weight_decay)
         self.progress = TrainingProgress()
+        self.exchange: Callable[[], bool] | None = None
+        """Averages the gradients over several trainers before each optimizer step. It is called until it returns True."""
         self._skipped_in_a_row = 0
         self._max_length = min(config.max_length or policy.config.max_context, policy.config.max_context)
         rope = Rope(eagle.config.model, self._max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
@@ -180,7 +182,7 @@ class SpotTrainer:
     def _plan_step(self, lengths: Sequence[int] | None) -> bool:
         """Plans the next optimizer step if the current one is done. Returns whether there is a micro-batch to run."""
         progress = self.progress
-        if progress.cursor < len(progress.plan.micro_batches):
+        if progress.plan.micro_batches:
             return True
         config = self.config
         assert config.step_tokens is not None and config.micro_batch_tokens is not None, "resolved"
@@ -194,8 +196,17 @@ class SpotTrainer:
         return bool(bins)
 
     def _run_micro_batch(self) -> tuple[int, LossSums | None]:
-        """Runs the forward and backward pass of the next micro-batch, and after the last one of the plan the optimizer step.
-        Returns its number of rows and its loss once the device has finished."""
+        """Runs the forward and backward pass of the next micro-batch, and after the last one of the plan the optimizer step, once
+        the gradients are exchanged. Returns its number of rows and its loss once the device has finished."""
+        progress, device = self.progress, self.policy.norm.device
+        rows, loss = (0, None) if progress.cursor == len(progress.plan.micro_batches) else self._accumulate()
+        if progress.cursor == len(progress.plan.micro_batches) and (self.exchange is None or self.exchange()):
+            self._optimizer_step()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # `max_micro_batch_s` must bound finished, not queued work
+        return rows, loss
+
+    def _accumulate(self) -> tuple[int, LossSums | None]:
         progress, device = self.progress, self.policy.norm.device
         found = [self.buffer.get(key) for key in progress.plan.micro_batches[progress.cursor]]
         records = [truncate(record, self._max_length) for record in found if record is not None]  # None: dropped since
@@ -205,10 +216,6 @@ class SpotTrainer:
             loss, rows = self._loss(self.module, packed, progress.plan.shares, self._noise_generator()), len(packed.next_tokens)
             loss.total.backward()
         progress.cursor += 1
-        if progress.cursor == len(progress.plan.micro_batches):
-            self._optimizer_step()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # `max_micro_batch_s` must bound finished, not queued work
         return rows, loss
 
     def _optimizer_step(self) -> None:

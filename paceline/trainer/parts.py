@@ -19,21 +19,28 @@ from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import plain_policy, policy_folder, restore
 from paceline.rl.learner import Learner
 from paceline.rl.models import SamplingFilters
+from paceline.rl.ranks import Ranks
 from paceline.rl.reward_model import RewardModel
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
 from paceline.trainer.memory import kv_budget
 
 
-def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner, Any]:
+def master_dtype(config: TrainConfig) -> torch.dtype:
+    """Data type of the weights in training: float32 or better."""
+    return torch.float64 if parse_dtype(config.dtype) == torch.float64 else torch.float32
+
+
+def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> tuple[Learner, Any]:
     """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Trained weights are held in
-    float32 or better, frozen ones in the run's data type. DamagedFile or NonFiniteError if the checkpoint is not usable."""
-    compute = parse_dtype(config.dtype)
-    master = torch.float64 if compute == torch.float64 else torch.float32
+    float32 or better, frozen ones in the run's data type. With `ranks` it is one rank of a sharded learner. DamagedFile or
+    NonFiniteError if the checkpoint is not usable."""
+    compute, master = parse_dtype(config.dtype), master_dtype(config)
+    device = config.device if ranks is None else "cpu"  # `shard` moves it to the device layer by layer
     lora = config.learner.lora_rank > 0
     source = config.model if checkpoint is None or lora else policy_folder(checkpoint)
     try:
-        model, tokenizer = load_model(source, config.device, (compute or master) if lora else master)
+        model, tokenizer = load_model(source, device, (compute or master) if lora else master)
     except ValueError as error:
         if checkpoint is None or source != policy_folder(checkpoint):
             raise
@@ -41,15 +48,17 @@ def make_learner(config: TrainConfig, checkpoint: Path | None) -> tuple[Learner,
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     reward_model = None
     if config.reward_model is not None:
-        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, config.device,
+        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, device,
                                         compute or master, compute or master)
     rollout = config.rollout
     learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
                       config.seed, reward_model, config.reward_model_weight,
                       SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
     if learner.reference is not None and checkpoint is not None and not lora:
-        first, _ = load_model(config.model, config.device, master)
+        first, _ = load_model(config.model, device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
+    if ranks is not None:
+        learner.shard(ranks)
     if checkpoint is not None:
         restore(learner, checkpoint)
     return learner, tokenizer

@@ -95,10 +95,7 @@ class RolloutCollector:
             groups, handles = self._generate(self.engine, problems, keys, graded=True)
         self.generation_s += time.perf_counter() - began
         with timer("reward"):
-            rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
-            for rollout, graded in zip(rollouts, grades, strict=True):
-                rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
-            self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
+            self._collect_grades(handles)
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, keys, timer)
             self._count_differences(groups, others)
@@ -111,8 +108,7 @@ class RolloutCollector:
         for problem, key in zip(problems, keys, strict=True):
             groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
             try:
-                prompt_ids = engine.encode(plain_prompt(engine, problem.prompt), self.chat_template_kwargs)
-                ids = engine.add(prompt_ids, self.params, self.group_size, key)
+                ids = self._add(engine, problem, key)
             except ValueError as error:  # for example a prompt longer than the context: its group stays empty, the others go on
                 if graded:
                     self.refused.append(f"{problem.id}: {error}")
@@ -123,19 +119,37 @@ class RolloutCollector:
             result = engine.step()
             for rollout in result.finished:
                 problem, group = owner.pop(rollout.request_id)
+                if rollout.finish_reason == "crash":  # of the workers that had it: the others go on without it
+                    self.refused.append(f"{problem.id}: {rollout.error}")
+                    continue
                 if rollout.finish_reason == "error":
                     engine.abort(list(owner))
                     raise RolloutFailed(f"a rollout of problem {problem.id} ended with an error: {rollout.error}")
                 group.prompt_ids = rollout.prompt_ids
                 group.rollouts.append(rollout)
                 if graded:
-                    thinks = opens_thinking(rollout.prompt_ids, engine.tokenizer)
-                    handles.append((rollout, self.pool.submit(problem, _THINK + rollout.text if thinks else rollout.text)))
+                    handles.append((rollout, self._grade(problem, rollout)))
             done += len(result.finished)
             self._on_engine_step(engine, result, done, total)
         for group in groups:
             group.rollouts.sort(key=lambda rollout: rollout.sample)
         return groups, handles
+
+    def _add(self, engine: Engine, problem: Problem, key: str) -> list[int]:
+        prompt_ids = engine.encode(plain_prompt(engine, problem.prompt), self.chat_template_kwargs)
+        return engine.add(prompt_ids, self.params, self.group_size, key)
+
+    def _grade(self, problem: Problem, rollout: Rollout) -> Any:
+        """Submit an answer to the reward pool."""
+        thinks = opens_thinking(rollout.prompt_ids, self.engine.tokenizer)
+        return self.pool.submit(problem, _THINK + rollout.text if thinks else rollout.text)
+
+    def _collect_grades(self, handles: list[tuple[Rollout, Any]]) -> None:
+        """Wait for the grades of submitted answers."""
+        rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
+        for rollout, graded in zip(rollouts, grades, strict=True):
+            rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
+        self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
 
     def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
         assert self.baseline is not None
@@ -144,9 +158,10 @@ class RolloutCollector:
 
     def _count_differences(self, groups: list[RolloutGroup], others: list[RolloutGroup]) -> None:
         for a, b in zip(groups, others, strict=True):
-            for x, y in zip(a.rollouts, b.rollouts, strict=True):
+            others_by_sample = {rollout.sample: rollout for rollout in b.rollouts}
+            for rollout in a.rollouts:
                 self.comparison.num_rollouts += 1
-                self.comparison.num_differing += x.token_ids != y.token_ids
+                self.comparison.num_differing += rollout.token_ids != others_by_sample[rollout.sample].token_ids
 
 
 def opens_thinking(prompt_ids: list[int], tokenizer: Any) -> bool:

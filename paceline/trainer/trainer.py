@@ -127,7 +127,7 @@ class Trainer:
             config, self.engine, held_out, self.pool, folder.path, self.state.step, lambda line: self._warn(f"left out: {line}"))
         self._keep_best()
         self.drafter_trainer, self.monitor = self._make_drafter_parts()
-        device = self.learner.policy.model.norm.device
+        device = self.learner.device
         trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
         self._stream = generation_stream(device) if trains_on_stream else None
         self._signals, self._graded_badly = SignalMonitor(config), False
@@ -139,7 +139,7 @@ class Trainer:
         latest = self.checkpoints.latest()
         try:
             self.state = read_state(latest) if latest is not None else RunState()
-            self.learner, self.tokenizer = make_learner(self.config, latest)
+            self.learner, self.tokenizer = self._make_learner(latest)
         except (DamagedFile, NonFiniteError) as error:
             if latest is None:
                 raise
@@ -150,6 +150,9 @@ class Trainer:
                                  "anew") from None
             self._warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
             self._load_checkpoint()
+
+    def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
+        return make_learner(self.config, checkpoint)
 
     def _make_engine(self) -> Engine:
         if self.config.cluster.needs_ray:
@@ -252,9 +255,12 @@ class Trainer:
 
     def _publish(self, learner: Learner, version: int) -> None:
         for engine in self._engines():
-            engine.update_weights(learner.weights(), version)
+            self._publish_to(engine, learner, version)
             if self.config.sleep_during_update:
                 engine.wake()
+
+    def _publish_to(self, engine: Engine, learner: Learner, version: int) -> None:
+        engine.update_weights(learner.weights(), version)
 
     def _on_phase(self, phase: str) -> None:
         if phase == "infer" and self.config.sleep_during_update:  # generation and drafter training are over

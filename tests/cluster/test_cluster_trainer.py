@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("ray")
 
@@ -16,14 +20,25 @@ from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.models.weights import load_model
-from paceline.trainer import RunStatus, Trainer
+from paceline.trainer import RunStatus, Trainer, TrainerCallback
 
 
 class LocalTrainer(ClusterTrainer):
     """Workers in this process, so that the tests are quick."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mixed: list[Any] = []
+
     def _make_runtime(self) -> LocalRuntime:
         return LocalRuntime(self.config.cluster.workers, TrainWorkerSpec(self.config).build)
+
+
+    def _collect(self, *args: Any) -> Any:
+        """Also keeps the answers that more than one version of the policy has written."""
+        groups = super()._collect(*args)
+        self.mixed += [rollout for group in groups for rollout in group.rollouts if len(set(rollout.versions)) > 1]
+        return groups
 
 
 class EagerTrainer(LocalTrainer):
@@ -53,7 +68,7 @@ def test_the_rollouts_of_a_run_do_not_depend_on_the_number_of_workers(tmp_path):
     assert len(expected) == 12
     for workers in (2, 4):
         out = tmp_path / str(workers)
-        result = LocalTrainer(config(out, cluster={"workers": workers})).run()
+        result = LocalTrainer(config(out, cluster={"workers": workers, "shard_training": False})).run()
         assert result.status is RunStatus.COMPLETED
         assert tokens(out) == expected
         trace = json.loads((out / "timeline.trace.json").read_text())["traceEvents"]
@@ -64,7 +79,8 @@ def test_the_rollouts_of_a_run_do_not_depend_on_the_number_of_workers(tmp_path):
 
 def test_a_run_resumes_with_its_trained_drafter(tmp_path):
     spot = {"form": "eagle", "step_tokens": 64, "micro_batch_tokens": 64}
-    fields = {"cluster": {"workers": 3, "reallocation": False}, "drafter": "learned", "spot": spot, "strategy": "eagle:d2w2v3",
+    fields = {"cluster": {"workers": 3, "reallocation": False, "shard_training": False}, "drafter": "learned",
+              "spot": spot, "strategy": "eagle:d2w2v3",
               "checkpoint_every": 1}
     first = EagerTrainer(config(tmp_path / "run", **fields))
     assert first.run().status is RunStatus.COMPLETED
@@ -82,13 +98,71 @@ def test_a_run_resumes_with_its_trained_drafter(tmp_path):
     assert one.num_steps == 3 and tokens(tmp_path / "run") == tokens(tmp_path / "one"), "the drafter changes no token"
 
 
+def test_unfinished_answers_continue_in_the_next_step(tmp_path):
+    cluster = {"workers": 2, "shard_training": False, "carry_over": 0.5}
+    rollout = {"prompts": 4, "group_size": 2, "max_new_tokens": 48}
+    trainer = LocalTrainer(config(tmp_path / "run", cluster=cluster, rollout=rollout, steps=4))
+    assert trainer.run().num_steps == 4
+    lines = [json.loads(line) for file in sorted((tmp_path / "run").glob("rollouts-*.jsonl"))
+             for line in file.read_text().splitlines()]
+    groups: dict[tuple[int, str], list] = {}
+    for line in lines:
+        groups.setdefault((line["step"], line["id"]), []).append(line)
+    assert all(len(group) == 2 for group in groups.values()), "a group is trained on when all of its answers are finished"
+    assert all(2 <= sum(key[0] == step for key in groups) <= 4 for step in range(1, 5))
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    carried = [line["cluster/carried_over"] for line in metrics]
+    assert max(carried) > 0 and max(carried) <= 2
+    assert len({name for _, name in groups}) == len(groups) == trainer.state.cursor, "every prompt is used once"
+    assert trainer.mixed, "some answers were written by two versions of the policy"
+
+
+class Killer(TrainerCallback):
+    """Kills worker 1 twice: while answers are generated, and while the policy is trained."""
+
+    def __init__(self) -> None:
+        self.num_killed = 0
+
+    def on_run_begin(self, trainer: ClusterTrainer) -> None:
+        self.coordinator = trainer.engine.coordinator
+
+    def on_engine_step(self, result: Any, progress: Any) -> None:
+        if self.coordinator.policy_version == 1 and self.num_killed == 0:
+            self._kill()
+
+    def on_phase(self, phase: str) -> None:
+        if phase == "train" and self.coordinator.policy_version == 2:
+            threading.Timer(0.05, self._kill).start()
+
+    def _kill(self) -> None:
+        self.num_killed += 1
+        os.kill(self.coordinator.runtime.pids()[1], signal.SIGKILL)
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return dict(load_model(checkpoint / "policy", "cpu", "float64")[0].named_parameters())
+
+
 @pytest.mark.slow
-def test_the_command_on_ray(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_train_the_policy_and_may_die(tmp_path, monkeypatch, workers):
+    """The run is that of one process: the same tokens, and the same weights up to rounding, whatever is killed on the way."""
     from paceline.cli.train import trainer_class
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    settings = config(tmp_path / "ray", cluster={"workers": 2})
+    fields = {"algorithm": "ppo", "steps": 3}
+    settings = config(tmp_path / "ray", **fields, cluster={"workers": workers})
     assert trainer_class(settings) is ClusterTrainer and trainer_class(config(tmp_path)) is Trainer
-    assert trainer_class(settings)(settings).run().status is RunStatus.COMPLETED
-    Trainer(config(tmp_path / "one")).run()
+    killer = Killer()
+    assert trainer_class(settings)(settings, callbacks=[killer]).run().status is RunStatus.COMPLETED
+    assert killer.num_killed == 2
+    Trainer(config(tmp_path / "one", **fields)).run()
     assert tokens(tmp_path / "ray") == tokens(tmp_path / "one")
+    found, expected = (weights(tmp_path / run / "checkpoints" / "step-000003") for run in ("ray", "one"))
+    assert all((found[name] - expected[name]).abs().max() < 1e-12 for name in expected)
+    lines = [json.loads(line) for line in (tmp_path / "ray" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] for line in lines] == pytest.approx(
+        [json.loads(line)["grad_norm"] for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()])
+    assert all(line["cluster/publish_s"] > 0 for line in lines)
+    events = [json.loads(line) for line in (tmp_path / "ray" / "timeline.jsonl").read_text().splitlines()]
+    assert any(event["event"] == "interval" and event["state"] == "updating" for event in events)

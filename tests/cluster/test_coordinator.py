@@ -20,9 +20,12 @@ from cluster.local import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.types import PolicyConfig
 from paceline.cluster.worker import Worker
+from paceline.engine.migration import RequestState
 
 STATIC = PolicyConfig(scheduling=False, reallocation=False)
 
@@ -124,6 +127,34 @@ def test_versions_are_recorded_with_the_tokens():
     coordinator.publish_policy(weights(), 3)
     found = run(coordinator, submit(coordinator))
     assert {version for rollout in found.values() for version in rollout.versions} == {3}
+
+
+class PoisonedRuntime(LocalRuntime):
+    """Some requests kill their worker in its next step."""
+
+    def poll(self, timeout_s):
+        for worker in list(self.workers.values()):
+            if any(request.prompt_ids == POISON for request in worker.engine._requests.values()):
+                self.kill(worker.id)
+        return super().poll(timeout_s)
+
+
+POISON = [13, 13]
+
+
+def test_a_request_that_kills_its_workers_is_given_up_and_the_others_go_on():
+    runtime = PoisonedRuntime(2, lambda w, send: Worker(w, make_engine(seed=7, max_batch=12), send), 2)
+    coordinator = Coordinator(runtime, EAGER, interval_s=0.0)
+    coordinator.publish_policy(weights(), 0)
+    ids = submit(coordinator)
+    poisoned = [coordinator.submit([RequestState(POISON, SamplingParams(max_new_tokens=8, seed=s), 0, 0)], f"poison {s}")[0]
+                for s in range(2)]
+    found = run(coordinator, ids + poisoned)
+    for request in poisoned:
+        rollout = found.pop(request)
+        assert rollout.finish_reason == "crash" and "5 workers died" in rollout.error
+    assert_same(found)
+    check_clean(coordinator)
 
 
 def test_cancelled_requests_leave_nothing_behind():

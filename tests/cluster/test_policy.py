@@ -26,6 +26,18 @@ def held(view):
     return slots, tokens
 
 
+@settings(max_examples=100, deadline=None)
+@given(views())
+def test_a_worker_gets_one_suspect_at_a_time(view):
+    after = carry_out(view, decide(view))
+    before = Counter(np.r_[view.requests.worker, view.requests.target][np.tile(view.requests.suspect, 2)].tolist())
+    found = Counter(after.requests.worker[after.requests.suspect].tolist())
+    assert all(number <= max(1, before[worker]) for worker, number in found.items() if worker >= 0)
+    room = [w for w in view.workers if w.state is not WorkerState.DOWN and w.policy_version == view.policy_version
+            and not (after.requests.worker == w.id).any()]
+    assert not (room and found[-1]), "a suspect that an empty worker could have does not wait"
+
+
 @settings(max_examples=300, deadline=None)
 @given(views())
 def test_actions_are_always_possible(view):

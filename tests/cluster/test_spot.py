@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from cluster.local import PARAMS, PROMPTS, assert_same, make_engine, run, submit, weights
@@ -11,6 +14,7 @@ from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import DrafterTrained, EndTraining, StartTraining, StepSums, TrainingPreempted
+from paceline.cluster.spot_group import Trainers, TrainingRound
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import PolicyConfig, WorkerState
 from paceline.cluster.worker import Worker
@@ -18,7 +22,7 @@ from paceline.engine.migration import RequestState
 from paceline.spot import SpotConfig, capture_layers
 
 
-def make_training_cluster(num_workers: int = 3) -> Coordinator:
+def make_training_cluster(num_workers: int = 3, max_trainers: int = 1) -> Coordinator:
     """Workers that report their drafter after every step; a few answers last long."""
     layers = capture_layers(eagle("llama").config)
     config = SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)
@@ -27,7 +31,8 @@ def make_training_cluster(num_workers: int = 3) -> Coordinator:
         engine = make_engine("eagle:d3w2v4", capture=layers)
         return Worker(worker, engine, send, DrafterTraining(engine, config, publish_s=0.0))
 
-    coordinator = Coordinator(LocalRuntime(num_workers, make, 2), PolicyConfig(reallocation=False, min_train_s=0.0), 0.0)
+    policy = PolicyConfig(reallocation=False, min_train_s=0.0, max_trainers=max_trainers)
+    coordinator = Coordinator(LocalRuntime(num_workers, make, 2), policy, 0.0)
     coordinator.publish_policy(weights(), 0)
     return coordinator
 
@@ -101,7 +106,7 @@ def test_work_ends_training_within_one_micro_batch():
     for group in engine.generate(PROMPTS, PARAMS, 2):
         for rollout in group.rollouts:
             worker.training.add(rollout.features, 0)
-    worker.post(StartTraining())
+    worker.post(StartTraining(TrainingRound(1, (0,), "")))
     worker.step()
     assert worker.state is WorkerState.TRAINING
     worker.post(EndTraining())
@@ -109,6 +114,102 @@ def test_work_ends_training_within_one_micro_batch():
     report = worker.report()
     assert report.state is WorkerState.IDLE
     assert [type(event) for event in report.events] == [TrainingPreempted, DrafterTrained]
+
+
+CONFIG = SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)
+
+
+def make_training(prompts: list[list[int]]) -> DrafterTraining:
+    """Drafter training with the answers to these prompts."""
+    engine = make_engine("eagle:d3w2v4", capture=capture_layers(eagle("llama").config))
+    training = DrafterTraining(engine, CONFIG, publish_s=1e9)
+    for group in engine.generate(prompts, PARAMS, 2):
+        for rollout in group.rollouts:
+            training.add(rollout.features, 0)
+    return training
+
+
+def run_until(members: list[DrafterTraining], step: int) -> None:
+    for _ in range(20_000):
+        if all(member._trainer.progress.step >= step for member in members):
+            return
+        for member in members:
+            if member._trainer.progress.step < step:
+                member.run_micro_batch()
+    raise AssertionError("they wait for each other")
+
+
+def drafter_weights(training: DrafterTraining) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in training._trainer.parameters.values()])
+
+
+def test_members_with_the_same_data_train_as_one_alone(tmp_path):
+    alone, *members = (make_training(PROMPTS) for _ in range(3))
+    alone.start(None, TrainingRound(1, (5,), ""), 5)
+    for worker, member in enumerate(members):
+        member.start(None, TrainingRound(1, (0, 1), str(tmp_path / "a")), worker)
+    run_until([alone, *members], 4)
+    for member in members:
+        torch.testing.assert_close(drafter_weights(member), drafter_weights(alone), rtol=0, atol=1e-12)
+
+
+def test_members_join_and_leave(tmp_path):
+    """Whoever joins continues where the others are; gradients are averaged, so all have the same drafter though each has data of
+    its own. One that leaves holds nobody up."""
+    first, second, third = (make_training([prompt]) for prompt in PROMPTS[:3])
+    first.start(None, TrainingRound(1, (0,), ""), 0)
+    run_until([first], 3)
+    for worker, member in enumerate((first, second)):
+        member.start(None, TrainingRound(2, (0, 1), str(tmp_path / "b")), worker)
+    run_until([first, second], 6)
+    assert torch.equal(drafter_weights(first), drafter_weights(second))
+    first.run_micro_batch()  # it waits for the second one now
+    before = drafter_weights(second)
+    assert first.stop() is not None and second.stop() is None, "the first one reports the drafter"
+    third.start(None, TrainingRound(3, (1, 2), str(tmp_path / "c")), 2)
+    second.start(None, TrainingRound(3, (1, 2), str(tmp_path / "c")), 1)
+    run_until([second, third], 7)
+    assert torch.equal(drafter_weights(second), drafter_weights(third)) and not torch.equal(drafter_weights(second), before)
+
+
+def test_a_member_that_is_gone_ends_the_round(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.cluster.spot_group._TIMEOUT", timedelta(seconds=1))
+    training = make_training(PROMPTS)
+    training.start(None, TrainingRound(1, (0, 1), str(tmp_path / "d")), 0)
+    ends = time.perf_counter() + 30
+    while training.active and time.perf_counter() < ends:
+        training.run_micro_batch()
+    assert not training.active
+
+
+def test_rounds_begin_when_workers_join_or_leave():
+    trainers = Trainers()
+    places = iter("abc")
+    assert trainers.new_rounds(lambda: next(places)) == []
+    trainers.add(4)
+    assert trainers.new_rounds(lambda: next(places)) == [(4, TrainingRound(1, (4,), ""))]
+    trainers.add(2)
+    two = TrainingRound(2, (4, 2), "a")
+    assert trainers.new_rounds(lambda: next(places)) == [(4, two), (2, two)]
+    trainers.remove(4, 2)
+    trainers.add(4)
+    trainers.remove(4, 2)  # said before it was added again
+    assert trainers.new_rounds(lambda: next(places))[0][1].members == (2, 4)
+    assert trainers.new_rounds(lambda: next(places)) == []
+
+
+def test_idle_workers_train_together_while_another_generates():
+    coordinator = make_training_cluster(max_trainers=3)
+    run(coordinator, submit(coordinator))
+    coordinator.submit([RequestState([3, 1, 4], SamplingParams(max_new_tokens=100, seed=1), 0, 0)], "long")
+    together = 0
+    for _ in range(3000):
+        if coordinator.step():
+            break
+        active = [worker.training for worker in coordinator.runtime.workers.values() if worker.training.active]
+        together += len(active) == 2 and all(training._group is not None and training._forming is None for training in active)
+    assert together, "two of the workers have trained together"
+    assert coordinator.trained is not None
 
 
 @pytest.mark.slow

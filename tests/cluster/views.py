@@ -27,10 +27,11 @@ TOKEN_S = np.concatenate([[0.0], 0.004 + 0.00005 * np.arange(1, 13)])
 
 def table(rows: list[dict[str, Any]]) -> RequestTable:
     """Requests from dictionaries; what is not given is a waiting request of a group of its own."""
-    default = {"worker": NOWHERE, "target": NOWHERE, "probe": False, "context": 10, "remaining": 100.0, "waited_s": 0.0}
+    default = {"worker": NOWHERE, "target": NOWHERE, "probe": False, "context": 10, "remaining": 100.0, "waited_s": 0.0,
+               "suspect": False}
     full = [{"id": i, "group": i, **default, **row} for i, row in enumerate(rows)]
-    names = ("id", "worker", "target", "group", "probe", "context", "remaining", "waited_s")
-    dtypes = (int, int, int, int, bool, int, float, float)
+    names = ("id", "worker", "target", "group", "probe", "context", "remaining", "waited_s", "suspect")
+    dtypes = (int, int, int, int, bool, int, float, float, bool)
     return RequestTable(*(np.array([row[name] for row in full], dtype) for name, dtype in zip(names, dtypes, strict=True)))
 
 
@@ -63,7 +64,8 @@ def views(draw: st.DrawFn) -> ClusterView:
         moving = worker != NOWHERE and others and rng.random() < 0.2
         rows.append({"id": 100 + i, "worker": worker, "target": int(rng.choice(others)) if moving else NOWHERE,
                      "group": int(rng.integers(10)), "probe": bool(rng.random() < 0.2), "context": int(rng.integers(1, 200)),
-                     "remaining": float(rng.integers(1, 400)), "waited_s": float(rng.integers(0, 50))})
+                     "remaining": float(rng.integers(1, 400)), "waited_s": float(rng.integers(0, 50)),
+                     "suspect": bool(worker == NOWHERE and rng.random() < 0.2)})
     workers = tuple(WorkerView(w, states[w], max_batch, kv_tokens, draw(st.sampled_from([1.0, 1.0, 3.0])), versions[w],
                                can_train=draw(st.booleans())) for w in range(count))
     return ClusterView(workers, table(rows), TOKEN_S, 0.0, 0.01, 1e-6, policy_version=3)

@@ -1,0 +1,90 @@
+"""Training on several ranks: processes that each hold a shard of every model (FSDP2) and run a share of the micro-batches.
+
+Every rank is given all samples of a batch and makes the same calls of the learner in the same order. The gradients of all ranks
+are summed, so an update does not depend on the number of ranks, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from paceline.rl.batch import MicroBatch, Sample
+from paceline.rl.models import Policy, Scorer
+
+
+class Ranks:
+    """The processes that train together. Without a mesh: this process alone, which needs no torch.distributed."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        """`mesh`: one-dimensional, over all ranks; its process group must be initialized."""
+        self._mesh = mesh
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.size = 1 if mesh is None else mesh.size()
+
+    def shard(self, model: Policy | Scorer) -> None:
+        """Keep only this rank's part of every parameter. Whole layers exist one at a time, while they are computed. A model on
+        the host is moved to the mesh's device layer by layer, so it never has to fit there as a whole."""
+        if self._mesh is None:
+            return
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=self._mesh, reshard_after_forward=True).set_gradient_divide_factor(1.0)
+        for method in ("logprobs", "values", "scores"):  # what is called instead of `forward`
+            if hasattr(model, method):
+                register_fsdp_forward_method(model, method)
+
+    def micro_batch_tokens(self, samples: Sequence[Sample], largest: int) -> int:
+        """Size of micro-batches with which every rank has about the same work, at most `largest`."""
+        return min(largest, -(-sum(len(sample.tokens) for sample in samples) // self.size))
+
+    def share(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """This rank's micro-batches, equally many on all ranks because each takes part in every pass. Where there are too few,
+        one that counts for nothing is repeated: it has no members and no weight."""
+        mine = batches[self.rank :: self.size]
+        if batches and len(mine) < -(-len(batches) // self.size):
+            small = min(batches, key=lambda batch: len(batch.tokens))
+            mine.append(small._replace(weights=torch.zeros_like(small.weights), members=()))
+        return mine
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._mesh is None:
+            return values
+        found = values.to(self._mesh.device_type, copy=True)
+        dist.all_reduce(found, operation, self._mesh.get_group())
+        return found.to(values.device)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor. If it is sharded, all ranks must call this, in the same order."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that every rank has, sharded as `like` is."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and values of the parameters that are trained."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

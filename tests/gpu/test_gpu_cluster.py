@@ -1,0 +1,89 @@
+"""Several worker processes that share one GPU: the same tokens, while requests move between them without a copy on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import eagle, model
+
+pytest.importorskip("ray")
+
+from cluster.local import GROUP, PARAMS, PROMPTS, restless, run, submit, weights
+
+from paceline import Engine, Rollout, Strategy
+from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.ray_runtime import RayRuntime
+from paceline.cluster.trainer import ClusterTrainer
+from paceline.cluster.worker import Send, Worker, gpu_of
+from paceline.config import EngineConfig, TrainConfig
+from paceline.models.decoder import Decoder
+from paceline.trainer import RunStatus, Trainer
+
+LONG = replace(PARAMS, max_new_tokens=160)
+
+
+def make_gpu_engine(strategy: str, seed: int) -> Engine:
+    source = model("llama", seed)
+    policy = Decoder.random(source.config, 0, dtype=torch.float64, device="cuda")
+    policy.load_state_dict(source.state_dict())
+    drafter = eagle("llama").to("cuda")
+    config = EngineConfig(page_size=16, kv_tokens=16384, max_batch=16)
+    return Engine(policy, None, drafter, Strategy.parse(strategy), config)
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """A worker whose engine is on the GPU that it shares with the others."""
+
+    strategy: str
+
+    def build(self, worker_id: int, send: Send) -> Worker:
+        engine = make_gpu_engine(self.strategy, seed=7)  # other weights than those that are published
+        return Worker(worker_id, engine, send, gpu=gpu_of(engine.model.norm.device))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("strategy", ["off", "both:d3w2v4"])
+def test_workers_share_a_gpu(monkeypatch, workers, strategy):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")]))
+    alone = make_gpu_engine("off", seed=0)
+    expected: dict[int, Rollout] = {r.seed: r for group in alone.generate(PROMPTS, LONG, GROUP) for r in group.rollouts}
+    runtime = RayRuntime(workers, GpuSpec(strategy), num_gpus=1 / workers)
+    coordinator = Coordinator(runtime, interval_s=0.02, decide=restless(workers))
+    try:
+        coordinator.publish_policy(weights(), 0)
+        coordinator.wait_for_all()
+        for _ in range(3):
+            found = run(coordinator, submit(coordinator, LONG), rounds=20_000)
+            assert {r.seed: r.token_ids for r in found.values()} == {seed: r.token_ids for seed, r in expected.items()}
+        assert len(set(coordinator._gpus.values())) == 1 and coordinator._gpus[0]
+        moves = [event for event in coordinator.timeline.events if event["event"] == "migrated"]
+        print(f"{workers} workers, {strategy}: {len(moves)} moves, pauses "
+              f"{sorted(round(1e3 * event['pause_s'], 1) for event in moves)} ms")
+        assert moves, "no request was moved"
+        assert not all(event["prefilled"] for event in moves)
+    finally:
+        coordinator.close()
+
+
+def test_a_run_on_two_workers_that_share_a_gpu(tmp_path, monkeypatch):
+    """Generation, sharded training (gloo, because NCCL needs a GPU for each) and publication."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    fields = {"model": "default", "task": "collatz", "steps": 2, "dtype": "float64", "device": "cuda",
+              "strategy": "suffix:d4w2v6", "rollout": {"prompts": 2, "group_size": 3, "max_new_tokens": 24},
+              "reward": {"workers": 0}, "optimizer": {"lr": 1e-3}, "engine": {"max_batch": 8, "kv_tokens": 8192}}
+    cluster = {"workers": 2, "gpus_per_worker": 0.5}
+    runs = {"two": ClusterTrainer(TrainConfig(**fields, cluster=cluster, out=str(tmp_path / "two"))),
+            "one": Trainer(TrainConfig(**fields, out=str(tmp_path / "one")))}
+    found = {}
+    for name, trainer in runs.items():
+        assert trainer.run().status is RunStatus.COMPLETED
+        lines = [json.loads(line) for file in sorted((tmp_path / name).glob("rollouts-*.jsonl"))
+                 for line in file.read_text().splitlines()]
+        found[name] = [(line["step"], line["id"], line["sample"], line["token_ids"]) for line in lines]
+    assert found["one"] == found["two"]

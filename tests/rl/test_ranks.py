@@ -1,0 +1,173 @@
+"""Sharded training: any number of ranks gives the weights of one."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import sys
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch._dynamo  # which optimizers import: once, in the process that the ranks are forked from
+import torch.distributed as dist
+from samples import random_samples
+from test_learner import make_learner
+from torch.distributed.device_mesh import init_device_mesh
+
+from paceline.models.weights import load_model
+from paceline.rl.checkpoint import policy_folder, restore, save_learner
+from paceline.rl.learner import Learner
+from paceline.rl.models import Scorer
+from paceline.rl.ranks import Ranks, local
+from paceline.rl.reward_model import RewardModel
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"options": {"kl": 0.1}},
+    "ppo": {"name": "ppo", "epochs": 2, "minibatches": 2, "kind": "qwen3"},
+    "rloo, tied, checkpointed": {"name": "rloo", "options": {"kl": 0.1}, "gradient_checkpointing": True},
+    "lora": {"lora_rank": 2, "kind": "qwen2"},
+}
+
+NO_KL = {"kl": 0.0}  # the reference is not part of a checkpoint
+
+
+def train(learner: Learner, steps: int = 3) -> list[dict[str, float]]:
+    found = []
+    for step in range(steps):
+        samples = random_samples(3, 4, seed=step)
+        learner.infer(samples)
+        learner.algorithm.compute_advantages(samples)
+        found.append(learner.update(samples, step))
+    return found
+
+
+def with_ranks(rank: int, size: int, folder: str) -> Ranks:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    return Ranks(init_device_mesh("cpu", (size,)))
+
+
+def make_reward_model() -> RewardModel:
+    model = Scorer(tiny.Decoder.random(tiny.CONFIGS["llama"], 4, 0.3, torch.float64), torch.float64)
+    torch.nn.init.constant_(model.score.weight, 0.1)
+    return RewardModel(model.requires_grad_(False), None, None)
+
+
+def run_cases(rank: int, size: int, folder: str, names: list[str]) -> dict[str, Any]:
+    ranks, found = with_ranks(rank, size, folder), {}
+    for name in names:
+        learner = make_learner(micro_batch_tokens=40, **CASES[name])
+        learner.shard(ranks)
+        metrics = train(learner)
+        parts = sum(local(p).numel() for p in learner.policy.parameters())
+        found[name] = {n: t.numpy() for n, t in learner.weights()}, metrics, parts
+    samples = random_samples(2, 3)
+    learner = make_learner(options={"kl": 0.1})
+    learner.reward_model = make_reward_model()
+    learner.shard(ranks)
+    learner.infer(samples)
+    found["scores"] = [sample.score for sample in samples]
+    found["failure"] = failure_of(ranks)
+    return found
+
+
+def train_from(rank: int, size: int, folder: str, checkpoint: str) -> Any:
+    """Go on from a checkpoint, save another one, and train once more."""
+    learner = make_learner("ppo", options=NO_KL, model=load_model(policy_folder(Path(checkpoint)), "cpu", torch.float64)[0])
+    learner.shard(with_ranks(rank, size, folder))
+    restore(learner, Path(checkpoint))
+    train(learner, 1)
+    save_learner(learner, Path(folder) / "saved", None)
+    train(learner, 1)
+    return {name: tensor.numpy() for name, tensor in learner.weights()}
+
+
+def failure_of(ranks: Ranks) -> str:
+    """One rank has a weight that is not a number; all ranks say so, and none waits for another."""
+    learner = make_learner()
+    learner.shard(ranks)
+    if ranks.rank == ranks.size - 1:
+        local(learner.policy.model.norm.data).fill_(math.nan)
+    try:
+        learner.require_finite()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    """Processes that are forked, one for each rank, from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_ranks"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        with context.Pool(4, maxtasksperchild=1) as found:
+            yield found
+
+
+def spread(pool: Pool, call: Any, size: int, folder: Path, *args: Any) -> list[Any]:
+    folder.mkdir()
+    return pool.starmap(call, [(rank, size, str(folder), *args) for rank in range(size)], chunksize=1)
+
+
+QUICK = [name for name in CASES if name != "lora"]  # takes long to import
+
+
+@pytest.mark.parametrize(("size", "names"), [(2, QUICK), pytest.param(4, list(CASES), marks=pytest.mark.slow)])
+def test_any_number_of_ranks_gives_the_same_weights(pool, tmp_path, size, names):
+    ranks = spread(pool, run_cases, size, tmp_path / "ranks", names)
+    for name in names:
+        alone = make_learner(micro_batch_tokens=40, **CASES[name])
+        metrics = train(alone)
+        expected = dict(alone.weights())
+        total = sum(p.numel() for p in alone.policy.parameters())
+        for weights, found, _ in (rank[name] for rank in ranks):
+            assert weights.keys() == expected.keys()
+            for key, value in weights.items():
+                assert abs(expected[key].numpy() - value).max() < 1e-12, (name, key)
+            assert found == [pytest.approx(line, rel=1e-9, abs=1e-12) for line in metrics], name
+        assert all(abs(ranks[0][name][0][key] - other[name][0][key]).max() == 0 for other in ranks for key in expected)
+        assert sum(rank[name][2] for rank in ranks) == total, "every weight is on one rank only"
+    alone, samples = make_learner(options={"kl": 0.1}), random_samples(2, 3)
+    alone.reward_model = make_reward_model()
+    alone.infer(samples)
+    assert {rank["failure"] for rank in ranks} == {"policy: model.norm is not finite"}
+    assert all(rank["scores"] == pytest.approx([sample.score for sample in samples]) for rank in ranks)
+
+
+def test_ranks_and_one_process_continue_each_others_checkpoints(pool, tmp_path):
+    alone = make_learner("ppo", options=NO_KL)
+    train(alone, 1)
+    save_learner(alone, tmp_path / "first", None)
+    train(alone, 1)
+    ranks = spread(pool, train_from, 2, tmp_path / "ranks", str(tmp_path / "first"))
+    saved = tmp_path / "ranks" / "saved"
+    again = make_learner("ppo", options=NO_KL, model=load_model(policy_folder(saved), "cpu", torch.float64)[0])
+    restore(again, saved)
+    for learner in (alone, again):
+        train(learner, 1)
+        for name, tensor in learner.weights():
+            assert all(abs(tensor.numpy() - rank[name]).max() < 1e-12 for rank in ranks), name
+
+
+def test_micro_batches_are_shared_evenly():
+    class Some(Ranks):
+        def __init__(self, rank: int, size: int) -> None:
+            self.rank, self.size = rank, size
+
+    learner, samples = make_learner(micro_batch_tokens=10), random_samples(2, 5)
+    for size in (1, 2, 3, 4):
+        shares = []
+        for rank in range(size):
+            learner.ranks = Some(rank, size)
+            shares.append(learner._packed(samples, [1.0] * len(samples)))
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(i for share in shares for batch in share for i in batch.members) == list(range(len(samples)))
+        idle = [batch for share in shares for batch in share if not batch.members]
+        assert len(idle) < size and all(not batch.weights.any() for batch in idle)

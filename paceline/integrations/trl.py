@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 SETTINGS = ("strategy", "drafter", "train_drafter", "drafter_mode", "drafter_budget", "drafter_alarms", "spot", "engine")
 """Fields of `TrainConfig` that `PacelineRollout` takes. Everything else is TRL's."""
 DRAFTER_FOLDER = "paceline-drafter"
-"""Folder of the drafter's checkpoints, within the trainer's output folder."""
+"""Folder of the drafter's checkpoints, within the trainer's output folder. Those of further processes have their number at the
+end."""
 
 
 class PacelineRollout:
@@ -143,7 +144,8 @@ class PacelineRollout:
         """Return the learned drafter's trainer, which continues from its last checkpoint; None if there is nothing to train."""
         config, device = self._config, self.engine.state.device
         if self.drafter_trainer is None and self.engine.drafting.eagle is not None and config.train_drafter:
-            folder = Path(config.out) / DRAFTER_FOLDER
+            rank = self._trainer.accelerator.process_index
+            folder = Path(config.out) / (f"{DRAFTER_FOLDER}-{rank}" if rank else DRAFTER_FOLDER)
             self.drafter_trainer = make_drafter_trainer(config, self.engine, folder, max(1, idle_cores()))
             if config.drafter_mode == "cuda_stream" and device.type == "cuda":
                 self._stream = generation_stream(device)

@@ -213,14 +213,11 @@ class _DrafterCheckpoints(TrainerCallback):
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """The sampling parameters of a `GRPOTrainer`. ValueError if it has one that the engine does not."""
-    extra = trainer.args.generation_kwargs or {}
-    if extra:
-        raise ValueError(f"generation_kwargs: {', '.join(sorted(extra))} are not supported")
-    if trainer.repetition_penalty not in (None, 1.0):
-        raise ValueError(f"repetition_penalty: {trainer.repetition_penalty} is not supported, only 1.0")
-    return SamplingParams(temperature=trainer.temperature, top_p=trainer.top_p, top_k=trainer.top_k or 0,
-                          min_p=trainer.min_p or 0.0, max_new_tokens=trainer.max_completion_length, seed=trainer.args.seed)
+    """The sampling parameters of a `GRPOTrainer`. `generation_kwargs` are fields of `SamplingParams`; others are a ValueError."""
+    own = {"temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": trainer.top_k or 0, "min_p": trainer.min_p or 0.0,
+           "repetition_penalty": trainer.repetition_penalty or 1.0, "max_new_tokens": trainer.max_completion_length,
+           "seed": trainer.args.seed}
+    return SamplingParams(**{**own, **(trainer.args.generation_kwargs or {})})
 
 
 def encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 SETTINGS = ("strategy", "drafter", "train_drafter", "drafter_mode", "drafter_budget", "drafter_alarms", "spot", "engine")
 """Fields of `TrainConfig` that `PacelineRollout` takes. Everything else is TRL's."""
 DRAFTER_FOLDER = "paceline-drafter"
-"""Folder of the drafter's checkpoints, within the trainer's output folder."""
+"""Folder of the drafter's checkpoints, within the trainer's output folder. Those of further processes have their number at the
+end."""
 
 
 class PacelineRollout:
@@ -143,7 +144,8 @@ class PacelineRollout:
         """Return the learned drafter's trainer, which continues from its last checkpoint; None if there is nothing to train."""
         config, device = self._config, self.engine.state.device
         if self.drafter_trainer is None and self.engine.drafting.eagle is not None and config.train_drafter:
-            folder = Path(config.out) / DRAFTER_FOLDER
+            rank = self._trainer.accelerator.process_index
+            folder = Path(config.out) / (f"{DRAFTER_FOLDER}-{rank}" if rank else DRAFTER_FOLDER)
             self.drafter_trainer = make_drafter_trainer(config, self.engine, folder, max(1, idle_cores()))
             if config.drafter_mode == "cuda_stream" and device.type == "cuda":
                 self._stream = generation_stream(device)
@@ -211,14 +213,11 @@ class _DrafterCheckpoints(TrainerCallback):
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """The sampling parameters of a `GRPOTrainer`. ValueError if it has one that the engine does not."""
-    extra = trainer.args.generation_kwargs or {}
-    if extra:
-        raise ValueError(f"generation_kwargs: {', '.join(sorted(extra))} are not supported")
-    if trainer.repetition_penalty not in (None, 1.0):
-        raise ValueError(f"repetition_penalty: {trainer.repetition_penalty} is not supported, only 1.0")
-    return SamplingParams(temperature=trainer.temperature, top_p=trainer.top_p, top_k=trainer.top_k or 0,
-                          min_p=trainer.min_p or 0.0, max_new_tokens=trainer.max_completion_length, seed=trainer.args.seed)
+    """The sampling parameters of a `GRPOTrainer`. `generation_kwargs` are fields of `SamplingParams`; others are a ValueError."""
+    own = {"temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": trainer.top_k or 0, "min_p": trainer.min_p or 0.0,
+           "repetition_penalty": trainer.repetition_penalty or 1.0, "max_new_tokens": trainer.max_completion_length,
+           "seed": trainer.args.seed}
+    return SamplingParams(**{**own, **(trainer.args.generation_kwargs or {})})
 
 
 def encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -95,14 +98,15 @@ def test_three_steps(folder, tmp_path, drafter, lora):
 
 def test_tokens_are_those_of_the_engine(folder, tmp_path):
     rollout = Recorded(strategy="suffix:d4w2v8", engine=ENGINE)
-    trainer = make_trainer(folder, tmp_path, rollout, max_steps=2, temperature=0.9, top_p=0.95)
+    trainer = make_trainer(folder, tmp_path, rollout, max_steps=2, temperature=0.9, top_p=0.95, repetition_penalty=1.1,
+                           generation_kwargs={"logit_bias": {2: 1.5}})
     trainer.train()
     engine = Engine.load(folder, dtype="float32", drafter="none", strategy="off", **ENGINE)
     for step, (output, weights) in enumerate(rollout.calls):
         engine.update_weights(weights)
         assert len(output["prompt_ids"]) == 16 and output["prompt_ids"][0] == output["prompt_ids"][7]
         for index, prompt in enumerate(output["prompt_ids"]):
-            params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=24)
+            params = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=24, repetition_penalty=1.1, logit_bias={2: 1.5})
             [request] = engine.add(prompt, params, seeds=[derive_seed(7, f"train/{step}/0/0", index)])
             while not (finished := engine.step().finished):
                 pass
@@ -131,15 +135,32 @@ def test_a_second_training_continues_the_drafter(folder, tmp_path):
     assert logged(trainer, "drafter/steps")[-1] > first
 
 
+def train_in_one_of_two_processes(folder, out):
+    """What `torch.distributed.run` calls in each process."""
+    rollout = Recorded(drafter="learned", engine=ENGINE)
+    trainer = make_trainer(folder, out, rollout, max_steps=2, per_device_train_batch_size=8)
+    trainer.train()
+    outputs = [output for output, _ in rollout.calls]
+    assert len(outputs) == 2 and max(logged(trainer, AGREEMENT)) < 1e-4
+    (out / f"answers-{os.environ['RANK']}.json").write_text(json.dumps([one["completion_ids"] for one in outputs]))
+
+
+def test_two_processes_generate_different_answers(folder, tmp_path):
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, str(folder), str(tmp_path)],
+                   check=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    first, second = (json.loads((tmp_path / f"answers-{rank}.json").read_text()) for rank in (0, 1))
+    assert [len(step) for step in first] == [len(step) for step in second] == [8, 8]
+    assert first[0] != second[0] and first[1] != second[1]
+    assert {path.name for path in tmp_path.glob(f"{DRAFTER_FOLDER}*")} == {DRAFTER_FOLDER, f"{DRAFTER_FOLDER}-1"}
+
+
 def test_what_is_not_supported_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="steps"):
         PacelineRollout(steps=3)
     with pytest.raises(ConfigError, match=r"draftr.*drafter"):
         PacelineRollout(draftr="suffix")
-    for options, message in (({"repetition_penalty": 1.1}, "repetition_penalty"),
-                             ({"generation_kwargs": {"num_beams": 2}}, "num_beams")):
-        with pytest.raises(ValueError, match=message):
-            make_trainer(folder, tmp_path, PacelineRollout(engine=ENGINE), **options).train()
+    with pytest.raises(ValueError, match="num_beams"):
+        make_trainer(folder, tmp_path, PacelineRollout(engine=ENGINE), generation_kwargs={"num_beams": 2}).train()
     with pytest.raises(ValueError, match="kv_tokens"):
         make_trainer(folder, tmp_path, PacelineRollout(engine={"kv_tokens": 16})).train()
 
@@ -170,3 +191,7 @@ def test_a_step_is_twice_as_fast_as_with_own_generation(tmp_path):
     print(f"\none GRPO step: {statistics.median(seconds['own']):.2f} s with TRL's generation, "
           f"{statistics.median(seconds['paceline']):.2f} s with Paceline's: {ratio:.1f}x")
     assert ratio >= 2
+
+
+if __name__ == "__main__":
+    train_in_one_of_two_processes(*map(Path, sys.argv[1:]))

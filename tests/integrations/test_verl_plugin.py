@@ -201,12 +201,12 @@ def test_sampling_parameters(folders):
     from paceline.integrations.verl.settings import sampling_params
 
     config = rollout_config(folders[0])
-    params = sampling_params({"temperature": 0.7, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.0, "logprobs": True,
-                              "stop": "1", "seed": 3}, config, 20, "key")
-    assert params == SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=20, stop=("1",), seed=3)
+    params = sampling_params({"temperature": 0.7, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": True,
+                              "stop": "1", "seed": 3, "min_p": None, "n": 1}, config, 20, "key")
+    assert params == SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=20, stop=("1",), seed=3, repetition_penalty=1.2)
     assert sampling_params({}, config, 4, "a").seed != sampling_params({}, config, 4, "b").seed
     assert sampling_params({}, config, 4, "a").max_new_tokens == 24
-    for wrong in ({"repetition_penalty": 1.2}, {"n": 2}, {"best_of": 2}):
+    for wrong in ({"n": 2}, {"best_of": 2}, {"top_p": 3.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sampling_params(wrong, config, 4, "key")
 

@@ -11,10 +11,11 @@ from paceline.engine.prompts import derive_seed
 from paceline.types import SamplingParams
 
 _PARALLEL = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-_IGNORED = {"n": (None, 1), "repetition_penalty": (None, 1.0), "presence_penalty": (None, 0.0), "frequency_penalty": (None, 0.0),
-            "logprobs": None, "prompt_logprobs": (None,), "skip_special_tokens": None, "spaces_between_special_tokens": None,
-            "detokenize": None, "include_stop_str_in_output": None}
-"""Sampling parameters of other engines that change nothing here, with the values that they may have (None: any)."""
+_SAME = ("temperature", "top_p", "min_p", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
+         "logit_bias", "min_tokens")
+"""Sampling parameters that vLLM and Paceline name alike."""
+_WITHOUT_EFFECT = {"logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"}
+"""Sampling parameters of other engines that change no token here."""
 
 
 class ServerSettings(Config):
@@ -53,18 +54,15 @@ def _max_batch(config: Any) -> int | None:
 def sampling_params(given: dict[str, Any], config: Any, prompt_length: int, key: str) -> SamplingParams:
     """The sampling parameters of a request from verl's, which are named as in vLLM. `key` distinguishes requests that are to get
     different noise. ValueError if a parameter is not supported."""
-    left = {name: value for name, value in given.items() if value is not None}
+    left = {name: value for name, value in given.items() if value is not None and name not in _WITHOUT_EFFECT}
     limit = left.pop("max_tokens", left.pop("max_new_tokens", None))
     if limit is None:
         limit = min(config.response_length, config.prompt_length + config.response_length - prompt_length)
-    stop = left.pop("stop", ())
     params = SamplingParams(
-        temperature=left.pop("temperature", 1.0), top_p=left.pop("top_p", 1.0), top_k=max(0, left.pop("top_k", 0)),
-        min_p=left.pop("min_p", 0.0), max_new_tokens=max(1, limit), stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(left.pop("stop_token_ids", ())), ignore_eos=left.pop("ignore_eos", config.ignore_eos),
+        **{name: left.pop(name) for name in _SAME if name in left}, top_k=max(0, left.pop("top_k", 0)),
+        max_new_tokens=max(1, limit), ignore_eos=left.pop("ignore_eos", config.ignore_eos),
         seed=left.pop("seed", derive_seed(config.seed, key, 0)))
-    for name, value in left.items():
-        allowed = _IGNORED.get(name, ())
-        if allowed is not None and value not in allowed:
-            raise ValueError(f"sampling_params: {name}={value!r} is not supported by rollout.name=paceline")
+    if left.pop("n", 1) != 1 or left:
+        wrong = ", ".join(left) or "n"
+        raise ValueError(f"sampling_params: {wrong}: not supported by rollout.name=paceline")
     return params

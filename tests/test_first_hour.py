@@ -280,13 +280,16 @@ def test_a_failed_grader_leaves_its_examples_and_nothing_else(here):
     assert run("train", *QUICK, "--set", "out=run") == 0, "no step was done there, so it counts as fresh"
 
 
-def test_a_resumed_run_starts_at_its_step(here, capsys):
-    assert run("train", *QUICK, "--set", "out=run", "--set", "steps=2") == 0
+def test_a_resumed_run_starts_at_its_step_and_sums_up_the_whole_run(here, capsys):
+    assert run("train", *QUICK, "--set", "compare_off=true", "--set", "out=run", "--set", "steps=2") == 0
+    before = json.loads((here / "run" / "summary.json").read_text())
     capsys.readouterr()
     assert run("train", "--resume", "run", "--set", "steps=3") == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("step ")] == ["step 3/3"]
-    assert json.loads((here / "run" / "summary.json").read_text())["steps"] == 3
+    after = json.loads((here / "run" / "summary.json").read_text())
+    assert before["compared_rollouts"] == 8 and after["compared_rollouts"] == 12 and after["steps"] == 3
+    assert after["seconds"] > before["seconds"] and after["identical_rollouts"]
 
 
 def test_generate_leaves_no_empty_files_and_says_where_it_runs(here, capsys, monkeypatch):

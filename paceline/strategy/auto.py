@@ -52,7 +52,8 @@ class AutoSelector:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a completed step."""
-        self.costs.observe_host(outcome.host_ms)
+        if outcome.is_timed:
+            self.costs.observe_host(outcome.host_ms)
         if outcome.drafts is not None:
             self.predictor.observe(outcome.drafts)
             self.tau.observe(outcome.drafts)
@@ -65,7 +66,7 @@ class AutoSelector:
         dropped = self.guard.observe(outcome)
         self._is_due |= dropped is not None
         settled = self._step - self._decided > _FIRST_PATIENCE and self._step % 2
-        if outcome.decision.strategy.drafter != "none" and not settled:
+        if outcome.decision.strategy.drafter != "none" and not settled and not self.guard.was_stopped:
             self.corrections.observe(outcome, self.costs.step_ms(outcome) * self.guard.speed(outcome.num_requests))
             self._is_due |= self.guard.lead < 1
 

@@ -30,7 +30,7 @@ class _Ratios:
         self.error += 0.03 * (min(error, 2.0) - self.error)
         for key in _keys(strategy, requests):
             total, weight = self._sums.get(key, (0.0, 0.0))
-            self._sums[key] = _KEEP * total + min(ratio, 4.0), _KEEP * weight + 1
+            self._sums[key] = _KEEP * total + min(max(ratio, 0.1), 4.0), _KEEP * weight + 1
 
     def factor(self, strategy: Strategy, requests: int) -> float:
         """A shape that has not been used is corrected like its drafter's other shapes."""

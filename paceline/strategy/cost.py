@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.types import DrafterName, StepOutcome
 
-_FOLLOW_HOST = 0.2
+_NUM_HOST_SAMPLES = 9
 _MERGE_MS = 0.02
 """Milliseconds per draft token where two drafters' trees are merged on the host."""
 
@@ -80,6 +82,7 @@ class CostCurve:
     """Like `policy`, for steps with draft trees; None: they cost the same."""
     host_ms: float = 0.0
     """Recent ms of the host's work on a step. Steps with suffix drafts wait for it, because the drafter needs the last tokens."""
+    _host_samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_HOST_SAMPLES))
     profiled: bool = True
     """Whether the curve was measured; otherwise it is a guess."""
 
@@ -129,8 +132,9 @@ class CostCurve:
         return np.where(rows <= sizes[-1], sizes.take(sizes.searchsorted(rows), mode="clip"), rows)
 
     def observe_host(self, ms: float) -> None:
-        """Follow the host's work per step."""
-        self.host_ms += _FOLLOW_HOST * (ms - self.host_ms)
+        """Follow the host's work per step, as the median of the last ones: now and then it compiles, or collects garbage."""
+        self._host_samples.append(ms)
+        self.host_ms = median(self._host_samples)
 
     def dumps(self) -> str:
         """The profiled curve as JSON."""

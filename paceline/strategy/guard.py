@@ -17,9 +17,9 @@ from paceline.types import DrafterName, StepOutcome, StepView
 _SHARE, _MOST, _TRIAL, _LEAST = 0.01, 6.0, 1.5, -6.0
 """Share of the time that trials may cost; most steps on the account; steps that a trial needs after the account was empty; and
 deepest debt."""
-_SLOW, _STOPPED = 3.0, 40.0
-"""A step that takes so many times as long as it is worth is slow. One that takes longer still, and is the only one, was stopped
-by something else: a compiler, another process."""
+_SLOW, _STOPPED = 3.0, 4.0
+"""A step that takes so many times as long as it is worth is slow. If it is the only one, and takes so many times as long as its
+rows should, something else stopped it: a compiler, the garbage collector, another process."""
 _FIRST_REST, _LONGEST_REST = 64, 4096
 """Steps for which a drafter that emptied the account is not used; doubled each time that it happens again."""
 _OFF_STEPS, _NUM_SAMPLES = 2, 7
@@ -51,6 +51,8 @@ class Guard:
     account: float = _MOST
     is_empty: bool = False
     """Whether the account was emptied and does not yet hold enough for a trial."""
+    was_stopped: bool = False
+    """Whether the last step with speculation was stopped by something else, so that its time says nothing."""
     lead: float = 1.0
     """Recent progress over cost of steps with speculation: above 1 it is faster than off."""
     _off: dict[int, _Off] = field(default_factory=dict)
@@ -97,9 +99,10 @@ class Guard:
         if outcome.decision.expected_progress == 0:  # a probe of a few requests: the others gain nothing by it
             progress = outcome.num_tokens / outcome.num_requests
         was_slow, self._is_slow = self._is_slow, cost > _SLOW * progress
-        paid = self.account == _MOST and self.lead > 1
-        if self._is_slow and not was_slow and (paid or cost > _STOPPED * progress):
-            return None  # something else took the machine's time, unless it happens again
+        expected = self.costs.step_ms(outcome) * self.speed(outcome.num_requests)
+        self.was_stopped = self._is_slow and not was_slow and outcome.ms > _STOPPED * expected
+        if self.was_stopped:
+            return None  # it is counted if it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
         self._credit(_SHARE * cost + progress - cost)
         if self.account > 0:

@@ -8,7 +8,7 @@ import pytest
 from world import World, cpu_costs, gpu_costs, rate_of
 
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points, drafts_at, make_selector
-from paceline.types import StepView, Strategy
+from paceline.types import Decision, StepOutcome, StepView, Strategy
 
 FIXED = ("off", "eagle:d8w4v48", "eagle:d6w4v16", "eagle:d4w2v8", "eagle:d6w1v6", "eagle:d4w1v4", "eagle:d2w1v2", "eagle:d1w1v1")
 
@@ -123,6 +123,20 @@ def test_probes_of_a_drafter_that_is_dear_for_many_requests_cost_little():
     world.batch = 8
     world.run(selector, 100)
     assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-80:]) > 60
+
+
+def test_a_first_step_in_which_the_host_compiled_does_not_make_suffix_drafts_look_cheap():
+    """Seen on a GPU: the first prefill of a process kept the host busy for two seconds. The next suffix drafts were expected to
+    wait as long, did not, and from then on seemed twenty times as fast as they were."""
+    world, selector = World(gpu_costs(), 32, {"eagle": 0.75, "suffix": 0.3}, host_ms=1.0), AutoSelector(gpu_costs())
+    world.run(selector, 10)
+    selector.observe(StepOutcome(Decision(Strategy.OFF), 8, 4096, 8, 1700.0, 4096, 0.0, 1650.0))
+    selector._probes["suffix"].due = 0
+    world.run(selector, 4)
+    assert selector.costs.host_ms == 1.0
+    assert selector.corrections.ms.factor(Strategy.parse("suffix:d8w2v16"), 32) > 0.5
+    world.run(selector, 60)
+    assert sum(strategy.drafter == "eagle" for strategy in world.strategies[14:]) > 58
 
 
 def test_a_drafter_that_was_trained_further_is_used_at_once():

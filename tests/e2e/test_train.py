@@ -22,7 +22,7 @@ def test_speculation_changes_nothing(folder, algorithm, changes):
     assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none", "engine.max_batch": 3})) == 0
     assert_same_run(folder / "on", folder / "off")
     drafted = [record["drafted"] for record in read_metrics(folder / "on")]
-    assert sum(drafted) > 0  # it did speculate
+    assert sum(drafted) > 0 or common.get("strategy") == "auto", "it never speculated"  # auto decides by measured times
     rewards = [record["reward/mean"] for record in read_metrics(folder / "on")]
     assert len(rewards) == 5 and len(set(rewards)) > 1
 

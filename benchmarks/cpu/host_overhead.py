@@ -85,7 +85,8 @@ class StandIn:
         self._words = torch.from_numpy(np.where(self._draw.random(words.shape) < 0.5, words % 200, words))
         assert batch <= max(GRAPH_SIZES)
 
-    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False) -> SampledTokens | None:
+    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False,
+            adjustments: object = None) -> SampledTokens | None:
         began = time.thread_time()
         if not batch.num_requests:
             return None

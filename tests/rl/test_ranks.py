@@ -102,9 +102,8 @@ def failure_of(ranks: Ranks) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> Pool:
-    """Processes that are forked, one for each rank, from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_ranks"])
+    """A process for each rank."""
+    context = multiprocessing.get_context("spawn")  # a fork server would stay, with torch, for the pools of other tests
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         with context.Pool(4, maxtasksperchild=1) as found:

@@ -43,7 +43,7 @@ class ConfigProblem(NamedTuple):
         return f"{self.key}: {self.message}" if self.key else self.message
 
     def within(self, table: str) -> ConfigProblem:
-        """The same problem, as the record that holds `table` sees it."""
+        """Return this problem with its key prefixed by the name of the table that contains it."""
         return self._replace(key=f"{table}.{self.key}" if self.key else table)
 
 

@@ -48,8 +48,8 @@ def export_drafter(drafter: Eagle, policy: Decoder, loader: DrafterLoader, folde
 
 
 def _with_distinct_layers(drafter: Eagle) -> Eagle:
-    """The same drafter, reading each layer of the policy once and in ascending order, as other engines capture them. The columns
-    of fc that belong to the same layer are added."""
+    """Return an equivalent drafter whose feature layers are distinct and in ascending order, as other engines capture them.
+    Columns of `fc` that belong to the same layer are added."""
     config, layers = drafter.config, drafter.config.feature_layers
     distinct = tuple(sorted(set(layers)))
     if layers == distinct:

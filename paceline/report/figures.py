@@ -41,7 +41,7 @@ class RunFigures:
     """Seconds of generation without speculation, divided by the seconds with it, over the steps that were compared. Speedups are
     those of the whole run and not of the median step, because long steps matter most."""
     step_speedup: float | None
-    """The same for whole steps."""
+    """Seconds of the compared steps with generation without speculation, divided by the seconds with it; updates included."""
     length_p50: float | None
     """Median length of all answers that were trained on, in tokens."""
     length_p99: float | None

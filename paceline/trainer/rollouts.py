@@ -52,7 +52,7 @@ class PromptStream:
 
 @dataclass(slots=True)
 class SpeculationComparison:
-    """The same rollouts generated with and without speculation."""
+    """Counts of one step's rollouts that were generated twice, with and without speculation, and compared token by token."""
 
     num_rollouts: int = 0
     """Number of rollouts compared."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal
@@ -65,9 +66,9 @@ class GenerationRequest(BaseModel):
         return kept
 
     @property
+    @abstractmethod
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are returned."""
-        raise NotImplementedError
 
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """The sampling parameters. Without a seed a random one is drawn. ValueError if a value is out of range."""

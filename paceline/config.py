@@ -162,9 +162,10 @@ class EngineConfig(Config):
     kernels: Literal["auto", "portable", "torch"] = "auto"
     """Which kernels are used: the fastest for the device (`auto`), those that run on every CPU (`portable`), or the plain PyTorch
     reference (`torch`). The environment variable PACELINE_KERNELS overrides `auto`."""
-    deterministic: bool = False
-    """Reduce in an order that depends neither on the batch nor on the strategy. Tokens are then identical in any dtype on any
-    device. Without it a rare near-tie between two tokens may be decided differently."""
+    deterministic: bool | None = None
+    """Reduce in an order that depends neither on the batch nor on the strategy: tokens are then identical in any dtype. Without
+    it a rare near-tie between two tokens may be decided differently. The default is true on a GPU, where it costs almost nothing,
+    and false on a CPU, where it matters in bfloat16 only."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs and replay them (GPU only)."""
     pack_weights: bool = True

@@ -1,7 +1,7 @@
 """Decoding without speculation on one GPU: Paceline against vLLM and against the memory-bandwidth bound, in one run.
 
     python benchmarks/gpu/decode.py                                   # Paceline alone
-    python benchmarks/gpu/decode.py --vllm-path SITE --deterministic  # SITE: a folder in which vLLM is installed
+    python benchmarks/gpu/decode.py --vllm-path SITE --price  # SITE: a folder in which vLLM is installed
 
 Random weights in bfloat16, prompts of 128 tokens, temperature 1. Figures are of the whole engine, with scheduling, prefill and
 outputs. vLLM runs in a process of its own; the two take turns, and neither computes while the other does.
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--deterministic", action="store_true", help="also measure Paceline in deterministic mode")
+    parser.add_argument("--price", action="store_true", help="also measure Paceline without equal bits (deterministic=False)")
     add_vllm_arguments(parser)
     args = parser.parse_args()
     setting, budget = Setting.of(args), Budget(args.minutes)
@@ -65,8 +65,8 @@ def measure(setting: Setting, shape: str, peer: Vllm | None, args: Any, report: 
         cell["vllm"] = peer.wait(0.5 * budget.left)
         peer = None if "error" in cell["vllm"] else peer
     model = Decoder.random(config, dtype=torch.float32 if setting.tiny else torch.bfloat16, device=setting.device)
-    names = ("paceline", "deterministic") if args.deterministic else ("paceline",)
-    engines = {name: setting.engine(model, None, max(args.batch), kv_gb=14, deterministic=name == "deterministic")
+    names = ("paceline", "any bits") if args.price else ("paceline",)
+    engines = {name: setting.engine(model, None, max(args.batch), kv_gb=14, deterministic=None if name == "paceline" else False)
                for name in names}
     for batch in args.batch:
         if budget.left < 10:
@@ -114,8 +114,8 @@ def summary(shape: str, batch: int, rates: dict[str, list[float]], floor_ms: flo
     if "vllm" in found:
         found["ratio_to_vllm"] = statistics.median(a / b for a, b in zip(rates["paceline"], rates["vllm"], strict=True))
         found["goal"] = next(goal for most, goal in GOALS[shape] if batch <= most)
-    if "deterministic" in found:
-        found["price_of_deterministic"] = ours["tokens_per_s"] / found["deterministic"]["tokens_per_s"]
+    if "any bits" in found:
+        found["price_of_equal_bits"] = statistics.median(a / b for a, b in zip(rates["any bits"], rates["paceline"], strict=True))
     return found
 
 

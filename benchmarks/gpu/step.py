@@ -3,6 +3,7 @@ on and off in the same process.
 
     python benchmarks/gpu/step.py                           # milliseconds per step, kernels of a step, agreement with torch
     python benchmarks/gpu/step.py --tune --out tune.json    # tile shapes of the matrix products, ready for TUNED
+    python benchmarks/gpu/step.py --tune --one-pass         # without split-K, ready for ONE_PASS
     python benchmarks/gpu/step.py --tiny                    # smoke run on a CPU
 
 Random weights in bfloat16, prompts of 256 tokens. Milliseconds are of the whole engine, with scheduling and outputs, next to the
@@ -58,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="smoke run: a tiny random model on the CPU, figures mean nothing")
     parser.add_argument("--tune", action="store_true", help="search tile shapes instead of timing steps")
+    parser.add_argument("--one-pass", action="store_true", help="with --tune: products without split-K, for equal bits")
     parser.add_argument("--shapes", nargs="+", default=list(QWEN_SHAPES), choices=list(QWEN_SHAPES))
     parser.add_argument("--budget", type=float, default=140.0, help="time budget in seconds: nothing further starts after it")
     add_result_arguments(parser, "gpu/step")
@@ -65,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.warm:
         with torch.inference_mode():
-            warm(args.warm, args.tune)
+            warm(args.warm, args.tune, args.one_pass)
         return
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; --tiny runs the script on a CPU")
@@ -78,11 +80,14 @@ def main() -> None:
     if args.tiny:
         torch.set_num_threads(1)
     else:
-        compile_all(args.shapes, args.tune, left)
+        compile_all(args.shapes, args.tune, args.one_pass, left)
         print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
-    section = tune if args.tune else steps
+    shapes = ["tiny"] if args.tiny else args.shapes
     with torch.inference_mode():
-        section(["tiny"] if args.tiny else args.shapes, report, left)
+        if args.tune:
+            tune(shapes, report, left, args.one_pass)
+        else:
+            steps(shapes, report, left)
     report.save()
     print(f"{time.monotonic() - began:.0f} s in all")
 
@@ -90,13 +95,12 @@ def main() -> None:
 # -- compiling
 
 
-def compile_all(shapes: list[str], tuning: bool, left: Callable[[], float]) -> None:
+def compile_all(shapes: list[str], tuning: bool, one_pass: bool, left: Callable[[], float]) -> None:
     """Compiles the kernels of all variants, or of all products, in many processes, which fill Triton's cache."""
     parts = list(PRODUCTS) if tuning else [*VARIANTS]
-    jobs = [[f"{shape}:{part}:{rows}" for rows in TUNED_ROWS] if tuning else [f"{shape}:{part}:0"]
-            for shape in shapes for part in parts]
-    command = [sys.executable, __file__, *(["--tune"] if tuning else []), "--warm"]
-    waiting = [job for group in jobs for job in group]
+    rows = [0] if not tuning else ONE_PASS_ROWS if one_pass else TUNED_ROWS
+    waiting = [f"{shape}:{part}:{count}" for shape in shapes for part in parts for count in rows]
+    command = [sys.executable, __file__, *(["--tune"] if tuning else []), *(["--one-pass"] if one_pass else []), "--warm"]
     running = [subprocess.Popen([*command, "|".join(waiting[i::14])], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                 text=True) for i in range(min(14, len(waiting)))]
     for process in running:
@@ -108,12 +112,12 @@ def compile_all(shapes: list[str], tuning: bool, left: Callable[[], float]) -> N
             process.kill()
 
 
-def warm(jobs: str, tuning: bool) -> None:
+def warm(jobs: str, tuning: bool, one_pass: bool) -> None:
     torch.cuda.set_per_process_memory_fraction(0.1)
     for job in jobs.split("|"):
         shape, part, rows = job.split(":")
         if tuning:
-            Product(shape, part, int(rows), copies=1).compile()
+            Product(shape, part, int(rows), one_pass, copies=1).compile()
             continue
         shallow = replace(QWEN_SHAPES[shape], num_layers=2)
         engine = make_engine(Decoder.random(shallow, dtype=torch.bfloat16, device="cuda"), kv_gb=2.0)
@@ -280,6 +284,32 @@ PRODUCTS: dict[str, tuple[str, Callable[[ModelConfig], Shape]]] = {
     "head": ("linear", lambda c: Shape(c.vocab_size, c.hidden_size)),
 }
 TUNED_ROWS = (8, 32, 64, 128, 256)
+ONE_PASS_ROWS = (8, 32, 64)
+
+
+ONE_PASS_FORMS = {
+    True: [(32, 128, 4, 5, False, False), (64, 128, 4, 4, True, False), (16, 256, 4, 4, False, False),
+           (16, 128, 4, 6, False, False), (16, 256, 8, 4, False, False), (64, 64, 4, 6, True, True),
+           (32, 64, 4, 6, False, False)],
+    False: [(64, 128, 4, 5, True, False), (64, 128, 4, 5, True, True), (128, 128, 8, 4, True, True),
+            (32, 256, 4, 5, False, False), (32, 128, 4, 6, False, False), (16, 256, 4, 6, False, False),
+            (16, 512, 4, 4, False, False), (16, 512, 8, 4, False, False), (32, 256, 8, 4, False, False)],
+}
+"""Whether two tiles are computed -> (block_n, block_k, warps, stages, swap, tma)."""
+
+
+def one_pass_candidates(kind: str, rows: int, half: int) -> list[Any]:
+    """Tile shapes without split-K."""
+    from paceline.kernels.triton.linear import TileConfig
+
+    block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    pair = kind in ("qkv", "gated")
+    found = []
+    for block_n, block_k, warps, stages, swap, tma in ONE_PASS_FORMS[pair]:
+        stages = min(stages, 220_000 // ((block_n * (2 if pair else 1) + block_m) * block_k * 2))
+        if stages >= 2 and not (half and half % block_n):
+            found.append(TileConfig(block_m, block_n, block_k, 1, warps, stages, swap, tma))
+    return found
 
 
 def candidates(kind: str, rows: int, shape: Shape, half: int) -> list[Any]:
@@ -316,11 +346,11 @@ def candidates(kind: str, rows: int, shape: Shape, half: int) -> list[Any]:
 class Product:
     """One matrix product of a shape, with several copies of its weight, so that none stays in the cache."""
 
-    def __init__(self, name: str, part: str, rows: int, copies: int = 0) -> None:
+    def __init__(self, name: str, part: str, rows: int, one_pass: bool = False, copies: int = 0) -> None:
         from paceline.kernels.triton.linear import MAX_TILES
         from paceline.kernels.triton.ops import TritonOps
 
-        self.config, self.rows = QWEN_SHAPES[name], rows
+        self.config, self.rows, self.one_pass = QWEN_SHAPES[name], rows, one_pass
         self.kind, shape_of = PRODUCTS[part]
         self.shape = shape_of(self.config)
         self.half = self.config.head_dim // 2 if self.kind == "qkv" else 0
@@ -330,11 +360,13 @@ class Product:
         self.x = torch.randn(rows, inputs, device=device).bfloat16()
         self.residual = torch.randn(rows, outputs if self.kind == "linear_norm" else 1, device=device).bfloat16()
         self.norm = torch.ones(outputs if self.kind == "linear_norm" else inputs, device=device).bfloat16()
-        self.normed = Normed(self.x, torch.ones(max(1, inputs // 64), rows, device=device), 1e-6)
+        squares = torch.ones(max(1, inputs // 64), rows, device=device).to(torch.int64 if one_pass else torch.float32)
+        self.normed = Normed(self.x, squares, 1e-6)
         heads, dim = self.config.num_kv_heads, self.config.head_dim
         self.angle, self.write = torch.rand(rows, dim // 2, device=device), torch.arange(rows, device=device)
         self.cache = PagedCache(*(torch.zeros(512, heads, dim, device=device).bfloat16() for _ in "kv"), self.write, 16)
-        self.ops, self.counters = TritonOps("cuda"), torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        self.ops = TritonOps("cuda", deterministic=one_pass)
+        self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def ours(self, config: Any, weight: torch.Tensor) -> Any:
         from paceline.kernels.triton import fused_linear, linear
@@ -342,6 +374,7 @@ class Product:
         options = {"config": config, "counters": self.counters, "pdl": True, "ahead": 16 << 20}
         if self.kind == "linear":
             return linear.linear(self.x, weight, None, **options)
+        options["exact"] = self.one_pass
         if self.kind == "linear_norm":
             return fused_linear.linear_norm(self.x, weight, None, self.residual, self.norm, 1e-6, **options)
         if self.kind == "gated":
@@ -351,17 +384,24 @@ class Product:
 
     def library(self, weight: torch.Tensor) -> Any:
         """The product by cuBLAS, followed by the small kernel that the fused product makes unnecessary."""
+        from paceline.kernels.triton.exact import library_linear
+
+        out = (library_linear if self.one_pass else F.linear)(self.x, weight)
         if self.kind == "linear":
-            return F.linear(self.x, weight)
+            return out
         if self.kind == "linear_norm":
-            return self.ops.add_rms_norm(F.linear(self.x, weight), self.residual, self.norm, 1e-6)
-        out = F.linear(self.x, weight)
+            return self.ops.add_rms_norm(out, self.residual, self.norm, 1e-6)
         if self.kind == "gated":
             return self.ops.silu_mul(out)
         return self.ops.rope_write(out, self.config.num_heads, None, None, 0.0, self.angle, self.angle, self.write, self.cache)
 
+    def candidates(self) -> list[Any]:
+        if self.one_pass:
+            return one_pass_candidates(self.kind, self.rows, self.half)
+        return candidates(self.kind, self.rows, self.shape, self.half)
+
     def compile(self) -> None:
-        for config in candidates(self.kind, self.rows, self.shape, self.half):
+        for config in self.candidates():
             try:
                 self.ours(config, self.weights[0])
             except Exception as error:  # too large for the GPU: not a candidate
@@ -370,7 +410,7 @@ class Product:
 
     def measure(self) -> dict[str, Any]:
         times: dict[Any, float] = {}
-        for config in candidates(self.kind, self.rows, self.shape, self.half):
+        for config in self.candidates():
             try:
                 times[config] = replay_us([lambda w=w, c=config: self.ours(c, w) for w in self.weights], 12, 7)
             except Exception as error:
@@ -383,10 +423,10 @@ class Product:
                 "all": {str(tuple(config)): us for config, us in times.items()}}
 
 
-def tune(shapes: list[str], report: Report, left: Callable[[], float]) -> None:
+def tune(shapes: list[str], report: Report, left: Callable[[], float], one_pass: bool) -> None:
     found: list[dict[str, Any]] = []
     report.content["tuned"] = found
-    for rows in TUNED_ROWS:
+    for rows in ONE_PASS_ROWS if one_pass else TUNED_ROWS:
         for shape in shapes:
             for part in PRODUCTS:
                 if shape == "tiny":
@@ -395,12 +435,12 @@ def tune(shapes: list[str], report: Report, left: Callable[[], float]) -> None:
                 if left() < 3:
                     print("no time left")
                     return
-                cell = {"shape": shape, "part": part} | Product(shape, part, rows).measure()
+                cell = {"shape": shape, "part": part} | Product(shape, part, rows, one_pass).measure()
                 found.append(cell)
                 print(f"{shape} {part} rows {rows}: {cell['us']:.1f} us {tuple(cell['best'])}, library {cell['library_us']:.1f}, "
                       f"floor {cell['floor_us']:.1f}", flush=True)
         report.save()
-    print("\nfor TUNED (only where faster than the library):")
+    print(f"\nfor {'ONE_PASS' if one_pass else 'TUNED'} (only where faster than the library):")
     for cell in found:
         if cell["us"] < cell["library_us"]:
             padded = max(16, 1 << (cell["rows"] - 1).bit_length())

@@ -99,7 +99,9 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     if eagle is not None:
         columns = _column_index(capture, eagle.config.feature_layers, shape.hidden_size, device)
         own_rope = Rope(eagle.config.model, length + 1, dtype, device)
-        learned = EagleDrafter(eagle.to(device, dtype), model, own_rope, ops, columns, config.tau)
+        # Tokens do not depend on drafts, so on a GPU the drafter may sum in any order.
+        own_ops = ops_for(device, dtype, False, context, config.kernels) if pipelined else ops
+        learned = EagleDrafter(eagle.to(device, dtype), model, own_rope, own_ops, columns, config.tau)
     drafting = Drafting(state, store, suffix, learned, config.suffix_tau, graphs)
     batches = BatchBuilder(graphs, ops, state.padding, device)
     recorded = _column_index(capture, config.capture, shape.hidden_size, device) if config.capture else None

@@ -133,14 +133,15 @@ class Normed(NamedTuple):
     then applies to its result."""
 
     rows: Tensor  # [R, H]
-    squares: Tensor | None = None  # [P, R] float32 partial sums of squares of each row before the norm; None: rows are complete
+    squares: Tensor | None = None  # [P, R] partial sums of squares of each row before the norm; None: rows are complete
     eps: float = 0.0
 
     def complete(self) -> Tensor:
         """The normalised rows [R, H] with the missing factor applied."""
         if self.squares is None:
             return self.rows
-        factor = (self.squares.sum(dim=0) / self.rows.shape[1] + self.eps).rsqrt()
+        squares = self.squares.sum(dim=0) / (1.0 if self.squares.is_floating_point() else 2.0**26)
+        factor = (squares / self.rows.shape[1] + self.eps).rsqrt()
         return (self.rows * factor[:, None]).to(self.rows.dtype)
 
 

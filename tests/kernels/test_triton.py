@@ -32,7 +32,7 @@ if not CUDA:
 
     interpreter._patch_lang_tensor = _patch_index
 
-from paceline.kernels.triton import attention, attention_plan, fused_linear, linear  # noqa: E402
+from paceline.kernels.triton import attention, attention_plan, elementwise, fixed_attention, fused_linear, linear  # noqa: E402
 from paceline.kernels.triton.ops import TritonOps  # noqa: E402
 from paceline.models.attend import PagedAttend  # noqa: E402
 from paceline.models.config import ModelConfig  # noqa: E402
@@ -224,16 +224,22 @@ def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     _close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
 
 
-@pytest.mark.parametrize(("dtype", "context"), [(torch.float32, 10), (HALF, 253)])
-def test_deterministic_attention_does_not_see_the_tree(dtype: torch.dtype, context: int) -> None:
-    """A node's row equals, bit for bit, the row of the same token decoded without speculation, and in a prompt chunk."""
+@pytest.mark.parametrize(("dtype", "context", "many"), [
+    (torch.float32, 10, True), (HALF, 253, True), (HALF, 253, False), (torch.float32, 128, False), (torch.float32, 0, True)])
+def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int, many: bool) -> None:
+    """A node's row equals the row of the same token decoded without speculation, and in a prompt chunk: bit for bit on a GPU. A
+    product of the interpreter may depend on its shape."""
     heads, kv_heads, dim = 3, 1, 16
-    ops = TritonOps(DEVICE, deterministic=True, max_context=600)
     cache, q = random_cache(24, 1, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
     mask = torch.tensor(_tree_mask([0, 0, 0, 1, 1, 2, 2, 3, 4, 5, 9, 9]))
     no, yes, path = torch.tensor([False]), torch.tensor([True]), [0, 2, 5, 9, 10]
+
+    def attend(rows: torch.Tensor, cache: PagedCache, segments: Segments, block_m: int, trees: bool) -> torch.Tensor:
+        plan = attention_plan.make_plan(segments, len(rows), heads, kv_heads, block_m, 1, fixed=True)
+        return fixed_attention.fixed_attention(rows, cache, plan, 0.25, trees, 600, many=many)
+
     segments = Segments(_int32([0]), _int32([12]), _int32([0]), _int32([context]), no, mask)
-    tree = ops.attention(q, cache, segments, 0.25)
+    tree = attend(q, cache, segments, 32, True)
     _close(tree, TORCH.attention(q, cache, segments, 0.25))
 
     def place(position: torch.Tensor) -> torch.Tensor:
@@ -243,12 +249,47 @@ def test_deterministic_attention_does_not_see_the_tree(dtype: torch.dtype, conte
     source, target = place(context + torch.tensor(path)), place(context + torch.arange(5))
     k[target], v[target] = cache.k[source], cache.v[source]
     cache = cache._replace(k=k, v=v)
+    same = torch.equal if CUDA else lambda a, b: _close(a, b) is None
     for depth, node in enumerate(path):
         segments = Segments(_int32([0]), _int32([1]), _int32([0]), _int32([context + depth]), no, mask[:1])
-        assert torch.equal(ops.attention(q[node : node + 1], cache, segments, 0.25)[0], tree[node])
-    segments = Segments(_int32([0]), _int32([8]), _int32([0]), _int32([context - 3]), yes, mask[:8])
-    chunk = torch.cat([torch.randn(3, heads, dim).to(dtype), q[path]])
-    assert torch.equal(ops.attention(chunk, cache, segments, 0.25)[3:], tree[path])
+        assert same(attend(q[node : node + 1], cache, segments, 16, False)[0], tree[node])
+    before = min(3, context)
+    segments = Segments(_int32([0]), _int32([before + 5]), _int32([0]), _int32([context - before]), yes, mask[:8])
+    chunk = torch.cat([torch.randn(before, heads, dim).to(dtype), q[path]])
+    assert same(attend(chunk, cache, segments, 64, False)[before:], tree[path])
+
+
+def test_chunks_of_a_context() -> None:
+    """The chunks of 128 keys up to 2048, then eight per doubling: as the host counts them."""
+    assert [fixed_attention.chunks_until(n) for n in (1, 128, 129, 2048, 2049, 2304, 2305, 4096, 4097, 4609, 32768)] == [
+        1, 1, 2, 16, 17, 17, 18, 24, 25, 26, 48]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_fixed_attention_of_long_contexts(many: bool) -> None:
+    """Contexts whose chunks grow: single rows."""
+    contexts = [2047, 2048, 2303, 4500, 1]
+    segments = Segments(row=_int32([0, 1, 2, 3, 4]), length=_int32([1] * 5), slot=_int32([2, 0, 3, 1, 4]),
+                        context=_int32(contexts), causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 5))
+    q, cache = torch.randn(5, 2, 16), random_cache(290, 5, 1, 16, torch.float32)
+    plan = attention_plan.make_plan(segments, 5, 2, 1, 16, 1, fixed=True)
+    ours = fixed_attention.fixed_attention(q, cache, plan, 0.25, False, 4600, many=many)
+    _close(ours, TORCH.attention(q, cache, segments, 0.25))
+    assert not bool(plan.counter.any())
+
+
+@DTYPES
+def test_fixed_attention_of_mixed_steps(dtype: torch.dtype) -> None:
+    """Two decode rows, then a fresh prompt and the second chunk of another."""
+    heads, kv_heads, dim = 4, 2, 16
+    ops = TritonOps(DEVICE, deterministic=True, max_context=600)
+    cache, q = random_cache(8, 3, kv_heads, dim, dtype), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
+    segments = Segments(row=_int32([0, 2, 11]), length=_int32([2, 9, 20]), slot=_int32([0, 1, 2]),
+                        context=_int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
+                        mask=torch.zeros(31, 2, dtype=torch.int64))
+    prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
+    plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
+    _close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
 
 
 # -- matrix products
@@ -325,7 +366,8 @@ def test_qkv_rope(dtype: torch.dtype, dim: int, config: linear.TileConfig) -> No
             _close(a, b)
 
 
-def test_a_decoder_of_fused_products_computes_the_same() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_decoder_of_fused_products_computes_the_same(deterministic: bool) -> None:
     """Two requests, one row each, then a tree of four: hidden states, features, keys and values."""
     config = ModelConfig("qwen2", 96, 64, 96, 2, 4, 2, 32, qkv_bias=True, max_context=64)
     model = Decoder.random(config, std=0.2).to(DEVICE)
@@ -340,7 +382,7 @@ def test_a_decoder_of_fused_products_computes_the_same() -> None:
     caches = [[PagedCache(c.k.clone(), c.v.clone(), before[0].page_table, 16) for c in before] for _ in "ab"]
     angles = torch.rand(5, 16)
     results = [model(torch.arange(5), PagedAttend(family, layers, angles.cos(), angles.sin(), write, segments), (0, 1, -1))
-               for family, layers in zip((TORCH, TritonOps(DEVICE, max_context=600)), caches, strict=True)]
+               for family, layers in zip((TORCH, TritonOps(DEVICE, deterministic, 600)), caches, strict=True)]
     torch.testing.assert_close(results[1].final, results[0].final, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(results[1].features, results[0].features, rtol=1e-3, atol=1e-3)
     for a, b in zip(*caches, strict=True):
@@ -349,13 +391,47 @@ def test_a_decoder_of_fused_products_computes_the_same() -> None:
 
 
 @DTYPES
-def test_deterministic_linear_does_not_see_the_batch(dtype: torch.dtype) -> None:
+def test_a_product_in_one_pass_does_not_see_the_batch(dtype: torch.dtype) -> None:
     ops = TritonOps(DEVICE, deterministic=True)
     x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((300, 400), (70, 400), (70,)))
     every = ops.linear(x, weight, bias)
     _close(every, torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
     for rows in (slice(7, 8), slice(5, 90)):
-        assert torch.equal(ops.linear(x[rows], weight, bias), every[rows])
+        ours = ops.linear(x[rows], weight, bias)
+        _close(ours, every[rows])
+        assert not CUDA or torch.equal(ours, every[rows])
+
+
+@DTYPES
+def test_fused_and_separate_products_round_alike(dtype: torch.dtype) -> None:
+    """With and without the fused kernels: equal bits on a GPU. A product of the interpreter may depend on its shape."""
+    few, separate = TritonOps(DEVICE, deterministic=True), TritonOps(DEVICE, deterministic=True, fused_rows=0)
+    width, heads, dim = 96, 4, 32
+    x, residual, norm = torch.randn(5, 64).to(dtype), torch.randn(5, width).to(dtype), torch.rand(width).to(dtype)
+    weights = [(torch.randn(n, k) / 8).to(dtype) for n, k in ((width, 64), (2 * 40, width), ((heads + 4) * dim, width))]
+    biases = [torch.randn(len(weight)).to(dtype) for weight in weights]
+    cos, sin, write = torch.rand(5, dim // 2), torch.rand(5, dim // 2), torch.arange(5)
+    results = []
+    for ops in (few, separate):
+        cache = random_cache(4, 2, 2, dim, dtype)
+        cache.k.zero_(), cache.v.zero_()
+        normed, total = ops.linear_norm(x, weights[0], biases[0], residual, norm, 1e-6)
+        gated = ops.gated_linear(normed, weights[1], biases[1])
+        q = ops.qkv_rope(normed, weights[2], biases[2], heads, cos, sin, write, cache)
+        results.append((total, normed.rows, normed.complete(), gated, q, cache.k, cache.v))
+    for a, b in zip(*results, strict=True):
+        _close(a, b)
+        assert not CUDA or torch.equal(a, b)
+
+
+def test_the_rest_of_a_product_is_applied_later() -> None:
+    """`silu_mul` with the factor and the bias of a product that lacks them."""
+    normed, total = elementwise.add_norm(torch.randn(3, 80), torch.randn(3, 80), torch.rand(80), 1e-6)
+    weight, bias = torch.randn(2 * 24, 80), torch.randn(2 * 24)
+    ours = elementwise.silu_mul(normed.rows @ weight.T, False, normed, bias)
+    expected = TORCH.rms_norm(total, torch.ones(80), 1e-6)
+    torch.testing.assert_close(normed.complete(), expected * (normed.rows / total), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, TORCH.silu_mul(normed.complete() @ weight.T + bias), rtol=1e-4, atol=1e-4)
 
 
 # -- trees

@@ -7,19 +7,7 @@ row attends to, then, masked, the keys of this step. If a tile has several split
 to finish merges them (or a second kernel does). All metadata comes from an `AttentionPlan` on the device, so nothing
 synchronises.
 
-`deterministic_attention` computes the result of a row from nothing but the row's own keys in their logical order: the keys of its
-context and then its ancestors, root first, which is the order they would have if they were committed. The keys are cut into
-chunks of a fixed size at fixed logical positions; every chunk is reduced by itself, 64 keys at a time, and the chunks are merged
-in order. So the sums of a row are the same whether an ancestor is in the context or in this step, and whatever the rest of the
-batch is.
-
-- A chunk that all rows of a tile attend to completely is reduced for all of them at once (the `shared` programs).
-- The keys after it differ from row to row: one program per row gathers the keys of its own path (the `path` programs; at most two
-  chunks, because a step adds at most 128 keys). This is the cost of determinism: the last, incomplete chunk of the context, half
-  a chunk on average, is read once per row instead of once per tile, and the tile holds the heads of one row only.
-
-Both kinds of programs execute the same instructions on tiles of the same shape, and a row of a matrix product does not depend on
-the other rows. Bitwise equality rests on that; the inner loop is masked everywhere for the same reason.
+`fixed_attention` is another module: attention whose sums have an order that does not depend on the step.
 
 `prefill_attention` handles prompt chunks.
 """
@@ -33,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
-from paceline.kernels.triton.attention_plan import BLOCK_N, MASK_BITS, AttentionPlan, Launch, Prefill
+from paceline.kernels.triton.attention_plan import AttentionPlan, Launch, Prefill
 from paceline.kernels.triton.pdl import fetch_ahead, launch_options, let_next_begin, wait_for_previous
 
 LOG2_E = 1.4426950408889634
@@ -41,10 +29,6 @@ MERGED_AT_ONCE = 4
 """Number of splits whose partial results are loaded together when they are merged."""
 AHEAD_ROWS = 32
 """Keys are prefetched only up to this number of rows; with more, memory is busy anyway."""
-DETERMINISTIC_BLOCK_M = 32
-"""Queries per tile of `deterministic_attention`."""
-PATH_CHUNKS = 2
-"""Chunks that a row's own path can touch in `deterministic_attention`."""
 
 
 def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: AttentionPlan, scale: float, fused: bool = True,
@@ -73,29 +57,7 @@ def attention(q: Tensor, cache: PagedCache, segments: Segments, plan: AttentionP
         num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers, **launch_options(pdl))
     if splits > 1 and not fused:
         _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
-                                             HEADS=num_heads, FIXED=False, PDL=pdl, num_warps=4, **launch_options(pdl))
-    return out
-
-
-def deterministic_attention(q: Tensor, cache: PagedCache, segments: Segments, plan: AttentionPlan, scale: float) -> Tensor:
-    """Attention whose result for a row is bitwise independent of the batch and of the draft tree; see the module's docstring.
-    `plan` must have been made with `chunk` > 0. Causal segments may have any length."""
-    q, (num_rows, num_heads, head_dim) = q.contiguous(), q.shape
-    num_kv_heads, splits = cache.k.shape[1], plan.num_splits
-    padded = max(triton.next_power_of_2(head_dim), 16)
-    out = torch.empty_like(q)
-    if num_rows == 0:
-        return out
-    part = torch.empty(num_rows, num_heads, splits, padded, dtype=torch.float32, device=q.device)
-    stats = torch.empty(num_rows, num_heads, splits, 2, dtype=torch.float32, device=q.device)
-    _deterministic_kernel[(num_rows, num_kv_heads, splits + PATH_CHUNKS)](
-        q, cache.k, cache.v, cache.page_table, plan.record, plan.path, out, part, stats, scale * LOG2_E,
-        cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0), KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads, DIM=head_dim, DIM_PADDED=padded, PAGE=cache.page_size, BLOCK_M=plan.block_m,
-        BLOCK_N=BLOCK_N, SPLITS=splits, CHUNK=plan.chunk, BITS=MASK_BITS, PRECISION=precision_of(q), num_warps=4,
-        num_stages=7)
-    _merge_kernel[(num_rows, num_heads)](part, stats, plan.record, out, splits, DIM=head_dim, DIM_PADDED=padded,
-                                         HEADS=num_heads, FIXED=True, PDL=False, num_warps=4)
+                                             HEADS=num_heads, PDL=pdl, num_warps=4, **launch_options(pdl))
     return out
 
 
@@ -273,14 +235,14 @@ def attend_block(query, k_head, v_head, token, needed, visible, top, total, acc,
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HEADS: tl.constexpr,
-                  FIXED: tl.constexpr, PDL: tl.constexpr):
-    """Program: merge the splits of one head of one row. FIXED: deterministic mode, where a single split goes through here too."""
+                  PDL: tl.constexpr):
+    """Program: merge the splits of one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_begin(PDL)
     wait_for_previous(PDL)
     led, keys, chunk = tl.load(record + row * 8), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 5)
     active = (keys + chunk - 1) // chunk
-    if (led < 0) | ((active == 1) & (not FIXED)):
+    if (led < 0) | (active == 1):
         return
     d = tl.arange(0, DIM_PADDED)
     where = (row.to(tl.int64) * HEADS + head) * splits
@@ -295,52 +257,3 @@ def _merge_kernel(part, stats, record, out, splits, DIM: tl.constexpr, DIM_PADDE
         acc += weight * tl.load(part + (where + s) * DIM_PADDED + d)
     value = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
-
-
-@triton.jit
-def _deterministic_kernel(q, k_cache, v_cache, page_table, record, path, out, part, stats, scale, table_stride, k_stride,
-                          v_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-                  PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-                  CHUNK: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr):
-    row, kv_head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    led, keys, shared = tl.load(record + row * 8), tl.load(record + row * 8 + 4), tl.load(record + row * 8 + 7)
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, DIM_PADDED)
-    r = m // GROUP
-    place = (row + r).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
-    if led < 0:
-        if which == 0:
-            tl.store(out + place[:, None] * DIM + d[None, :], tl.zeros([BLOCK_M, DIM_PADDED], out.dtype.element_ty),
-                     mask=(r < 1)[:, None] & (d < DIM)[None, :])
-        return
-    on_path = which >= SPLITS
-    chunk = tl.where(on_path, shared // CHUNK + which - SPLITS, which)
-    start = chunk * CHUNK
-    rows = tl.where(on_path, 1, led)
-    end = tl.where(on_path, tl.minimum(start + CHUNK, keys), start + CHUNK)
-    # Shared programs process complete chunks that all rows of the tile attend to; path programs process the keys after them.
-    if (rows == 0) | (start >= end) | ((end > shared) & (which < SPLITS)):
-        return
-    slot, context = tl.load(record + row * 8 + 2), tl.load(record + row * 8 + 3)
-    causal = tl.load(record + row * 8 + 6) != 0
-    table = page_table + slot.to(tl.int64) * table_stride
-    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=(r < rows)[:, None] & (d < DIM)[None, :], other=0.0)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    for p in range(start, end, BLOCK_N):
-        logical = p + n
-        needed = logical < end
-        drafted = needed & (logical >= context) & (not causal)
-        step = tl.load(path + row * BITS + logical - context, mask=drafted, other=0)
-        position = tl.where(drafted, context + step, logical)
-        token = tl.load(table + position // PAGE, mask=needed, other=0).to(tl.int64) * PAGE + position % PAGE
-        top, total, acc = attend_block(query, k_cache + kv_head * DIM, v_cache + kv_head * DIM, token, needed,
-                                       needed[None, :] & (r < rows)[:, None], top, total, acc, scale, d, k_stride,
-                                       v_stride, DIM, DIM_PADDED, True, PRECISION)
-    at = place * SPLITS + chunk
-    tl.store(part + at[:, None] * DIM_PADDED + d[None, :], acc, mask=(r < rows)[:, None])
-    tl.store(stats + at * 2, top, mask=r < rows)
-    tl.store(stats + at * 2 + 1, total, mask=r < rows)

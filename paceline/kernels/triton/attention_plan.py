@@ -27,8 +27,6 @@ TARGET_PROGRAMS = 264
 """Two programs per multiprocessor of an H200. With fewer tiles than this, contexts are split further."""
 MASK_BITS = 128
 """Bits of an attention mask, and so the most positions a step can add to a request."""
-CONTEXT_PROGRAMS = 32
-"""Deterministic mode: number of chunks of the longest context that the engine allows."""
 
 
 class Launch(NamedTuple):
@@ -58,39 +56,41 @@ class AttentionPlan(NamedTuple):
     # [R, 8] int32: number of rows of the tile that this row leads (0: it leads none, -1: padding), index of the tile's first row
     # in its segment, slot, context, keys of the tile, keys per split, causal, leading keys that every row of the tile attends to
     record: Tensor
-    path: Tensor  # [R, 128] int32 deterministic mode: positions of this step that the row attends to, in order; else [1, 128]
+    path: Tensor  # [R, 128] int32 if fixed: positions of this step that the row attends to, in order; else [1, 128]
     counter: Tensor  # [R, Hkv] int32 number of finished splits of a tile; zero between layers
     tile_rows: int
     block_m: int
     num_splits: int
-    chunk: int  # deterministic mode: keys per split, the same for every row; otherwise 0
+    fixed: bool  # for `fixed_attention`: the keys in `record` are those of the row, not of its tile
+    trees: bool = True  # whether rows may belong to draft trees
     launch: Launch = Launch()
     prefill: Prefill | None = None
+    prompts: AttentionPlan | None = None  # if fixed: the plan of the rows from `prefill.first_row` on
 
 
 def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, block_m: int, num_splits: int,
-              chunk: int = 0, min_chunk: int = MIN_CHUNK) -> AttentionPlan:
-    """Plan the attention of rows [0, num_rows) of a step.
+              fixed: bool = False, min_chunk: int = MIN_CHUNK, first_row: int = 0) -> AttentionPlan:
+    """Plan the attention of rows [first_row, first_row + num_rows) of a step.
 
     block_m: Queries per tile (rows x heads of a group).
     num_splits: Most splits per tile.
-    chunk: Keys per split in deterministic mode; 0 turns it off.
+    fixed: For `fixed_attention`.
     min_chunk: Keys of the smallest split otherwise."""
     group = num_heads // num_kv_heads
     block_m = max(block_m, 16, triton.next_power_of_2(group))
     tile_rows, device = block_m // group, segments.row.device
     record = torch.empty(num_rows, 8, dtype=torch.int32, device=device)
     counter = torch.empty(num_rows, num_kv_heads, dtype=torch.int32, device=device)
-    path = torch.empty(num_rows if chunk else 1, MASK_BITS, dtype=torch.int32, device=device)
+    path = torch.empty(num_rows if fixed else 1, MASK_BITS, dtype=torch.int32, device=device)
     num_segments = segments.row.shape[0]
     if num_rows:
         _plan_kernel[(num_rows,)](
             segments.row, segments.length, segments.slot, segments.context, segments.causal, segments.mask, record, path,
-            counter, num_segments, num_rows, TARGET_PROGRAMS, num_splits, TILE_ROWS=tile_rows,
+            counter, num_segments, num_rows, first_row, TARGET_PROGRAMS, num_splits, TILE_ROWS=tile_rows,
             SEGMENTS=max(triton.next_power_of_2(num_segments), 16), TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows),
             KV_HEADS=num_kv_heads, KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N,
-            MIN_CHUNK=min_chunk, CHUNK=chunk, BITS=MASK_BITS, num_warps=4)
-    return AttentionPlan(record, path, counter, tile_rows, block_m, num_splits, chunk)
+            MIN_CHUNK=min_chunk, FIXED=fixed, BITS=MASK_BITS, num_warps=4)
+    return AttentionPlan(record, path, counter, tile_rows, block_m, num_splits, fixed)
 
 
 def tile_size(num_rows: int, trees: bool) -> int:
@@ -122,11 +122,6 @@ def default_splits(num_rows: int, num_kv_heads: int) -> int:
     return min(32, max(4, triton.next_power_of_2(triton.cdiv(2 * TARGET_PROGRAMS, num_rows * num_kv_heads))))
 
 
-def deterministic_chunk(max_context: int) -> int:
-    """Keys per split in deterministic mode: a constant of the engine, so that the order of sums does not depend on the batch."""
-    return max(256, triton.next_power_of_2(triton.cdiv(max_context + MASK_BITS, CONTEXT_PROGRAMS)))
-
-
 def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: PagedCache) -> Prefill:
     """The metadata of prompt chunks (slot, start, count) as the scheduler planned them. Nothing is read from the device."""
     device = cache.k.device
@@ -139,16 +134,17 @@ def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: Pa
     return Prefill(first_row, where, both[0], both[1], tuple(zip(rows, keys, strict=True)))
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_segments", "num_rows", "offset", "num_splits"])
 def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record, path, counter, num_segments, num_rows,
-                 target, num_splits, SEGMENTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_ROWS_PADDED: tl.constexpr,
+                 offset, target, num_splits, SEGMENTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_ROWS_PADDED: tl.constexpr,
                  KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr, BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr,
-                 CHUNK: tl.constexpr, BITS: tl.constexpr):
-    row = tl.program_id(0)
+                 FIXED: tl.constexpr, BITS: tl.constexpr):
+    index = tl.program_id(0)  # of the row in the plan
+    row = offset + index
     s = tl.arange(0, SEGMENTS)
     first_row = tl.load(row_of + s, mask=s < num_segments, other=2147483647)
     length = tl.load(length_of + s, mask=s < num_segments, other=0)
-    length = tl.where(first_row < num_rows, length, 0)
+    length = tl.where(first_row < offset + num_rows, length, 0)
     found = tl.max(tl.where((first_row <= row) & (row - first_row < length), s, -1), axis=0)
     segment = tl.maximum(found, 0)
     start, count = tl.load(row_of + segment), tl.load(length_of + segment)
@@ -166,27 +162,26 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record
     extent = tl.max(tl.max(tl.where(seen != 0, bit + 1, 0), axis=1), axis=0)
     keys = context + tl.where(causal != 0, first + led, extent)
     shared = context + tl.where(causal != 0, first + 1, 0)
-    if CHUNK > 0:
-        chunk = CHUNK
+    if FIXED:
+        chunk = 0
         i = tl.arange(0, BITS)
         word = tl.where(i < 64, tl.load(mask + 2 * row), tl.load(mask + 2 * row + 1))
         own = ((word >> (i & 63).to(tl.int64)) & 1).to(tl.int32)
         # Parents come before their children, so the bits in ascending order are the path from the root.
-        tl.store(path + row * BITS + tl.cumsum(own, axis=0) - 1, i, mask=(own != 0) & (found >= 0))
-        # The number of keys of the row, not of its tile, because every row is merged separately.
+        tl.store(path + index * BITS + tl.cumsum(own, axis=0) - 1, i, mask=(own != 0) & (found >= 0))
         keys = context + tl.where(causal != 0, j + 1, tl.sum(own, axis=0))
     else:
         tiles = tl.sum((length + TILE_ROWS - 1) // TILE_ROWS, axis=0)
         splits = tl.minimum(tl.maximum(target // tl.maximum(tiles * KV_HEADS, 1), 1), num_splits)
         chunk = tl.maximum((keys + splits - 1) // splits, MIN_CHUNK)
         chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    tl.store(record + row * 8 + 0, tl.where(found < 0, -1, tl.where(j == first, led, 0)))
-    tl.store(record + row * 8 + 1, first)
-    tl.store(record + row * 8 + 2, tl.load(slot_of + segment))
-    tl.store(record + row * 8 + 3, context)
-    tl.store(record + row * 8 + 4, keys)
-    tl.store(record + row * 8 + 5, chunk)
-    tl.store(record + row * 8 + 6, causal)
-    tl.store(record + row * 8 + 7, shared)
+    tl.store(record + index * 8 + 0, tl.where(found < 0, -1, tl.where(j == first, led, 0)))
+    tl.store(record + index * 8 + 1, first)
+    tl.store(record + index * 8 + 2, tl.load(slot_of + segment))
+    tl.store(record + index * 8 + 3, context)
+    tl.store(record + index * 8 + 4, keys)
+    tl.store(record + index * 8 + 5, chunk)
+    tl.store(record + index * 8 + 6, causal)
+    tl.store(record + index * 8 + 7, shared)
     head = tl.arange(0, KV_HEADS_PADDED)
-    tl.store(counter + row * KV_HEADS + head, tl.zeros([KV_HEADS_PADDED], tl.int32), mask=head < KV_HEADS)
+    tl.store(counter + index * KV_HEADS + head, tl.zeros([KV_HEADS_PADDED], tl.int32), mask=head < KV_HEADS)

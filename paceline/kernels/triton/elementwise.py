@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import PagedCache
-from paceline.kernels.triton.pdl import launch_options, let_next_begin, wait_for_previous
+from paceline.kernels.base import Normed, PagedCache
+from paceline.kernels.triton.exact import exact_options, norm_factor, squares_of
+from paceline.kernels.triton.pdl import let_next_begin, wait_for_previous
 
 SILU_BLOCK = 1024
 ROPE_HEADS = 4
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor
     out = torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
-        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, width, eps, RESIDUAL=False,
+        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, out, width, eps, RESIDUAL=False, WHOLE=True,
                                                 **_norm_launch(width, pdl))
     return out
 
@@ -34,25 +35,40 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: b
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
-        _rms_norm_kernel[(x.numel() // width,)](x, residual, weight, out, total, width, eps, RESIDUAL=True,
+        _rms_norm_kernel[(x.numel() // width,)](x, residual, weight, out, total, out, width, eps, RESIDUAL=True, WHOLE=True,
                                                 **_norm_launch(width, pdl))
     return out, total
 
 
-def silu_mul(gate_up: Tensor, pdl: bool = False) -> Tensor:
-    """See `base.Ops.silu_mul`. pdl: Use programmatic dependent launch (see `pdl`)."""
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Normed, Tensor]:
+    """`add_rms_norm` that leaves the factor 1 / rms to the next product, as `fused_linear.linear_norm` does."""
+    x, residual, (rows, width) = x.contiguous(), residual.contiguous(), x.shape
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    squares = torch.empty(1, rows, dtype=torch.int64, device=x.device)
+    if rows:
+        _rms_norm_kernel[(rows,)](x, residual, weight, out, total, squares, width, eps, RESIDUAL=True, WHOLE=False,
+                                  **_norm_launch(width, False))
+    return Normed(out, squares, eps), total
+
+
+def silu_mul(gate_up: Tensor, pdl: bool = False, of: Normed | None = None, bias: Tensor | None = None) -> Tensor:
+    """See `base.Ops.silu_mul`. pdl: Use programmatic dependent launch (see `pdl`). of, bias: `gate_up` is the product of `of`
+    without its missing factor and the bias."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel():
         grid = (out.numel() // width, triton.cdiv(width, SILU_BLOCK))
-        _silu_mul_kernel[grid](gate_up, out, width, BLOCK=SILU_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl))
+        _silu_mul_kernel[grid](gate_up, out, *_missing(gate_up, of, bias), width, BLOCK=SILU_BLOCK, PDL=pdl, num_warps=4,
+                               **_flags(of, bias), **exact_options(pdl))
     return out
 
 
 def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
-               sin: Tensor, write: Tensor, cache: PagedCache, pdl: bool = False) -> Tensor:
-    """See `base.Ops.rope_write`. pdl: Use programmatic dependent launch (see `pdl`)."""
+               sin: Tensor, write: Tensor, cache: PagedCache, pdl: bool = False, of: Normed | None = None,
+               bias: Tensor | None = None) -> Tensor:
+    """See `base.Ops.rope_write`. pdl: Use programmatic dependent launch (see `pdl`). of, bias: `qkv` is the product of `of`
+    without its missing factor and the bias."""
     _, num_kv_heads, head_dim = cache.k.shape
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     num_rows, half = qkv.shape[0], head_dim // 2
@@ -61,20 +77,33 @@ def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tenso
         grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, ROPE_HEADS))
         _rope_write_kernel[grid](
             qkv, q, cache.k, cache.v, write, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            eps, cache.k.stride(0), cache.v.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=half,
-            HALF_PADDED=triton.next_power_of_2(half), Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            TILE=ROPE_HEADS, PDL=pdl, num_warps=1 if half <= 32 else 2, **launch_options(pdl))
+            eps, *_missing(qkv, of, bias), cache.k.stride(0), cache.v.stride(0), HEADS=num_heads, KV_HEADS=num_kv_heads,
+            HALF=half, HALF_PADDED=triton.next_power_of_2(half), Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+            TILE=ROPE_HEADS, PDL=pdl, num_warps=1 if half <= 32 else 2, **_flags(of, bias), **exact_options(pdl))
     return q
+
+
+def _missing(product: Tensor, of: Normed | None, bias: Tensor | None) -> tuple[Tensor, int, float, Tensor]:
+    """Kernel arguments: the sums of squares [1, R], their number of columns, eps, and the bias."""
+    squares = None if of is None else of.squares
+    assert squares is None or squares.shape[0] == 1, "partial sums of squares are for the fused products"
+    return (product if squares is None else squares, 1 if of is None else of.rows.shape[1], 0.0 if of is None else of.eps,
+            product if bias is None else bias)
+
+
+def _flags(of: Normed | None, bias: Tensor | None) -> dict[str, bool]:
+    return {"FACTOR": of is not None and of.squares is not None, "BIAS": bias is not None}
 
 
 def _norm_launch(width: int, pdl: bool) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "PDL": pdl, "num_warps": min(max(block // 512, 1), 16), **launch_options(pdl)}
+    return {"BLOCK": block, "PDL": pdl, "num_warps": min(max(block // 512, 1), 16), **exact_options(pdl)}
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-                     PDL: tl.constexpr):
+def _rms_norm_kernel(x, residual, weight, out, total, squares, width, eps, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+                     BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """WHOLE: the rows are normalised; otherwise they are multiplied by the weight only, and their sums of squares are stored."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -87,12 +116,16 @@ def _rms_norm_kernel(x, residual, weight, out, total, width, eps, RESIDUAL: tl.c
         rounded = value.to(total.dtype.element_ty)  # the norm is computed from the residual stream as it is stored
         tl.store(total + row * width + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    tl.store(out + row * width + column, (value * factor * scale).to(out.dtype.element_ty), mask=inside)
+    if WHOLE:
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    else:
+        tl.store(squares + row, tl.sum(squares_of(value), axis=0))
+    tl.store(out + row * width + column, (value * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, squares, columns, eps, bias, width, BLOCK: tl.constexpr, FACTOR: tl.constexpr,
+                     BIAS: tl.constexpr, PDL: tl.constexpr):
     let_next_begin(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -100,14 +133,21 @@ def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    if FACTOR:
+        factor = norm_factor(tl.load(squares + row), columns, eps)
+        gate, up = gate * factor, up * factor
+    if BIAS:
+        gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
     silu = gate / (1.0 + tl.exp(-gate))
     tl.store(out + row * width + column, (silu * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_norm, eps, k_stride, v_stride,
-                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-                       Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_norm, eps, squares, columns, norm_eps, bias,
+                       k_stride, v_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+                       HALF_PADDED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr,
+                       FACTOR: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):
     """Program: TILE of the H + 2 Hkv heads of one row. A head is held as two halves, because elements i and i + D/2 rotate
     together."""
     let_next_begin(PDL)
@@ -122,6 +162,13 @@ def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_
     source = qkv + row * (all_heads * 2 * HALF) + head[:, None] * (2 * HALF) + i[None, :]
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if FACTOR:
+        factor = norm_factor(tl.load(squares + row), columns, norm_eps)
+        a, b = a * factor, b * factor
+    if BIAS:
+        at = bias + head[:, None] * (2 * HALF) + i[None, :]
+        a += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        b += tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)[None, :]
     s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)[None, :]
     if Q_NORM:

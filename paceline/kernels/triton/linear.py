@@ -2,8 +2,8 @@
 """Matrix products with few rows, which are bound by memory bandwidth: the weight [N, K] is read exactly once.
 
 A program owns a tile of outputs and one share of K (split-K). If K is split, every share stores its float32 sums and the last
-program to finish adds them up in a fixed order, so the result does not depend on which program was last. `deterministic_linear`
-uses one tile shape and one split of K per weight, so its result does not depend on the number of rows either.
+program to finish adds them up in a fixed order, so the result does not depend on which program was last. Without split-K the
+result does not depend on the tile shape either (see `exact`).
 """
 
 from __future__ import annotations
@@ -121,36 +121,53 @@ def first_guess(kind: str, rows: int, out_features: int, in_features: int, half:
     return TileConfig(block_m, block_n, block_k, split_k, 4, stages, swap=not pair)
 
 
-def deterministic_config(out_features: int, in_features: int) -> TileConfig:
-    """Configuration in deterministic mode: it depends on the shape of the weight only."""
-    block_n, block_k = 64, 128
-    tiles = triton.cdiv(out_features, block_n)
-    split_k = 1 if tiles >= PROCESSORS else min(triton.cdiv(2 * PROCESSORS, tiles), triton.cdiv(in_features, block_k), 8)
-    return TileConfig(64, block_n, block_k, split_k, num_warps=4, num_stages=4)
+ONE_PASS: dict[Key, TileConfig] = {}
+"""The fastest configurations without split-K on an H200 (benchmarks/gpu/step.py --tune --one-pass)."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, in_order: bool = False,
-           pdl: bool = False, ahead: int = 0) -> Tensor:
+def one_pass_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig:
+    """A configuration without split-K: 64 weight rows per program where that gives every multiprocessor one, else 32 or 16."""
+    (rows, _), (out_features, in_features), element = x.shape, weight.shape, x.element_size()
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+    found = ONE_PASS.get((kind, block_m, out_features, in_features)) if element == 2 else None
+    if found is not None:
+        return found
+    pair = kind in ("qkv", "gated")
+    lines = next((n for n in (64, 32) if out_features // n >= PROCESSORS), 32 if pair else 16)
+    block_n = min(lines // 2, half or lines) if pair else lines
+    block_k = (128 if lines == 64 else 256) * 2 // element
+    stages = max(2, min(5, 200_000 // ((lines + block_m) * block_k * element)))
+    return TileConfig(block_m, block_n, block_k, 1, 4, stages, swap=not pair and lines == 64)
+
+
+def serves_few_rows(num_rows: int, out_features: int, in_features: int) -> bool:
+    """Whether `one_pass_config` is faster than a library that may not split K: for few rows, and for somewhat more where the
+    library has too few tiles to fill the device."""
+    narrow = in_features >= 4 * out_features
+    return num_rows <= (128 if narrow and out_features < 1024 else 64 if narrow and out_features <= 2048 else 32)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, pdl: bool = False,
+           ahead: int = 0) -> Tensor:
     """x [R, K] @ weight [N, K]ᵀ + bias -> [R, N].
 
     counters: MAX_TILES int32 zeros, which are zero again afterwards; streams must not share them.
-    in_order: One program processes all shares of K itself. The sums are bitwise the same and need no scratch memory; for many
-    rows. pdl: Use programmatic dependent launch (see `pdl`). ahead: Bytes of the weight to prefetch before the wait."""
+    pdl: Use programmatic dependent launch (see `pdl`). ahead: Bytes of the weight to prefetch before the wait."""
     x, (rows, in_features), out_features = x.contiguous(), x.shape, weight.shape[0]
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
-    shared = config.split_k > 1 and not in_order
+    shared = config.split_k > 1
     assert not shared or tiles <= counters.numel(), f"{tiles} tiles need as many counters"
     tile = config.block_m * config.block_n
     part = torch.empty(tiles * config.split_k * tile if shared else 1, dtype=torch.float32, device=x.device)
     w = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
-    programs = tiles * (config.split_k if shared else 1)
-    _linear_kernel[(tiles, config.split_k if shared else 1)](
-        x, w, weight, weight if bias is None else bias, out, part, counters, rows, config.split_k, out_features, in_features,
+    programs = tiles * config.split_k
+    _linear_kernel[(tiles, config.split_k)](
+        x, w, weight, weight if bias is None else bias, out, part, counters, rows, out_features, in_features,
         weight.stride(0), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        SHARES=config.split_k if shared else 1, SWAP=config.swap, TMA=config.tma, BIAS=bias is not None,
+        SHARES=config.split_k, SWAP=config.swap, TMA=config.tma, BIAS=bias is not None,
         EVEN_K=in_features % config.block_k == 0, PRECISION=precision_of(x), PDL=pdl,
         AHEAD=weight_ahead(weight, config, programs, ahead, 1) if pdl else 0, THREADS=32 * config.num_warps,
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl))
@@ -165,15 +182,9 @@ def weight_ahead(weight: Tensor, config: TileConfig, programs: int, num_bytes: i
     return columns_ahead(num_bytes, programs, tiles * config.block_n, share, weight.stride(0), weight.element_size())
 
 
-def deterministic_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
-    """`linear` whose result for a row is bitwise independent of the other rows and of their number."""
-    config = deterministic_config(weight.shape[0], weight.shape[1])
-    return linear(x, weight, bias, config, counters, in_order=x.shape[0] > 4 * config.block_m)
-
-
 # Not specialised on the number of rows: there is less to compile, and no binary can sum in another order.
-@triton.jit(do_not_specialize=["rows", "shares"])
-def _linear_kernel(x, w, base, bias, out, part, counter, rows, shares, out_features, in_features, w_stride,
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(x, w, base, bias, out, part, counter, rows, out_features, in_features, w_stride,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
                    SWAP: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
                    PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr):
@@ -181,25 +192,18 @@ def _linear_kernel(x, w, base, bias, out, part, counter, rows, shares, out_featu
     tiles_m = tl.cdiv(rows, BLOCK_M)
     first_m, first_n = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), shares)  # iterations of BLOCK_K per share
+    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), SHARES)  # iterations of BLOCK_K per share
     let_next_begin(PDL)
     if AHEAD > 0:
         fetch_weights_ahead(base, first_n, w_stride, share * steps * BLOCK_K, in_features, BLOCK_N, AHEAD, THREADS)
     wait_for_previous(PDL)
+    total = share_of_sum(x, w, m, n, first_n, rows, out_features, in_features, w_stride, share * steps * BLOCK_K,
+                         steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
     if SHARES > 1:
-        total = share_of_sum(x, w, m, n, first_n, rows, out_features, in_features, w_stride, share * steps * BLOCK_K,
-                             steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
         place = leave_part(part, total, tile, share, SHARES, 1, 0)
         if is_last(counter + tile, SHARES):
             _store_result(add_parts(place, total, SHARES, 1), bias, out, m, n, rows, out_features, SWAP, BIAS)
     else:
-        if SWAP:
-            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        else:
-            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for s in range(shares):
-            total += share_of_sum(x, w, m, n, first_n, rows, out_features, in_features, w_stride, s * steps * BLOCK_K,
-                                  steps * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, EVEN_K, PRECISION)
         _store_result(total, bias, out, m, n, rows, out_features, SWAP, BIAS)
 
 

@@ -7,9 +7,10 @@ does.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from paceline.kernels.base import (
@@ -29,12 +30,25 @@ from paceline.kernels.base import (
 )
 from paceline.kernels.reference.drafting import draft_topk
 from paceline.kernels.reference.ops import TorchOps
-from paceline.kernels.triton import attention, attention_plan, drafting, elementwise, fused_linear, linear, noise, sampling
+from paceline.kernels.triton import (
+    attention,
+    attention_plan,
+    drafting,
+    elementwise,
+    exact,
+    fixed_attention,
+    fused_linear,
+    linear,
+    noise,
+    sampling,
+)
 from paceline.kernels.triton import tree as tree_kernels
 from paceline.kernels.triton.attention_plan import AttentionPlan, Prefill
+from paceline.kernels.triton.linear import TileConfig
 from paceline.kernels.triton.pdl import supports_pdl
 from paceline.kernels.triton.tree import Movables
 
+logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NARROW = 2048
 """Up to this hidden size, fusing pays for twice as many rows, because products take a smaller part of a step."""
@@ -53,8 +67,8 @@ class TritonOps(TorchOps):
         """
         Args:
             device: A CUDA device (the CPU under Triton's interpreter).
-            deterministic: The result of a row does not depend on the other rows of the step.
-            max_context: The longest context of any request; in deterministic mode it determines the order of sums.
+            deterministic: The bits of a row's result do not depend on the other rows of the step (see `exact`).
+            max_context: The longest context of any request.
             pdl: Use programmatic dependent launch for steps of up to 2 * `fused_rows` rows, where it is supported.
             fused: Fuse products with the norm, activation or rotary embedding next to them, for steps of few rows.
             ahead: Bytes of the weight that a product prefetches under programmatic dependent launch.
@@ -62,10 +76,10 @@ class TritonOps(TorchOps):
             fused_rows: Steps of up to this many rows use the fused products (twice as many if the hidden size is small).
         """
         self.deterministic, self.min_chunk = deterministic, min_chunk
-        self.pdl = pdl and not deterministic and supports_pdl(device)
-        self.fused, self.fused_rows, self._ahead = fused and not deterministic, fused_rows, ahead if self.pdl else 0
-        self._chunk = attention_plan.deterministic_chunk(max_context)
-        self._max_chunks = triton.cdiv(max_context + attention_plan.MASK_BITS, self._chunk)
+        self.pdl, self._max_context = pdl and supports_pdl(device), max_context
+        self.fused, self.fused_rows, self._ahead = fused, fused_rows, ahead if self.pdl else 0
+        self._uses_library = deterministic and torch.device(device).type == "cuda"
+        self._checked: set[tuple[torch.dtype, torch.Size]] = set()
         self._counters = torch.zeros(linear.MAX_TILES, dtype=torch.int32, device=device)
 
     def _uses_pdl(self, rows: Tensor) -> bool:
@@ -74,16 +88,36 @@ class TritonOps(TorchOps):
 
     # -- matrix products
 
+    def prepare(self, weights: list[Tensor]) -> None:
+        """Check once for every shape that equal bits can be had from the library here; if not, do without it."""
+        for weight in weights:
+            if not self._uses_library or not _supported(weight) or (weight.dtype, weight.shape) in self._checked:
+                continue
+            self._checked.add((weight.dtype, weight.shape))
+            with torch.inference_mode():
+                if not exact.rows_agree(self._one_pass, weight):
+                    self._uses_library = False
+                    logger.warning("deterministic: products of %s differ between numbers of rows with this device's library; "
+                                   "using Paceline's own kernels, which are slower for large batches", tuple(weight.shape))
+                    if not exact.rows_agree(self._one_pass, weight):
+                        logger.error("deterministic: products of %s differ with Paceline's own kernels, too", tuple(weight.shape))
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _supported(x, weight) or x.dim() != 2:
             assert not self.deterministic or _needs_grad(x, weight) or x.dtype == torch.float64, (x.shape, x.dtype)
             return F.linear(x, weight, bias)
         if self.deterministic:
-            return linear.deterministic_linear(x, weight, bias, self._counters)
+            return self._one_pass(x, weight, bias)
         config = linear.tuned_config("linear", x, weight)
         if config is None:
             return F.linear(x, weight, bias)
         return linear.linear(x, weight, bias, config, self._counters, pdl=self._uses_pdl(x), ahead=self._ahead)
+
+    def _one_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._uses_library and x.dtype != torch.float32 and not linear.serves_few_rows(x.shape[0], *weight.shape):
+            return exact.library_linear(x, weight, bias)
+        config = linear.one_pass_config("linear", x, weight)
+        return linear.linear(x, weight, bias, config, self._counters, self._uses_pdl(x), self._ahead)
 
     # -- elementwise operations
 
@@ -110,29 +144,43 @@ class TritonOps(TorchOps):
 
     def should_fuse(self, num_rows: int, hidden: int, head_dim: int) -> bool:
         most = self.fused_rows if hidden > _NARROW else 2 * self.fused_rows
-        return self.fused and 0 < num_rows <= most and head_dim >= 32 and head_dim & (head_dim - 1) == 0
+        return self.fused and 0 < num_rows <= (num_rows if self.deterministic else most) and _halves_evenly(head_dim)
 
     def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
                     eps: float) -> tuple[Normed, Tensor]:
         if not self.fused or not _supported(x, weight, norm):
             return super().linear_norm(x, weight, bias, residual, norm, eps)
-        config = linear.fused_config("linear_norm", x, weight)
-        return fused_linear.linear_norm(x, weight, bias, residual, norm, eps, config, self._counters, self.pdl, self._ahead)
+        if self._separately(x):
+            return elementwise.add_norm(self._one_pass(x, weight, bias), residual, norm, eps)
+        return fused_linear.linear_norm(x, weight, bias, residual, norm, eps, self._fused_config("linear_norm", x, weight),
+                                        self._counters, self._uses_pdl(x), self._ahead, self.deterministic)
 
     def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.fused or not _supported(x.rows, weight):
             return super().gated_linear(x, weight, bias)
-        config = linear.fused_config("gated", x.rows, weight)
-        return fused_linear.gated_linear(x, weight, bias, config, self._counters, self.pdl, self._ahead)
+        if self._separately(x.rows):
+            return elementwise.silu_mul(self._one_pass(x.rows, weight), False, x, bias)
+        return fused_linear.gated_linear(x, weight, bias, self._fused_config("gated", x.rows, weight), self._counters,
+                                         self._uses_pdl(x.rows), self._ahead, self.deterministic)
 
     def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
                  cache: PagedCache) -> Tensor:
         dim, (rows, hidden) = cache.k.shape[2], x.rows.shape
         if not self.should_fuse(rows, hidden, dim) or not _supported(x.rows, weight, cache.k) or cos.dtype != torch.float32:
             return super().qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache)
-        config = linear.fused_config("qkv", x.rows, weight, dim // 2)
-        return fused_linear.qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache, config, self._counters, self.pdl,
-                                     self._ahead)
+        if self._separately(x.rows):
+            product = self._one_pass(x.rows, weight)
+            return elementwise.rope_write(product, num_heads, None, None, 0.0, cos, sin, write, cache, False, x, bias)
+        return fused_linear.qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache,
+                                     self._fused_config("qkv", x.rows, weight, dim // 2), self._counters,
+                                     self._uses_pdl(x.rows), self._ahead, self.deterministic)
+
+    def _separately(self, x: Tensor) -> bool:
+        """Whether a fused product is computed as a product and the operation next to it, with the same bits."""
+        return self.deterministic and x.shape[0] > self.fused_rows
+
+    def _fused_config(self, kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig:
+        return (linear.one_pass_config if self.deterministic else linear.fused_config)(kind, x, weight, half)
 
     # -- attention
 
@@ -141,14 +189,24 @@ class TritonOps(TorchOps):
         """The metadata that `attention` reads in every layer of a step; made once per step, inside the captured graph. prefill:
         The rows from `prefill.first_row` on are prompt chunks (see `attention_plan.prefill_chunks`); such steps are never
         captured."""
-        if self.deterministic:
-            return attention_plan.make_plan(segments, num_rows, num_heads, num_kv_heads, attention.DETERMINISTIC_BLOCK_M,
-                                         self._max_chunks, self._chunk)
         rows = num_rows if prefill is None else prefill.first_row
+        if self.deterministic:
+            return self._fixed_plan(segments, rows, num_rows, num_heads, num_kv_heads, prefill, trees)
         splits = attention_plan.default_splits(max(rows, 1), num_kv_heads)
         plan = attention_plan.make_plan(segments, rows, num_heads, num_kv_heads, attention_plan.tile_size(rows, trees), splits,
                                      min_chunk=self.min_chunk)
         return plan._replace(prefill=prefill, launch=attention_plan.launch_for(rows, num_kv_heads, head_dim, trees))
+
+    def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, num_heads: int, num_kv_heads: int,
+                    prefill: Prefill | None, trees: bool) -> AttentionPlan:
+        """A plan for `fixed_attention`: of the rows before the prompt chunks, and one of the chunks' own rows."""
+        block_m = fixed_attention.TREE_BLOCK_M if trees else 16
+        plan = attention_plan.make_plan(segments, rows, num_heads, num_kv_heads, block_m, 1, fixed=True)._replace(trees=trees)
+        if prefill is None:
+            return plan
+        prompts = attention_plan.make_plan(segments, all_rows - rows, num_heads, num_kv_heads, fixed_attention.PREFILL_BLOCK_M, 1,
+                                           fixed=True, first_row=rows)._replace(trees=False)
+        return plan._replace(prefill=prefill, prompts=prompts)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
                   chunks: list[tuple[int, int, int]], trees: bool = False) -> AttentionPlan | None:
@@ -164,8 +222,8 @@ class TritonOps(TorchOps):
             return super().attention(q, cache, segments, scale)
         if plan is None:
             plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1], cache.k.shape[2])
-        if plan.chunk:
-            return attention.deterministic_attention(q, cache, segments, plan, scale)
+        if plan.fixed:
+            return self._fixed_attention(q, cache, plan, scale)
         if plan.prefill is None:
             return attention.attention(q, cache, segments, plan, scale, pdl=self._uses_pdl(q))
         first = plan.prefill.first_row
@@ -173,6 +231,17 @@ class TritonOps(TorchOps):
         if first == 0:
             return prompts
         return torch.cat([attention.attention(q[:first], cache, segments, plan, scale), prompts])
+
+    def _fixed_attention(self, q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: float) -> Tensor:
+        if plan.prompts is None:
+            return fixed_attention.fixed_attention(q, cache, plan, scale, plan.trees, self._max_context, self._uses_pdl(q))
+        assert plan.prefill is not None
+        first = plan.prefill.first_row
+        prompts = fixed_attention.fixed_attention(q[first:], cache, plan.prompts, scale, False, self._max_context)
+        if first == 0:
+            return prompts
+        rows = fixed_attention.fixed_attention(q[:first], cache, plan, scale, plan.trees, self._max_context)
+        return torch.cat([rows, prompts])
 
     def prefill_attention(self, q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:
         """Attention of the prompt chunks of a step; q holds their rows only."""
@@ -224,6 +293,11 @@ class TritonOps(TorchOps):
 
     def move_tokens(self, what: Movables, source: Tensor, target: Tensor) -> None:
         tree_kernels.move_tokens(what, source, target)
+
+
+def _halves_evenly(head_dim: int) -> bool:
+    """Whether the rotary embedding of such heads can be fused with a product."""
+    return head_dim >= 32 and head_dim & (head_dim - 1) == 0
 
 
 def _supported(*tensors: Tensor) -> bool:

@@ -1,0 +1,203 @@
+"""Equal bits in bfloat16 on a CUDA device: tokens and log-probabilities are those of one request at a time without a drafter,
+whatever the strategy, the batch, the order of arrival, pages, prompt chunks, pre-emption, shared prefixes, sleep and graphs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline import Engine, SamplingParams
+from paceline.config import EngineConfig
+from paceline.drafters.eagle import Eagle, EagleConfig
+from paceline.kernels import PagedCache, Segments
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+
+SHAPES = {
+    "qwen2": ModelConfig("qwen2", 1021, 224, 600, 3, 7, 1, 64, max_context=1024, qkv_bias=True),
+    "qwen3": ModelConfig("qwen3", 509, 256, 320, 3, 6, 2, 48, max_context=1024, qk_norm=True),
+    "llama": ModelConfig("llama", 777, 320, 512, 2, 8, 8, 128, max_context=1024, tie_embeddings=True),
+}
+NUM_PROMPTS, NEW_TOKENS = 40, 24
+STRATEGIES = ["off", "suffix:d4w2v8", "eagle:d3w2v6", "eagle:d1w1v1", "eagle:d6w4v32", "both:d3w2v6", "auto"]
+Answer = tuple[list[int], list[float]]
+
+
+@cache
+def policy(shape: str) -> Decoder:
+    model = Decoder.random(SHAPES[shape], seed=1, std=0.12, dtype=torch.bfloat16, device="cuda")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0, 0.2, generator=torch.Generator("cuda").manual_seed(2))
+    return model
+
+
+def drafter(shape: str) -> Eagle:
+    return Eagle.random(EagleConfig.for_policy(SHAPES[shape], "eagle"), 3, 0.1, torch.bfloat16, "cuda")
+
+
+def prompt(shape: str, number: int) -> list[int]:
+    """Every third prompt begins like another one; lengths are 1 to 400."""
+    generator = torch.Generator().manual_seed(number // 3 if number % 3 == 0 else 1000 + number)
+    length = [1, 17, 33, 64, 130, 400][number % 6] + number % 5
+    tokens = torch.randint(0, SHAPES[shape].vocab_size, (length,), generator=generator).tolist()
+    return tokens + [number % 7] * (number % 3)
+
+
+def params(number: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW_TOKENS, seed=number, temperature=[1.0, 0.7, 1.3][number % 3], ignore_eos=True)
+
+
+@cache
+def engine(shape: str, with_drafter: bool, page_size: int, max_rows: int, kv_tokens: int, graphs: bool) -> Engine:
+    config = EngineConfig(max_batch=16, kv_tokens=kv_tokens, page_size=page_size, max_rows=max_rows, cuda_graphs=graphs,
+                          profile=False)
+    return Engine(policy(shape), None, drafter(shape) if with_drafter else None, "off", config)
+
+
+def answers(engine: Engine, shape: str, numbers: list[int], strategy: str) -> dict[int, Answer]:
+    groups = engine.generate([prompt(shape, number) for number in numbers], [params(number) for number in numbers],
+                             keys=[str(number) for number in numbers], strategy=strategy)
+    rollouts = [group.rollouts[0] for group in groups]
+    return {number: (each.token_ids, each.logprobs) for number, each in zip(numbers, rollouts, strict=True)}
+
+
+@cache
+def alone(shape: str, number: int) -> Answer:
+    """One request at a time, no drafter, no graphs, no shared prefix, the prompt in one chunk."""
+    plain = engine(shape, False, 16, 2048, 4096, False)
+    plain.scheduler.drop_prefixes()
+    return answers(plain, shape, [number], "off")[number]
+
+
+CASES = st.fixed_dictionaries({
+    "shape": st.sampled_from(list(SHAPES)), "strategy": st.sampled_from(STRATEGIES),
+    "numbers": st.lists(st.integers(0, NUM_PROMPTS - 1), min_size=1, max_size=14, unique=True),
+    "page_size": st.sampled_from([4, 16]), "max_rows": st.sampled_from([48, 2048]), "kv_tokens": st.sampled_from([1100, 8192]),
+    "graphs": st.booleans(), "sleeps": st.booleans(), "forgets": st.booleans(),
+})
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(CASES)
+def test_tokens_and_logprobs_are_those_of_one_request_alone(case):
+    shape = case["shape"]
+    one = engine(shape, True, case["page_size"], case["max_rows"], case["kv_tokens"], case["graphs"])
+    if case["sleeps"]:
+        one.sleep()
+        one.wake()
+    if case["forgets"]:
+        one.scheduler.drop_prefixes()
+    for number, got in answers(one, shape, case["numbers"], case["strategy"]).items():
+        assert got == alone(shape, number), f"prompt {number}"
+
+
+def test_some_cases_were_preempted_and_some_shared_prefixes():
+    """The cases above are of use only if these happen."""
+    tight = engine("qwen2", True, 4, 48, 1100, True)
+    answers(tight, "qwen2", list(range(14)), "eagle:d3w2v6")
+    assert tight.stats().preemptions > 0
+
+
+def digest(shape: str) -> str:
+    found = answers(engine(shape, True, 16, 2048, 8192, True), shape, list(range(12)), "eagle:d3w2v6")
+    return hashlib.sha256(json.dumps([found[number] for number in sorted(found)]).encode()).hexdigest()
+
+
+def test_another_process_gives_the_same_bits():
+    code = "import test_gpu_same_tokens as t; print('digest', t.digest('qwen2'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    assert f"digest {digest('qwen2')}" in done.stdout
+
+
+# -- operations, at sizes that no small model has
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(28, 4, 128), (12, 2, 128), (14, 2, 64), (40, 8, 128), (40, 40, 96),
+                                                        (1, 1, 48), (16, 16, 80)])
+def test_attention_of_a_position_has_the_same_bits_in_every_step(heads, kv_heads, dim):
+    """One query at 17 contexts up to 6,000: decoded alone, among 200 rows, as a node of a tree, and in a prompt chunk."""
+    from paceline.kernels.triton.ops import TritonOps
+
+    torch.manual_seed(0)
+    device, ops, length = "cuda", TritonOps("cuda", deterministic=True, max_context=6200), 6176
+    keys, values = (torch.randn(2 * length, kv_heads, dim, device=device).bfloat16() for _ in "kv")
+    table = torch.randperm(2 * length // 16, device=device)[: length // 16].int()[None]
+    cache_ = PagedCache(keys, values, table, 16)
+    scale = dim**-0.5
+
+    def integers(found: list[int]) -> torch.Tensor:
+        return torch.tensor(found, dtype=torch.int32, device=device)
+
+    def run(q: torch.Tensor, lengths: list[int], contexts: list[int], causal: bool, mask: torch.Tensor,
+            trees: bool) -> torch.Tensor:
+        first = [sum(lengths[:i]) for i in range(len(lengths))]
+        segments = Segments(integers(first), integers(lengths), integers([0] * len(lengths)), integers(contexts),
+                            torch.full((len(lengths),), causal, device=device), mask)
+        chunks = [(0, context, count) for context, count in zip(contexts, lengths, strict=True)] if causal else []
+        plan = ops.plan_step(segments, len(q), heads, cache_, chunks, trees)
+        return ops.attention(q, cache_, segments, scale, plan)
+
+    def words(rows: list[int]) -> torch.Tensor:
+        return torch.tensor([[word, 0] for word in rows], device=device)
+
+    for context in (0, 1, 31, 32, 33, 127, 128, 129, 500, 2040, 2047, 2048, 2300, 4095, 4096, 4700, 6000):
+        q = torch.randn(12, heads, dim, device=device).bfloat16()
+        single = torch.cat([run(q[i : i + 1], [1], [context + i], False, words([1]), False) for i in range(12)])
+        chain = run(q, [12], [context], False, words([(2 << i) - 1 for i in range(12)]), True)
+        assert torch.equal(chain, single), f"a chain behind {context}"
+        chunk = run(q, [12], [context], True, torch.zeros(12, 2, dtype=torch.int64, device=device), False)
+        assert torch.equal(chunk, single), f"a prompt chunk behind {context}"
+        contexts = [context, *(int(c) for c in torch.randint(0, 6000, (199,)))]
+        among = run(torch.cat([q[:1], torch.randn(199, heads, dim, device=device).bfloat16()]), [1] * 200, contexts, False,
+                    words([1] * 200), False)
+        assert torch.equal(among[:1], single[:1]), f"one of 200 rows behind {context}"
+        trees = run(torch.cat([q, torch.randn(300, heads, dim, device=device).bfloat16()]), [12] + [2] * 150,
+                    [context, *(c % 3000 for c in contexts[:150])], False,
+                    words([(2 << i) - 1 for i in range(12)] + [1, 3] * 150), True)
+        assert torch.equal(trees[:12], single), f"one of many trees behind {context}"
+
+
+@pytest.mark.parametrize(("hidden", "inner", "heads", "kv_heads", "dim"), [(1536, 8960, 12, 2, 128), (896, 4864, 14, 2, 64),
+                                                                          (3584, 18944, 28, 4, 128)])
+def test_a_layer_has_the_same_bits_for_every_number_of_rows(hidden, inner, heads, kv_heads, dim):
+    """Rows 1 to 600 of the products of real models, fused and separate, with odd numbers of rows."""
+    from paceline.kernels.triton.ops import TritonOps
+
+    torch.manual_seed(0)
+    ops, device = TritonOps("cuda", deterministic=True, max_context=2048), "cuda"
+
+    def weight(n: int, k: int) -> torch.Tensor:
+        return (torch.randn(n, k, device=device) * k**-0.5).bfloat16()
+
+    qkv, o, gate_up, down = (weight((heads + 2 * kv_heads) * dim, hidden), weight(hidden, heads * dim), weight(2 * inner, hidden),
+                             weight(hidden, inner))
+    bias, norm = torch.randn(len(qkv), device=device).bfloat16(), torch.rand(hidden, device=device).bfloat16()
+    x, residual = torch.randn(600, heads * dim, device=device).bfloat16(), torch.randn(600, hidden, device=device).bfloat16() * 3
+    cos, sin = torch.rand(600, dim // 2, device=device), torch.rand(600, dim // 2, device=device)
+
+    def layer(rows: slice) -> list[torch.Tensor]:
+        count = rows.stop - rows.start
+        cache_ = PagedCache(*(torch.zeros(1024, kv_heads, dim, device=device).bfloat16() for _ in "kv"),
+                            torch.zeros(1, 1, dtype=torch.int32, device=device), 16)
+        normed, stream = ops.linear_norm(x[rows], o, None, residual[rows], norm, 1e-6)
+        inside = ops.gated_linear(normed, gate_up, None)
+        normed, stream = ops.linear_norm(inside, down, None, stream, norm, 1e-6)
+        write = torch.arange(count, device=device)
+        q = ops.qkv_rope(normed, qkv, bias, heads, cos[rows], sin[rows], write, cache_)
+        return [stream, inside, q, cache_.k[:count], cache_.v[:count], ops.linear(stream, qkv, bias)]
+
+    every = layer(slice(0, 600))
+    for start, stop in ((0, 1), (5, 7), (0, 16), (3, 20), (0, 32), (100, 133), (0, 48), (0, 64), (7, 80), (0, 128), (0, 200),
+                        (0, 256), (11, 500)):
+        for name, got, want in zip(("stream", "inside", "q", "k", "v", "linear"), layer(slice(start, stop)), every, strict=True):
+            assert torch.equal(got, want[start:stop]), f"{name}, rows {start} to {stop}"

@@ -407,8 +407,9 @@ def test_fused_and_separate_products_round_alike(dtype: torch.dtype) -> None:
     """With and without the fused kernels: equal bits on a GPU. A product of the interpreter may depend on its shape."""
     few, separate = TritonOps(DEVICE, deterministic=True), TritonOps(DEVICE, deterministic=True, fused_rows=0)
     width, heads, dim = 96, 4, 32
-    x, residual, norm = torch.randn(5, 64).to(dtype), torch.randn(5, width).to(dtype), torch.rand(width).to(dtype)
-    weights = [(torch.randn(n, k) / 8).to(dtype) for n, k in ((width, 64), (2 * 40, width), ((heads + 4) * dim, width))]
+    assert linear.shares_of(width, 512) == 4
+    x, residual, norm = torch.randn(5, 512).to(dtype), torch.randn(5, width).to(dtype), torch.rand(width).to(dtype)
+    weights = [(torch.randn(n, k) / 8).to(dtype) for n, k in ((width, 512), (2 * 40, width), ((heads + 4) * dim, width))]
     biases = [torch.randn(len(weight)).to(dtype) for weight in weights]
     cos, sin, write = torch.rand(5, dim // 2), torch.rand(5, dim // 2), torch.arange(5)
     results = []
@@ -422,6 +423,15 @@ def test_fused_and_separate_products_round_alike(dtype: torch.dtype) -> None:
     for a, b in zip(*results, strict=True):
         _close(a, b)
         assert not CUDA or torch.equal(a, b)
+
+
+def test_parts_of_a_product_are_added_in_order() -> None:
+    parts, bias, residual = torch.randn(3, 4, 80), torch.randn(80), torch.randn(4, 80)
+    product = elementwise.add_parts(parts, bias, torch.float32)
+    assert torch.equal(product, parts[0] + parts[1] + parts[2] + bias)
+    ours = elementwise.add_norm(parts, residual, torch.ones(80), 1e-6, bias)
+    expected = elementwise.add_norm(product, residual, torch.ones(80), 1e-6)
+    assert torch.equal(ours[1], expected[1]) and torch.equal(ours[0].squares, expected[0].squares)
 
 
 def test_the_rest_of_a_product_is_applied_later() -> None:

@@ -24,8 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor
     out = torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
-        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, out, width, eps, RESIDUAL=False, WHOLE=True,
-                                                **_norm_launch(width, pdl))
+        _rms_norm_kernel[(x.numel() // width,)](x, x, weight, out, out, out, out, width, eps, RESIDUAL=False, WHOLE=True,
+                                                PARTS=1, BIAS=False, **_norm_launch(width, pdl))
     return out
 
 
@@ -35,20 +35,32 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: b
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
-        _rms_norm_kernel[(x.numel() // width,)](x, residual, weight, out, total, out, width, eps, RESIDUAL=True, WHOLE=True,
-                                                **_norm_launch(width, pdl))
+        _rms_norm_kernel[(x.numel() // width,)](x, residual, weight, out, total, out, out, width, eps, RESIDUAL=True,
+                                                WHOLE=True, PARTS=1, BIAS=False, **_norm_launch(width, pdl))
     return out, total
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Normed, Tensor]:
-    """`add_rms_norm` that leaves the factor 1 / rms to the next product, as `fused_linear.linear_norm` does."""
-    x, residual, (rows, width) = x.contiguous(), residual.contiguous(), x.shape
-    out, total = torch.empty_like(x), torch.empty_like(x)
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> tuple[Normed, Tensor]:
+    """`add_rms_norm` that leaves the factor 1 / rms to the next product, as `fused_linear.linear_norm` does. x: [R, H], or the
+    parts [P, R, H] of a product, to which `bias` is added."""
+    x, residual, (rows, width) = x.contiguous(), residual.contiguous(), residual.shape
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
     squares = torch.empty(1, rows, dtype=torch.int64, device=x.device)
     if rows:
-        _rms_norm_kernel[(rows,)](x, residual, weight, out, total, squares, width, eps, RESIDUAL=True, WHOLE=False,
+        _rms_norm_kernel[(rows,)](x, residual, weight, out, total, squares, weight if bias is None else bias, width, eps,
+                                  RESIDUAL=True, WHOLE=False, PARTS=len(x) if x.dim() == 3 else 1, BIAS=bias is not None,
                                   **_norm_launch(width, False))
     return Normed(out, squares, eps), total
+
+
+def add_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The product whose shares of K are [P, R, N]: their sum in order, plus the bias."""
+    (num_parts, rows, width), block = parts.shape, 1024
+    out = torch.empty(rows, width, dtype=dtype, device=parts.device)
+    if rows:
+        _add_parts_kernel[(rows, triton.cdiv(width, block))](parts, parts if bias is None else bias, out, width, PARTS=num_parts,
+                                                             BIAS=bias is not None, BLOCK=block, **exact_options(False))
+    return out
 
 
 def silu_mul(gate_up: Tensor, pdl: bool = False, of: Normed | None = None, bias: Tensor | None = None) -> Tensor:
@@ -84,15 +96,15 @@ def rope_write(qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tenso
 
 
 def _missing(product: Tensor, of: Normed | None, bias: Tensor | None) -> tuple[Tensor, int, float, Tensor]:
-    """Kernel arguments: the sums of squares [1, R], their number of columns, eps, and the bias."""
+    """Kernel arguments: the sums of squares [P, R], their number of columns, eps, and the bias."""
     squares = None if of is None else of.squares
-    assert squares is None or squares.shape[0] == 1, "partial sums of squares are for the fused products"
     return (product if squares is None else squares, 1 if of is None else of.rows.shape[1], 0.0 if of is None else of.eps,
             product if bias is None else bias)
 
 
-def _flags(of: Normed | None, bias: Tensor | None) -> dict[str, bool]:
-    return {"FACTOR": of is not None and of.squares is not None, "BIAS": bias is not None}
+def _flags(of: Normed | None, bias: Tensor | None) -> dict[str, int]:
+    squares = None if of is None else of.squares
+    return {"SQUARES": 0 if squares is None else squares.shape[0], "BIAS": bias is not None}
 
 
 def _norm_launch(width: int, pdl: bool) -> dict[str, int]:
@@ -101,16 +113,21 @@ def _norm_launch(width: int, pdl: bool) -> dict[str, int]:
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, total, squares, width, eps, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
-                     BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """WHOLE: the rows are normalised; otherwise they are multiplied by the weight only, and their sums of squares are stored."""
+def _rms_norm_kernel(x, residual, weight, out, total, squares, bias, width, eps, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+                     PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """WHOLE: the rows are normalised; otherwise they are multiplied by the weight only, and their sums of squares are stored.
+    PARTS: x [PARTS, R, width] are the shares of a product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     let_next_begin(PDL)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        value = _product_of_parts(x, bias, row, tl.num_programs(0).to(tl.int64) * width, column, inside, width, PARTS, BIAS)
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+    else:
+        value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)  # the norm is computed from the residual stream as it is stored
@@ -124,7 +141,35 @@ def _rms_norm_kernel(x, residual, weight, out, total, squares, width, eps, RESID
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, squares, columns, eps, bias, width, BLOCK: tl.constexpr, FACTOR: tl.constexpr,
+def _sum_of_squares(squares, row, SQUARES: tl.constexpr):
+    """The sum of a row's partial sums [SQUARES, R]."""
+    PADDED: tl.constexpr = triton.next_power_of_2(SQUARES)
+    part = tl.arange(0, PADDED)
+    return tl.sum(tl.load(squares + part * tl.num_programs(0) + row, mask=part < SQUARES, other=0), axis=0)
+
+
+@triton.jit
+def _product_of_parts(parts, bias, row, stride, column, inside, width, PARTS: tl.constexpr, BIAS: tl.constexpr):
+    """Columns of a row of parts [PARTS, R, width], added up in order, plus the bias."""
+    value = tl.load(parts + row * width + column, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(parts + part * stride + row * width + column, mask=inside, other=0.0)
+    if BIAS:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _add_parts_kernel(parts, bias, out, width, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = _product_of_parts(parts, bias, row, tl.num_programs(0).to(tl.int64) * width, column, inside, width, PARTS, BIAS)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, squares, columns, eps, bias, width, BLOCK: tl.constexpr, SQUARES: tl.constexpr,
                      BIAS: tl.constexpr, PDL: tl.constexpr):
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -133,8 +178,8 @@ def _silu_mul_kernel(gate_up, out, squares, columns, eps, bias, width, BLOCK: tl
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    if FACTOR:
-        factor = norm_factor(tl.load(squares + row), columns, eps)
+    if SQUARES > 0:
+        factor = norm_factor(_sum_of_squares(squares, row, SQUARES), columns, eps)
         gate, up = gate * factor, up * factor
     if BIAS:
         gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
@@ -147,7 +192,7 @@ def _silu_mul_kernel(gate_up, out, squares, columns, eps, bias, width, BLOCK: tl
 def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_norm, eps, squares, columns, norm_eps, bias,
                        k_stride, v_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                        HALF_PADDED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TILE: tl.constexpr,
-                       FACTOR: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):
+                       SQUARES: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):
     """Program: TILE of the H + 2 Hkv heads of one row. A head is held as two halves, because elements i and i + D/2 rotate
     together."""
     let_next_begin(PDL)
@@ -162,8 +207,8 @@ def _rope_write_kernel(qkv, q_out, k_cache, v_cache, write, cos, sin, q_norm, k_
     source = qkv + row * (all_heads * 2 * HALF) + head[:, None] * (2 * HALF) + i[None, :]
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    if FACTOR:
-        factor = norm_factor(tl.load(squares + row), columns, norm_eps)
+    if SQUARES > 0:
+        factor = norm_factor(_sum_of_squares(squares, row, SQUARES), columns, norm_eps)
         a, b = a * factor, b * factor
     if BIAS:
         at = bias + head[:, None] * (2 * HALF) + i[None, :]

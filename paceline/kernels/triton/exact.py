@@ -2,8 +2,9 @@
 """What equal bits rest on, wherever the same result is computed by different kernels.
 
 - A matrix product that sums K in one pass has the same bits whatever the number of rows, the tile and the kernel, those of
-  cuBLASLt included. Only split-K differs, and cuBLASLt can be told not to use it (`library_linear`). `rows_agree` checks
-  this on the device at hand.
+  cuBLASLt included. Only split-K differs, and cuBLASLt can be told not to use it (`library_linear`). Where one pass is too slow,
+  the shares of K are fixed by the shape of the weight and added up in order (`linear.shares_of`). `rows_agree` checks all this
+  on the device at hand.
 - Where several programs contribute to the sum of squares of a row, they add integers (`squares_of`), whose order is irrelevant.
 - Kernels are compiled without fusing multiplications and additions (`exact_options`): the compiler would do so in one kernel and
   not in another.
@@ -65,6 +66,13 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """x @ weightᵀ + bias by the library, in one pass over K."""
     with without_split_k():
         return F.linear(x, weight, bias)
+
+
+def library_parts(x: Tensor, weight: Tensor, shares: int) -> Tensor:
+    """The sums over equal shares of K by the library: x [R, K], weight [N, K] -> [shares, R, N] float32."""
+    with without_split_k():
+        return torch.bmm(x.unflatten(1, (shares, -1)).transpose(0, 1), weight.unflatten(1, (shares, -1)).permute(1, 2, 0),
+                         out_dtype=torch.float32)
 
 
 def rows_agree(linear: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> bool:

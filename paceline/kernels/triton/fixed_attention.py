@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache
-from paceline.kernels.triton.attention import LOG2_E, precision_of
+from paceline.kernels.triton.attention import AHEAD_ROWS, LOG2_E, precision_of
 from paceline.kernels.triton.attention_plan import MASK_BITS, AttentionPlan
 from paceline.kernels.triton.exact import exact_options
-from paceline.kernels.triton.pdl import let_next_begin, wait_for_previous
+from paceline.kernels.triton.pdl import fetch_ahead, let_next_begin, wait_for_previous
 
 BLOCK = 32
 """Keys per iteration. Chunks are multiples of it."""
@@ -86,13 +86,14 @@ def fixed_attention(q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: fl
     part = torch.empty((num_rows, num_heads, slots, padded) if stored else 1, dtype=torch.float32, device=device)
     stats = torch.empty((num_rows, num_heads, slots, 2) if stored else 1, dtype=torch.float32, device=device)
     launch = launch or (Launch(4, 4) if causal else Launch() if many else launch_for(tiles))
+    ahead = 32 * launch.num_warps if pdl and num_rows <= AHEAD_ROWS and head_dim * q.element_size() % 16 == 0 else 0
     common = {"KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "DIM": head_dim, "DIM_PADDED": padded,
               "PAGE": cache.page_size, "BLOCK": BLOCK, "SLOTS": slots, "MANY": many, "PRECISION": precision_of(q), "PDL": pdl,
               **exact_options(pdl)}
     pages, strides = cache.page_table, (cache.page_table.stride(0), cache.k.stride(0), cache.v.stride(0))
     _fixed_kernel[(num_rows, num_kv_heads, slots if many else 1)](
         q, cache.k, cache.v, pages, plan.record, plan.counter, out, part, stats, scale * LOG2_E, *strides, BLOCK_M=plan.block_m,
-        TREES=trees, num_warps=launch.num_warps, num_stages=launch.num_stages, **common)
+        TREES=trees, AHEAD=ahead, num_warps=launch.num_warps, num_stages=launch.num_stages, **common)
     if trees:
         _tail_kernel[(num_rows, num_kv_heads)](
             q, cache.k, cache.v, pages, plan.record, plan.path, out, part, stats, scale * LOG2_E, *strides,
@@ -185,7 +186,7 @@ def store_result(out, place, total, acc, valid, d, DIM: tl.constexpr):
 def _fixed_kernel(q, k_cache, v_cache, page_table, record, counter, out, part, stats, scale, table_stride, k_stride, v_stride,
                   BLOCK_M: tl.constexpr, TREES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
                   DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, MANY: tl.constexpr,
-                  PRECISION: tl.constexpr, PDL: tl.constexpr):
+                  PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr):
     """Program: the chunk `which` (MANY) or all chunks of a tile of rows, for the heads of one key/value head. TREES: only blocks
     before the end of the context; the sums are stored for `_tail_kernel`."""
     row, kv_head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -212,6 +213,12 @@ def _fixed_kernel(q, k_cache, v_cache, page_table, record, counter, out, part, s
         return
     table = page_table + slot.to(tl.int64) * table_stride
     k_head, v_head = k_cache + kv_head * DIM, v_cache + kv_head * DIM
+    if AHEAD > 0:
+        early = tl.maximum(tl.minimum(start + tl.arange(0, AHEAD), end - 1), 0)
+        old = tl.load(table + early // PAGE).to(tl.int64) * PAGE + early % PAGE
+        SIZE: tl.constexpr = DIM * (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+        fetch_ahead(k_head + old * k_stride, SIZE)
+        fetch_ahead(v_head + old * v_stride, SIZE)
     seen = (context + first + 1 + r)[:, None]  # keys of each row; in a tree, only blocks that all rows attend to are read here
     wait_for_previous(PDL)
     query = tl.load(q + place[:, None] * DIM + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)

@@ -8,7 +8,7 @@
   by the activation), or the two halves of a head (followed by the rotary embedding and the KV-cache write).
 
 Split-K works as in `linear`. `exact` computes the same bits as the separate kernels (`elementwise`, with a product in one pass):
-the product is rounded where they round it, and sums of squares are exact.
+the product is rounded where they round it, and sums of squares are exact. Its shares of K must be `shares_of` the weight.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def _scratch(tiles: int, config: TileConfig, each: int, x: Tensor) -> Tensor:
 
 def _launch_arguments(x: Tensor, weight: Tensor, config: TileConfig, tiles: int, each: int, pdl: bool, ahead: int,
                       exact: bool) -> dict[str, Any]:
-    assert config.split_k == 1 or not exact, "equal bits need a product in one pass"
     return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SHARES": config.split_k,
             "SWAP": config.swap, "TMA": config.tma, "EVEN_K": x.shape[1] % config.block_k == 0, "PRECISION": precision_of(x),
             "PDL": pdl, "EXACT": exact, "AHEAD": weight_ahead(weight, config, tiles * config.split_k, ahead, each) if pdl else 0,

@@ -121,30 +121,44 @@ def first_guess(kind: str, rows: int, out_features: int, in_features: int, half:
     return TileConfig(block_m, block_n, block_k, split_k, 4, stages, swap=not pair)
 
 
-ONE_PASS: dict[Key, TileConfig] = {}
-"""The fastest configurations without split-K on an H200 (benchmarks/gpu/step.py --tune --one-pass)."""
+ONE_PASS: dict[Key, TileConfig | None] = {
+    ("gated", 16, 37888, 3584): TileConfig(16, 64, 64, 1, 4, 6, swap=True, tma=True),
+    ("linear", 16, 152064, 3584): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
+    ("linear", 32, 152064, 3584): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("linear", 16, 151936, 1536): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
+    ("linear", 32, 151936, 1536): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("linear_norm", 32, 3584, 3584): TileConfig(32, 32, 256, 1, 4, 5),
+    ("qkv", 16, 4608, 3584): None, ("qkv", 32, 4608, 3584): None, ("qkv", 32, 2048, 1536): None,
+}
+"""Configurations of `exact` products on an H200 that are faster than those of `one_pass_config`
+(benchmarks/gpu/step.py --tune --one-pass). None: a product and a separate kernel are faster than the fused product."""
 
 
-def one_pass_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig:
-    """A configuration without split-K: 64 weight rows per program where that gives every multiprocessor one, else 32 or 16."""
+def shares_of(out_features: int, in_features: int) -> int:
+    """Number of equal shares of K that an exact product with such a weight sums separately and then adds up in order, for every
+    number of rows. More than one only where a single pass over a long K with few tiles would take too long."""
+    if in_features < 3 * out_features:
+        return 1
+    return next((n for n in ((2,) if out_features > 2048 else (5, 4, 3, 2)) if in_features % (128 * n) == 0), 1)
+
+
+def one_pass_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig | None:
+    """The configuration of an exact product; None if a fused product is slower than its parts."""
     (rows, _), (out_features, in_features), element = x.shape, weight.shape, x.element_size()
     block_m = min(max(16, triton.next_power_of_2(rows)), 64)
-    found = ONE_PASS.get((kind, block_m, out_features, in_features)) if element == 2 else None
-    if found is not None:
-        return found
-    pair = kind in ("qkv", "gated")
-    lines = next((n for n in (64, 32) if out_features // n >= PROCESSORS), 32 if pair else 16)
-    block_n = min(lines // 2, half or lines) if pair else lines
-    block_k = (128 if lines == 64 else 256) * 2 // element
-    stages = max(2, min(5, 200_000 // ((lines + block_m) * block_k * element)))
-    return TileConfig(block_m, block_n, block_k, 1, 4, stages, swap=not pair and lines == 64)
+    key = (kind, block_m, out_features, in_features)
+    if element == 2 and key in ONE_PASS:
+        return ONE_PASS[key]
+    pair, swap = kind in ("qkv", "gated"), kind not in ("qkv", "gated") or block_m == 32
+    block_n = min(64 if swap else 32, half or 64)
+    block_k = 256 // element
+    stages = max(2, min(5, 200_000 // ((block_n * (1 + pair) + block_m) * block_k * element)))
+    return TileConfig(block_m, block_n, block_k, shares_of(out_features, in_features), 4, stages, swap=swap and block_n == 64)
 
 
 def serves_few_rows(num_rows: int, out_features: int, in_features: int) -> bool:
-    """Whether `one_pass_config` is faster than a library that may not split K: for few rows, and for somewhat more where the
-    library has too few tiles to fill the device."""
-    narrow = in_features >= 4 * out_features
-    return num_rows <= (128 if narrow and out_features < 1024 else 64 if narrow and out_features <= 2048 else 32)
+    """Whether `one_pass_config` is faster than the library: for few rows, and for somewhat more where there are few tiles."""
+    return num_rows <= (64 if out_features <= 2048 and in_features >= 3 * out_features else 32)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, pdl: bool = False,

@@ -114,10 +114,17 @@ class TritonOps(TorchOps):
         return linear.linear(x, weight, bias, config, self._counters, pdl=self._uses_pdl(x), ahead=self._ahead)
 
     def _one_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._uses_library and x.dtype != torch.float32 and not linear.serves_few_rows(x.shape[0], *weight.shape):
-            return exact.library_linear(x, weight, bias)
+        if self._is_for_library(x, weight):
+            shares = linear.shares_of(*weight.shape)
+            if shares == 1:
+                return exact.library_linear(x, weight, bias)
+            return elementwise.add_parts(exact.library_parts(x, weight, shares), bias, x.dtype)
         config = linear.one_pass_config("linear", x, weight)
+        assert config is not None
         return linear.linear(x, weight, bias, config, self._counters, self._uses_pdl(x), self._ahead)
+
+    def _is_for_library(self, x: Tensor, weight: Tensor) -> bool:
+        return self._uses_library and x.dtype != torch.float32 and not linear.serves_few_rows(x.shape[0], *weight.shape)
 
     # -- elementwise operations
 
@@ -150,37 +157,40 @@ class TritonOps(TorchOps):
                     eps: float) -> tuple[Normed, Tensor]:
         if not self.fused or not _supported(x, weight, norm):
             return super().linear_norm(x, weight, bias, residual, norm, eps)
-        if self._separately(x):
+        config = self._fused_config("linear_norm", x, weight)
+        if config is None:
+            if self._is_for_library(x, weight) and (shares := linear.shares_of(*weight.shape)) > 1:
+                return elementwise.add_norm(exact.library_parts(x, weight, shares), residual, norm, eps, bias)
             return elementwise.add_norm(self._one_pass(x, weight, bias), residual, norm, eps)
-        return fused_linear.linear_norm(x, weight, bias, residual, norm, eps, self._fused_config("linear_norm", x, weight),
-                                        self._counters, self._uses_pdl(x), self._ahead, self.deterministic)
+        return fused_linear.linear_norm(x, weight, bias, residual, norm, eps, config, self._counters, self._uses_pdl(x),
+                                        self._ahead, self.deterministic)
 
     def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.fused or not _supported(x.rows, weight):
             return super().gated_linear(x, weight, bias)
-        if self._separately(x.rows):
-            return elementwise.silu_mul(self._one_pass(x.rows, weight), False, x, bias)
-        return fused_linear.gated_linear(x, weight, bias, self._fused_config("gated", x.rows, weight), self._counters,
-                                         self._uses_pdl(x.rows), self._ahead, self.deterministic)
+        config = self._fused_config("gated", x.rows, weight)
+        if config is None:
+            return elementwise.silu_mul(self._one_pass(x.rows, weight), self._uses_pdl(x.rows), x, bias)
+        return fused_linear.gated_linear(x, weight, bias, config, self._counters, self._uses_pdl(x.rows), self._ahead,
+                                         self.deterministic)
 
     def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
                  cache: PagedCache) -> Tensor:
         dim, (rows, hidden) = cache.k.shape[2], x.rows.shape
         if not self.should_fuse(rows, hidden, dim) or not _supported(x.rows, weight, cache.k) or cos.dtype != torch.float32:
             return super().qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache)
-        if self._separately(x.rows):
-            product = self._one_pass(x.rows, weight)
-            return elementwise.rope_write(product, num_heads, None, None, 0.0, cos, sin, write, cache, False, x, bias)
-        return fused_linear.qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache,
-                                     self._fused_config("qkv", x.rows, weight, dim // 2), self._counters,
+        config = self._fused_config("qkv", x.rows, weight, dim // 2)
+        if config is None:
+            return elementwise.rope_write(self._one_pass(x.rows, weight), num_heads, None, None, 0.0, cos, sin, write, cache,
+                                          self._uses_pdl(x.rows), x, bias)
+        return fused_linear.qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache, config, self._counters,
                                      self._uses_pdl(x.rows), self._ahead, self.deterministic)
 
-    def _separately(self, x: Tensor) -> bool:
-        """Whether a fused product is computed as a product and the operation next to it, with the same bits."""
-        return self.deterministic and x.shape[0] > self.fused_rows
-
-    def _fused_config(self, kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig:
-        return (linear.one_pass_config if self.deterministic else linear.fused_config)(kind, x, weight, half)
+    def _fused_config(self, kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig | None:
+        """None: compute a product and the operation next to it separately, with the same bits."""
+        if not self.deterministic:
+            return linear.fused_config(kind, x, weight, half)
+        return linear.one_pass_config(kind, x, weight, half) if x.shape[0] <= self.fused_rows else None
 
     # -- attention
 

@@ -242,7 +242,7 @@ def section_check(bench: Bench, _: str) -> None:
 
 
 def section_attention(bench: Bench, name: str) -> None:
-    from paceline.kernels.triton import attention, attention_plan
+    from paceline.kernels.triton import attention, attention_plan, fixed_attention
     from paceline.kernels.triton.attention_plan import Launch
 
     shape = SHAPES[name]
@@ -254,7 +254,6 @@ def section_attention(bench: Bench, name: str) -> None:
     cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8), (64, 4)) for c in CONTEXTS]
     if bench.warm:
         cases = [*((rows, 1, 128) for rows in ROWS), (1, 16, 128), (8, 8, 128), (32, 8, 128)]
-    chunk = attention_plan.deterministic_chunk(4096)
     for requests, rows, context in cases:
         num_bytes = requests * context * shape.kv_heads * shape.dim * 4
         q, caches, segments = _step(shape, requests, rows, context, 1 if bench.warm else _copies(num_bytes, 24))
@@ -268,9 +267,9 @@ def section_attention(bench: Bench, name: str) -> None:
             cell[label] = bench.time_us(f"attention {label} {name} {size} {context}", [
                 lambda c=c, q=q, g=segments, p=plan, z=scale, at=launch: attention.attention(q, c, g, p, z, launch=at)
                 for c in caches])
-        plan = attention_plan.make_plan(segments, *size, attention.DETERMINISTIC_BLOCK_M, -(-(4096 + 128) // chunk), chunk)
+        plan = attention_plan.make_plan(segments, *size, 16 if rows == 1 else fixed_attention.TREE_BLOCK_M, 1, fixed=True)
         cell["fixed"] = bench.time_us(f"attention fixed {name} {size}", [
-            lambda c=c, q=q, s=segments, p=plan, z=scale: attention.deterministic_attention(q, c, s, p, z) for c in caches])
+            lambda c=c, q=q, p=plan, z=scale, t=rows > 1: fixed_attention.fixed_attention(q, c, p, z, t, 4096) for c in caches])
         cell["plan"] = bench.time_us(f"plan {name}", [
             lambda s=segments, z=size, n=splits: attention_plan.make_plan(s, *z, 16, n)])
         if rows == 1 and requests * context <= 1 << 17:

@@ -1,5 +1,5 @@
 """Prefill on one GPU against vLLM: seconds until 64 prompts of 1,024 tokens have their first token, with and without a drafter
-whose KV cache is filled along the way. Random weights of the 7B shape.
+whose KV cache is filled along the way, and without equal bits (`deterministic=False`). Random weights of the 7B shape.
 
     python benchmarks/gpu/prefill.py --vllm-path SITE          # SITE: a folder in which vLLM is installed
 """
@@ -57,8 +57,8 @@ def prefill(setting: Setting, model: Decoder, drafter: Eagle, peer: Vllm | None)
     """Seconds until every prompt has its first token; the first round is a warm-up."""
     count, length = (4, 24) if setting.tiny else (64, 1024)
     found: dict[str, Any] = {"prompts": count, "prompt_tokens": length}
-    for name, learned in (("no drafter", None), ("with drafter", drafter)):
-        engine = setting.engine(model, learned, count, kv_gb=KV_GB, max_context=1040)
+    for name, learned, equal in (("no drafter", None, None), ("any bits", None, False), ("with drafter", drafter, None)):
+        engine = setting.engine(model, learned, count, kv_gb=KV_GB, max_context=1040, deterministic=equal)
         seconds = []
         for prompts in prefill_rounds(model.config.vocab_size, count, length):
             began = time.perf_counter()
@@ -67,6 +67,7 @@ def prefill(setting: Setting, model: Decoder, drafter: Eagle, peer: Vllm | None)
         found[name] = {"seconds": min(seconds[1:]), "each": seconds, "tokens_per_s": count * length / min(seconds[1:])}
         del engine
         setting.free()
+    found["price_of_equal_bits"] = found["no drafter"]["seconds"] / found["any bits"]["seconds"]
     if peer is not None:
         rounds = prefill_rounds(model.config.vocab_size, count, length)
         theirs = min([peer.seconds(prompts, [1] * count) for prompts in rounds][1:])

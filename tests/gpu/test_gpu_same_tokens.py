@@ -28,6 +28,8 @@ SHAPES = {
     "llama": ModelConfig("llama", 777, 320, 512, 2, 8, 8, 128, max_context=1024, tie_embeddings=True),
 }
 NUM_PROMPTS, NEW_TOKENS = 40, 24
+TIGHT = 560
+"""Tokens of a KV cache in which requests are pre-empted."""
 STRATEGIES = ["off", "suffix:d4w2v8", "eagle:d3w2v6", "eagle:d1w1v1", "eagle:d6w4v32", "both:d3w2v6", "auto"]
 Answer = tuple[list[int], list[float]]
 
@@ -82,7 +84,7 @@ def alone(shape: str, number: int) -> Answer:
 CASES = st.fixed_dictionaries({
     "shape": st.sampled_from(list(SHAPES)), "strategy": st.sampled_from(STRATEGIES),
     "numbers": st.lists(st.integers(0, NUM_PROMPTS - 1), min_size=1, max_size=14, unique=True),
-    "page_size": st.sampled_from([4, 16]), "max_rows": st.sampled_from([48, 2048]), "kv_tokens": st.sampled_from([1100, 8192]),
+    "page_size": st.sampled_from([4, 16]), "max_rows": st.sampled_from([48, 2048]), "kv_tokens": st.sampled_from([TIGHT, 8192]),
     "graphs": st.booleans(), "sleeps": st.booleans(), "forgets": st.booleans(),
 })
 
@@ -101,11 +103,15 @@ def test_tokens_and_logprobs_are_those_of_one_request_alone(case):
         assert got == alone(shape, number), f"prompt {number}"
 
 
-def test_some_cases_were_preempted_and_some_shared_prefixes():
+def test_cases_are_preempted_and_share_prefixes():
     """The cases above are of use only if these happen."""
-    tight = engine("qwen2", True, 4, 48, 1100, True)
-    answers(tight, "qwen2", list(range(14)), "eagle:d3w2v6")
+    tight = engine("qwen2", True, 4, 48, TIGHT, True)
+    answers(tight, "qwen2", [number for number in range(NUM_PROMPTS) if number % 6 in (1, 2, 3)][:14], "eagle:d3w2v6")
     assert tight.stats().preemptions > 0
+    roomy = engine("qwen2", True, 4, 48, 8192, True)
+    answers(roomy, "qwen2", [10], "off")
+    answers(roomy, "qwen2", [10], "off")
+    assert roomy.stats().cached_prompt_tokens > 0
 
 
 def digest(shape: str) -> str:

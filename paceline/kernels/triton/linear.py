@@ -128,7 +128,9 @@ ONE_PASS: dict[Key, TileConfig | None] = {
     ("linear", 16, 151936, 1536): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
     ("linear", 32, 151936, 1536): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
     ("linear_norm", 32, 3584, 3584): TileConfig(32, 32, 256, 1, 4, 5),
-    ("qkv", 16, 4608, 3584): None, ("qkv", 32, 4608, 3584): None, ("qkv", 32, 2048, 1536): None,
+    ("qkv", 16, 4608, 3584): None, ("qkv", 32, 4608, 3584): None,
+    ("qkv", 64, 2048, 1536): TileConfig(64, 16, 128, 1, 4, 6),
+    ("linear_norm", 64, 1536, 1536): TileConfig(64, 32, 128, 1, 4, 6),
 }
 """Configurations of `exact` products on an H200 that are faster than those of `one_pass_config`
 (benchmarks/gpu/step.py --tune --one-pass). None: a product and a separate kernel are faster than the fused product."""
@@ -149,6 +151,8 @@ def one_pass_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> Tile
     key = (kind, block_m, out_features, in_features)
     if element == 2 and key in ONE_PASS:
         return ONE_PASS[key]
+    if kind == "gated" and block_m == 64:
+        return None
     pair, swap = kind in ("qkv", "gated"), kind not in ("qkv", "gated") or block_m == 32
     block_n = min(64 if swap else 32, half or 64)
     block_k = 256 // element

@@ -150,8 +150,9 @@ class TritonOps(TorchOps):
     # -- fused products
 
     def should_fuse(self, num_rows: int, hidden: int, head_dim: int) -> bool:
-        most = self.fused_rows if hidden > _NARROW else 2 * self.fused_rows
-        return self.fused and 0 < num_rows <= (num_rows if self.deterministic else most) and _halves_evenly(head_dim)
+        """In deterministic mode always, because many rows have to round like few (`_fused_config`)."""
+        most = num_rows if self.deterministic else self._most_fused_rows(hidden)
+        return self.fused and 0 < num_rows <= most and _halves_evenly(head_dim)
 
     def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
                     eps: float) -> tuple[Normed, Tensor]:
@@ -190,7 +191,11 @@ class TritonOps(TorchOps):
         """None: compute a product and the operation next to it separately, with the same bits."""
         if not self.deterministic:
             return linear.fused_config(kind, x, weight, half)
-        return linear.one_pass_config(kind, x, weight, half) if x.shape[0] <= self.fused_rows else None
+        hidden = weight.shape[0] if kind == "linear_norm" else weight.shape[1]
+        return linear.one_pass_config(kind, x, weight, half) if x.shape[0] <= self._most_fused_rows(hidden) else None
+
+    def _most_fused_rows(self, hidden: int) -> int:
+        return self.fused_rows if hidden > _NARROW else 2 * self.fused_rows
 
     # -- attention
 

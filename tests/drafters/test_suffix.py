@@ -228,7 +228,8 @@ def test_trust_comes_back():
     assert accepted > 400
 
 
-@pytest.mark.parametrize("prompt_length, answer_length, bound", [(5, 6, 300_000), (40, 580, 1_000_000), (30, 5_000, 2_000_000)])
+@pytest.mark.parametrize(("prompt_length", "answer_length", "bound"),
+                         [(5, 6, 300_000), (40, 580, 1_000_000), (30, 5_000, 2_000_000)])
 def test_memory_is_bounded(prompt_length, answer_length, bound):
     """By what is really allocated, for short texts and long ones; and the newest stay."""
     SuffixDrafter.warm_up()

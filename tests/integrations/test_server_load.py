@@ -25,7 +25,7 @@ import pytest
 pytestmark = pytest.mark.integration
 SECONDS = float(os.environ.get("PACELINE_LOAD_SECONDS", "600"))
 NUM_CLIENTS = 12
-HISTORY_BYTES = 4 << 20
+HISTORY_BYTES = 2 << 20
 ALLOWED_GROWTH = 8 << 20
 """Bytes that resident memory may grow by: allocators keep what they get back from large steps."""
 

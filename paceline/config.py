@@ -175,8 +175,9 @@ class EngineConfig(Config):
     """Temperature of the learned drafter's distribution when it ranks draft tokens with the shared noise. 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)
     """Temperature of the suffix drafter's counts when it ranks draft tokens with the shared noise. 0: plain top-k."""
-    suffix_tokens: int = Field(4_000_000, ge=1)
-    """Number of tokens of history that the suffix drafter keeps."""
+    suffix_memory_gb: float = Field(0.25, gt=0)
+    """Memory of the host, in GiB, for the history of the suffix drafter; about 8 million tokens per GiB. The oldest prompts are
+    forgotten first."""
     suffix_scope: Literal["prompt", "all"] = "prompt"
     """Text that the suffix drafter searches: the prompt and its answers, including earlier ones (`prompt`), or the last 262,144
     tokens of all answers to all prompts (`all`), for tasks whose answers resemble each other."""

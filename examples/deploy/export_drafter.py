@@ -15,6 +15,8 @@ from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers
 
 
 def main(out: str | Path, answers: int = 64, seconds: float = 30.0, form: str = "eagle3", **engine_options: object) -> Path:
+    if Path(out).is_dir() and any(Path(out).iterdir()):
+        raise SystemExit(f"{out}: exists and is not an empty folder")  # before the training, not after it
     folder = resolve_model("default")
     policy = Engine.load(folder, drafter="none", strategy="off").model
     layers = capture_layers(fresh_eagle(policy, form).config)  # hidden states that the drafter is trained on

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.log import report_start
-from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive
+from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, SUFFIX_MEMORY, THREADS, check_positive
 
 
 def add_deploy_commands(app: typer.Typer) -> None:
@@ -36,6 +36,7 @@ def serve(
     max_context: Annotated[int | None, typer.Option(
         min=2, help="Maximum number of prompt and answer tokens of one request (default: the model's).")] = None,
     kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
+    suffix_memory_gb: Annotated[float | None, typer.Option(help=SUFFIX_MEMORY)] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
     """Serve a policy with the OpenAI API."""
@@ -43,9 +44,10 @@ def serve(
     from paceline.cli.serve import ServeOptions
     from paceline.cli.serve import serve as run
 
-    for option, value in (("--kv-memory-gb", kv_memory_gb), ("--timeout-s", timeout_s)):
+    for option, value in (("--kv-memory-gb", kv_memory_gb), ("--suffix-memory-gb", suffix_memory_gb), ("--timeout-s", timeout_s)):
         check_positive(option, value)
-    sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb}
+    sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb,
+             "suffix_memory_gb": suffix_memory_gb}
     limits = {"model_name": served_name, "api_key": api_key, "max_pending": max_pending, "timeout_s": timeout_s,
               "max_body_bytes": max_body_bytes}
     engine, server = ({name: value for name, value in given.items() if value is not None} for given in (sizes, limits))

@@ -9,6 +9,7 @@ DEVICE = "auto (a GPU if there is one), cpu or cuda."
 THREADS = "Number of CPU threads (default: PyTorch's)."
 MAX_BATCH = "Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU)."
 KV_MEMORY = "Memory for the KV cache in GiB (default: 2 on a CPU, 85 % of what is free on a GPU)."
+SUFFIX_MEMORY = "Memory for the history of the suffix drafter in GiB (default: 0.25)."
 MAX_THREADS = 1024
 
 

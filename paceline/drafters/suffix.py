@@ -40,6 +40,8 @@ _MAX_MATCH, _NUM_TOTALS = 16, 4
 _PRIOR_TRIALS, _MAX_TRIALS = 4.0, 256.0
 _NUM_TRACKED = 8  # depth-1 predictions remembered per request, to be compared with the token that is sampled
 _SHARE_UNIT = 2.0**-30
+_PROMPT_BYTES, _TEXT_BYTES = 1280, 192  # Python objects per prompt and per text, as tracemalloc counts them
+_MIN_TOKENS = 16  # texts of active requests are never cut to fewer tokens
 
 # The compiled functions take few arrays, because each argument adds about 0.2 us to a call. Columns of
 _ROW, _LAST, _SLOT, _BUDGET, _SEED, _POSITION, _SAMPLED = 0, 1, 2, 3, 4, 5, 6  # `queries` [B, 7] int64
@@ -72,37 +74,43 @@ class _Text:
 class _Prompt:
     """One distinct prompt: its tokens, its answers (finished ones oldest first) and the automaton over all of them."""
 
-    __slots__ = ("active", "automaton", "end", "finished", "key", "num_tokens", "tokens")
+    __slots__ = ("active", "automaton", "end", "finished", "key", "nbytes", "num_tokens", "tokens")
 
     def __init__(self, key: bytes) -> None:
         self.key, self.tokens, self.end, self.automaton = key, array("i", key), ROOT, SuffixAutomaton(2 * len(key) // 4)
         self.active: dict[int, _Text] = {}
         self.finished: list[_Text] = []
-        self.num_tokens = 0
+        self.num_tokens = self.nbytes = 0  # `nbytes`: as last measured
+
+    def measure(self) -> int:
+        """Returns the size in bytes."""
+        num_texts = len(self.active) + len(self.finished)
+        return self.automaton.nbytes + len(self.key) + 4 * self.num_tokens + _PROMPT_BYTES + _TEXT_BYTES * num_texts
 
 
 class SuffixDrafter:
     """Drafts from repetitions in the history of each prompt."""
 
-    def __init__(self, max_tokens: int = 4_000_000, max_tokens_per_prompt: int = 262_144, min_match: int = 1,
+    def __init__(self, max_bytes: int = 1 << 28, max_tokens_per_prompt: int = 262_144, min_match: int = 1,
                  min_survival: float = 0.2, shared: bool = False) -> None:
         """Creates a drafter without history.
 
         Args:
-            max_tokens: Largest number of tokens kept, of all prompts together.
+            max_bytes: Largest size of the history, of all prompts together. A token takes about 130 bytes. Texts of active
+                requests are cut to stay within it, but keep their last tokens.
             max_tokens_per_prompt: Largest number of tokens kept per prompt.
             min_match: Length of the shortest suffix to draft from.
             min_survival: Nodes that are less likely to be accepted are not drafted.
             shared: Whether all prompts share one history, for tasks whose answers resemble each other. `max_tokens_per_prompt`
                 then bounds the shared history.
         """
-        for name, value in (("max_tokens", max_tokens), ("max_tokens_per_prompt", max_tokens_per_prompt),
+        for name, value in (("max_bytes", max_bytes), ("max_tokens_per_prompt", max_tokens_per_prompt),
                             ("min_match", min_match)):
             if value < 1:
                 raise ValueError(f"{name}: {value} must be an integer >= 1")
         if not 0.0 <= min_survival <= 1.0:
             raise ValueError(f"min_survival: {min_survival} must be in [0, 1]")
-        self.max_tokens, self.max_tokens_per_prompt = max_tokens, min(max_tokens, max_tokens_per_prompt)
+        self.max_bytes, self.max_tokens_per_prompt = max_bytes, max_tokens_per_prompt
         self.min_match, self.min_survival, self.shared = min_match, min_survival, shared
         self.clear()
 
@@ -112,7 +120,7 @@ class SuffixDrafter:
         self._idle: OrderedDict[bytes, _Prompt] = OrderedDict()  # without active requests, least recently used first
         self._by_request: dict[int, tuple[_Prompt, _Text]] = {}  # active requests
         self._free_slots: list[int] = []
-        self._num_tokens = 0
+        self._num_tokens = self._nbytes = 0
         self._reliability = _prior()
         self._tracked = np.zeros((0, _FIRST + _NUM_TRACKED), np.int32)
         self._last = np.zeros(0, np.int64)  # by slot: state of the whole text
@@ -128,8 +136,8 @@ class SuffixDrafter:
 
     @property
     def nbytes(self) -> int:
-        """Approximate size of the history in bytes."""
-        return sum(p.automaton.nbytes + len(p.key) + 4 * p.num_tokens for p in self._prompts.values())
+        """Size of the history in bytes."""
+        return self._nbytes
 
     def start(self, request_id: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
         """Adds a request. generated: Tokens that it has already generated."""
@@ -173,6 +181,7 @@ class SuffixDrafter:
             done = int(ends[end - 1])
             if self._has_room(entry, done - before):
                 entry.automaton.extend_all(self._last, slots[first:end], ends[first:end], tokens, before)
+                self._measure(entry)
         self._make_room()
 
     def finish(self, request_id: int) -> None:
@@ -265,16 +274,23 @@ class SuffixDrafter:
             return False
         return True
 
+    def _measure(self, entry: _Prompt) -> None:
+        before, entry.nbytes = entry.nbytes, entry.measure()
+        self._nbytes += entry.nbytes - before
+
     def _make_room(self) -> None:
-        while self._num_tokens > self.max_tokens and self._idle:
+        while self._nbytes > self.max_bytes and self._idle:
             self._drop(next(iter(self._idle.values())))
-        while self._num_tokens > self.max_tokens:  # active texts alone exceed the bound: halve the largest
+        while self._nbytes > self.max_bytes:  # prompts with active texts alone exceed the bound: halve the largest
             largest = max(self._prompts.values(), key=lambda p: p.num_tokens)
+            if largest.num_tokens <= _MIN_TOKENS * (len(largest.active) + 1):
+                return
             self._rebuild(largest, largest.num_tokens // 2)
 
     def _drop(self, entry: _Prompt) -> None:
         del self._idle[entry.key], self._prompts[entry.key]
         self._num_tokens -= entry.num_tokens
+        self._nbytes -= entry.nbytes
 
     def _rebuild(self, entry: _Prompt, budget: int) -> None:
         """Rebuilds a prompt's automaton with at most `budget` tokens: the prompt and the active texts (if necessary only the end
@@ -302,6 +318,7 @@ class SuffixDrafter:
             last = entry.automaton.extend(entry.end if text.after_prompt else ROOT, np.frombuffer(text.tokens, np.int32))
             if text.slot >= 0:
                 self._last[text.slot] = last
+        self._measure(entry)
 
 
 def _prior() -> NDArray[np.float64]:

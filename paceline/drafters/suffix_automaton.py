@@ -45,11 +45,8 @@ class SuffixAutomaton:
         self.table = _empty_table(len(self.edges))
         self.sizes = np.array([1, 0], dtype=np.int64)
         self.states[ROOT] = (0, -1, -1)
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = self._measure()
         """Size of the arrays in bytes."""
-        return self.states.nbytes + self.edges.nbytes + self.table.nbytes + self.sizes.nbytes
 
     def extend(self, last: int, tokens: NDArray[np.int32]) -> int:
         """Appends tokens to the text whose state is `last` (ROOT for a new text). Returns the text's new state."""
@@ -82,6 +79,10 @@ class SuffixAutomaton:
             self.edges = _enlarged(self.edges, num_edges)
             self.table = _empty_table(len(self.edges))
             _fill_table(self.edges, self.table, num_edges)
+        self.nbytes = self._measure()
+
+    def _measure(self) -> int:
+        return self.states.nbytes + self.edges.nbytes + self.table.nbytes + self.sizes.nbytes
 
 
 def _enlarged(rows: NDArray[np.int32], used: int) -> NDArray[np.int32]:

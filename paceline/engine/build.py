@@ -153,7 +153,7 @@ def _drafters(drafter: str | Path | Eagle | None, model: Decoder,
     """Load the drafters: none, the suffix drafter alone, or the suffix drafter and a learned one."""
     if drafter is None or drafter == "none":
         return None, None
-    suffix = SuffixDrafter(max_tokens=config.suffix_tokens, shared=config.suffix_scope == "all")
+    suffix = SuffixDrafter(int(config.suffix_memory_gb * 2**30), shared=config.suffix_scope == "all")
     if drafter == "suffix":
         return suffix, None
     return suffix, drafter if isinstance(drafter, Eagle) else load_eagle(drafter, model)

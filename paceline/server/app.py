@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine import Engine
 from paceline.engine.prompts import Prompt
+from paceline.engine.thread import EngineThread, Overloaded, Unavailable
 from paceline.server.config import ServerConfig
 from paceline.server.generation import Generation, GenerationFailed
-from paceline.server.loop import EngineLoop, Overloaded, Unavailable
 from paceline.server.metrics import ServerMetrics
 from paceline.server.schema import ChatRequest, CompletionRequest, GenerationRequest, error_body
 
@@ -43,27 +43,27 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
 class _Server:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine, self.config = engine, config
-        self.loop = EngineLoop(engine, config.max_pending)
-        self.metrics = ServerMetrics(self.loop)
+        self.thread = EngineThread(engine, config.max_pending)
+        self.metrics = ServerMetrics(engine, self.thread)
         self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenizer")  # a long prompt must not hold up the others' answers
         routes = [Route("/health", self.health), Route("/metrics", self.show_metrics),
                   Route("/v1/models", self._guarded(self.models)),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                   Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _http_error})
-        self.app.state.loop = self.loop
+        self.app.state.thread = self.thread
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.loop.start()
+        self.thread.start()
         yield
-        await self.loop.stop()
+        await asyncio.to_thread(self.thread.close)
         self._tokenizing.shutdown()
 
     # Routes
 
     async def health(self, request: Request) -> Response:
-        problem = self.loop.problem
+        problem = self.thread.problem
         return JSONResponse({"status": "ok"} if problem is None else {"status": problem}, 200 if problem is None else 503)
 
     async def show_metrics(self, request: Request) -> Response:
@@ -125,7 +125,7 @@ class _Server:
         limit = min(self.config.max_answers, self.config.max_pending)
         if len(prompts) * body.n > limit:
             raise HTTPException(400, f"n: more than {limit} answers to one request")
-        generation = Generation(self.loop, self.engine.tokenizer, body, prompts, body.sampling_params(max_tokens),
+        generation = Generation(self.thread, self.engine.tokenizer, body, prompts, body.sampling_params(max_tokens),
                                 self.config.timeout_s)
         try:
             await generation.start()

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from paceline.server.loop import EngineLoop, Event, NewTokens, Submission
+from paceline.engine.thread import EngineThread, Event, NewTokens, Submission
 from paceline.server.schema import ChatRequest, GenerationRequest, chat_logprobs, completion_logprobs
 from paceline.server.text import TextStream
 from paceline.types import Rollout, SamplingParams
@@ -32,11 +32,11 @@ class Choice:
 class Generation:
     """The answers to one HTTP request, `n` to each of its prompts."""
 
-    def __init__(self, loop: EngineLoop, tokenizer: Any, body: GenerationRequest, prompts: Sequence[list[int]],
+    def __init__(self, thread: EngineThread, tokenizer: Any, body: GenerationRequest, prompts: Sequence[list[int]],
                  params: SamplingParams, timeout_s: float) -> None:
         """`timeout_s`: `result` and `stream` raise TimeoutError after so many seconds."""
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._loop, self._tokenizer, self._body, self._prompts, self._params = loop, tokenizer, body, prompts, params
+        self._thread, self._tokenizer, self._body, self._prompts, self._params = thread, tokenizer, body, prompts, params
         self._is_chat = isinstance(body, ChatRequest)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._submissions: list[Submission] = []
@@ -52,12 +52,13 @@ class Generation:
             def put(event: Event, first: int = first) -> None:
                 self._events.put_nowait((first + event.sample, event))
 
-            self._submissions.append(await self._loop.submit(prompt, self._params, self._body.n, self._body.stream, put))
+            self._submissions.append(await self._thread.submit(prompt, self._params, put, self._body.n,
+                                                               streamed=self._body.stream))
 
     def cancel(self) -> None:
         """Drop the answers that are not finished."""
         for submission in self._submissions:
-            self._loop.cancel(submission)
+            self._thread.cancel(submission)
 
     async def result(self) -> dict[str, Any]:
         """Wait for all answers. Returns the body of the HTTP answer."""

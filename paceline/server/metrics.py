@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.server.loop import EngineLoop
+from paceline.engine import Engine
+from paceline.engine.thread import EngineThread
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -16,9 +17,9 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class ServerMetrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(loop))
+        self.registry.register(_EngineCollector(engine, thread))
         self.requests = Counter("paceline_requests", "HTTP requests by endpoint and status.", ["endpoint", "status"],
                                 registry=self.registry)
         self.duration = Histogram("paceline_request_duration_seconds", "Seconds from a request to the end of its answer.",
@@ -30,11 +31,11 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Figures of the engine, read when Prometheus asks."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+    def __init__(self, engine: Engine, thread: EngineThread) -> None:
+        self._thread, self._suffix = thread, engine.drafting.suffix
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._loop.stats
+        stats = self._thread.stats
         counters: dict[str, tuple[str, float]] = {
             "prompt_tokens": ("Prompt tokens that were computed.", stats.prompt_tokens),
             "cached_prompt_tokens": ("Prompt tokens found in the KV cache.", stats.cached_prompt_tokens),
@@ -45,8 +46,9 @@ class _EngineCollector(Collector):
         gauges: dict[str, tuple[str, float]] = {
             "running_requests": ("Answers that are being generated.", stats.num_running),
             "waiting_requests": ("Answers that wait for the engine.", stats.num_waiting),
-            "pending_answers": ("Answers that wait or are generated.", self._loop.num_pending),
+            "pending_answers": ("Answers that wait or are generated.", self._thread.num_pending),
             "kv_cache_usage": ("Share of the KV cache in use.", 1 - stats.free_pages / max(1, stats.total_pages)),
+            "suffix_history_bytes": ("Size of the suffix drafter's history.", 0 if self._suffix is None else self._suffix.nbytes),
             "accept_length": ("Mean number of tokens per request and step since the start.", stats.tokens_per_verification)}
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"paceline_{name}", text, value=value)

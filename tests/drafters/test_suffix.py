@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -104,7 +106,7 @@ def test_drafts_equal_brute_force_counts(prompt, pieces, finished):
                 assert wanted[int(drafts.tokens[row, children[0]])] == max(wanted.values())
 
 
-@pytest.mark.parametrize("bounds", [{}, {"max_tokens_per_prompt": 150}, {"max_tokens": 400}])
+@pytest.mark.parametrize("bounds", [{}, {"max_tokens_per_prompt": 150}, {"max_bytes": 40_000}])
 def test_texts_that_grow_together_give_the_drafts_of_texts_that_grow_in_turns(bounds):
     """Two prompts, now and then a request that gets nothing; with too little room the bounds hold just the same."""
     together, in_turns = SuffixDrafter(min_survival=0.0, **bounds), SuffixDrafter(min_survival=0.0, **bounds)
@@ -119,7 +121,7 @@ def test_texts_that_grow_together_give_the_drafts_of_texts_that_grow_in_turns(bo
             in_turns.extend(i, tokens)
         a, b = (draft(drafter, range(6), depth=4, width=3, budget=20) for drafter in (together, in_turns))
         if bounds:
-            assert together.num_tokens <= together.max_tokens
+            assert together.nbytes <= together.max_bytes
             assert together.num_tokens == sum(len(text) for p in together._prompts.values()
                                               for text in (p.tokens, *(t.tokens for t in (*p.active.values(), *p.finished))))
             check_trees(a, 4, 3, [20] * 6, 0.0)
@@ -226,19 +228,30 @@ def test_trust_comes_back():
     assert accepted > 400
 
 
-def test_memory_is_bounded():
-    drafter = SuffixDrafter(max_tokens=20_000, max_tokens_per_prompt=6_000)
-    most_bytes = 0
-    for i in range(200):
-        drafter.start(i, random_text(i % 25, 40), random_text(1000 + i, 100))
-        for k in range(4):
-            drafter.extend(i, random_text(i * 4 + k, 120))
-            assert drafter.num_tokens <= 20_000
-        drafter.finish(i)
-        most_bytes = max(most_bytes, drafter.nbytes)
-    assert drafter.num_tokens > 10_000 and most_bytes < 20_000 * 250
-    drafter.start(1000, random_text(199 % 25, 40))
-    assert main_path(draft(drafter, [1000], depth=4)) == random_text(1000 + 199, 100)[:4], "the newest stayed"
+@pytest.mark.parametrize(("prompt_length", "answer_length", "bound"),
+                         [(5, 6, 300_000), (40, 580, 1_000_000), (30, 5_000, 2_000_000)])
+def test_memory_is_bounded(prompt_length, answer_length, bound):
+    """By what is really allocated, for short texts and long ones; and the newest stay."""
+    SuffixDrafter.warm_up()
+    prompts = [random_text(i, prompt_length) for i in range(25 if prompt_length > 10 else 10_000)]
+    num_texts = 6 * bound // (130 * answer_length + 1500)
+    answers = [random_text(20_000 + i, answer_length) for i in range(num_texts)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        drafter, before = SuffixDrafter(max_bytes=bound), tracemalloc.get_traced_memory()[0]
+        for i, answer in enumerate(answers):
+            drafter.start(i, prompts[i % len(prompts)], answer[: answer_length // 2])
+            drafter.extend(i, answer[answer_length // 2 :])
+            assert drafter.nbytes <= bound and drafter.nbytes == sum(p.measure() for p in drafter._prompts.values())
+            drafter.finish(i)
+            if i % 50 == 0 or i == num_texts - 1:
+                assert tracemalloc.get_traced_memory()[0] - before < 1.1 * bound + 20_000
+    finally:
+        tracemalloc.stop()
+    assert drafter.nbytes > bound / 2
+    drafter.start(num_texts, prompts[(num_texts - 1) % len(prompts)])
+    assert main_path(draft(drafter, [num_texts], depth=4)) == answers[-1][:4], "the newest stayed"
 
 
 def test_full_prompt_keeps_the_newest():
@@ -254,20 +267,20 @@ def test_full_prompt_keeps_the_newest():
 
 
 def test_live_texts_alone_are_bounded_and_keep_their_end():
-    drafter = SuffixDrafter(max_tokens=3_000, max_tokens_per_prompt=1_000)
+    drafter = SuffixDrafter(max_bytes=300_000, max_tokens_per_prompt=1_000)
     loop = random_text(1, 20)
     for i in range(8):
         drafter.start(i, [i], [])
     for _ in range(100):
         for i in range(8):
             drafter.extend(i, loop)
-            assert drafter.num_tokens <= 3_000
+            assert drafter.nbytes <= 300_000
     drafts = draft(drafter, list(range(8)))
     assert all(main_path(drafts, row) == loop[:8] for row in range(8))
     for i in range(8):
         drafter.finish(i)
     drafter.start(9, random_text(9, 5_000), random_text(10, 5_000))
-    assert drafter.num_tokens <= 3_000
+    assert drafter.nbytes <= 300_000
 
 
 def test_requests_are_checked():
@@ -278,8 +291,8 @@ def test_requests_are_checked():
         drafter.start(0, [1])
     with pytest.raises(KeyError):
         drafter.extend(1, [1])
-    with pytest.raises(ValueError, match="max_tokens"):
-        SuffixDrafter(max_tokens=0)
+    with pytest.raises(ValueError, match="max_bytes"):
+        SuffixDrafter(max_bytes=0)
 
 
 @pytest.mark.parametrize("vocab", [1, 4, 200])

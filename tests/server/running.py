@@ -40,15 +40,15 @@ class RunningServer:
         """`step_s`: seconds that every step takes longer."""
         self.engine, self.config = engine, ServerConfig(model_name="tiny", **config)
         app = create_app(engine, self.config)
-        self.loop = app.state.loop
+        self.thread = app.state.thread
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=20))
-        self._thread = threading.Thread(target=self.server.run)
+        self._serving = threading.Thread(target=self.server.run)
         if step_s:
             step = engine.step
             engine.step = lambda: (time.sleep(step_s), step())[1]
 
     def __enter__(self) -> RunningServer:
-        self._thread.start()
+        self._serving.start()
         wait_until(lambda: self.server.started)
         self.address = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
         self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=self.config.api_key or "none", max_retries=0)
@@ -60,14 +60,14 @@ class RunningServer:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self._thread.join(30)
-        assert not self._thread.is_alive()
+        self._serving.join(30)
+        assert not self._serving.is_alive()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing of any request is left."""
         engine = self.engine
-        return (self.loop.num_pending == 0 and not engine.has_work and not engine._requests and not self.loop._owners
+        return (self.thread.num_pending == 0 and not engine.has_work and not engine._requests and not self.thread._running
                 and engine.scheduler.pages.num_held == 0)
 
 

@@ -201,7 +201,7 @@ def test_a_client_that_goes_away_frees_its_request(tokens):
     with RunningServer(make_engine(tokens), step_s=0.01) as server:
         stream = server.client.completions.create(**long_request(n=4), stream=True)
         next(iter(stream))
-        assert server.loop.num_pending == 4
+        assert server.thread.num_pending == 4
         stream.close()
         wait_until(lambda: server.is_idle, 3)
         with pytest.raises(openai.APITimeoutError):
@@ -271,7 +271,7 @@ def test_requests_are_finished_before_the_server_stops(tokens):
         found = []
         asking = threading.Thread(target=lambda: found.append(server.client.completions.create(**long_request())))
         asking.start()
-        wait_until(lambda: server.loop.num_pending == 1)
+        wait_until(lambda: server.thread.num_pending == 1)
         server.stop()
         asking.join(10)
         assert found[0].usage.completion_tokens == 200
@@ -291,6 +291,7 @@ def test_metrics_count_what_happened(tokens):
     assert found['paceline_requests_total{endpoint="/v1/completions",status="200"}'] == 2
     assert found['paceline_requests_total{endpoint="/v1/completions",status="404"}'] == 1
     assert found["paceline_request_duration_seconds_count"] == 3 and found["paceline_time_to_first_token_seconds_count"] == 1
+    assert found["paceline_suffix_history_bytes"] == server.engine.drafting.suffix.nbytes > 0
     assert found["paceline_pending_answers"] == 0 and found["paceline_accept_length"] >= 1
 
 

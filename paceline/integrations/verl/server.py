@@ -13,7 +13,7 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from paceline.engine import Engine
-from paceline.integrations.engine_thread import Answer, EngineThread
+from paceline.engine.thread import Answer, EngineThread
 from paceline.integrations.verl.settings import ServerSettings, check_parallel, engine_config, sampling_params
 from paceline.models.weights import load_model
 from paceline.types import SamplingParams
@@ -36,6 +36,7 @@ class PacelineServer:
         engine = Engine(model, tokenizer, settings.drafter, settings.strategy,
                         engine_config(settings, config, model.config.max_context))
         self._thread = EngineThread(engine)
+        self._thread.start()
         self._received: dict[str, Tensor] = {}
         self._global_steps: int | None = None
         self._open = asyncio.Event()

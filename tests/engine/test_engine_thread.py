@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 
 import pytest
 from tiny import eagle, model
 
 from paceline import Engine, SamplingParams
-from paceline.integrations.engine_thread import EngineThread
+from paceline.engine.thread import EngineThread, Overloaded, Unavailable
 from paceline.models.state_dict import export_state
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [1, 2, 3]]
@@ -27,6 +28,7 @@ def params(seed: int) -> SamplingParams:
 @pytest.fixture
 def thread():
     thread = EngineThread(make_engine())
+    thread.start()
     yield thread
     thread.close()
 
@@ -119,3 +121,70 @@ def test_new_weights_between_two_steps(thread):
     while not (finished := engine.step().finished):
         pass
     assert answer.rollout.token_ids == finished[0].token_ids and set(answer.rollout.versions) == {7}
+
+
+def test_a_caller_that_is_cancelled_harms_nobody(thread):
+    """Neither before its work has begun nor meanwhile."""
+    async def run():
+        begun, go_on = threading.Event(), threading.Event()
+
+        def work(engine):
+            begun.set()
+            assert go_on.wait(10)
+
+        calls = [asyncio.create_task(thread.call(work)) for _ in range(2)]
+        await asyncio.to_thread(begun.wait, 10)
+        for call in calls:
+            call.cancel()
+        go_on.set()
+        assert [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)] == [asyncio.CancelledError] * 2
+        return await generate_all(thread)
+
+    assert [answer.rollout.token_ids for answer in asyncio.run(run())] == expected((1, 2, 3, 4))
+
+
+def test_no_more_answers_than_allowed():
+    thread = EngineThread(make_engine(), max_pending=3)
+    thread.start()
+
+    async def run():
+        tasks = [asyncio.create_task(thread.generate(PROMPTS[0], LONG)) for _ in range(3)]
+        await started(thread)
+        with pytest.raises(Overloaded, match="3 answers are pending"):
+            await thread.generate(PROMPTS[1], params(1))
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        assert len((await thread.generate(PROMPTS[1], params(2))).rollout.token_ids) == 24
+        await asyncio.gather(*tasks[1:])
+        assert thread.num_pending == 0
+
+    asyncio.run(run())
+    thread.close()
+
+
+def test_answers_end_with_an_error_when_the_thread_is_closed_or_the_engine_fails():
+    async def run(thread, end):
+        task = asyncio.create_task(thread.generate(PROMPTS[0], LONG))
+        await started(thread)
+        await end(thread)
+        with pytest.raises(RuntimeError) as error:
+            await task
+        with pytest.raises(Unavailable) as later:
+            await thread.generate(PROMPTS[0], LONG)
+        assert str(error.value) == str(later.value) == thread.problem and thread.num_pending == 0
+        return thread.problem
+
+    async def close(thread):
+        await asyncio.to_thread(thread.close)
+
+    async def fail(thread):
+        def broken():
+            raise OSError("no more")
+
+        await thread.call(lambda engine: setattr(engine, "step", broken))
+
+    for end, problem in ((close, "the engine is shutting down"), (fail, "the engine has failed: OSError: no more")):
+        thread = EngineThread(make_engine())
+        thread.start()
+        assert asyncio.run(run(thread, end)) == problem
+        thread.close()

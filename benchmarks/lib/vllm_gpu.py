@@ -56,11 +56,12 @@ class Vllm:
         return cls(socket, process, log)
 
     @classmethod
-    def of(cls, args: argparse.Namespace, shape: str) -> Vllm | None:
-        """The peer that `--vllm-at` or `--vllm-path` names; None if neither is given."""
+    def of(cls, args: argparse.Namespace, shape: str, **options: Any) -> Vllm | None:
+        """The peer that `--vllm-at` or `--vllm-path` names; None if neither is given. `options`: of `start`, if it is started
+        here."""
         if args.vllm_at is not None:
             return cls(args.vllm_at.resolve() / shape, None)
-        return None if args.vllm_path is None else cls.start(args.vllm_path, shape, Path(tempfile.mkdtemp()))
+        return None if args.vllm_path is None else cls.start(args.vllm_path, shape, Path(tempfile.mkdtemp()), **options)
 
     @property
     def is_alive(self) -> bool:
@@ -112,8 +113,10 @@ def main() -> None:
     parser.add_argument("site", type=Path, help="a folder in which vLLM is installed")
     parser.add_argument("folder", type=Path, help="folder for sockets and logs")
     parser.add_argument("shapes", nargs="+", choices=list(QWEN_SHAPES))
+    parser.add_argument("--max-context", type=int, default=4096, help="longest prompt and response together")
+    parser.add_argument("--kv-gb", type=float, help="memory for the KV cache of each shape (default: by shape)")
     args = parser.parse_args()
-    peers = {name: Vllm.start(args.site, name, args.folder) for name in args.shapes}
+    peers = {name: Vllm.start(args.site, name, args.folder, args.max_context, kv_gb=args.kv_gb) for name in args.shapes}
     for name, peer in peers.items():
         print(name, peer.wait(1200), flush=True)
         peer.hang_up()

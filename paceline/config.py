@@ -215,6 +215,9 @@ class RolloutConfig(Config):
 class OptimizerConfig(Config):
     """AdamW and its learning-rate schedule."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW with its two moments in float32 (8 bytes per trained weight), or in 8 bits (2 bytes; the extra `lowmem`). Drafters
+    are always trained with the first."""
     lr: float = Field(1e-6, gt=0)
     """Base learning rate of the policy."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)

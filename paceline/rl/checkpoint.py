@@ -22,6 +22,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
+from paceline.optim import fits_8bit, is_8bit_state, plain_state, restored_state
 from paceline.rl.adapters import adapter_matrices, write_adapter
 from paceline.rl.learner import Learner
 from paceline.rl.ranks import full, local, sharded_like, trained
@@ -179,11 +180,15 @@ def restore(learner: Learner, checkpoint: Path) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            match = re.fullmatch(rf"optimizer\.{number}\.(\d+)\.(\w+)", name)
+            match = re.fullmatch(rf"optimizer\.{number}\.(\d+)\.([\w.]+)", name)
             if match:
                 index = int(match[1])
                 moments.setdefault(index, {})[match[2]] = sharded_like(tensor, parameters[index])
-        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        kind = learner.optimizer_config.kind
+        if moments and is_8bit_state(moments) != (kind == "adamw_8bit" and any(map(fits_8bit, parameters))):
+            raise ValueError(f"optimizer.kind: {kind} cannot continue from {checkpoint}, which another kind has written")
+        state = {index: restored_state(one, parameters[index]) for index, one in moments.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     learner.require_finite()
 
 
@@ -240,7 +245,7 @@ def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     return {f"optimizer.{number}.{index}.{key}": value for number, optimizer in enumerate(learner.optimizers)
-            for index, moments in optimizer.state_dict()["state"].items() for key, value in moments.items()}
+            for index, moments in optimizer.state_dict()["state"].items() for key, value in plain_state(moments).items()}
 
 
 def _extra_parameters(learner: Learner) -> dict[str, Tensor]:

@@ -14,7 +14,14 @@ from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
-from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
+from paceline.optim import (
+    NonFiniteError,
+    learning_rate_factor,
+    make_adamw,
+    make_adamw_8bit,
+    require_finite,
+    set_learning_rate,
+)
 from paceline.rl.adapters import adapters_off, add_lora, merged_parameters
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
@@ -52,7 +59,7 @@ class Learner:
                     checkpoint_layers(module.model)
         self.optimizers = self._make_optimizers()
 
-    def _make_optimizers(self) -> list[torch.optim.AdamW]:
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         config = self.optimizer_config
         found = [_adamw(self.policy, config, config.lr)]
         if self.critic is not None:
@@ -236,7 +243,7 @@ class Learner:
         factor = learning_rate_factor(step, self.total_steps, config.schedule, config.warmup_steps, config.min_lr_ratio)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * factor
+                set_learning_rate(group, group["base_lr"] * factor)
         return float(self.optimizers[0].param_groups[0]["lr"])
 
 
@@ -297,5 +304,6 @@ def _trainable_copy(model: Decoder) -> Decoder:
     return (copy.float() if model.norm.dtype == torch.bfloat16 else copy).requires_grad_(True)
 
 
-def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    return make_adamw(module.parameters(), lr, config.betas, config.eps, config.weight_decay)
+def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    make = make_adamw_8bit if config.kind == "adamw_8bit" else make_adamw
+    return make(module.parameters(), lr, config.betas, config.eps, config.weight_decay)

@@ -22,11 +22,13 @@ from paceline.rl.models import HEAD_ROWS
 _GB = 2**30
 _RESERVED = 0.05
 """Share of the device's memory that is left to the framework and to fragmentation."""
-_ADAM_BYTES, _DRAFTER_BYTES = 8, 20
-"""Bytes per parameter: AdamW's two moments in float32; a drafter in training with gradient, moments and moving average."""
-_CHANGES: dict[str, bool | int] = {
+_ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
+"""Bytes per parameter of AdamW's two moments: in float32; in 8 bits, with a float32 scale for 256 values."""
+_DRAFTER_BYTES = 20
+"""Bytes per parameter of a drafter in training, with gradient, moments and moving average."""
+_CHANGES: dict[str, bool | int | str] = {
     "learner.gradient_checkpointing = true": True, "learner.lora_rank = 16": 16, "learner.micro_batch_tokens = 2048": 2048,
-    "sleep_during_update = true": True}
+    "optimizer.kind = adamw_8bit": "adamw_8bit", "sleep_during_update = true": True}
 """Settings that save memory, and their values."""
 
 
@@ -120,8 +122,8 @@ def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = Non
     plan = _plan(config, shape, capacity)
     savings = []
     for setting, change in _CHANGES.items():
-        key, value = setting.split(" = ")[0].split("."), change
-        update = {key[0]: config.learner.model_copy(update={key[1]: value})} if len(key) > 1 else {key[0]: value}
+        table, _, key = setting.split(" = ")[0].rpartition(".")
+        update = {table: getattr(config, table).model_copy(update={key: change})} if table else {key: change}
         other = _plan(config.model_copy(update=update), shape, capacity)
         saved = max(plan.update_bytes, plan.generation_bytes) - max(other.update_bytes, other.generation_bytes)
         if saved > 0.01 * plan.update_bytes:
@@ -143,13 +145,14 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
     trained = num_adapter_parameters(shape, rank, config.learner.lora_targets) if rank else total
     yield MemoryItem("policy in training", total * width + trained * master if rank else total * master)
     yield MemoryItem("gradients", trained * master, "update", is_later=True)
-    yield MemoryItem("AdamW", trained * _ADAM_BYTES * master // 4, is_later=True)
+    moments = _ADAM_BYTES[config.optimizer.kind] * (master // 4 if config.optimizer.kind == "adamw" else 1)
+    yield MemoryItem("AdamW", int(trained * moments), is_later=True)
     if algorithm.needs_reference and not rank:
         yield MemoryItem("reference policy", total * width)
     if algorithm.needs_critic:
         yield MemoryItem("critic", total * master)
         yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
-        yield MemoryItem("critic's AdamW", total * _ADAM_BYTES * master // 4, is_later=True)
+        yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
     yield MemoryItem("engine's policy", total * width * (2 if config.compare_off else 1), "generation")
     if config.drafter not in ("suffix", "none"):

@@ -41,11 +41,17 @@ def test_weights_gradients_and_optimizer_of_a_7b_model():
         pytest.approx(14.2, abs=0.1)
 
 
+def test_moments_in_8_bits_take_a_quarter():
+    plain, small = (gigabytes(plan_for(config(optimizer={"kind": kind}), QWEN_7B))["AdamW"] for kind in ("adamw", "adamw_8bit"))
+    assert small == pytest.approx((2 + 2 / 64) / 8 * plain)
+
+
 def test_what_fits_and_what_would_help():
     """Full weights of a 7B model fit on one H200 with recomputed activations and an engine that sleeps; LoRA fits as well."""
     plain = plan_for(config(), QWEN_7B, H200)
     assert not plain.fits(4096) and {setting.split(" = ")[0] for setting, _ in plain.savings} == {
-        "learner.gradient_checkpointing", "learner.lora_rank", "learner.micro_batch_tokens", "sleep_during_update"}
+        "learner.gradient_checkpointing", "learner.lora_rank", "learner.micro_batch_tokens", "optimizer.kind",
+        "sleep_during_update"}
     assert plan_for(config(learner={"gradient_checkpointing": True}, sleep_during_update=True), QWEN_7B, H200).fits(64 * 4096)
     assert plan_for(config(learner={"lora_rank": 16, "gradient_checkpointing": True}), QWEN_7B, H200).fits(256 * 4096)
     assert "left for the KV cache" in str(plain) and "saved by learner.lora_rank = 16" in str(plain)

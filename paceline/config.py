@@ -408,7 +408,7 @@ class TrainConfig(Config):
     """Weight of the reward model's score."""
     sleep_during_update: bool = False
     """Free the engine's memory (weights, KV cache, captured graphs) while the policy is updated: room for larger models and
-    longer answers. The weights are copied and the graphs captured again in every step."""
+    longer answers. The graphs are captured again in every step."""
     compare_off: bool = False
     """Generate every batch a second time without speculation, and compare tokens and time."""
     checkpoint_every: int = Field(10, ge=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.bundled import resolve_model
 from paceline.cache.store import PagedStore
@@ -154,7 +155,8 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
         yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
         yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
-    yield MemoryItem("engine's policy", total * width * (2 if config.compare_off else 1), "generation")
+    adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
+    yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "generation")
     if config.drafter not in ("suffix", "none"):
         layer = num_parameters(shape) - num_parameters(shape, shape.num_layers - 1) + 2 * shape.hidden_size**2
         yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)))
@@ -180,7 +182,15 @@ def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
 
 def num_adapter_parameters(shape: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
     """Number of parameters of LoRA adapters of this rank."""
+    return sum(rank * sum(matrix.shape) for matrix in _adapted_matrices(shape, targets))
+
+
+def num_adapted_parameters(shape: ModelConfig, targets: tuple[str, ...]) -> int:
+    """Number of parameters that LoRA adapters are merged into."""
+    return sum(matrix.numel() for matrix in _adapted_matrices(shape, targets))
+
+
+def _adapted_matrices(shape: ModelConfig, targets: tuple[str, ...]) -> Iterator[Tensor]:
     with torch.device("meta"):
         model = Decoder(shape)
-    found = (module for name, module in model.named_modules() if name.split(".")[-1] in targets)
-    return sum(rank * sum(module.weight.shape) for module in found)  # type: ignore[arg-type]
+    return (module.weight for name, module in model.named_modules() if name.split(".")[-1] in targets)  # type: ignore[misc]

@@ -26,7 +26,7 @@ from paceline.rl.adapters import adapters_off, add_lora, merged_parameters
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.losses import importance_weights
-from paceline.rl.models import Policy, SamplingFilters, Scorer, checkpoint_layers
+from paceline.rl.models import Policy, SamplingFilters, Scorer, recompute_activations
 from paceline.rl.ranks import Ranks, full, local, trained
 from paceline.rl.reward_model import RewardModel
 
@@ -56,7 +56,7 @@ class Learner:
         if config.gradient_checkpointing:
             for module in (self.policy, self.critic):
                 if module is not None:
-                    checkpoint_layers(module.model)
+                    recompute_activations(module)
         self.optimizers = self._make_optimizers()
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:

@@ -53,6 +53,9 @@ class Trunk(nn.Module):
     def __init__(self, model: Decoder, compute: torch.dtype) -> None:
         super().__init__()
         self.model, self.ops, self.compute = model, TrainOps(), compute
+        self.keeps_casts = True
+        """Whether weights that were cast to `compute` are kept for the rest of a forward pass, which is faster. If activations
+        are recomputed, that would hold a second copy of all weights for nothing."""
         self._rope: Rope | None = None
 
     def hidden(self, batch: MicroBatch) -> Tensor:
@@ -66,7 +69,9 @@ class Trunk(nn.Module):
     def precision(self) -> AbstractContextManager[object]:
         """Context in which matrix products run in `compute`."""
         device = self.model.norm.device.type
-        return torch.autocast(device, self.compute) if self.compute == torch.bfloat16 else nullcontext()
+        if self.compute != torch.bfloat16:
+            return nullcontext()
+        return torch.autocast(device, self.compute, cache_enabled=self.keeps_casts)
 
 
 class Policy(Trunk):
@@ -91,11 +96,14 @@ class Policy(Trunk):
     def _head(self, hidden: Tensor, targets: Tensor, temperature: float, filters: SamplingFilters,
               entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden, self.ops)
-        scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+        scaled = logits if logits.dtype == torch.float64 else logits.float()
+        scaled = scaled if temperature == 1 else scaled / temperature
         logprobs = filters.apply(scaled, targets).log_softmax(dim=-1)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]  # first: the backward pass recomputes only up to here
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(dim=-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropy
+            finite = logprobs if filters == SamplingFilters() else logprobs.masked_fill(logprobs == -torch.inf, 0)
+            entropy = -(logprobs.exp() * finite).sum(dim=-1)
+        return chosen, entropy
 
 
 class Scorer(Trunk):
@@ -145,6 +153,7 @@ def load_reward_model(source: str | Path, device: torch.device | str, dtype: tor
     return reward_model.requires_grad_(False)
 
 
-def checkpoint_layers(model: Decoder) -> None:
+def recompute_activations(trunk: Trunk) -> None:
     """Recomputes the activations of every layer in the backward pass instead of storing them."""
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+    apply_activation_checkpointing(trunk.model, check_fn=lambda module: isinstance(module, Layer))
+    trunk.keeps_casts = False

@@ -3,13 +3,14 @@ an estimate from shapes alone: nothing is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from paceline.bundled import resolve_model
 from paceline.cache.store import PagedStore
@@ -25,6 +26,9 @@ _RESERVED = 0.05
 """Share of the device's memory that is left to the framework and to fragmentation."""
 _ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
 """Bytes per parameter of AdamW's two moments: in float32; in 8 bits, with a float32 scale for 256 values."""
+_LOGIT_BYTES, _BACKWARD_BYTES = 24, 24
+"""Bytes of temporary tensors: per logit while log-probabilities and entropy are computed; per row and unit of the MLP in the
+backward pass of a layer."""
 _DRAFTER_BYTES = 20
 """Bytes per parameter of a drafter in training, with gradient, moments and moving average."""
 _CHANGES: dict[str, bool | int | str] = {
@@ -158,21 +162,31 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
     adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
     yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "generation")
     if config.drafter not in ("suffix", "none"):
-        layer = num_parameters(shape) - num_parameters(shape, shape.num_layers - 1) + 2 * shape.hidden_size**2
+        layer = _layer_parameters(shape) + 2 * shape.hidden_size**2
         yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)))
 
 
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:
-    """Saved activations of the largest micro-batch, and the logits of one chunk with their gradient. A residual stream in float32
-    and two norms, qkv, attention, gate, up and their product are saved per layer; with checkpointing only the layer's input."""
-    tokens = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
-    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    layer = 4 * 4 * shape.hidden_size + width * (2 * shape.hidden_size + heads + 3 * shape.intermediate_size)
-    stored = shape.num_layers * 4 * shape.hidden_size + layer if config.learner.gradient_checkpointing else \
-        shape.num_layers * layer
-    return tokens * stored + 3 * 4 * min(tokens, HEAD_ROWS) * shape.vocab_size
+    """Activations and temporary tensors of the largest micro-batch. A residual stream in the embedding's data type, two norms,
+    qkv, attention, gate, up and their product are saved per layer, and the weights cast to the run's data type; if activations
+    are recomputed, only the layer's two inputs. The backward pass of one layer, or the logits of one chunk, comes on top."""
+    rows = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
+    hidden, inner, lora = shape.hidden_size, shape.intermediate_size, config.learner.lora_rank > 0
+    residual = width if lora else max(4, width)
+    heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer = 2 * residual * hidden + width * (2 * hidden + heads + 3 * inner)
+    casts = 0 if lora or width >= 4 else width * _layer_parameters(shape)
+    if config.learner.gradient_checkpointing:
+        saved = rows * (shape.num_layers * (residual + width) * hidden + layer) + casts
+    else:
+        saved = shape.num_layers * (rows * layer + casts)
+    head = _LOGIT_BYTES * min(rows, HEAD_ROWS) * shape.vocab_size
+    if not lora:
+        head += shape.vocab_size * hidden * (2 * width + max(4, width))  # the head in the run's data type, and its gradient twice
+    return saved + max(head, rows * (_BACKWARD_BYTES * inner + 3 * 4 * hidden))
 
 
+@lru_cache
 def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
     """Number of parameters of a decoder of this shape, or of one with so many layers."""
     with torch.device("meta"):
@@ -180,17 +194,23 @@ def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _layer_parameters(shape: ModelConfig) -> int:
+    return num_parameters(shape) - num_parameters(shape, shape.num_layers - 1)
+
+
 def num_adapter_parameters(shape: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
     """Number of parameters of LoRA adapters of this rank."""
-    return sum(rank * sum(matrix.shape) for matrix in _adapted_matrices(shape, targets))
+    return sum(rank * sum(size) for size in _adapted_matrices(shape, targets))
 
 
 def num_adapted_parameters(shape: ModelConfig, targets: tuple[str, ...]) -> int:
     """Number of parameters that LoRA adapters are merged into."""
-    return sum(matrix.numel() for matrix in _adapted_matrices(shape, targets))
+    return sum(math.prod(size) for size in _adapted_matrices(shape, targets))
 
 
-def _adapted_matrices(shape: ModelConfig, targets: tuple[str, ...]) -> Iterator[Tensor]:
+@lru_cache
+def _adapted_matrices(shape: ModelConfig, targets: tuple[str, ...]) -> list[torch.Size]:
     with torch.device("meta"):
         model = Decoder(shape)
-    return (module.weight for name, module in model.named_modules() if name.split(".")[-1] in targets)  # type: ignore[misc]
+    found = (module.weight for name, module in model.named_modules() if name.split(".")[-1] in targets)
+    return [matrix.shape for matrix in found]  # type: ignore[union-attr]

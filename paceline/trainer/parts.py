@@ -47,15 +47,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | No
         if checkpoint is None or source != policy_folder(checkpoint):
             raise
         raise DamagedFile(str(error)) from None  # the run itself has written it
-    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
-    reward_model = None
-    if config.reward_model is not None:
-        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, device,
-                                        compute or master, compute or master)
-    rollout = config.rollout
-    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
-                      config.seed, reward_model, config.reward_model_weight,
-                      SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
+    learner = learner_for(config, model, tokenizer)
     if learner.reference is not None and checkpoint is not None and not lora:
         first, _ = load_model(config.model, device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
@@ -64,6 +56,20 @@ def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | No
     if checkpoint is not None:
         restore(learner, checkpoint)
     return learner, tokenizer
+
+
+def learner_for(config: TrainConfig, model: Decoder, tokenizer: Any) -> Learner:
+    """The run's learner for this policy, which it owns from now on. Its weights are in float32 or better, or in the run's data
+    type if only adapters are trained."""
+    compute = parse_dtype(config.dtype) or master_dtype(config)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    reward_model = None
+    if config.reward_model is not None:
+        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, model.norm.device, compute,
+                                        compute)
+    rollout = config.rollout
+    return Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute, config.seed,
+                   reward_model, config.reward_model_weight, SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
 
 
 def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:

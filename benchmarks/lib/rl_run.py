@@ -107,6 +107,7 @@ class GivenLengthsTrainer(Trainer):
 
     def _publish(self, learner: Learner, version: int) -> None:
         synchronize(learner.device)
+        self._notify(lambda callback: callback.on_phase("publish"))
         began = time.perf_counter()
         super()._publish(learner, version)
         synchronize(learner.device)
@@ -122,12 +123,13 @@ class StepRecorder(TrainerCallback):
     steps: list[dict[str, Any]] = field(default_factory=list)
     first_answers: list[list[int]] = field(default_factory=list)
     """Tokens of the answers of the first step."""
+    trainer: GivenLengthsTrainer | None = None
+    """The run, while it lasts."""
     _strategies: Counter[str] = field(default_factory=Counter)
-    _trainer: GivenLengthsTrainer | None = None
 
     def on_run_begin(self, trainer: Trainer) -> None:
         assert isinstance(trainer, GivenLengthsTrainer)
-        self._trainer = trainer
+        self.trainer = trainer
 
     def on_step_begin(self, step: int) -> None:
         longest = max((found["seconds"] for found in self.steps), default=0.0)
@@ -139,9 +141,9 @@ class StepRecorder(TrainerCallback):
             self._strategies[str(result.strategy)] += 1
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
-        assert self._trainer is not None
+        assert self.trainer is not None
         answers = [rollout for group in groups for rollout in group.rollouts]
-        publish, shape = self._trainer.publish_s, self._trainer.learner.policy.model.config
+        publish, shape = self.trainer.publish_s, self.trainer.learner.policy.model.config
         rollout, steps = metrics["time/generate"], self._strategies.total()
         self.steps.append({
             "seconds": metrics["time/step"], "rollout_seconds": rollout, "publish_seconds": publish,
@@ -163,7 +165,10 @@ def run_steps(trainer: GivenLengthsTrainer, num_steps: int, budget: Budget) -> S
     checkpoint. A RuntimeError says why a run failed."""
     recorder = StepRecorder(num_steps, budget)
     trainer.callbacks.append(recorder)
-    result = trainer.run()
+    try:
+        result = trainer.run()
+    finally:
+        recorder.trainer = None  # it must not keep the run's memory
     if result.status is RunStatus.FAILED:
         raise RuntimeError(result.message)
     return recorder

@@ -27,6 +27,20 @@ def _seconds(side: Content) -> str:
     return f"{median(turn['seconds'] for turn in side['turns']):.1f}"
 
 
+def gpu_memory(content: Content, _: str) -> Table:
+    rows = [(case, phase, *(f"{found[key]:.1f}" for key in ("planned_gib", "peak_gib", "reserved_gib")))
+            for case, run in content["cases"].items() for phase, found in run["phases"].items()
+            if phase in ("generate", "train", "publish")]
+    told = [f"{case}: out of memory" if "error" in run else
+            f"{case}: {len(run['steps'])} steps, {run['phases']['train']['peak_gib']:.0f} GiB in the update (planned "
+            f"{run['phases']['train']['planned_gib']:.0f}), KV cache {run['kv_gib']:.0f} GiB"
+            for case, run in content["cases"].items()]
+    sentence = (f"RL with answers of up to {content['max_new_tokens']:,} tokens on one GPU with {content['capacity_gib']:.0f} "
+                f"GiB. {'; '.join(told)}")
+    return Table("The largest runs on one GPU", sentence + ".",
+                 ("run", "phase", "planned GiB", "peak of tensors GiB", "reserved GiB"), rows)
+
+
 def gpu_rl_step(content: Content, _: str) -> Table:
     rows: list[Sequence[object]] = [
         (name, f"{side['rollout_seconds']:.1f}", f"{side['update_seconds']:.1f}", f"{side['seconds']:.1f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from argparse import Namespace
 from copy import deepcopy
 
@@ -10,11 +11,11 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu import rl_step
+from benchmarks.gpu import memory, rl_step
 from benchmarks.lib.results import Report
 from benchmarks.lib.rl_run import share_past_end, update_flops
 from benchmarks.lib.rl_tables import gpu_rl_step
-from benchmarks.lib.setup import Budget
+from benchmarks.lib.setup import Budget, Setting, free_memory
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.rl import Learner, make_algorithm
 from paceline.rl.batch import Sample
@@ -59,6 +60,19 @@ def test_the_operations_of_an_update_are_those_of_its_products():
 def test_tokens_after_the_first_end_token_are_counted():
     answers = [Rollout(0, 0, [], tokens, [], "", "length", []) for tokens in ([5, 0, 7, 0], [5, 6], [0])]
     assert share_past_end(answers, (0,)) == 2 / 7
+
+
+def test_a_run_gives_its_memory_back(tmp_path, monkeypatch):
+    """The next side of a benchmark needs it. The engine's warm-up freezes the garbage collector's generations."""
+    made = []
+    load = memory.RandomTrainer._load
+    monkeypatch.setattr(memory.RandomTrainer, "_load", lambda self: (load(self), made.append(weakref.ref(self.engine.model))))
+    args = Namespace(group=2, max_new_tokens=16, tiny=True, optimizer="adamw", micro_batch_tokens=64, lengths=None, max_length=4,
+                     steps=1)
+    found = memory.run_case(memory.TINY_CASES["LoRA"], args, Setting(torch.device("cpu"), True), Budget(5.0), tmp_path)
+    assert len(found["steps"]) == 1 and found["phases"]["train"]["peak_gib"] > 0
+    free_memory()
+    assert made[0]() is None
 
 
 class Peer:

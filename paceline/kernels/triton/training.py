@@ -46,20 +46,38 @@ class _RmsNorm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return elementwise.rms_norm(x, weight, eps)
+        out, width = torch.empty_like(x), x.shape[-1]
+        if x.numel():
+            _rms_norm[(x.numel() // width,)](x, weight, out, width, eps, **_norm_launch(width))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         width, grad, wanted = x.shape[-1], grad.contiguous(), ctx.needs_input_grad[1]
         rows = x.numel() // width
-        programs, block = min(rows, _NORM_PROGRAMS), triton.next_power_of_2(width)
-        out = torch.empty_like(x)
+        programs, out = min(rows, _NORM_PROGRAMS), torch.empty_like(x)
         sums = torch.empty(programs if wanted else 1, width, dtype=torch.float32, device=x.device)
         if rows:
             _rms_norm_backward[(programs,)](x, weight, grad, out, sums, triton.cdiv(rows, programs), rows, width, ctx.eps,
-                                            SUMS=wanted, BLOCK=block, num_warps=min(max(block // 512, 1), 16))
+                                            SUMS=wanted, **_norm_launch(width))
         return out, sums.sum(dim=0).to(weight.dtype) if wanted else None, None
+
+
+def _norm_launch(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+@triton.jit
+def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    tl.store(out + row * width + column, (value * factor * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

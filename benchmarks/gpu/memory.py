@@ -138,7 +138,9 @@ class RandomTrainer(GivenLengthsTrainer):
         master = master_dtype(self.config)
         dtype = (parse_dtype(self.config.dtype) or master) if self.config.learner.lora_rank else master
         tokenizer = word_tokenizer(WORDS)
-        return learner_for(self.config, random_model(shape, dtype, self.config.device), tokenizer), tokenizer
+        learner = learner_for(self.config, random_model(shape, dtype, self.config.device), tokenizer)
+        self._warm_up_learner(learner)
+        return learner, tokenizer
 
 
 @dataclass

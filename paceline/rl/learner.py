@@ -132,6 +132,14 @@ class Learner:
         in_reward = self.algorithm.needs_reference and not self.algorithm.kl_in_loss
         return in_reward or self.config.epochs * self.config.minibatches > 1
 
+    def warm_up(self) -> None:
+        """Runs the policy forward and backward on a few tokens, so that kernels are compiled and libraries are loaded before the
+        first step. No weight changes, and no gradient is kept."""
+        (batch,) = pack([Sample([0] * 32, 16, 0, 0.0, False, torch.zeros(16, dtype=self.sample_dtype))], 32, device=self.device)
+        logprobs, _ = self.policy.logprobs(batch, self.temperature, self.filters, self.algorithm.entropy_bonus > 0)
+        in_first_layer = [parameter for name, parameter in trained(self.policy) if "layers.0." in name]
+        torch.autograd.grad(logprobs.sum(), min(in_first_layer, key=Tensor.numel))  # a small one: the others need no gradient
+
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Makes `epochs` passes over the batch with `minibatches` optimizer steps each, and returns metrics. The samples must
         have their advantages. `step` is counted from 0. NonFiniteError if a loss, a gradient or an updated weight is not

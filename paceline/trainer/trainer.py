@@ -152,7 +152,15 @@ class Trainer:
             self._load_checkpoint()
 
     def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
-        return make_learner(self.config, checkpoint)
+        learner, tokenizer = make_learner(self.config, checkpoint)
+        self._warm_up_learner(learner)
+        return learner, tokenizer
+
+    def _warm_up_learner(self, learner: Learner) -> None:
+        """On a GPU, before the engine is made: its KV cache takes what memory is free by then."""
+        if learner.device.type == "cuda":
+            learner.warm_up()
+            torch.cuda.empty_cache()
 
     def _make_engine(self) -> Engine:
         if self.config.cluster.needs_ray:

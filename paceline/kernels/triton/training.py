@@ -80,7 +80,7 @@ def _rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, (value * factor * scale).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns", "rows"])  # they differ from batch to batch, and each variant would be compiled
 def _rms_norm_backward(x, weight, grad, out, sums, turns, rows, width, eps, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     """dx = r (dy w - u mean(dy w u)) with u = x r; sums[program] = sum of dy u over the program's rows."""
     first = tl.program_id(0).to(tl.int64)

@@ -14,15 +14,23 @@ from paceline.models.decoder import Decoder
 from paceline.rl import Learner, checkpoint, make_algorithm
 from paceline.rl.adapters import unadapted_parameters
 from paceline.rl.checkpoint import Checkpoints, RunState, restore
-from paceline.trainer import Trainer
+from paceline.trainer import Trainer, TrainerCallback
 
-ENGINE = {"kv_memory_gb": 0.5, "max_batch": 8}
+ENGINE = {"kernels": "torch", "kv_tokens": 2048, "max_batch": 8}
+
+
+class Record(TrainerCallback):
+    def __init__(self):
+        self.tokens = []
+
+    def on_step_end(self, step, metrics, groups):
+        self.tokens += [rollout.token_ids for group in groups for rollout in group.rollouts]
 
 
 @pytest.mark.parametrize("learner", [{}, {"lora_rank": 2, "gradient_checkpointing": True}])
 def test_a_sleeping_engine_gives_its_memory_back_and_changes_nothing(tmp_path, monkeypatch, learner):
-    toy.make_folder(tmp_path)
-    held, update = [], Learner.update
+    toy.make_folder(tmp_path, kind="qwen3")
+    held, tokens, update = [], [], Learner.update
 
     def recorded(self, samples, step):
         held.append(torch.cuda.memory_allocated())
@@ -30,16 +38,19 @@ def test_a_sleeping_engine_gives_its_memory_back_and_changes_nothing(tmp_path, m
 
     monkeypatch.setattr(Learner, "update", recorded)
     for name, sleeps in (("awake", False), ("asleep", True)):
-        trainer = Trainer(make_config(tmp_path, out=str(tmp_path / name), sleep_during_update=sleeps, device="cuda",
-                                      dtype="float32", engine=ENGINE, learner=learner))
+        record = Record()
+        trainer = Trainer(make_config(tmp_path, out=str(tmp_path / name), sleep_during_update=sleeps, device="cuda", engine=ENGINE,
+                                      learner=learner), callbacks=[record])
+        before = torch.cuda.memory_allocated()
         trainer.run()
+        held[-3:] = [bytes_held - before for bytes_held in held[-3:]]
+        tokens.append(record.tokens)
+        cache = sum(tensor.nbytes for tensor in trainer.engine.store.tensors())
         if learner:
-            frozen = unadapted_parameters(trainer.learner.policy.model)
-            own = dict(trainer.engine.model.named_parameters())
+            frozen, own = unadapted_parameters(trainer.learner.policy.model), dict(trainer.engine.model.named_parameters())
             assert all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in frozen.items())
-        del trainer
-    toy.assert_same_run(tmp_path / "awake", tmp_path / "asleep")
-    assert min(held[:3]) - max(held[3:]) > 0.4 * 2**30
+    assert tokens[0] == tokens[1]
+    assert all(awake - asleep > 0.9 * cache for awake, asleep in zip(held[:3], held[3:], strict=True))
 
 
 def train(learner: Learner, steps: int) -> None:

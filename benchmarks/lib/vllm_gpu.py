@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Vllm:
         """Starts vLLM from `site`, a folder in which it is installed. `folder` is for socket, log and the model's config."""
         model = folder.resolve() / f"{shape}-model"
         model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(hf_config(QWEN_SHAPES[shape], torch.bfloat16)))
+        config = replace(QWEN_SHAPES[shape], max_context=max_context)  # vLLM refuses a context beyond the model's
+        (model / "config.json").write_text(json.dumps(hf_config(config, torch.bfloat16)))
         socket, log = folder.resolve() / shape, folder.resolve() / f"{shape}.log"
         socket.unlink(missing_ok=True)
         settings = {"folder": str(model), "socket": str(socket), "max_context": max_context, "max_batch": max_batch,

@@ -39,8 +39,9 @@ def test_a_sleeping_engine_gives_its_memory_back_and_changes_nothing(tmp_path, m
     monkeypatch.setattr(Learner, "update", recorded)
     for name, sleeps in (("awake", False), ("asleep", True)):
         record = Record()
-        trainer = Trainer(make_config(tmp_path, out=str(tmp_path / name), sleep_during_update=sleeps, device="cuda", engine=ENGINE,
-                                      learner=learner), callbacks=[record])
+        config = make_config(tmp_path, out=str(tmp_path / name), sleep_during_update=sleeps, device="cuda", engine=ENGINE,
+                             learner=learner)
+        trainer = Trainer(config, callbacks=[record])
         before = torch.cuda.memory_allocated()
         trainer.run()
         held[-3:] = [bytes_held - before for bytes_held in held[-3:]]

@@ -56,7 +56,9 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not wrapped:
             yield owner, parameter.detach()
         elif kind == "weight":
-            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()  # type: ignore[operator]
+            with torch.no_grad():
+                merged = adapted[owner].get_delta_weight("default").add_(parameter)  # type: ignore[operator]  # in float32 or better
+            yield f"{owner}.weight", merged
         else:
             yield f"{owner}.{kind}", parameter.detach()
 

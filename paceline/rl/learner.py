@@ -230,6 +230,8 @@ class Learner:
             norms["grad_norm/critic"] = self._clip(self.critic)
         wrong = next((name for name, value in {**losses, **norms}.items() if not math.isfinite(value)), None)
         if wrong is None:
+            if self.device.type == "cuda" and not self.optimizers[0].state:
+                torch.cuda.empty_cache()  # the moments are made now and stay: not in pieces of what activations took
             for optimizer in self.optimizers:
                 optimizer.step()
         for optimizer in self.optimizers:

@@ -161,6 +161,9 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
     adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
     yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "generation")
+    if rank:
+        largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
+        yield MemoryItem("merging of adapters", 2 * largest * master, "generation", is_later=True)
     if config.drafter not in ("suffix", "none"):
         layer = _layer_parameters(shape) + 2 * shape.hidden_size**2
         yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)))

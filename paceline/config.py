@@ -216,6 +216,9 @@ class RolloutConfig(Config):
 class OptimizerConfig(Config):
     """AdamW and its learning-rate schedule."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW with its two moments in float32 (8 bytes per trained weight), or in 8 bits (2 bytes; the extra `lowmem`). Drafters
+    are always trained with the first."""
     lr: float = Field(1e-6, gt=0)
     """Base learning rate of the policy."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -406,7 +409,7 @@ class TrainConfig(Config):
     """Weight of the reward model's score."""
     sleep_during_update: bool = False
     """Free the engine's memory (weights, KV cache, captured graphs) while the policy is updated: room for larger models and
-    longer answers. The weights are copied and the graphs captured again in every step."""
+    longer answers. The graphs are captured again in every step."""
     compare_off: bool = False
     """Generate every batch a second time without speculation, and compare tokens and time."""
     checkpoint_every: int = Field(10, ge=1)

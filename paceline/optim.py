@@ -1,16 +1,18 @@
-"""The optimizer, the learning-rate schedule and the check of the weights that policy training (`rl/`) and drafter training
+"""The optimizers, the learning-rate schedule and the check of the weights that policy training (`rl/`) and drafter training
 (`spot/`) share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 Schedule = Literal["constant", "linear", "cosine"]
+_CODES, _SCALE = "codes", "scale"
+"""Parts of a moment in 8 bits: one byte per value, and one float32 factor per block of values."""
 
 
 class NonFiniteError(ValueError):
@@ -53,8 +55,77 @@ def make_adamw(parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float
     Every parameter group keeps its unscheduled learning rate as `base_lr`. The fused implementation is used when all parameters
     are float32.
     """
+    groups = _parameter_groups(parameters, lr, weight_decay)
+    fused = all(p.dtype == torch.float32 for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def make_adamw_8bit(parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], eps: float,
+                    weight_decay: float) -> torch.optim.Optimizer:
+    """Like `make_adamw`, with torchao's AdamW, whose moments take 8 bits instead of 32. It compiles one kernel for each shape of
+    a parameter in its first step. ValueError if torchao is not installed."""
+    try:
+        from torchao.optim import AdamW8bit  # takes seconds to import
+    except ImportError as error:
+        raise ValueError("optimizer.kind: adamw_8bit needs the package torchao; pip install 'paceline[lowmem]'") from error
+    return AdamW8bit(_parameter_groups(parameters, lr, weight_decay), lr=lr, betas=betas, eps=eps)
+
+
+def _parameter_groups(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
     trained = [p for p in parameters if p.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay, "base_lr": lr},
               {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "base_lr": lr}]
-    fused = all(p.dtype == torch.float32 for p in trained)
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(group: dict[str, Any], lr: float) -> None:
+    """Set the learning rate of a parameter group. torchao's optimizers keep it in a tensor, which their kernels read."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """An optimizer's state of one parameter as plain tensors, which files can hold: a moment in 8 bits becomes `NAME.codes` and
+    `NAME.scale`, bit for bit."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if _is_8bit(value):
+            found |= {f"{name}.{_CODES}": value.codes, f"{name}.{_SCALE}": value.scale}
+        else:
+            found[name] = value
+    return found
+
+
+def fits_8bit(parameter: Tensor) -> bool:
+    """Whether torchao keeps the moments of this parameter in 8 bits; those of small ones stay as they are."""
+    return parameter.numel() >= 4096 and parameter.numel() % 256 == 0
+
+
+def is_8bit_state(states: Mapping[int, Mapping[str, Tensor]]) -> bool:
+    """Whether plain states of an optimizer's parameters (`plain_state`) contain moments in 8 bits."""
+    return any(name.endswith(f".{_CODES}") for state in states.values() for name in state)
+
+
+def restored_state(plain: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """The inverse of `plain_state`, on the device of the parameter that the state belongs to."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in plain.items():
+        name, _, part = key.partition(".")
+        if not part:
+            found[name] = tensor
+        elif part == _CODES:
+            from torchao.optim.subclass_8bit import OptimState8bit
+
+            scale = plain[f"{name}.{_SCALE}"]
+            state = OptimState8bit.zeros(tensor.shape, name == "exp_avg", tensor.numel() // scale.numel(), parameter.device,
+                                         dtype=parameter.dtype)  # only the first moment has a sign
+            state.codes.copy_(tensor)
+            state.scale.copy_(scale)
+            found[name] = state
+    return found
+
+
+def _is_8bit(value: Any) -> bool:
+    return type(value).__name__ == "OptimState8bit"  # by name, because torchao is loaded only if it is used

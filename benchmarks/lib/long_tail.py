@@ -104,11 +104,11 @@ def conclusions(content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]
 # --- prompts
 
 
-def compose(problems: Sequence[str], lengths: Sequence[int], salt: int) -> list[str]:
-    """One prompt per response, with enough problems for the response's length."""
+def compose(problems: Sequence[str], lengths: Sequence[int], salt: int, max_problems: int = MAX_PROBLEMS) -> list[str]:
+    """One prompt per response, with enough problems for the response's length, but no more than `max_problems`."""
     draw, texts = random.Random(salt), []
     for length in lengths:
-        some = draw.sample(problems, min(len(problems), MAX_PROBLEMS, 1 + length // TOKENS_PER_PROBLEM))
+        some = draw.sample(problems, min(len(problems), max_problems, 1 + length // TOKENS_PER_PROBLEM))
         numbered = "\n\n".join(f"{i}. {problem}" for i, problem in enumerate(some, start=1))
         texts.append(some[0] if len(some) == 1 else "Solve all of these problems one after the other. Explain every step in full "
                      f"sentences and check each result before you go on.\n\n{numbered}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.lib.results import ROOT
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.save import save_model
-from paceline.models.weights import load_model
+from paceline.models.huggingface import INDEX_FILE
+from paceline.models.save import hf_config, save_model
+from paceline.models.weights import empty_model, load_model
 
 SMALL, SMOLLM2 = "12x256", "SmolLM2-135M"
 SMALL_SHAPE = ModelConfig("qwen3", 4096, 256, 704, 12, 4, 2, 64, qk_norm=True, tie_embeddings=True, max_context=1024)
@@ -21,6 +26,7 @@ QWEN_SHAPES = {
     "0.5B": ModelConfig("qwen2", 151936, 896, 4864, 24, 14, 2, 64, qkv_bias=True, tie_embeddings=True, max_context=4096),
 }
 """Shapes of Qwen2.5, with a short context."""
+QWEN_32B = ModelConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, qkv_bias=True, max_context=32768)
 QWEN_7B = replace(QWEN_SHAPES["7B"], max_context=32768)
 TINY = ModelConfig("qwen2", 128, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=True, max_context=512)
 """Shape of the random policy in smoke runs."""
@@ -32,6 +38,32 @@ SMOLLM2_FILE = ROOT / ".models" / "smollm2.gguf"
 """Where scripts/get_smollm2.py puts SmolLM2-135M."""
 MODEL_FOLDERS = ROOT / ".models" / "bench"
 """Where the benchmarks write models as folders."""
+
+
+def write_shape(shape: ModelConfig, folder: Path) -> Path:
+    """`folder`, with the configuration of a model and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(shape, torch.bfloat16)), encoding="utf-8")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {}}), encoding="utf-8")
+    return folder
+
+
+def random_model(shape: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Decoder:
+    """A decoder with random weights. Unlike `Decoder.random` it needs no memory beyond its own, whatever the dtype."""
+    model = empty_model(shape, dtype, device)
+    fill_random(model, seed)
+    return model
+
+
+def fill_random(module: nn.Module, seed: int = 0, std: float = 0.02) -> None:
+    """Fills matrices with normal values; biases become zero, and norms one."""
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, std, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
 
 
 def model_folder(model: str, folder: Path, smollm2: str | Path = SMOLLM2_FILE) -> Path:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.lib.gpu_check.verdict import ratios
-
-Content = dict[str, Any]
-
-
-class Table(NamedTuple):
-    """What docs/results.md shows of one result file."""
-
-    title: str
-    sentence: str
-    """The main figures, understandable without the table."""
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    more: Table | None = None
-    """A second table of the same run, which stands below."""
+from benchmarks.lib.rl_tables import cpu_rl_step, gpu_memory, gpu_rl_step
+from benchmarks.lib.table import Content, Table
+from benchmarks.lib.table import number as _number
+from benchmarks.lib.table import range_of as _range
+from benchmarks.lib.table import times as _times
 
 
 def make_table(content: Content) -> Table:
@@ -121,25 +112,6 @@ def prefill(content: Content, _: str) -> Table:
     sentence = (f"{cell['prompts']} prompts of {cell['prompt_tokens']:,} tokens at the 7B shape are prefilled at {without} the "
                 f"rate of vLLM without a drafter, at {with_one} with one.")
     return Table("Prefill on a GPU", sentence, ("engine", "seconds", "tokens/s", "× vLLM"), rows)
-
-
-def rl_step(content: Content, _: str) -> Table:
-    pairs = [cell for cell in content.get("step", []) if "speedup" in cell]
-    sides = {(cell["scenario"], cell["side"]): cell for cell in content.get("step", []) if "side" in cell}
-    rows = [(cell["model"], cell["scenario"], *(_seconds(sides[cell["scenario"], side]) for side in ("paceline", "TRL")),
-             _times(cell["speedup"]["median"]), f"{cell['speedup']['low']:.2f}–{cell['speedup']['high']:.2f}") for cell in pairs]
-    trainer = {cell["side"]: cell["seconds"] for cell in content.get("trainer", [])}
-    steps = " and ".join(f"{_times(cell['speedup']['median'])} with {cell['scenario']} lengths" for cell in pairs)
-    sentence = f"Paceline's speedup over TRL on the same prompts, lengths and updates is {steps}"
-    if trainer:
-        packed = median(a / b for a, b in zip(trainer["padded"], trainer["packed"], strict=True))
-        sentence += f"; its learner alone trains {_times(packed)} the tokens per second packed as padded"
-    return Table("One GRPO step against TRL's GRPOTrainer", sentence + ".",
-                 ("model", "lengths", "Paceline s", "TRL s", "speedup", "spread"), rows)
-
-
-def _seconds(side: Content) -> str:
-    return f"{median(turn['seconds'] for turn in side['turns']):.1f}"
 
 
 def long_tail(content: Content, _: str) -> Table:
@@ -363,28 +335,16 @@ def cluster_nodes(content: Content, _: str) -> Table:
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
-    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "rl_step": rl_step, "gpu/long_tail": long_tail,
+    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "cpu/rl_step": cpu_rl_step,
+    "gpu/rl_step": gpu_rl_step, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "background_training": background_training, "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
-    "gpu/cold_start": cold_start,
+    "gpu/cold_start": cold_start, "gpu/memory": gpu_memory,
 }
 
 
 def _batches(cells: Any) -> list[str]:
     return sorted({batch for cell in cells for batch in cell}, key=int)
-
-
-def _times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}×"
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.2f}×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}×"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}"

@@ -89,7 +89,8 @@ class Setting(NamedTuple):
 
 
 def free_memory() -> None:
-    """Returns memory that nothing refers to any more."""
+    """Returns memory that nothing refers to any more, also that of engines, whose warm-up froze what there was."""
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -20,13 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lib.models import fill_random
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import MLP, Attention, Decoder
 from paceline.models.weights import empty_model
-
-_STD = 0.02
-"""Standard deviation of weights that are never read or only multiplied by zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ def upscale(model: Decoder, shape: ModelConfig) -> Decoder:
     dtype and device included, is that of `model`."""
     fit = Fit(model.config, twin_config(model.config, shape))
     twin = empty_model(fit.large, model.norm.dtype, model.norm.device)
-    _fill(twin)
+    fill_random(twin)
     hidden = fit.hidden()
     with torch.no_grad():
         twin.embed.weight.zero_()
@@ -93,7 +91,7 @@ def upscale_drafter(drafter: Eagle, twin: ModelConfig) -> Eagle:
     ids = drafter.draft_ids
     module = Eagle(config, None if ids is None else ids.clone(), drafter.head is not None)
     module = module.to(drafter.mlp_norm.device, drafter.mlp_norm.dtype).requires_grad_(False)
-    _fill(module)
+    fill_random(module)
     hidden = fit.hidden()
     with torch.no_grad():
         module.fc.weight[fit.small.hidden_size :] = 0
@@ -129,16 +127,6 @@ def twin_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
 
 def _blocks(small: int, large: int, blocks: int) -> Tensor:
     return (torch.arange(blocks)[:, None] * large + torch.arange(small)).flatten()
-
-
-def _fill(module: nn.Module) -> None:
-    generator = torch.Generator(next(module.parameters()).device).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, _STD, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
 
 
 def _zero(linear: nn.Linear) -> None:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Vllm:
         """Starts vLLM from `site`, a folder in which it is installed. `folder` is for socket, log and the model's config."""
         model = folder.resolve() / f"{shape}-model"
         model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(hf_config(QWEN_SHAPES[shape], torch.bfloat16)))
+        config = replace(QWEN_SHAPES[shape], max_context=max_context)  # vLLM refuses a context beyond the model's
+        (model / "config.json").write_text(json.dumps(hf_config(config, torch.bfloat16)))
         socket, log = folder.resolve() / shape, folder.resolve() / f"{shape}.log"
         socket.unlink(missing_ok=True)
         settings = {"folder": str(model), "socket": str(socket), "max_context": max_context, "max_batch": max_batch,
@@ -56,11 +58,12 @@ class Vllm:
         return cls(socket, process, log)
 
     @classmethod
-    def of(cls, args: argparse.Namespace, shape: str) -> Vllm | None:
-        """The peer that `--vllm-at` or `--vllm-path` names; None if neither is given."""
+    def of(cls, args: argparse.Namespace, shape: str, **options: Any) -> Vllm | None:
+        """The peer that `--vllm-at` or `--vllm-path` names; None if neither is given. `options`: of `start`, if it is started
+        here."""
         if args.vllm_at is not None:
             return cls(args.vllm_at.resolve() / shape, None)
-        return None if args.vllm_path is None else cls.start(args.vllm_path, shape, Path(tempfile.mkdtemp()))
+        return None if args.vllm_path is None else cls.start(args.vllm_path, shape, Path(tempfile.mkdtemp()), **options)
 
     @property
     def is_alive(self) -> bool:
@@ -112,8 +115,10 @@ def main() -> None:
     parser.add_argument("site", type=Path, help="a folder in which vLLM is installed")
     parser.add_argument("folder", type=Path, help="folder for sockets and logs")
     parser.add_argument("shapes", nargs="+", choices=list(QWEN_SHAPES))
+    parser.add_argument("--max-context", type=int, default=4096, help="longest prompt and response together")
+    parser.add_argument("--kv-gb", type=float, help="memory for the KV cache of each shape (default: by shape)")
     args = parser.parse_args()
-    peers = {name: Vllm.start(args.site, name, args.folder) for name in args.shapes}
+    peers = {name: Vllm.start(args.site, name, args.folder, args.max_context, kv_gb=args.kv_gb) for name in args.shapes}
     for name, peer in peers.items():
         print(name, peer.wait(1200), flush=True)
         peer.hang_up()

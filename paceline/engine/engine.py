@@ -6,12 +6,12 @@ import gc
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -399,10 +399,13 @@ class Engine:
         if self.drafter_mismatch is not None and before is None:
             warnings.warn(self.drafter_mismatch, stacklevel=3)
 
-    def sleep(self, weights: bool = False) -> None:
+    def sleep(self, weights: bool | Literal["discard"] = False, keep: Collection[str] = ()) -> None:
         """Free the device's memory for others: KV cache, features and graphs, and with `weights` also the weights of policy
         and drafter, which are offloaded to the host and may be updated there. Requests stay: after `wake` they are prefilled
-        with what they have and continue with the same tokens."""
+        with what they have and continue with the same tokens.
+
+        With "discard" nothing is copied to the host for the policy: its weights are lost, and `update_weights` has to follow
+        `wake`. `keep`: names of the policy's parameters that are not discarded, because somebody else uses their memory."""
         if not self._asleep:
             self._drain()
             self.scheduler.preempt_all()
@@ -410,7 +413,9 @@ class Engine:
             self.runner.release_cache()
             self._asleep = True
         if weights:
-            offload(self._modules())
+            if weights == "discard":
+                self._weights.discard(keep)
+            offload(self._modules()[1:] if weights == "discard" else self._modules())
             if self.drafting.eagle is not None:
                 self.drafting.eagle.module.policy_changed()  # also frees the rows that it gathered from the policy's head
         if self.state.device.type == "cuda":
@@ -421,6 +426,7 @@ class Engine:
         if not self._asleep:
             return
         restore(self._modules(), self.state.device)
+        self._weights.allocate()
         self.runner.allocate_cache()
         if self.drafting.eagle is not None:
             self.drafting.eagle.policy_changed()

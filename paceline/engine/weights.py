@@ -3,7 +3,7 @@ sleeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,20 @@ class PolicyWeights:
                                  "the weights are incomplete until another update_weights succeeds")
             raise
         self._problem = None
+
+    def discard(self, keep: Collection[str]) -> None:
+        """Free the memory of all parameters but those named in `keep`. The weights cannot be used until `allocate` has been
+        called and `replace` has succeeded."""
+        self._problem = "the weights were discarded while the engine slept; update_weights has to bring new ones"
+        for name, parameter in self._model.named_parameters():
+            if name not in keep:
+                parameter.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate what `discard` freed. The values are undefined."""
+        for parameter in self._model.parameters():
+            if not parameter.untyped_storage().size():
+                parameter.untyped_storage().resize_(parameter.nbytes)
 
     def require_complete(self) -> None:
         """Raise RuntimeError if the weights are incomplete."""

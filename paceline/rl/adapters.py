@@ -56,9 +56,32 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not wrapped:
             yield owner, parameter.detach()
         elif kind == "weight":
-            yield f"{owner}.weight", (parameter + adapted[owner].get_delta_weight("default")).detach()  # type: ignore[operator]
+            with torch.no_grad():
+                merged = adapted[owner].get_delta_weight("default").add_(parameter)  # type: ignore[operator]  # in float32 or better
+            yield f"{owner}.weight", merged
         else:
             yield f"{owner}.{kind}", parameter.detach()
+
+
+def unadapted_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters of the plain decoder that no adapter changes, by name. They share memory with the model's."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        owner, wrapped, kind = plain_name(name).partition(".base_layer.")
+        if ".lora_" not in name and kind != "weight":
+            found[f"{owner}.{kind}" if wrapped else owner] = parameter.detach()
+    return found
+
+
+def decoder_of(shape: ModelConfig, tensors: dict[str, Tensor]) -> Decoder:
+    """A decoder whose parameters are these tensors. Nothing is copied: it shares memory with whoever else has them."""
+    with torch.device("meta"):
+        model = Decoder(shape).requires_grad_(False)
+    tied = {"head.weight": tensors["embed.weight"]} if shape.tie_embeddings else {}
+    model.load_state_dict({**tensors, **tied}, assign=True)
+    if shape.tie_embeddings:
+        model.head.weight = model.embed.weight
+    return model
 
 
 def plain_name(name: str) -> str:

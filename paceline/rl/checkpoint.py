@@ -22,7 +22,8 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
-from paceline.rl.adapters import adapter_matrices, write_adapter
+from paceline.optim import fits_8bit, is_8bit_state, plain_state, restored_state
+from paceline.rl.adapters import adapter_matrices, decoder_of, unadapted_parameters, write_adapter
 from paceline.rl.learner import Learner
 from paceline.rl.ranks import full, local, sharded_like, trained
 
@@ -179,11 +180,15 @@ def restore(learner: Learner, checkpoint: Path) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            match = re.fullmatch(rf"optimizer\.{number}\.(\d+)\.(\w+)", name)
+            match = re.fullmatch(rf"optimizer\.{number}\.(\d+)\.([\w.]+)", name)
             if match:
                 index = int(match[1])
                 moments.setdefault(index, {})[match[2]] = sharded_like(tensor, parameters[index])
-        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        kind = learner.optimizer_config.kind
+        if moments and is_8bit_state(moments) != (kind == "adamw_8bit" and any(map(fits_8bit, parameters))):
+            raise ValueError(f"optimizer.kind: {kind} cannot continue from {checkpoint}, which another kind has written")
+        state = {index: restored_state(one, parameters[index]) for index, one in moments.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     learner.require_finite()
 
 
@@ -216,16 +221,17 @@ def _trained_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def plain_policy(learner: Learner) -> Decoder:
-    """The learner's policy as a plain decoder: a merged copy if it has adapters or checkpoint wrappers; a whole copy on the host
-    if it is sharded, on the first rank, and one without values on the others."""
-    model, config = learner.policy.model, learner.config
-    sharded = learner.ranks.size > 1
-    if not (config.lora_rank or config.gradient_checkpointing or sharded):
-        return model
-    device = learner.device if not sharded else "meta" if learner.ranks.rank else "cpu"
-    plain = empty_model(model.config, model.norm.dtype, device)
-    load_state(plain, learner.weights())
-    return plain
+    """The learner's policy as a plain decoder. It shares memory with the learner's, apart from matrices with adapters, which are
+    merged into copies on the host. If the learner is sharded, it is a whole copy on the host on the first rank, and one without
+    values on the others."""
+    model = learner.policy.model
+    if learner.ranks.size > 1:
+        plain = empty_model(model.config, model.norm.dtype, "meta" if learner.ranks.rank else "cpu")
+        load_state(plain, learner.weights())
+        return plain
+    own = unadapted_parameters(model)
+    return decoder_of(model.config, {name: own[name] if name in own else tensor.to("cpu", model.norm.dtype)
+                                     for name, tensor in learner.weights()})
 
 
 def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -240,7 +246,7 @@ def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     return {f"optimizer.{number}.{index}.{key}": value for number, optimizer in enumerate(learner.optimizers)
-            for index, moments in optimizer.state_dict()["state"].items() for key, value in moments.items()}
+            for index, moments in optimizer.state_dict()["state"].items() for key, value in plain_state(moments).items()}
 
 
 def _extra_parameters(learner: Learner) -> dict[str, Tensor]:

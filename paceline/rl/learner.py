@@ -14,12 +14,19 @@ from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
-from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
+from paceline.optim import (
+    NonFiniteError,
+    learning_rate_factor,
+    make_adamw,
+    make_adamw_8bit,
+    require_finite,
+    set_learning_rate,
+)
 from paceline.rl.adapters import adapters_off, add_lora, merged_parameters
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.losses import importance_weights
-from paceline.rl.models import Policy, SamplingFilters, Scorer, checkpoint_layers
+from paceline.rl.models import Policy, SamplingFilters, Scorer, recompute_activations
 from paceline.rl.ranks import Ranks, full, local, trained
 from paceline.rl.reward_model import RewardModel
 
@@ -49,10 +56,10 @@ class Learner:
         if config.gradient_checkpointing:
             for module in (self.policy, self.critic):
                 if module is not None:
-                    checkpoint_layers(module.model)
+                    recompute_activations(module)
         self.optimizers = self._make_optimizers()
 
-    def _make_optimizers(self) -> list[torch.optim.AdamW]:
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         config = self.optimizer_config
         found = [_adamw(self.policy, config, config.lr)]
         if self.critic is not None:
@@ -124,6 +131,14 @@ class Learner:
         those computed in the update itself are the old ones."""
         in_reward = self.algorithm.needs_reference and not self.algorithm.kl_in_loss
         return in_reward or self.config.epochs * self.config.minibatches > 1
+
+    def warm_up(self) -> None:
+        """Runs the policy forward and backward on a few tokens, so that kernels are compiled and libraries are loaded before the
+        first step. No weight changes, and no gradient is kept."""
+        (batch,) = pack([Sample([0] * 32, 16, 0, 0.0, False, torch.zeros(16, dtype=self.sample_dtype))], 32, device=self.device)
+        logprobs, _ = self.policy.logprobs(batch, self.temperature, self.filters, self.algorithm.entropy_bonus > 0)
+        in_first_layer = [parameter for name, parameter in trained(self.policy) if "layers.0." in name]
+        torch.autograd.grad(logprobs.sum(), min(in_first_layer, key=Tensor.numel))  # a small one: the others need no gradient
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Makes `epochs` passes over the batch with `minibatches` optimizer steps each, and returns metrics. The samples must
@@ -215,6 +230,8 @@ class Learner:
             norms["grad_norm/critic"] = self._clip(self.critic)
         wrong = next((name for name, value in {**losses, **norms}.items() if not math.isfinite(value)), None)
         if wrong is None:
+            if self.device.type == "cuda" and not self.optimizers[0].state:
+                torch.cuda.empty_cache()  # the moments are made now and stay: not in pieces of what activations took
             for optimizer in self.optimizers:
                 optimizer.step()
         for optimizer in self.optimizers:
@@ -236,7 +253,7 @@ class Learner:
         factor = learning_rate_factor(step, self.total_steps, config.schedule, config.warmup_steps, config.min_lr_ratio)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * factor
+                set_learning_rate(group, group["base_lr"] * factor)
         return float(self.optimizers[0].param_groups[0]["lr"])
 
 
@@ -297,5 +314,6 @@ def _trainable_copy(model: Decoder) -> Decoder:
     return (copy.float() if model.norm.dtype == torch.bfloat16 else copy).requires_grad_(True)
 
 
-def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    return make_adamw(module.parameters(), lr, config.betas, config.eps, config.weight_decay)
+def _adamw(module: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    make = make_adamw_8bit if config.kind == "adamw_8bit" else make_adamw
+    return make(module.parameters(), lr, config.betas, config.eps, config.weight_decay)

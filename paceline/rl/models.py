@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from paceline.kernels import SamplingTensors
+from paceline.kernels import SamplingTensors, choose_backend
 from paceline.kernels.reference.ops import thresholds
 from paceline.kernels.reference.training import TrainOps
 from paceline.models.attend import PackedAttend
@@ -47,13 +48,31 @@ class SamplingFilters(NamedTuple):
         return scaled.masked_fill(~kept.scatter(1, targets[:, None], True), -torch.inf)
 
 
+@lru_cache
+def train_ops(device_type: str) -> TrainOps:
+    """Operations of a forward pass with gradients on such a device: fused kernels on a GPU, if Triton is installed."""
+    if device_type != "cuda" or choose_backend(device_type, torch.bfloat16).name != "triton":
+        return TrainOps()
+    from paceline.kernels.triton.training import TritonTrainOps
+
+    return TritonTrainOps()
+
+
 class Trunk(nn.Module):
     """A decoder over packed rows. With `compute` bfloat16 its weights stay in float32 and matrix products run in bfloat16."""
 
     def __init__(self, model: Decoder, compute: torch.dtype) -> None:
         super().__init__()
-        self.model, self.ops, self.compute = model, TrainOps(), compute
+        self.model, self.compute = model, compute
+        self.keeps_casts = True
+        """Whether weights that were cast to `compute` are kept for the rest of a forward pass, which is faster. If activations
+        are recomputed, that would hold a second copy of all weights for nothing."""
         self._rope: Rope | None = None
+
+    @property
+    def ops(self) -> TrainOps:
+        """The operations for the device that the model is on now; sharding may move it."""
+        return train_ops(self.model.norm.device.type)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Final hidden states of all rows [R, H]."""
@@ -66,7 +85,9 @@ class Trunk(nn.Module):
     def precision(self) -> AbstractContextManager[object]:
         """Context in which matrix products run in `compute`."""
         device = self.model.norm.device.type
-        return torch.autocast(device, self.compute) if self.compute == torch.bfloat16 else nullcontext()
+        if self.compute != torch.bfloat16:
+            return nullcontext()
+        return torch.autocast(device, self.compute, cache_enabled=self.keeps_casts)
 
 
 class Policy(Trunk):
@@ -91,6 +112,8 @@ class Policy(Trunk):
     def _head(self, hidden: Tensor, targets: Tensor, temperature: float, filters: SamplingFilters,
               entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden, self.ops)
+        if filters == SamplingFilters() and not entropy_gradient:
+            return self.ops.token_logprobs(logits, targets, temperature)
         scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
         logprobs = filters.apply(scaled, targets).log_softmax(dim=-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -145,6 +168,7 @@ def load_reward_model(source: str | Path, device: torch.device | str, dtype: tor
     return reward_model.requires_grad_(False)
 
 
-def checkpoint_layers(model: Decoder) -> None:
+def recompute_activations(trunk: Trunk) -> None:
     """Recomputes the activations of every layer in the backward pass instead of storing them."""
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+    apply_activation_checkpointing(trunk.model, check_fn=lambda module: isinstance(module, Layer))
+    trunk.keeps_casts = False

@@ -3,8 +3,10 @@ an estimate from shapes alone: nothing is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,11 +24,16 @@ from paceline.rl.models import HEAD_ROWS
 _GB = 2**30
 _RESERVED = 0.05
 """Share of the device's memory that is left to the framework and to fragmentation."""
-_ADAM_BYTES, _DRAFTER_BYTES = 8, 20
-"""Bytes per parameter: AdamW's two moments in float32; a drafter in training with gradient, moments and moving average."""
-_CHANGES: dict[str, bool | int] = {
+_ADAM_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
+"""Bytes per parameter of AdamW's two moments: in float32; in 8 bits, with a float32 scale for 256 values."""
+_LOGIT_BYTES, _BACKWARD_BYTES = 24, 24
+"""Bytes of temporary tensors: per logit while log-probabilities and entropy are computed; per row and unit of the MLP in the
+backward pass of a layer."""
+_DRAFTER_BYTES = 20
+"""Bytes per parameter of a drafter in training, with gradient, moments and moving average."""
+_CHANGES: dict[str, bool | int | str] = {
     "learner.gradient_checkpointing = true": True, "learner.lora_rank = 16": 16, "learner.micro_batch_tokens = 2048": 2048,
-    "sleep_during_update = true": True}
+    "optimizer.kind = adamw_8bit": "adamw_8bit", "sleep_during_update = true": True}
 """Settings that save memory, and their values."""
 
 
@@ -120,8 +127,8 @@ def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = Non
     plan = _plan(config, shape, capacity)
     savings = []
     for setting, change in _CHANGES.items():
-        key, value = setting.split(" = ")[0].split("."), change
-        update = {key[0]: config.learner.model_copy(update={key[1]: value})} if len(key) > 1 else {key[0]: value}
+        table, _, key = setting.split(" = ")[0].rpartition(".")
+        update = {table: getattr(config, table).model_copy(update={key: change})} if table else {key: change}
         other = _plan(config.model_copy(update=update), shape, capacity)
         saved = max(plan.update_bytes, plan.generation_bytes) - max(other.update_bytes, other.generation_bytes)
         if saved > 0.01 * plan.update_bytes:
@@ -143,31 +150,46 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
     trained = num_adapter_parameters(shape, rank, config.learner.lora_targets) if rank else total
     yield MemoryItem("policy in training", total * width + trained * master if rank else total * master)
     yield MemoryItem("gradients", trained * master, "update", is_later=True)
-    yield MemoryItem("AdamW", trained * _ADAM_BYTES * master // 4, is_later=True)
+    moments = _ADAM_BYTES[config.optimizer.kind] * (master // 4 if config.optimizer.kind == "adamw" else 1)
+    yield MemoryItem("AdamW", int(trained * moments), is_later=True)
     if algorithm.needs_reference and not rank:
         yield MemoryItem("reference policy", total * width)
     if algorithm.needs_critic:
         yield MemoryItem("critic", total * master)
         yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
-        yield MemoryItem("critic's AdamW", total * _ADAM_BYTES * master // 4, is_later=True)
+        yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
-    yield MemoryItem("engine's policy", total * width * (2 if config.compare_off else 1), "generation")
+    adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
+    yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "generation")
+    if rank:
+        largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
+        yield MemoryItem("merging of adapters", 2 * largest * master, "generation", is_later=True)
     if config.drafter not in ("suffix", "none"):
-        layer = num_parameters(shape) - num_parameters(shape, shape.num_layers - 1) + 2 * shape.hidden_size**2
+        layer = _layer_parameters(shape) + 2 * shape.hidden_size**2
         yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)))
 
 
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:
-    """Saved activations of the largest micro-batch, and the logits of one chunk with their gradient. A residual stream in float32
-    and two norms, qkv, attention, gate, up and their product are saved per layer; with checkpointing only the layer's input."""
-    tokens = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
-    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    layer = 4 * 4 * shape.hidden_size + width * (2 * shape.hidden_size + heads + 3 * shape.intermediate_size)
-    stored = shape.num_layers * 4 * shape.hidden_size + layer if config.learner.gradient_checkpointing else \
-        shape.num_layers * layer
-    return tokens * stored + 3 * 4 * min(tokens, HEAD_ROWS) * shape.vocab_size
+    """Activations and temporary tensors of the largest micro-batch. A residual stream in the embedding's data type, two norms,
+    qkv, attention, gate, up and their product are saved per layer, and the weights cast to the run's data type; if activations
+    are recomputed, only the layer's two inputs. The backward pass of one layer, or the logits of one chunk, comes on top."""
+    rows = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
+    hidden, inner, lora = shape.hidden_size, shape.intermediate_size, config.learner.lora_rank > 0
+    residual = width if lora else max(4, width)
+    heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer = 2 * residual * hidden + width * (2 * hidden + heads + 3 * inner)
+    casts = 0 if lora or width >= 4 else width * _layer_parameters(shape)
+    if config.learner.gradient_checkpointing:
+        saved = rows * (shape.num_layers * (residual + width) * hidden + layer) + casts
+    else:
+        saved = shape.num_layers * (rows * layer + casts)
+    head = _LOGIT_BYTES * min(rows, HEAD_ROWS) * shape.vocab_size
+    if not lora:
+        head += shape.vocab_size * hidden * (2 * width + max(4, width))  # the head in the run's data type, and its gradient twice
+    return saved + max(head, rows * (_BACKWARD_BYTES * inner + 3 * 4 * hidden))
 
 
+@lru_cache
 def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
     """Number of parameters of a decoder of this shape, or of one with so many layers."""
     with torch.device("meta"):
@@ -175,9 +197,23 @@ def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _layer_parameters(shape: ModelConfig) -> int:
+    return num_parameters(shape) - num_parameters(shape, shape.num_layers - 1)
+
+
 def num_adapter_parameters(shape: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
     """Number of parameters of LoRA adapters of this rank."""
+    return sum(rank * sum(size) for size in _adapted_matrices(shape, targets))
+
+
+def num_adapted_parameters(shape: ModelConfig, targets: tuple[str, ...]) -> int:
+    """Number of parameters that LoRA adapters are merged into."""
+    return sum(math.prod(size) for size in _adapted_matrices(shape, targets))
+
+
+@lru_cache
+def _adapted_matrices(shape: ModelConfig, targets: tuple[str, ...]) -> list[torch.Size]:
     with torch.device("meta"):
         model = Decoder(shape)
-    found = (module for name, module in model.named_modules() if name.split(".")[-1] in targets)
-    return sum(rank * sum(module.weight.shape) for module in found)  # type: ignore[arg-type]
+    found = (module.weight for name, module in model.named_modules() if name.split(".")[-1] in targets)
+    return [matrix.shape for matrix in found]  # type: ignore[union-attr]

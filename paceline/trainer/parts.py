@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import load_eagle
@@ -15,8 +16,9 @@ from paceline.files import DamagedFile
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import export_state, load_state
 from paceline.models.weights import empty_model, load_model, parse_dtype
+from paceline.rl.adapters import decoder_of, unadapted_parameters
 from paceline.rl.algorithms import make_algorithm
-from paceline.rl.checkpoint import plain_policy, policy_folder, restore
+from paceline.rl.checkpoint import policy_folder, restore
 from paceline.rl.learner import Learner
 from paceline.rl.models import SamplingFilters
 from paceline.rl.ranks import Ranks
@@ -45,15 +47,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | No
         if checkpoint is None or source != policy_folder(checkpoint):
             raise
         raise DamagedFile(str(error)) from None  # the run itself has written it
-    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
-    reward_model = None
-    if config.reward_model is not None:
-        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, device,
-                                        compute or master, compute or master)
-    rollout = config.rollout
-    learner = Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute or master,
-                      config.seed, reward_model, config.reward_model_weight,
-                      SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
+    learner = learner_for(config, model, tokenizer)
     if learner.reference is not None and checkpoint is not None and not lora:
         first, _ = load_model(config.model, device, master)
         load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
@@ -64,12 +58,35 @@ def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | No
     return learner, tokenizer
 
 
+def learner_for(config: TrainConfig, model: Decoder, tokenizer: Any) -> Learner:
+    """The run's learner for this policy, which it owns from now on. Its weights are in float32 or better, or in the run's data
+    type if only adapters are trained."""
+    compute = parse_dtype(config.dtype) or master_dtype(config)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    reward_model = None
+    if config.reward_model is not None:
+        reward_model = RewardModel.load(config.reward_model, tokenizer, model.config.vocab_size, model.norm.device, compute,
+                                        compute)
+    rollout = config.rollout
+    return Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute, config.seed,
+                   reward_model, config.reward_model_weight, SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
+
+
 def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:
-    """An engine with its own copy of the learner's policy, in the run's data type."""
-    policy = plain_policy(learner)
-    model = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, policy.norm.device)
-    load_state(model, export_state(policy))
+    """An engine with the learner's policy in the run's data type. All weights are a copy; with adapters only the matrices that
+    they are merged into, and the rest is the learner's (`shared_weights`)."""
+    policy, shared = learner.policy.model, shared_weights(learner)
+    empty = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, "meta")
+    own = {name: torch.empty_like(p, device=learner.device) for name, p in empty.named_parameters() if name not in shared}
+    model = decoder_of(policy.config, {**shared, **own})
+    load_state(model, learner.weights())
     return engine_for(config, model, tokenizer, speculate)
+
+
+def shared_weights(learner: Learner) -> dict[str, Tensor]:
+    """Weights of the plain policy that an engine need not copy, by name: those that training never changes, because only adapters
+    are trained. Empty without adapters."""
+    return unadapted_parameters(learner.policy.model) if learner.config.lora_rank else {}
 
 
 def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: bool) -> Engine:

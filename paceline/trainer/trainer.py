@@ -36,7 +36,7 @@ from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
 from paceline.trainer.memory import check_memory
 from paceline.trainer.monitor import DrafterMonitor
-from paceline.trainer.parts import make_engine, make_learner
+from paceline.trainer.parts import make_engine, make_learner, shared_weights
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
 from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.summary import rollout_metrics
@@ -152,7 +152,15 @@ class Trainer:
             self._load_checkpoint()
 
     def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
-        return make_learner(self.config, checkpoint)
+        learner, tokenizer = make_learner(self.config, checkpoint)
+        self._warm_up_learner(learner)
+        return learner, tokenizer
+
+    def _warm_up_learner(self, learner: Learner) -> None:
+        """On a GPU, before the engine is made: its KV cache takes what memory is free by then."""
+        if learner.device.type == "cuda":
+            learner.warm_up()
+            torch.cuda.empty_cache()
 
     def _make_engine(self) -> Engine:
         if self.config.cluster.needs_ray:
@@ -255,17 +263,17 @@ class Trainer:
 
     def _publish(self, learner: Learner, version: int) -> None:
         for engine in self._engines():
-            self._publish_to(engine, learner, version)
             if self.config.sleep_during_update:
                 engine.wake()
+            self._publish_to(engine, learner, version)
 
     def _publish_to(self, engine: Engine, learner: Learner, version: int) -> None:
         engine.update_weights(learner.weights(), version)
 
     def _on_phase(self, phase: str) -> None:
         if phase == "infer" and self.config.sleep_during_update:  # generation and drafter training are over
-            for engine in self._engines():
-                engine.sleep(weights=True)
+            for engine in self._engines():  # which get new weights when they wake
+                engine.sleep("discard", keep=shared_weights(self.learner))
         self._notify(lambda callback: callback.on_phase(phase))
 
     def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:

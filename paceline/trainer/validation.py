@@ -65,6 +65,10 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
     if config.reward_model is not None:
         yield "reward_model", lambda: check_model(config.reward_model or "")
     yield "out", lambda: _check_out(Path(config.out), resume)
+    if config.optimizer.kind == "adamw_8bit":
+        yield "optimizer.kind", lambda: _check_package("torchao", "lowmem")
+        if config.cluster.needs_ray and config.cluster.shard_training:
+            yield "optimizer.kind", lambda: _refuse("adamw_8bit does not train on several workers (cluster.shard_training)")
     if config.wandb is not None:
         yield "wandb", lambda: _check_package("wandb", "wandb")
     if config.cluster.needs_ray:

@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import cold_start, decode, graphs, long_tail, prefill, speculate, step
+from benchmarks.gpu import cold_start, decode, graphs, long_tail, memory, prefill, rl_step, speculate, step
 from benchmarks.lib.prompts import long_tailed_lengths
+from benchmarks.lib.result_tables import make_table
 from benchmarks.lib.speculation import Flips, Window
 from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step,
+@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory,
                                     pytest.param(cold_start, marks=pytest.mark.slow)])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
@@ -34,6 +35,13 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert found["switch"]["2"]["warm"]["on_step_ms"] > 0
     elif script is prefill:
         assert found["prefill"]["no drafter"]["tokens_per_s"] > 0
+    elif script is rl_step:
+        assert found["identical_answers"] == 1 and set(found["sides"]) == {"auto", "off"} and found["training_share"] > 0
+        assert [step["tokens"] for step in found["sides"]["auto"]["steps"]] == [found["tokens"]] * 2
+        assert make_table(found).rows
+    elif script is memory:
+        assert [len(case["steps"]) for case in found["cases"].values()] == [2, 2] and make_table(found).rows
+        assert found["cases"]["LoRA"]["plan"]["gradients"] < found["cases"]["full weights"]["plan"]["gradients"]
     elif script is cold_start:
         assert found["shapes"]["1.5B"]["filled caches"]["warm"] > 0
     else:

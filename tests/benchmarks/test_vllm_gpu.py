@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_scripts_take_turns_at_one_peer(site, tmp_path):
     finally:
         peer.close()
     assert not peer.is_alive
+
+
+def test_a_long_context_is_the_models_own(site, tmp_path):
+    peer = Vllm.start(site, "0.5B", tmp_path / "peers", max_context=12288)
+    try:
+        assert json.loads((tmp_path / "peers/0.5B-model/config.json").read_text())["max_position_embeddings"] == 12288
+    finally:
+        peer.close()
 
 
 def test_a_peer_that_cannot_start_says_why(tmp_path):

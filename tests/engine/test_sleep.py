@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 from tiny import eagle, model
 
@@ -53,6 +55,23 @@ def test_the_drafter_is_as_good_after_a_sleep():
         texts = [r.token_ids for group in sleeper.generate(PROMPTS, PARAMS, n=2) for r in group.rollouts]
         rates.append((texts, sleeper.stats().drafted, sleeper.stats().accepted))
     assert rates[0] == rates[1] and rates[0][2] > 0
+
+
+def test_discarded_weights_have_to_be_replaced():
+    """Their memory is gone while the engine sleeps, but for what the caller keeps."""
+    sleeper = Engine(deepcopy(model("qwen3")), drafter=eagle("qwen3", "eagle3", draft_vocab=20), strategy="eagle:d3w2v6",
+                     config=EngineConfig(max_batch=8, page_size=3, kv_tokens=900))
+    before = [r.token_ids for group in sleeper.generate(PROMPTS, PARAMS) for r in group.rollouts]
+    weights = {name: tensor.clone() for name, tensor in export_state(sleeper.model).items()}
+    kept = sleeper.model.norm.data_ptr()
+    sleeper.sleep("discard", keep={"norm"})
+    held = {name for name, p in sleeper.model.named_parameters() if p.untyped_storage().size()}
+    assert held == {"norm"} and sleeper.model.norm.data_ptr() == kept
+    sleeper.wake()
+    with pytest.raises(RuntimeError, match="update_weights has to bring new ones"):
+        sleeper.generate(PROMPTS, PARAMS)
+    sleeper.update_weights(weights)
+    assert [r.token_ids for group in sleeper.generate(PROMPTS, PARAMS) for r in group.rollouts] == before
 
 
 def test_sleeping_twice_and_waking_twice_is_once():

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from packed import HEADS, KV_HEADS, assert_same, rows_of, tables
+from packed import HEADS, KV_HEADS, assert_same, normal, rows_of, tables
 
 from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention
+from paceline.kernels.reference.training import TrainOps
+from paceline.kernels.triton.training import TritonTrainOps
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.rl import models as rl_models
+from paceline.rl import pack
+from paceline.rl.batch import Sample
+from paceline.rl.models import Policy, train_ops
 
 
 def test_variable_length_kernel_equals_groups():
@@ -20,3 +29,39 @@ def test_variable_length_kernel_equals_groups():
         return packed(q.float(), k.float(), v.float()).to(v.dtype)
 
     assert_same(packed, wide, rows_of(lengths, torch.bfloat16, "cuda", dim), 4e-2)
+
+
+def test_fused_operations_equal_the_reference():
+    ours, theirs = TritonTrainOps(), TrainOps()
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        x, weight = (normal(*s, dtype=dtype, seed=i, device="cuda") for i, s in enumerate(((3000, 1536), (1536,))))
+        assert_same(lambda x, w: ours.rms_norm(x, w, 1e-6), lambda x, w: theirs.rms_norm(x, w, 1e-6), [x, weight], tolerance)
+        assert_same(ours.silu_mul, theirs.silu_mul, [normal(2000, 2 * 8960, dtype=dtype, device="cuda")], tolerance)
+        logits = (3 * normal(64, 151936, dtype=dtype, device="cuda").detach()).requires_grad_()
+        targets = torch.arange(64, device="cuda") * 2000
+        assert_same(*(lambda x, ops=ops, t=targets: ops.token_logprobs(x, t, 0.8)[0] for ops in (ours, theirs)),
+                    [logits], tolerance)
+        entropies = (ops.token_logprobs(logits, targets, 0.8)[1] for ops in (ours, theirs))
+        torch.testing.assert_close(*entropies, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_policy_trains_the_same_with_fused_operations(monkeypatch, checkpointing):
+    """In bfloat16, with float32 weights, as a run trains."""
+    assert type(train_ops("cuda")) is TritonTrainOps
+    shape = ModelConfig("qwen2", 5000, 256, 704, 3, 4, 2, 64, qkv_bias=True, max_context=512)
+    samples = [Sample([i % 4999 for i in range(7, 7 + n)], 5, 0, 0.0, False, torch.zeros(n - 5)) for n in (300, 90, 211)]
+    (batch,) = pack(samples, 10_000, device="cuda")
+    found = []
+    for ops in (TritonTrainOps(), TrainOps()):
+        monkeypatch.setattr(rl_models, "train_ops", lambda device, ops=ops: ops)
+        policy = Policy(Decoder.random(shape, std=0.05, device="cuda").requires_grad_(True), torch.bfloat16)
+        if checkpointing:
+            rl_models.recompute_activations(policy)
+        logprobs, entropy = policy.logprobs(batch, 1.0)
+        logprobs.sum().backward()
+        found.append((logprobs.detach(), entropy, [p.grad for p in policy.parameters()]))
+    for ours, theirs in zip(found[0][:2], found[1][:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    for ours, theirs in zip(found[0][2], found[1][2], strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 3e-2

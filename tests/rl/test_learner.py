@@ -249,3 +249,15 @@ def test_samples_without_gradient_are_left_out_and_change_nothing(name, none_dif
     assert passes[0] == 4 and passes[2] == 16, "only one of four groups has a gradient"
     assert_same(results[0][0], results[1][0], rtol=0, atol=1e-12)
     assert results[0][1]["grad_norm"] == pytest.approx(results[1][1]["grad_norm"], rel=1e-9)
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_checkpointing": True}, {"lora_rank": 2}])
+def test_a_warm_up_leaves_no_trace(config):
+    warm, cold = make_learner(**config), make_learner(**config)
+    warm.warm_up()
+    assert all(parameter.grad is None for parameter in warm.policy.parameters())
+    for learner in (warm, cold):
+        samples = random_samples(2, 4)
+        learner.algorithm.compute_advantages(samples)
+        learner.update(samples, 0)
+    assert_same(weights_of(warm), weights_of(cold), rtol=0, atol=0)

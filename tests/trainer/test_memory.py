@@ -7,15 +7,20 @@ from copy import deepcopy
 
 import pytest
 import tiny
+import torch
 from e2e import toy
 from trainer.test_trainer_library import make_config
 
 from paceline.config import LearnerConfig, TrainConfig
 from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.rl import pack
 from paceline.rl.adapters import add_lora
+from paceline.rl.batch import Sample
 from paceline.rl.learner import Learner
 from paceline.trainer import Trainer
-from paceline.trainer.memory import kv_budget, num_adapter_parameters, num_parameters, plan_for
+from paceline.trainer.memory import _activation_bytes, kv_budget, num_adapter_parameters, num_parameters, plan_for
+from paceline.trainer.parts import learner_for
 
 QWEN_7B = ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, max_context=32768, qkv_bias=True)
 H200 = 140 * 2**30
@@ -41,11 +46,17 @@ def test_weights_gradients_and_optimizer_of_a_7b_model():
         pytest.approx(14.2, abs=0.1)
 
 
+def test_moments_in_8_bits_take_a_quarter():
+    plain, small = (gigabytes(plan_for(config(optimizer={"kind": kind}), QWEN_7B))["AdamW"] for kind in ("adamw", "adamw_8bit"))
+    assert small == pytest.approx((2 + 2 / 64) / 8 * plain)
+
+
 def test_what_fits_and_what_would_help():
     """Full weights of a 7B model fit on one H200 with recomputed activations and an engine that sleeps; LoRA fits as well."""
     plain = plan_for(config(), QWEN_7B, H200)
     assert not plain.fits(4096) and {setting.split(" = ")[0] for setting, _ in plain.savings} == {
-        "learner.gradient_checkpointing", "learner.lora_rank", "learner.micro_batch_tokens", "sleep_during_update"}
+        "learner.gradient_checkpointing", "learner.lora_rank", "learner.micro_batch_tokens", "optimizer.kind",
+        "sleep_during_update"}
     assert plan_for(config(learner={"gradient_checkpointing": True}, sleep_during_update=True), QWEN_7B, H200).fits(64 * 4096)
     assert plan_for(config(learner={"lora_rank": 16, "gradient_checkpointing": True}), QWEN_7B, H200).fits(256 * 4096)
     assert "left for the KV cache" in str(plain) and "saved by learner.lora_rank = 16" in str(plain)
@@ -58,6 +69,47 @@ def test_the_kv_cache_leaves_room_for_the_update():
     plan = plan_for(config(**settings), QWEN_7B)
     assert awake == pytest.approx(0.1 * 90) and plan.later_bytes > free
     assert asleep == pytest.approx(0.85 * (90 - gigabytes(plan)["AdamW"]))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_saved_activations_are_what_the_plan_says(checkpointing, rank):
+    """Per layer: what the backward pass of a real model keeps, against the plan's difference between two depths."""
+    rows, found = 256, []
+    shapes = [ModelConfig("qwen2", 300, 64, 192, layers, 4, 2, 16, qkv_bias=True, max_context=512) for layers in (2, 3)]
+    learner = {"gradient_checkpointing": checkpointing, "lora_rank": rank, "micro_batch_tokens": rows}
+    for shape in shapes:
+        model = Decoder.random(shape, dtype=torch.bfloat16 if rank else torch.float32)
+        settings = config(learner=learner, rollout={**LONG, "max_new_tokens": 64})
+        policy = learner_for(settings, model, None).policy
+        found.append(saved_bytes(policy, [Sample([1] * rows, 2, 0, 1.0, False, torch.zeros(rows - 2))]))
+    planned = [_activation_bytes(settings, shape, 2) for shape in shapes]
+    assert 0.9 <= (planned[1] - planned[0]) / (found[1] - found[0]) <= 1.1
+
+
+def saved_bytes(policy, samples) -> int:
+    """Bytes of all tensors that autograd keeps for the backward pass, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.logprobs(pack(samples, 10_000)[0], 1.0)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_recomputed_layers_do_not_keep_cast_weights(checkpointing):
+    """autocast's cache would hold all weights in bfloat16 until the end of the forward pass."""
+    model = Decoder.random(tiny.CONFIGS["llama"])
+    policy = learner_for(config(learner={"gradient_checkpointing": checkpointing}), model, None).policy
+    with policy.precision():
+        assert torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled() != checkpointing
 
 
 def test_parameters_are_counted_as_they_are():

@@ -23,6 +23,16 @@ class TrainOps(TorchOps):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return _SiluMul.apply(gate_up)
 
+    def token_logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probability of each row's target [N], entropy of each row [N]) of logits [N, V] at a temperature, in float32 or
+        better. Only the log-probabilities have a gradient."""
+        scaled = at_least_float32(logits)
+        logprobs = (scaled if temperature == 1 else scaled / temperature).log_softmax(dim=-1)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]  # first: a checkpoint recomputes only up to here
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return chosen, entropy
+
 
 class _RmsNorm(torch.autograd.Function):
     """RMS norm over the last dimension: y = w u with u = x r and r = 1 / sqrt(mean(x²) + eps)."""

@@ -1,0 +1,216 @@
+"""An RL run as `paceline train` does it, with answers that end at given lengths: its task, its trainer, and what it measures."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.lib.setup import Budget
+from paceline.engine import Engine
+from paceline.models.config import ModelConfig
+from paceline.rl.learner import Learner
+from paceline.tasks import Problem
+from paceline.trainer import RolloutProgress, RunStatus, Trainer, TrainerCallback
+from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
+
+
+class GivenLengthsTask:
+    """Prompts and the lengths of their answers (`Problem.truth`), in the order in which a run uses them."""
+
+    name = "given lengths"
+
+    def __init__(self, prompts: Sequence[str | list[dict[str, str]]], lengths: Sequence[Sequence[int]]) -> None:
+        """`lengths[i]` are the lengths of the answers to `prompts[i]`."""
+        pairs = enumerate(zip(prompts, lengths, strict=True))
+        self.problems = [Problem(f"p{i}", prompt, list(each)) for i, (prompt, each) in pairs]
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.problems[index]
+
+    def grade(self, problem: Problem, answer: str) -> float:
+        """Not called: `GivenLengths` sets the rewards."""
+        raise NotImplementedError
+
+
+class InOrder(PromptStream):
+    """The problems of a task in their own order, so that every step has the lengths that were drawn for it."""
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        return list(range(len(self.task)))
+
+
+class GivenLengths(RolloutCollector):
+    """Ends every answer at its given length, which the engine does not know: it is told the longest for all. Rewards alternate
+    within a group, so that every answer has an advantage and is trained on."""
+
+    def _generate(self, engine: Engine, problems: list[Problem], keys: list[str],
+                  graded: bool) -> tuple[list[RolloutGroup], list[tuple[Rollout, Any]]]:
+        groups, lengths, owner = [], {}, {}
+        for problem, key in zip(problems, keys, strict=True):
+            groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
+            ids = self._add(engine, problem, key)
+            lengths.update(zip(ids, problem.truth, strict=True))
+            owner.update(dict.fromkeys(ids, groups[-1]))
+        total, drawn = len(owner), dict.fromkeys(lengths, 0)
+        while owner:
+            result = engine.step()
+            for request, tokens in result.tokens.items():
+                drawn[request] += len(tokens)
+            ended = {rollout.request_id: rollout for rollout in result.finished}
+            ended |= {rollout.request_id: rollout for rollout in engine.abort(
+                [i for i in result.tokens if i in owner and i not in ended and drawn[i] >= lengths[i]])}
+            for request, rollout in ended.items():
+                if rollout.finish_reason == "error":
+                    raise RuntimeError(rollout.error)
+                owner.pop(request).rollouts.append(_cut(rollout, lengths[request]))
+            self._on_engine_step(engine, result, total - len(owner), total)
+        for group in groups:
+            group.rollouts.sort(key=lambda rollout: rollout.sample)
+            group.prompt_ids = group.rollouts[0].prompt_ids
+        return groups, []
+
+    def _add(self, engine: Engine, problem: Problem, key: str) -> list[int]:
+        params = SamplingParams(temperature=self.params.temperature, max_new_tokens=self.params.max_new_tokens,
+                                seed=self.params.seed, ignore_eos=True)
+        return engine.add(engine.encode(problem.prompt), params, self.group_size, key)
+
+
+def _cut(rollout: Rollout, length: int) -> Rollout:
+    """The rollout without the tokens that a draft added beyond its length, and with its reward."""
+    rollout.token_ids, rollout.logprobs, rollout.versions = (
+        values[:length] for values in (rollout.token_ids, rollout.logprobs, rollout.versions))
+    assert len(rollout.token_ids) == length, "an answer does not have its length"
+    rollout.reward = float(rollout.sample % 2)
+    return rollout
+
+
+class GivenLengthsTrainer(Trainer):
+    """A `Trainer` whose answers have given lengths. Its task is a `GivenLengthsTask`."""
+
+    publish_s = 0.0
+    """Seconds that the last step took to hand the new weights to the engine."""
+
+    def _load(self) -> None:
+        super()._load()
+        assert self._task is not None
+        self.collector = GivenLengths(self.engine, None, InOrder(self._task, 0, None), self.pool, self.config.rollout,
+                                      self.config.seed, self._on_engine_step)
+
+    def _publish(self, learner: Learner, version: int) -> None:
+        synchronize(learner.device)
+        self._notify(lambda callback: callback.on_phase("publish"))
+        began = time.perf_counter()
+        super()._publish(learner, version)
+        synchronize(learner.device)
+        self.publish_s = time.perf_counter() - began
+
+
+@dataclass
+class StepRecorder(TrainerCallback):
+    """Records the figures of each step, and interrupts the run after `num_steps` of them or when no time is left."""
+
+    num_steps: int
+    budget: Budget
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    first_answers: list[list[int]] = field(default_factory=list)
+    """Tokens of the answers of the first step."""
+    trainer: GivenLengthsTrainer | None = None
+    """The run, while it lasts."""
+    _strategies: Counter[str] = field(default_factory=Counter)
+
+    def on_run_begin(self, trainer: Trainer) -> None:
+        assert isinstance(trainer, GivenLengthsTrainer)
+        self.trainer = trainer
+
+    def on_step_begin(self, step: int) -> None:
+        longest = max((found["seconds"] for found in self.steps), default=0.0)
+        if step > self.num_steps or (self.steps and self.budget.left < longest):
+            raise KeyboardInterrupt
+
+    def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
+        if result.num_requests:
+            self._strategies[str(result.strategy)] += 1
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
+        assert self.trainer is not None
+        answers = [rollout for group in groups for rollout in group.rollouts]
+        publish, shape = self.trainer.publish_s, self.trainer.learner.policy.model.config
+        rollout, steps = metrics["time/generate"], self._strategies.total()
+        self.steps.append({
+            "seconds": metrics["time/step"], "rollout_seconds": rollout, "publish_seconds": publish,
+            "update_seconds": metrics["time/infer"] + metrics["time/train"] - publish,
+            "drafter_seconds": metrics.get("time/drafter", 0.0), "tokens": sum(len(answer.token_ids) for answer in answers),
+            "accept_length": metrics["accept_length"], "preemptions": metrics["preemptions"],
+            "grad_norm": metrics["grad_norm"], "share_past_end": share_past_end(answers, shape.eos_token_ids),
+            "share_off": self._strategies["off"] / max(1, steps),
+            "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers])})
+        if step == 1:
+            self.first_answers = [answer.token_ids for answer in answers]
+        self._strategies.clear()
+        print(f"step {step}: {metrics['time/step']:.2f} s, rollout {rollout:.2f} s, accept length "
+              f"{metrics['accept_length']:.2f}", flush=True)
+
+
+def run_steps(trainer: GivenLengthsTrainer, num_steps: int, budget: Budget) -> StepRecorder:
+    """Figures of the first `num_steps` steps, or of as many as the time allows. The run is then interrupted, so that it writes no
+    checkpoint. A RuntimeError says why a run failed."""
+    recorder = StepRecorder(num_steps, budget)
+    trainer.callbacks.append(recorder)
+    try:
+        result = trainer.run()
+    finally:
+        recorder.trainer = None  # it must not keep the run's memory
+    if result.status is RunStatus.FAILED:
+        raise RuntimeError(result.message)
+    return recorder
+
+
+def share_past_end(answers: Sequence[Rollout], ends: tuple[int, ...]) -> float:
+    """Share of tokens that come after an answer's first end token."""
+    past = 0
+    for answer in answers:
+        end = next((i for i, token in enumerate(answer.token_ids) if token in ends), len(answer.token_ids) - 1)
+        past += len(answer.token_ids) - 1 - end
+    return past / sum(len(answer.token_ids) for answer in answers)
+
+
+def update_flops(shape: ModelConfig, answers: Sequence[tuple[int, int]]) -> float:
+    """Floating-point operations of the matrix products in one forward and backward pass over answers, given as (prompt tokens,
+    answer tokens); what is recomputed counts once. A weight takes 2 operations per row forward and 4 backward. Only the rows that
+    predict an answer token pass the head; a row attends to half of its sequence on average."""
+    heads = shape.num_heads * shape.head_dim
+    layer = shape.hidden_size * (heads + 2 * shape.num_kv_heads * shape.head_dim) + heads * shape.hidden_size
+    layer += 3 * shape.hidden_size * shape.intermediate_size
+    rows, targets = sum(p + n for p, n in answers), sum(n for _, n in answers)
+    attention = sum((p + n) ** 2 for p, n in answers) * heads  # two products of length x length / 2, 2 operations each
+    return 3.0 * (2 * rows * shape.num_layers * layer + 2 * targets * shape.vocab_size * shape.hidden_size
+                  + 2 * shape.num_layers * attention)
+
+
+def matrix_rate(device: torch.device, size: int = 8192, seconds: float = 1.0) -> float:
+    """Operations per second of a large square product in bfloat16 (float32 on a CPU), the median of what fits into `seconds`."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times, began = [], time.perf_counter()
+    while len(times) < 4 or time.perf_counter() - began < seconds:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(4):
+            a @ b
+        synchronize(device)
+        times.append((time.perf_counter() - start) / 4)
+    return 2 * size**3 / sorted(times)[len(times) // 2]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

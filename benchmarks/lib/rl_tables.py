@@ -1,0 +1,59 @@
+"""Tables of the benchmarks of RL steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.lib.table import Content, Table, times
+
+
+def cpu_rl_step(content: Content, _: str) -> Table:
+    pairs = [cell for cell in content.get("step", []) if "speedup" in cell]
+    sides = {(cell["scenario"], cell["side"]): cell for cell in content.get("step", []) if "side" in cell}
+    rows = [(cell["model"], cell["scenario"], *(_seconds(sides[cell["scenario"], side]) for side in ("paceline", "TRL")),
+             times(cell["speedup"]["median"]), f"{cell['speedup']['low']:.2f}–{cell['speedup']['high']:.2f}") for cell in pairs]
+    trainer = {cell["side"]: cell["seconds"] for cell in content.get("trainer", [])}
+    steps = " and ".join(f"{times(cell['speedup']['median'])} with {cell['scenario']} lengths" for cell in pairs)
+    sentence = f"Paceline's speedup over TRL on the same prompts, lengths and updates is {steps}"
+    if trainer:
+        packed = median(a / b for a, b in zip(trainer["padded"], trainer["packed"], strict=True))
+        sentence += f"; its learner alone trains {times(packed)} the tokens per second packed as padded"
+    return Table("One GRPO step against TRL's GRPOTrainer", sentence + ".",
+                 ("model", "lengths", "Paceline s", "TRL s", "speedup", "spread"), rows)
+
+
+def _seconds(side: Content) -> str:
+    return f"{median(turn['seconds'] for turn in side['turns']):.1f}"
+
+
+def gpu_memory(content: Content, _: str) -> Table:
+    rows = [(case, phase, *(f"{found[key]:.1f}" for key in ("planned_gib", "peak_gib", "reserved_gib")))
+            for case, run in content["cases"].items() for phase, found in run["phases"].items()
+            if phase in ("generate", "train", "publish")]
+    told = [f"{case}: out of memory" if "error" in run else
+            f"{case}: {len(run['steps'])} steps, {run['phases']['train']['peak_gib']:.0f} GiB in the update (planned "
+            f"{run['phases']['train']['planned_gib']:.0f}), KV cache {run['kv_gib']:.0f} GiB"
+            for case, run in content["cases"].items()]
+    sentence = (f"RL with answers of up to {content['max_new_tokens']:,} tokens on one GPU with {content['capacity_gib']:.0f} "
+                f"GiB. {'; '.join(told)}")
+    return Table("The largest runs on one GPU", sentence + ".",
+                 ("run", "phase", "planned GiB", "peak of tensors GiB", "reserved GiB"), rows)
+
+
+def gpu_rl_step(content: Content, _: str) -> Table:
+    rows: list[Sequence[object]] = [
+        (name, f"{side['rollout_seconds']:.1f}", f"{side['update_seconds']:.1f}", f"{side['seconds']:.1f}",
+         f"{side['steps'][0]['seconds']:.1f}", f"{side['accept_length']:.2f}") for name, side in content["sides"].items()]
+    if "vllm_step_seconds" in content:
+        rows.append(("vLLM", f"{content['vllm']['rollout_seconds']:.1f}", "", f"{content['vllm_step_seconds']:.1f}", "", ""))
+    faster = " and ".join(f"{times(ratio['rollout'])} the rollout and {times(ratio['step'])} the whole step of "
+                          f"{'vLLM with the same trainer' if name == 'vllm' else name}"
+                          for name, ratio in content["auto_over"].items())
+    sentence = f"{content['answers']} answers of up to {content['max_length']:,} tokens with long-tailed lengths"
+    sentence += f": `auto` has {faster}" if faster else ""
+    sentence += f". The update runs at {content['training_share']:.0%} of the measured rate of a large matrix product"
+    if "first_over_later" in content:
+        sentence += f"; the first step takes {times(content['first_over_later'])} the time of a later one"
+    return Table("Whole GRPO steps on a GPU", sentence + ".",
+                 ("generation", "rollout s", "update s", "step s", "first step s", "accept length"), rows)

@@ -253,6 +253,8 @@ def drafter_train(
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
     report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
+    patience: Annotated[int, typer.Option(
+        min=0, help="Training ends when so many evaluations in a row were no better than an earlier one; 0: never.")] = 4,
     checkpoint_every: Annotated[float | None, typer.Option(
         min=0, help="Seconds between checkpoints (default: 0 on a CPU, as often as they can be written; 5 on a GPU).")] = None,
     memory_gb: Annotated[float, typer.Option(help="Memory for captured features in GiB; all of them are also on disk.")] = 4.0,
@@ -277,7 +279,7 @@ def drafter_train(
     seconds = 120.0 if seconds is None and steps is None else seconds
     return train_drafter(StandaloneDrafterOptions(
         model, prompts, out, answers, n, params, spot, seconds, steps, draft_vocab, device, dtype, threads, report_every,
-        checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))
+        patience, checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))
 
 
 @drafter_app.command("eval")

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from paceline.config import Config
 from paceline.drafters.eagle import Form
+from paceline.optim import Schedule
 
 TrainingForm = Literal["eagle", "hass", "eagle3"]
 ObjectiveName = Literal["cross_entropy", "agreement"]
@@ -64,12 +65,17 @@ class SpotConfig(Config):
     """Gradients are clipped to this norm."""
     warmup_steps: int = Field(20, ge=0)
     """Number of optimizer steps over which the learning rate rises linearly."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning-rate schedule after the warm-up. `cosine` falls to `min_lr_ratio` at `total_steps` and stays there."""
-    total_steps: int = Field(1000, ge=1)
-    """Number of optimizer steps of the cosine schedule."""
+    schedule: Schedule = "linear"
+    """Learning-rate schedule after the warm-up, where the length of training is known (`total_steps` or `total_seconds`):
+    `linear` and `cosine` fall to `min_lr_ratio` at its end and stay there. Where it is not known, as during an RL run, the
+    learning rate stays constant."""
+    total_steps: int | None = Field(None, ge=1)
+    """Number of optimizer steps after which training ends. None: it is not known."""
+    total_seconds: float | None = Field(None, gt=0)
+    """Seconds of training after which it ends; the learning rate then follows the time, so two trainers no longer end with the
+    same weights. None: it is not known."""
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
-    """Final learning rate of the cosine schedule relative to `lr`."""
+    """Final learning rate of a schedule relative to `lr`."""
     average: float = Field(0.98, ge=0, lt=1)
     """Decay of the moving average of the weights. The average is what is published, as it is good at any time without knowing
     when training ends. 0 publishes the weights themselves."""

@@ -86,7 +86,7 @@ def test_one_batch_is_learned_by_heart(form, objective):
     before = coverage(trainer.drafter(), policy, records, tau=1.0, depth=3, temperature=0.4).by_depth[1]
     trainer.run(lambda: trainer.progress.step >= 200)
     after = coverage(trainer.drafter(), policy, records, tau=1.0, depth=3, temperature=0.4).by_depth[1]
-    assert before[0] < 0.6 and after[0] > 0.95
+    assert before[0] < 0.6 and after[0] > 0.9
     assert form == "eagle" or min(after) > 0.9
 
 

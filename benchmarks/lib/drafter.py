@@ -152,7 +152,8 @@ def train(trainer: SpotTrainer, seconds: float, held_out: Sequence[FeatureRecord
     log: list[dict[str, float]] = []
     while (left := seconds - sum(entry["seconds"] for entry in log)) > 0:
         report = trainer.run(min(left, seconds / _REPORTS))
-        entry = {"seconds": report.seconds, "step": trainer.progress.step, "tokens_per_s": report.tokens_per_second, **report.losses}
+        entry = {"seconds": report.seconds, "step": trainer.progress.step, "tokens_per_s": report.tokens_per_second,
+                 **report.losses}
         if held_out:
             found = held_out_coverage(trainer.drafter(), trainer.policy, held_out[: _HELD_OUT // 2], EngineConfig().tau,
                                       trainer.config.temperature)

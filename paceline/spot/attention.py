@@ -28,8 +28,8 @@ from paceline.spot.packing import PackedRecords
 
 
 class UnrolledAttend:
-    """The `Attend` of an unrolled drafter. It is called once per unroll step, in order, and keeps the keys and values of each. The
-    first step has all rows, of which those where no path starts are only keys; later steps have one row per path."""
+    """The `Attend` of an unrolled drafter. It is called once per unroll step, in order, and keeps the keys and values of each.
+    The first step has all rows, of which those where no path starts are only keys; later steps have one row per path."""
 
     def __init__(self, ops: Ops, rope: Rope, packed: PackedRecords, causal: CausalAttention | None = None) -> None:
         """causal: Implementation of the causal part; None chooses the fastest one for the device and dtype."""

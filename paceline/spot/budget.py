@@ -130,8 +130,9 @@ class TrainingBudget:
             self._seconds = max(config.shortest_s, self._seconds / 2)
         else:
             self._paused = config.pause
-            self.on_note(f"drafter training pauses for {config.pause} steps: {outcome.seconds:.1f} s of it "
-                         f"({outcome.before:.2f} → {outcome.after:.2f} tokens per verification) would save {max(0.0, saved):.1f} s")
+            gain = f"{outcome.before:.2f} → {outcome.after:.2f} tokens per verification"
+            self.on_note(f"drafter training pauses for {config.pause} steps: {outcome.seconds:.1f} s of it ({gain}) would save "
+                         f"{max(0.0, saved):.1f} s")
         return profitable
 
     def _update_warm_up(self, outcome: TrainingOutcome, profitable: bool) -> None:

@@ -11,7 +11,7 @@ from paceline.strategy.cost import CostCurve
 from paceline.types import StepResult
 
 TRAINED_ACCEPTANCE = 0.65
-"""Chance that a draft token of a trained drafter is accepted, if those before it were: what a minute of training gives at least."""
+"""Chance that a draft token of a trained drafter is accepted if those before it were, as a minute of training gives at least."""
 _MAX_DEPTH, _MAX_ROWS = 8, 512
 """Largest depth of a draft, and number of rows that a step with drafts has at most, unless it is one draft token per request."""
 

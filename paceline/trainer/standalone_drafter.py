@@ -206,8 +206,8 @@ class StandaloneDrafterTrainer:
             while not self._is_done(training) and not stopped():
                 self._train_slice(training, held_out, stopped)
                 if self._has_plateaued():
-                    self.callback.on_message(f"training ends early: {options.patience} evaluations in a row were no better than an "
-                                             "earlier one; more --answers help, --patience 0 goes on")
+                    self.callback.on_message(f"training ends early: {options.patience} evaluations in a row were no better than "
+                                             "an earlier one; more --answers help, --patience 0 goes on")
             if self._report["slices"][-1]["step"] != trainer.progress.step:
                 self._evaluate(training, held_out, None)  # an earlier run was killed between training and evaluation
         finally:

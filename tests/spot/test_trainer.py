@@ -149,6 +149,25 @@ def test_a_time_limit_is_exceeded_by_at_most_one_micro_batch(monkeypatch):
     assert report.tokens_per_second == report.tokens / 6
 
 
+def test_the_learning_rate_falls_over_the_known_length(monkeypatch):
+    """By steps, and by a clock on which only drawing records takes time: ten seconds each; constant if the length is not known."""
+    now = [0.0]
+    monkeypatch.setattr("paceline.spot.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    rates = {}
+    for name, options in {"steps": {"total_steps": 10}, "seconds": {"total_seconds": 100.0}, "unknown": {}}.items():
+        buffer = filled([20, 30, 9])
+        draw = buffer.draw
+        monkeypatch.setattr(buffer, "draw", lambda *given, draw=draw: (now.__setitem__(0, now[0] + 10.0), draw(*given))[1])
+        trainer = made(buffer, lr=1.0, warmup_steps=1, min_lr_ratio=0.1, micro_batch_tokens=1000, **options)
+        rates[name] = []
+        for step in range(1, 13):
+            trainer.run(lambda step=step, trainer=trainer: trainer.progress.step >= step)
+            rates[name].append(trainer.optimizer.param_groups[0]["lr"])
+    falling = [0.1 + 0.9 * (1 - min(10, k) / 10) for k in range(12)]
+    assert rates["steps"] == pytest.approx(falling) and rates["seconds"] == pytest.approx(falling)
+    assert rates["unknown"] == [1.0] * 12
+
+
 def test_training_on_an_empty_buffer_returns_at_once():
     assert made(FeatureBuffer(10)).run(lambda: False).micro_batches == 0
 

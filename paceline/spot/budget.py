@@ -86,13 +86,13 @@ class TrainingBudget:
         drafter is predicted to save. generation_s: Generation time of a step."""
         saved = saved_share * generation_s * self._steps_left
         self._warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_WARM_UP)
-        predicted = (f"a trained drafter should save about {saved:.1f} s of generation ({saved_share:.0%}) in the remaining "
+        predicted = (f"a trained drafter should save about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining "
                      f"{self._steps_left} steps")
         if self._warm_up_left < 2 * self.config.shortest_s:
             self._warm_up_left = 0.0
             self.on_note(f"the drafter is not warmed up: {predicted}")
         else:
-            self.on_note(f"the drafter is warmed up for up to {self._warm_up_left:.0f} s: {predicted}")
+            self.on_note(f"the drafter is warmed up for up to {self._warm_up_left:.3g} s: {predicted}")
 
     def next_seconds(self, generation_s: float = 0.0, saved_share: float | None = None) -> float:
         """Returns how many seconds to train in this step; 0 means not at all. generation_s: Usual generation time of a step, 0 if

@@ -66,13 +66,13 @@ def test_a_new_drafter_is_warmed_up_where_the_rest_of_the_run_pays_for_it():
 
     long, notes = budget(100)
     assert long.warming_up and long.next_seconds(5.0) == pytest.approx(99 / 4)
-    assert notes == ["the drafter is warmed up for up to 25 s: a trained drafter should save about 99.0 s of generation (20%) in "
+    assert notes == ["the drafter is warmed up for up to 24.8 s: a trained drafter should save about 99 s of generation (20%) in "
                      "the remaining 99 steps"]
     assert long.update(TrainingOutcome(6.0, 1.0, 2.0), 5.0) and long.next_seconds(5.0) == pytest.approx(99 / 4 - 6)
     assert long.update(TrainingOutcome(18.5, 2.0, 3.0), 5.0) and not long.warming_up and "has had its time" in notes[-1]
     assert long.next_seconds(5.0) == pytest.approx(0.75), "upkeep, as usual"
     short, notes = budget(4)
-    assert not short.warming_up and notes == ["the drafter is not warmed up: a trained drafter should save about 3.0 s of "
+    assert not short.warming_up and notes == ["the drafter is not warmed up: a trained drafter should save about 3 s of "
                                               "generation (20%) in the remaining 3 steps"]
     useless, notes = budget(100)
     assert not useless.update(TrainingOutcome(6.0, 1.0, 1.0), 5.0) and not useless.warming_up

@@ -103,7 +103,7 @@ class Eagle(nn.Module):
             normed = ops.rms_norm(state, self.hidden_norm, eps)
             residual = normed if self.config.norm_before_residual else state
             x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), normed], dim=-1)
-        residual = residual if rows is None else residual[rows]
+        residual = residual if rows is None else residual.index_select(0, rows)
         x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, eps)
         return self.mlp(x, ops) + residual
 

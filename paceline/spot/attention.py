@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels import Ops, apply_rope
+from paceline.kernels import Ops
+from paceline.kernels.reference.packed_attention import join_rotated
 from paceline.kernels.upload import upload
 from paceline.models.attend import AttentionShape
 from paceline.models.decoder import Rope
@@ -43,10 +44,10 @@ class UnrolledAttend:
         step, paths = len(self._keys), self._packed.answers
         q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
         # Paths that ran beyond the end of their text stay at the last known position; their outputs are never read.
-        positions = (self._packed.positions if step == 0 else self._packed.positions[paths] + step)
+        positions = self._packed.positions if step == 0 else self._packed.positions[paths] + step
         cos, sin = self._rope(positions.clamp_max(len(self._rope.cos) - 1))
-        q, k = (apply_rope(x, cos, sin).to(qkv.dtype) for x in (q, k))
-        q = q[paths] if step == 0 else q
+        q, k, v = join_rotated(q, k, v, cos, sin).split((heads, kv_heads, kv_heads), dim=1)
+        q = q.index_select(0, paths) if step == 0 else q
         if self._causal is None:
             self._causal = fastest_causal_attention(qkv, self._packed.lengths, self._packed.answer_lengths)
         self._keys.append(k)

@@ -83,10 +83,10 @@ class SpotConfig(Config):
     """Number of optimizer steps that the initial drafter counts as having been trained for, which slows the moving average down
     accordingly."""
     step_tokens: int | None = Field(None, ge=1)
-    """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 8192 on a GPU."""
+    """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 12288 on a GPU."""
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Number of tokens that answers are packed up to in one micro-batch; a longer answer gets a micro-batch of its own. Training
-    can be interrupted between micro-batches. None means 1024 on a CPU and 12288 on a GPU, which is one for most steps."""
+    can be interrupted between micro-batches. None means 1024 on a CPU and 16384 on a GPU, which is one for most steps."""
     max_length: int | None = Field(None, ge=3)
     """Answers are truncated to this many tokens, prompt included. None: they are not truncated."""
     seed: int = 0
@@ -95,8 +95,8 @@ class SpotConfig(Config):
     def resolved(self, hidden_size: int, on_gpu: bool) -> SpotConfig:
         """Returns a copy in which the defaults that depend on the policy and the device are filled in."""
         return self.model_copy(update={
-            "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (8192 if on_gpu else 512),
-            "micro_batch_tokens": self.micro_batch_tokens or (12288 if on_gpu else 1024)})
+            "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (12288 if on_gpu else 512),
+            "micro_batch_tokens": self.micro_batch_tokens or (16384 if on_gpu else 1024)})
 
     @property
     def module_form(self) -> Form:

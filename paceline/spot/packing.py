@@ -110,5 +110,6 @@ def align(outputs: Sequence[Tensor], packed: PackedRecords) -> AlignedOutputs:
     rows = packed.answers
     offset = packed.positions[rows] - packed.first[rows]
     place, steps = (torch.arange(count, device=rows.device) for count in (len(rows), len(outputs)))
-    aligned = torch.stack([out[(place - k).clamp_min(0)] for k, out in enumerate(outputs)])
+    # Not by indexing, whose gradient sorts the rows on a GPU.
+    aligned = torch.stack([out.index_select(0, (place - k).clamp_min(0)) for k, out in enumerate(outputs)])
     return AlignedOutputs(rows, aligned, offset[None] >= steps[:, None])

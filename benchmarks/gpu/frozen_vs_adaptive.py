@@ -22,5 +22,6 @@ SETTINGS = ("rollout.prompts=16", "rollout.max_new_tokens=384", "optimizer.lr=1e
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every new tensor would be filled
     sizes = ["--steps", "40", "--minutes", "4", "--warm-seconds", "20", "--warm-prompts", "64"]
     main(["--device", "cuda", *sizes, *(part for setting in SETTINGS for part in ("--set", setting)), *sys.argv[1:]])

@@ -9,8 +9,7 @@
 - `forms`: for eagle, hass, eagle3 and variants of hass, after each of `--marks` seconds of training: training throughput,
   the share of tokens covered by the top 1, 2 and 4 draft tokens at depth 1 to 6 on responses to held-out prompts, the tokens per
   verification expected of a full tree of depth 6, and those that the engine measures at temperature 1 on fresh responses.
-  The learning rate falls over the last mark, so earlier ones show unfinished training. Goal on an H200: 6.2 at depth 6, width 4
-  after 120 s.
+  Goal on an H200: 6.2 at depth 6, width 4 after 120 s.
 - `packing`: responses per second of training, packed and padded to the longest, with long-tailed lengths. Goal: 2.2 times.
 - `checkpoints`: milliseconds for which a checkpoint stops training: blocking, asynchronous, only trained parameters. Goal: 10.
 
@@ -62,8 +61,8 @@ from paceline.types import FeatureRecord
 FORMS: dict[str, dict[str, Any]] = {
     "eagle": {"form": "eagle"}, "hass": {"form": "hass"}, "eagle3": {"form": "eagle3"},
     "hass-cross-entropy": {"form": "hass", "objective": "cross_entropy"},
-    "hass-3-steps": {"form": "hass", "unroll": 3}, "hass-6-steps": {"form": "hass", "unroll": 6},
-    "hass-constant-lr": {"form": "hass", "schedule": "constant"},
+    "hass-4-steps": {"form": "hass", "unroll": 4}, "hass-6-steps": {"form": "hass", "unroll": 6},
+    "hass-linear-lr": {"form": "hass", "schedule": "linear"},
 }
 SECTIONS = ("capture", "forms", "packing", "checkpoints")
 STRATEGIES = ("eagle:d6w4v48", "eagle:d6w1v6")

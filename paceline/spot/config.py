@@ -65,10 +65,9 @@ class SpotConfig(Config):
     """Gradients are clipped to this norm."""
     warmup_steps: int = Field(20, ge=0)
     """Number of optimizer steps over which the learning rate rises linearly."""
-    schedule: Schedule = "linear"
-    """Learning-rate schedule after the warm-up, where the length of training is known (`total_steps` or `total_seconds`):
-    `linear` and `cosine` fall to `min_lr_ratio` at its end and stay there. Where it is not known, as during an RL run, the
-    learning rate stays constant."""
+    schedule: Schedule = "constant"
+    """Learning-rate schedule after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the end of training, if its
+    length is known (`total_steps` or `total_seconds`), and stay there."""
     total_steps: int | None = Field(None, ge=1)
     """Number of optimizer steps after which training ends. None: it is not known."""
     total_seconds: float | None = Field(None, gt=0)

@@ -155,18 +155,14 @@ def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, unbr
 
 
 def test_a_finished_run_says_so_and_more_steps_go_on(folder, capsys):
-    """At a constant learning rate they lead to the drafter of a longer run; otherwise it falls over the length of each run."""
-    def arguments(out, steps):
-        return [*drafter_settings(folder, out, steps=steps), "--set", "schedule=constant"]
-
-    assert run(*arguments("long", 16)) == 0
-    assert run(*arguments("grown", 8)) == 0
+    assert run(*drafter_settings(folder, "long", steps=16)) == 0
+    assert run(*drafter_settings(folder, "grown", steps=8)) == 0
     before = drafter(folder / "grown")
     capsys.readouterr()
-    assert run(*arguments("grown", 8)) == 0
+    assert run(*drafter_settings(folder, "grown", steps=8)) == 0
     assert "finished: 8 steps" in " ".join(capsys.readouterr().err.split())
     assert all(torch.equal(before[name], value) for name, value in drafter(folder / "grown").items())
-    assert run(*arguments("grown", 16)) == 0
+    assert run(*drafter_settings(folder, "grown", steps=16)) == 0
     assert_same_drafter(folder / "grown", folder / "long")
 
 

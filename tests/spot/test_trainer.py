@@ -150,7 +150,7 @@ def test_a_time_limit_is_exceeded_by_at_most_one_micro_batch(monkeypatch):
 
 
 def test_the_learning_rate_falls_over_the_known_length(monkeypatch):
-    """By steps, and by a clock on which only drawing records takes time: ten seconds each; constant if the length is not known."""
+    """By steps, and by a clock on which only drawing records takes time, ten seconds each. Constant if it is not known."""
     now = [0.0]
     monkeypatch.setattr("paceline.spot.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
     rates = {}
@@ -158,7 +158,7 @@ def test_the_learning_rate_falls_over_the_known_length(monkeypatch):
         buffer = filled([20, 30, 9])
         draw = buffer.draw
         monkeypatch.setattr(buffer, "draw", lambda *given, draw=draw: (now.__setitem__(0, now[0] + 10.0), draw(*given))[1])
-        trainer = made(buffer, lr=1.0, warmup_steps=1, min_lr_ratio=0.1, micro_batch_tokens=1000, **options)
+        trainer = made(buffer, lr=1.0, schedule="linear", warmup_steps=1, min_lr_ratio=0.1, micro_batch_tokens=1000, **options)
         rates[name] = []
         for step in range(1, 13):
             trainer.run(lambda step=step, trainer=trainer: trainer.progress.step >= step)

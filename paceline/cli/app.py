@@ -236,8 +236,8 @@ def drafter_train(
     form: Annotated[str, typer.Option(help="Training form: eagle, hass or eagle3.")] = "hass",
     objective: Annotated[str, typer.Option(help="Training objective: agreement or cross_entropy.")] = "agreement",
     answers: Annotated[int | None, typer.Option(
-        min=8, help="Number of answers to generate; those to every eighth prompt are held out. More of them give a better drafter "
-                    "than longer training (default: 512 on a CPU, 4096 on a GPU).")] = None,
+        min=8, help="Number of answers to generate; those to every eighth prompt are held out. More of them give a better "
+                    "drafter than longer training (default: 512 on a CPU, 4096 on a GPU).")] = None,
     seconds: Annotated[float | None, typer.Option(
         min=0, help="Seconds of training (default: 120, unless --steps is given).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps, instead of --seconds.")] = None,

@@ -41,9 +41,15 @@ def learning_rate_factor(step: int, total_steps: int, schedule: Schedule = "cons
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    return decay_factor((step - warmup_steps) / max(1, total_steps - warmup_steps), schedule, min_ratio)
+
+
+def decay_factor(done: float, schedule: Schedule, min_ratio: float = 0.0) -> float:
+    """Factor that the base learning rate is multiplied by after the share `done` of training, without a warm-up: 1 throughout
+    (`constant`), or falling from 1 to `min_ratio` at the end and staying there (`linear`, `cosine`)."""
     if schedule == "constant":
         return 1.0
-    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    done = min(1.0, done)
     remaining = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return min_ratio + (1 - min_ratio) * remaining
 

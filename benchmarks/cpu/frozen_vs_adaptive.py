@@ -3,9 +3,11 @@ and with the drafter that the run started with. Both draft for the same policy, 
 length differs.
 
     python benchmarks/cpu/frozen_vs_adaptive.py --steps 32                            # the default run, one thread
-    python benchmarks/gpu/frozen_vs_adaptive.py --config configs/qwen2.5-1.5b-gsm8k.toml --set model=FOLDER [--drafter FOLDER]
+    python benchmarks/gpu/frozen_vs_adaptive.py --config configs/qwen2.5-1.5b-gsm8k.toml --set model=FOLDER \\
+        --set task_options.data=gsm8k_train.jsonl [--drafter FOLDER]                  # 40 steps in at most four minutes
 
-A run that is stopped (Ctrl-C, SIGTERM) reports the steps it has finished.
+`saved_s` is the generation time that the adaptive drafter saved, less the time that its training took. A run that is stopped
+(Ctrl-C, SIGTERM, no time left) reports the steps it has finished. No checkpoint is written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import gc
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,15 +40,16 @@ from paceline.report import RunFigures, read_metrics
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.spot.coverage import coverage
 from paceline.tasks import make_task
-from paceline.trainer import Trainer, load_config
+from paceline.trainer import Trainer, TrainerCallback, load_config
 from paceline.trainer.parts import make_engine
 from paceline.trainer.rollouts import PromptStream
+from paceline.types import RolloutGroup
 
 _TINY = ["steps=2", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "engine.kv_tokens=4096"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(__doc__, "frozen_vs_adaptive")
+    parser = make_parser(__doc__, "frozen_vs_adaptive", minutes=60)
     parser.add_argument("--config", type=Path, help="a training configuration (default: the one in the package)")
     parser.add_argument("--set", action="append", default=[], help="change a field of the configuration, like optimizer.lr=1e-5")
     parser.add_argument("--device", default="cpu")
@@ -56,8 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-seconds", type=float, default=30.0, help="seconds of drafter training before the run")
     parser.add_argument("--warm-prompts", type=int, default=48, help="number of prompts whose responses that training uses")
     args = parser.parse_args(arguments)
+    args.device = "cpu" if args.tiny else args.device
     changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}", "drafter_mode=interleaved",
-               "compare_off=false", *(["threads=1"] if args.device == "cpu" else []), *(_TINY if args.tiny else []), *args.set]
+               "compare_off=false", "checkpoint_every=1000000", *(["threads=1"] if args.device == "cpu" else []), *args.set,
+               *(_TINY if args.tiny else [])]
     config = load_config(args.config, changes)
     report = Report(args, config.device, steps=config.steps, strategy=config.strategy,
                     model=config.model, task=config.task)
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report.content["warm_up"] = warm_up(config, start, seconds, prompts)
         config = config.model_copy(update={"out": str(out), "drafter": str(start), "train_drafter": True})
         with TerminalView(config) as view:
-            run = Paired(config, callbacks=[view])
+            run = Paired(config, callbacks=[view, StopInTime(config.steps, budget)])
             run.run()
         report.content |= figures(read_metrics(out))
         found = RunFigures.of(read_metrics(out))
@@ -80,6 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, usual)
     report.save()
     show(report.content)
+
+
+class StopInTime(TrainerCallback):
+    """Interrupts a run after its last step, before the policy is saved, or when there is no time for another step."""
+
+    def __init__(self, num_steps: int, budget: Budget) -> None:
+        self._num_steps, self._budget, self._began, self._longest = num_steps, budget, 0.0, 0.0
+
+    def on_step_begin(self, step: int) -> None:
+        self._began = self._budget.used
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
+        self._longest = max(self._longest, self._budget.used - self._began)
+        if step >= self._num_steps or self._budget.left < self._longest:
+            raise KeyboardInterrupt
 
 
 class Paired(Trainer):
@@ -131,7 +151,8 @@ def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
              "drafter_s": "time/drafter"}
     found: dict[str, Any] = {name: [record.get(key, 0.0) for record in records] for name, key in names.items()}
     found["trained_s"] = [r.get("drafter/seconds", r.get("drafter/beside_seconds", 0.0)) for r in records]
-    found["alarms"] = {r["step"]: r["alarms"] for r in records if "alarms" in r}
+    found |= {name: {r["step"]: r[name] for r in records if name in r} for name in ("alarms", "notes")}
+    found["saved_s"] = sum(found["generate_s_frozen"]) - sum(found["generate_s_adaptive"]) - sum(found["drafter_s"])
     last = max(1, len(records) // 4)
     return found | {f"{side}_at_end": fmean(found[side][-last:]) for side in ("frozen", "adaptive") if records}
 
@@ -145,7 +166,8 @@ def show(content: dict[str, Any]) -> None:
         print(f"last quarter of {len(content['frozen'])} steps: frozen {content['frozen_at_end']:.3f}, adaptive "
               f"{content['adaptive_at_end']:.3f}; {content['differing_rollouts']} of {content['rollouts']} rollouts differ; "
               f"generation {sum(content['generate_s_frozen']):.1f} s and {sum(content['generate_s_adaptive']):.1f} s, "
-              f"training the drafter {sum(content['trained_s']):.1f} s, {sum(content['drafter_s']):.1f} s in all")
+              f"training the drafter {sum(content['trained_s']):.1f} s, {sum(content['drafter_s']):.1f} s in all: the adaptive "
+              f"one saves {content['saved_s']:.1f} s")
 
 
 if __name__ == "__main__":

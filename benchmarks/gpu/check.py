@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, "gpu/check", 8.0)
     trained_drafter.add_arguments(parser, can_load=False)
-    parser.set_defaults(answers=4096, train_seconds=120)
+    parser.set_defaults(answers=16384, train_seconds=120)
     parser.add_argument("--lengths", type=Path, help="CSV with output_tokens and probability (default: a made-up heavy tail)")
     parser.add_argument("--speculate-on", choices=["twin", "policy"], default="twin", help="model of speculate and long_tail")
     parser.add_argument("--parts", nargs="+", choices=list(MINUTES), default=list(MINUTES), help="parts to run (default: all)")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.lib.prompts import chat, questions
 from benchmarks.lib.results import Report
@@ -16,14 +17,32 @@ from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.decoder import Decoder
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
+from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.drafter_eval import held_out_coverage
+from paceline.trainer.standalone_drafter import has_plateaued
 from paceline.types import FeatureRecord
 
 _HELD_OUT = 48
-"""Number of captured responses that are not trained on and on which coverage is measured."""
+"""Number of prompts whose responses are not trained on: coverage is measured on them."""
 _REPORTS = 12
 """Number of progress lines while training."""
 _BUFFER_BYTES = 64 << 30
+_PATIENCE = 4
+"""Training ends when so many parts of it in a row were no better than an earlier one."""
+_CAPTURE_BATCH = 512
+"""Number of responses that are generated at once on a GPU: nothing waits for a single one of them."""
+
+
+class Captured(NamedTuple):
+    """Responses of the policy with its features."""
+
+    records: list[FeatureRecord]
+    """Responses to train on."""
+    held_out: list[FeatureRecord]
+    """Responses to other prompts, on which coverage is measured."""
+    seconds: float
+    tokens_per_s: float
+    """Generated tokens per second, without the first step's compilation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, can_load: bool = True) -> None:
@@ -40,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, can_load: bool = True) -> Non
     parser.add_argument("--train-tokens", type=int, default=512, help="longest response to train on")
     parser.add_argument("--draft-vocab", type=int, default=32768)
     parser.add_argument("--lr", type=float, help="learning rate (default: the trainer's)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="other settings of drafter training")
 
 
 def split_questions(args: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -59,22 +79,22 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
         return load_eagle(args.drafter, policy)
     if setting.tiny:
         args.answers, args.train_seconds, args.train_tokens, args.draft_vocab = 48, 0.5, 12, 0
-    config = SpotConfig(form=args.form, objective=args.objective, lr=args.lr)
-    began = time.perf_counter()
-    records = capture(setting, policy, chat(tokenizer, texts), config, args.answers, args.train_tokens, budget)
-    captured = time.perf_counter() - began
+    changes = dict(change.split("=", 1) for change in args.set)
+    config = SpotConfig(**{"form": args.form, "objective": args.objective, "lr": args.lr, **changes})
+    captured = capture(setting, policy, chat(tokenizer, texts), config, args.answers, args.train_tokens, budget)
     setting.free()
-    print(f"{len(records)} responses captured in {captured:.1f} s", flush=True)
-    held = 8 if setting.tiny else _HELD_OUT
-    trainer = make_trainer(policy, records[held:], config, args.draft_vocab)
-    log = train(trainer, min(args.train_seconds, max(1.0, budget.left)))
+    seconds = min(args.train_seconds, max(1.0, budget.left))
+    config = config.model_copy(update={"total_seconds": seconds})
+    trainer = make_trainer(policy, captured.records, config, args.draft_vocab)
+    log = train(trainer, seconds, captured.held_out)
     drafter = trainer.drafter()
     if args.drafter is not None:
         save_eagle(drafter, args.drafter)
-    found = held_out_coverage(drafter, policy, records[:held], EngineConfig().tau, config.temperature)
+    found = held_out_coverage(drafter, policy, captured.held_out, EngineConfig().tau, config.temperature)
     print(found, flush=True)
     report.content["drafter"] = {
-        "answers": len(records), "tokens": sum(len(record.token_ids) for record in records), "capture_seconds": captured,
+        "answers": len(captured.records), "tokens": sum(len(record.token_ids) for record in captured.records),
+        "capture_seconds": captured.seconds, "capture_tokens_per_s": captured.tokens_per_s,
         "train_seconds": sum(entry["seconds"] for entry in log), "steps": trainer.progress.step, "form": args.form,
         "objective": args.objective, "draft_vocab": args.draft_vocab, "log": log, "coverage_by_depth": found.by_depth,
         "full_tree_tokens_per_verification": {k: values[-1] for k, values in found.accept_length.items()}}
@@ -84,24 +104,37 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
 
 
 def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], config: SpotConfig, count: int, new_tokens: int,
-            budget: Budget) -> list[FeatureRecord]:
-    """Responses with the policy's features, generated in blocks until there are `count` or a quarter of the time is used."""
+            budget: Budget) -> Captured:
+    """Responses with the policy's features. They are taken as they finish, and new ones are requested in their place, until there
+    are `count` or a quarter of the time is used; the unfinished ones are dropped. The first prompts are held out."""
     layers = capture_layers(EagleConfig.for_policy(policy.config, config.module_form))
-    engine = setting.engine(policy, None, 256, kv_gb=24, capture=layers)
+    on_gpu = policy.norm.device.type == "cuda"
+    engine = setting.engine(policy, None, _CAPTURE_BATCH if on_gpu else 64, kv_gb=24 if on_gpu else 1, capture=layers)
     began = budget.used
     engine.generate(prompts[:1], SamplingParams(max_new_tokens=2), keys=["first"])  # compiles kernels
     print(f"first token after {budget.used - began:.1f} s", flush=True)
-    found: list[FeatureRecord] = []
-    block, until = 512, budget.used + 0.25 * budget.left
-    for start in range(0, count, block):
-        asked = [prompts[i % len(prompts)] for i in range(start, min(count, start + block))]
-        keys = [f"train {i}" for i in range(start, start + len(asked))]  # a prompt that comes twice gets two responses
-        params = SamplingParams(temperature=config.temperature, max_new_tokens=new_tokens, seed=1)
-        groups = engine.generate(asked, params, keys=keys)
-        found += [r.features for group in groups for r in group.rollouts if r.features is not None]
-        if budget.used > until:
+    num_held_out = 8 if setting.tiny else _HELD_OUT
+    held_out, others = prompts[:num_held_out], prompts[num_held_out:]
+    params = SamplingParams(temperature=config.temperature, max_new_tokens=new_tokens, seed=1)
+    waiting = ((i, held_out[i] if i < num_held_out else others[(i - num_held_out) % len(others)]) for i in range(count))
+    until, began = budget.used + 0.25 * budget.left, budget.used
+    asked: dict[int, int] = {}  # number of the response by request
+    found: dict[int, FeatureRecord] = {}
+    while budget.used < until or not found or min(asked.values(), default=count) < num_held_out:
+        for number, prompt in islice(waiting, num_to_add(len(asked), engine.scheduler.max_batch)):
+            (request,) = engine.add(prompt, params, key=f"train {number}")  # a prompt that comes twice gets two responses
+            asked[request] = number
+        if not asked:
             break
-    return found
+        for rollout in engine.step().finished:
+            number = asked.pop(rollout.request_id)
+            if rollout.features is not None:
+                found[number] = rollout.features
+    engine.abort(list(asked))
+    tokens, seconds = engine.stats().generated_tokens, budget.used - began
+    print(f"{len(found)} responses captured in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s", flush=True)
+    return Captured([found[i] for i in sorted(found) if i >= num_held_out], [found[i] for i in range(num_held_out) if i in found],
+                    seconds, tokens / seconds)
 
 
 def make_trainer(policy: Decoder, records: list[FeatureRecord], config: SpotConfig, draft_vocab: int) -> SpotTrainer:
@@ -113,12 +146,20 @@ def make_trainer(policy: Decoder, records: list[FeatureRecord], config: SpotConf
     return SpotTrainer(drafter, policy, buffer, config)
 
 
-def train(trainer: SpotTrainer, seconds: float) -> list[dict[str, float]]:
-    """Trains for so many seconds; returns throughput and losses of every part of it."""
+def train(trainer: SpotTrainer, seconds: float, held_out: Sequence[FeatureRecord] = ()) -> list[dict[str, float]]:
+    """Trains for so many seconds, or until the tokens per verification on some held-out responses no longer rise; returns
+    throughput, losses and those of every part of it."""
     log: list[dict[str, float]] = []
     while (left := seconds - sum(entry["seconds"] for entry in log)) > 0:
         report = trainer.run(min(left, seconds / _REPORTS))
-        log.append({"seconds": report.seconds, "step": trainer.progress.step, "tokens_per_s": report.tokens_per_second,
-                    **report.losses})
-        print("  ".join(f"{name} {value:.4g}" for name, value in log[-1].items()), flush=True)
+        entry = {"seconds": report.seconds, "step": trainer.progress.step, "tokens_per_s": report.tokens_per_second,
+                 **report.losses}
+        if held_out:
+            found = held_out_coverage(trainer.drafter(), trainer.policy, held_out[: _HELD_OUT // 2], EngineConfig().tau,
+                                      trainer.config.temperature)
+            entry["held_out"] = found.accept_length[max(found.accept_length)][-1]
+        log.append(entry)
+        print("  ".join(f"{name} {value:.4g}" for name, value in entry.items()), flush=True)
+        if has_plateaued([entry["held_out"] for entry in log if "held_out" in entry], _PATIENCE):
+            break
     return log

@@ -235,8 +235,9 @@ def drafter_train(
     out: Annotated[Path, typer.Option(help="Folder of the drafter. Running the same command again continues it.")],
     form: Annotated[str, typer.Option(help="Training form: eagle, hass or eagle3.")] = "hass",
     objective: Annotated[str, typer.Option(help="Training objective: agreement or cross_entropy.")] = "agreement",
-    answers: Annotated[int, typer.Option(
-        min=8, help="Number of answers to generate; those to every eighth prompt are held out.")] = 512,
+    answers: Annotated[int | None, typer.Option(
+        min=8, help="Number of answers to generate; those to every eighth prompt are held out. More of them give a better "
+                    "drafter than longer training (default: 512 on a CPU, 4096 on a GPU).")] = None,
     seconds: Annotated[float | None, typer.Option(
         min=0, help="Seconds of training (default: 120, unless --steps is given).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps, instead of --seconds.")] = None,
@@ -253,6 +254,8 @@ def drafter_train(
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
     report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
+    patience: Annotated[int, typer.Option(
+        min=0, help="Training ends when so many evaluations in a row were no better than an earlier one; 0: never.")] = 4,
     checkpoint_every: Annotated[float | None, typer.Option(
         min=0, help="Seconds between checkpoints (default: 0 on a CPU, as often as they can be written; 5 on a GPU).")] = None,
     memory_gb: Annotated[float, typer.Option(help="Memory for captured features in GiB; all of them are also on disk.")] = 4.0,
@@ -264,6 +267,7 @@ def drafter_train(
     """Generate answers of a policy and train a drafter on them."""
     report_start()
     from paceline.cli.drafter import spot_config, train_drafter
+    from paceline.models.weights import resolve_device
     from paceline.trainer.standalone_drafter import StandaloneDrafterOptions
 
     for option, value in (("--memory-gb", memory_gb), ("--disk-gb", disk_gb), ("--kv-memory-gb", kv_memory_gb),
@@ -275,9 +279,10 @@ def drafter_train(
     spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed)
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     seconds = 120.0 if seconds is None and steps is None else seconds
+    answers = answers or (512 if resolve_device(device) == "cpu" else 4096)
     return train_drafter(StandaloneDrafterOptions(
         model, prompts, out, answers, n, params, spot, seconds, steps, draft_vocab, device, dtype, threads, report_every,
-        checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))
+        patience, checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))
 
 
 @drafter_app.command("eval")

@@ -104,6 +104,9 @@ class TerminalView(TrainerCallback):
     def on_warning(self, message: str) -> None:
         self._view.warn(message)
 
+    def on_note(self, message: str) -> None:
+        self._view.note(message)
+
     def _line(self, text: str) -> None:
         """Says where a long step is, now and then."""
         if not self.is_live and time.perf_counter() >= self._next_line:

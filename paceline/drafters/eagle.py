@@ -91,8 +91,9 @@ class Eagle(nn.Module):
         """Policy features [R, F] -> input state of the layer [R, H], in place of which later steps use the layer's own output."""
         return features if self.config.form == "eagle" else self.fc(features, ops)
 
-    def forward(self, embedded: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """Embedding of the next token [R, H] and state (encoded features or the layer's own output) [R, H] -> output [R, H]."""
+    def forward(self, embedded: Tensor, state: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Embedding of the next token [R, H] and state (encoded features or the layer's own output) [R, H] -> output [R, H]. With
+        `rows` [T] it is the output [T, H] of these rows alone, and `attend` returns only theirs; the others serve as keys."""
         ops, eps = attend.ops, self.config.model.rms_eps
         if self.config.form == "eagle":
             residual = self.fc(torch.cat([embedded, state], dim=-1), ops)
@@ -102,6 +103,7 @@ class Eagle(nn.Module):
             normed = ops.rms_norm(state, self.hidden_norm, eps)
             residual = normed if self.config.norm_before_residual else state
             x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), normed], dim=-1)
+        residual = residual if rows is None else residual.index_select(0, rows)
         x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, eps)
         return self.mlp(x, ops) + residual
 

@@ -105,6 +105,14 @@ class TrainView:
         else:
             self._refresh_if_due()
 
+    def note(self, line: str) -> None:
+        """Shows what the run has decided. A live panel shows the last note."""
+        self._progress.note = _one_line(line)
+        if self._live is None:
+            self._print(f"note: {self._progress.note}")
+        else:
+            self._refresh_if_due()
+
     def alarms(self, lines: Sequence[str]) -> None:
         """Replaces the alarms that are shown. Without a terminal, only alarms that were not raised before are printed."""
         lines = [_one_line(line) for line in lines]
@@ -181,6 +189,8 @@ class RunProgress:
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     alarms: list[str] = field(default_factory=list)
     """Alarms that are active now."""
+    note: str = ""
+    """Last decision that the run has taken."""
 
     def end_step(self, step: int, metrics: Mapping[str, Any], now: float) -> None:
         """Takes over the metrics of a finished step."""
@@ -280,6 +290,8 @@ def _rows(progress: RunProgress, width: int, now: float, ascii_only: bool, no_co
     if seconds:
         yield "time", _time_bar(seconds, width, letters=ascii_only or no_color)
         yield "", _time_legend(seconds)
+    if progress.note:
+        yield "note", Text(progress.note)
     for alarm in progress.alarms:
         yield "alarm", Text(alarm, style="bold red")
     for warning in list(progress.warnings)[-_NUM_WARNINGS:]:

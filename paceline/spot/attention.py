@@ -5,45 +5,51 @@ path is k tokens further and reads the drafter's own output of step k - 1, as it
 the step-0 keys of rows 0..i and to the keys of its own steps 1..k: causal attention over the rows plus k keys per row, which are
 found at the same row of each step. Rows are indexed by where their path starts, so nothing has to be shifted.
 
+Paths start at the rows that predict answer tokens. Rows of the prompt are keys only: their queries and outputs are not computed.
+
 The causal part is computed by a fused kernel that also returns its log-sum-exp, with which it is combined with the path's own
 keys into one softmax. `ReferenceCausalAttention` is the plain implementation that the fused ones are tested against.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels import Ops, apply_rope
+from paceline.kernels import Ops
+from paceline.kernels.reference.packed_attention import join_rotated
 from paceline.kernels.upload import upload
 from paceline.models.attend import AttentionShape
 from paceline.models.decoder import Rope
+from paceline.spot.packing import PackedRecords
 
 
 class UnrolledAttend:
-    """The `Attend` of an unrolled drafter. It is called once per unroll step, in order, and keeps the keys and values of each."""
+    """The `Attend` of an unrolled drafter. It is called once per unroll step, in order, and keeps the keys and values of each.
+    The first step has all rows, of which those where no path starts are only keys; later steps have one row per path."""
 
-    def __init__(self, ops: Ops, rope: Rope, positions: Tensor, lengths: tuple[int, ...],
-                 causal: CausalAttention | None = None) -> None:
+    def __init__(self, ops: Ops, rope: Rope, packed: PackedRecords, causal: CausalAttention | None = None) -> None:
         """causal: Implementation of the causal part; None chooses the fastest one for the device and dtype."""
-        self.ops, self._rope, self._positions, self._lengths = ops, rope, positions, lengths
-        self._causal = causal
+        self.ops, self._rope, self._packed, self._causal = ops, rope, packed, causal
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
-        """[R, (H + 2 Hkv) D] -> [R, H D]."""
+        """[R, (H + 2 Hkv) D] at the first step, [T, (H + 2 Hkv) D] later -> [T, H D]."""
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        step, paths = len(self._keys), self._packed.answers
         q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
         # Paths that ran beyond the end of their text stay at the last known position; their outputs are never read.
-        positions = (self._positions + len(self._keys)).clamp_max(len(self._rope.cos) - 1)
-        cos, sin = self._rope(positions)
-        q, k = (apply_rope(x, cos, sin).to(qkv.dtype) for x in (q, k))
+        positions = self._packed.positions if step == 0 else self._packed.positions[paths] + step
+        cos, sin = self._rope(positions.clamp_max(len(self._rope.cos) - 1))
+        q, k, v = join_rotated(q, k, v, cos, sin).split((heads, kv_heads, kv_heads), dim=1)
+        q = q.index_select(0, paths) if step == 0 else q
         if self._causal is None:
-            self._causal = fastest_causal_attention(qkv, self._lengths)
+            self._causal = fastest_causal_attention(qkv, self._packed.lengths, self._packed.answer_lengths)
         self._keys.append(k)
         self._values.append(v)
         (k, *own_keys), (v, *own_values) = self._keys, self._values
@@ -110,10 +116,11 @@ class _PathKeys(NamedTuple):
 
 
 class CausalAttention(Protocol):
-    """Causal attention of packed sequences that can be one part of a larger softmax."""
+    """Causal attention of packed sequences that can be one part of a larger softmax. The queries of a sequence belong to its last
+    rows; each sees the keys up to its own row."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q [R, H, D], k and v [R, Hkv, D] -> output [R, H, D] and log-sum-exp of the scores [R, H]."""
+        """q [T, H, D], k and v [R, Hkv, D] -> output [T, H, D] and log-sum-exp of the scores [T, H]."""
         ...
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,24 +129,25 @@ class CausalAttention(Protocol):
         ...
 
 
-def fastest_causal_attention(rows: Tensor, lengths: tuple[int, ...]) -> CausalAttention:
-    """Returns the fastest implementation for the device and dtype of `rows`. lengths: Number of rows of each sequence."""
+def fastest_causal_attention(rows: Tensor, lengths: tuple[int, ...], queries: tuple[int, ...]) -> CausalAttention:
+    """Returns the fastest implementation for the device and dtype of `rows`. lengths: Number of rows of each sequence. queries:
+    Number of its last rows that are queries."""
     if rows.device.type == "cpu":
-        return CpuCausalAttention(lengths)
+        return CpuCausalAttention(lengths, queries)
     if rows.device.type == "cuda" and rows.dtype in (torch.bfloat16, torch.float16):
-        return CudaCausalAttention(lengths, rows.device)
-    return ReferenceCausalAttention(lengths)
+        return CudaCausalAttention(lengths, queries, rows.device)
+    return ReferenceCausalAttention(lengths, queries)
 
 
 class ReferenceCausalAttention:
     """Plain torch implementation for any device and dtype."""
 
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self._lengths = lengths
+    def __init__(self, lengths: tuple[int, ...], queries: tuple[int, ...]) -> None:
+        self._lengths, self._queries = lengths, queries
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = [], []
-        for a, b, c in zip(*(x.split(self._lengths) for x in (q, k, v)), strict=True):
+        for a, b, c in _sequences(self._queries, (q,), self._lengths, (k, v)):
             scores = self._scores(a, b)
             lse.append(scores.logsumexp(-1))
             out.append(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), _repeat_kv(c, a)))
@@ -147,7 +155,7 @@ class ReferenceCausalAttention:
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found: list[tuple[Tensor, ...]] = []
-        for g, a, b, c, o, n in zip(*(x.split(self._lengths) for x in (grad, q, k, v, out, lse)), strict=True):
+        for g, a, o, n, b, c in _sequences(self._queries, (grad, q, out, lse), self._lengths, (k, v)):
             weights = (self._scores(a, b) - n.T[..., None]).exp()
             dweights = torch.einsum("nhd,mhd->hnm", g, _repeat_kv(c, a))
             dscores = weights * (dweights - (g * o).sum(-1).T[..., None]) * a.shape[-1] ** -0.5
@@ -160,57 +168,69 @@ class ReferenceCausalAttention:
     @staticmethod
     def _scores(q: Tensor, k: Tensor) -> Tensor:
         scores = torch.einsum("nhd,mhd->hnm", q, _repeat_kv(k, q)) * q.shape[-1] ** -0.5
-        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        later = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
         return scores.masked_fill(later, -torch.inf)
 
 
 class CpuCausalAttention:
-    """torch's fused CPU kernel, one sequence after the other."""
+    """torch's fused CPU kernel, one sequence after the other. It takes as many queries as keys, so there are queries of zeros for
+    the first rows; the MLP, which they do without, costs far more."""
 
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self._lengths = lengths
+    def __init__(self, lengths: tuple[int, ...], queries: tuple[int, ...]) -> None:
+        self._lengths, self._queries = lengths, queries
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(q.shape), []
-        for o, a, b, c in zip(*(x.split(self._lengths) for x in (out, q, k, v)), strict=True):
-            heads_first = (x.transpose(0, 1)[None] for x in (a, _repeat_kv(b, a), _repeat_kv(c, a)))
+        out, lse = [], []
+        for a, b, c in _sequences(self._queries, (q,), self._lengths, (k, v)):
+            heads_first = (x.transpose(0, 1)[None] for x in (_pad_front(a, len(b)), _repeat_kv(b, a), _repeat_kv(c, a)))
             found, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)
-            o.copy_(found[0].transpose(0, 1))
-            lse.append(norm[0].T)
-        return out, torch.cat(lse)
+            out.append(found[0].transpose(0, 1)[len(b) - len(a) :])
+            lse.append(norm[0].T[len(b) - len(a) :])
+        return torch.cat(out), torch.cat(lse)
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found: list[tuple[Tensor, ...]] = []
-        for g, a, b, c, o, n in zip(*(x.split(self._lengths) for x in (grad, q, k, v, out, lse)), strict=True):
-            heads_first = [x.transpose(0, 1)[None] for x in (g, a, _repeat_kv(b, a), _repeat_kv(c, a), o)]
+        for g, a, o, n, b, c in _sequences(self._queries, (grad, q, out, lse), self._lengths, (k, v)):
+            padded, missing = [_pad_front(x, len(b)) for x in (g, a, o, n)], len(b) - len(a)
+            inputs = (padded[0], padded[1], _repeat_kv(b, a), _repeat_kv(c, a), padded[2])
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *heads_first, n.T[None].contiguous(), 0.0, True)
+                *(x.transpose(0, 1)[None] for x in inputs), padded[3].T[None].contiguous(), 0.0, True)
             dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
-            found.append((dq, _sum_groups(dk, b.shape[1]), _sum_groups(dv, b.shape[1])))
+            found.append((dq[missing:], _sum_groups(dk, b.shape[1]), _sum_groups(dv, b.shape[1])))
         dq, dk, dv = (torch.cat(part) for part in zip(*found, strict=True))
         return dq, dk, dv
 
 
 class CudaCausalAttention:
-    """FlashAttention over all sequences at once, in half precision only."""
+    """FlashAttention over all sequences at once, in half precision only. With fewer queries than keys it aligns the last query
+    with the last key."""
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self._ends = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
-        self._longest = max(lengths)
+    def __init__(self, lengths: tuple[int, ...], queries: tuple[int, ...], device: torch.device) -> None:
+        ends = upload(np.cumsum([[0, *queries], [0, *lengths]], axis=1, dtype=np.int32).ravel(), device)
+        self._bounds = (*ends.chunk(2), max(queries), max(lengths))  # of queries and keys; largest number of each
         self._rng_state: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *rng_state, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, self._ends, self._ends, self._longest, self._longest, 0.0, True, False)
+        out, lse, *rng_state, _ = torch.ops.aten._flash_attention_forward(q, k, v, *self._bounds, 0.0, True, False)
         self._rng_state = (rng_state[0], rng_state[1])  # unused without dropout, but the backward pass takes it
-        return out, lse.T  # [R, H]
+        return out, lse.T  # [T, H]
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self._rng_state is not None, "backward() before forward()"
-        lse = lse.T.contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, self._ends, self._ends, self._longest, self._longest, 0.0, True, *self._rng_state)
+            grad, q, k, v, out, lse.T.contiguous(), *self._bounds, 0.0, True, *self._rng_state)
         return dq, dk, dv
+
+
+def _sequences(queries: tuple[int, ...], by_query: tuple[Tensor, ...], lengths: tuple[int, ...],
+               by_key: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields the parts of tensors by query and of tensors by key that belong to each sequence."""
+    return zip(*(x.split(queries) for x in by_query), *(x.split(lengths) for x in by_key), strict=True)
+
+
+def _pad_front(x: Tensor, rows: int) -> Tensor:
+    """[n, ...] -> [rows, ...] with zeros in front."""
+    return x if len(x) == rows else torch.cat([x.new_zeros(rows - len(x), *x.shape[1:]), x])
 
 
 def _repeat_kv(x: Tensor, q: Tensor) -> Tensor:

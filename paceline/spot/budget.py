@@ -1,11 +1,14 @@
 """The training budget: how many seconds per RL step the drafter is trained, so that training saves more time than it takes.
 
 After each stretch of training its benefit is estimated in seconds of generation saved and compared with the seconds that
-generation or the policy update had to wait. This module does not import torch.
+generation or the policy update had to wait. A new drafter is warmed up in the first steps if the run is long enough for that to
+pay. This module does not import torch.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -25,8 +28,19 @@ class TrainingBudgetConfig(Config):
     pause: int = Field(4, ge=1)
     """Number of RL steps with only the minimum of training after even the shortest training time was unprofitable."""
     upkeep: float = Field(0.15, ge=0)
-    """Minimum training time as a share of a step's generation time. It is spent even when training looks unprofitable, because
-    the policy keeps changing and the gain of a few steps is smaller than the noise of measuring it on one step's answers."""
+    """Minimum training time as a share of a step's generation time, but never more than the share that the drafter saves. It is
+    spent even when training looks unprofitable, because the policy keeps changing and the gain of a few steps is smaller than
+    the noise of measuring it on one step's answers."""
+    warm_up_s: float = Field(60.0, ge=0)
+    """Longest warm-up of a new drafter in seconds: so long it is trained in the first RL steps altogether, if a trained drafter
+    is predicted to save four times as much in the rest of the run. 0: no warm-up."""
+    warm_up_passes: float = Field(16.0, gt=0)
+    """Number of passes over the captured answers at which the warm-up waits for the next step's: more passes over few answers
+    teach a drafter little."""
+
+
+_SAVED_PER_WARM_UP = 4.0
+"""Predicted savings of a warm-up must be this many times its length: the prediction may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +53,15 @@ class TrainingOutcome:
     """Tokens per verification on held-out answers with the drafter before training."""
     after: float
     """Tokens per verification on the same answers with the drafter after training."""
+    saved_share: float | None = None
+    """Share of the generation time that the drafter after training saves against the one before. None: time is proportional to
+    the number of verifications."""
 
 
 def saved_seconds(outcome: TrainingOutcome, generation_s: float) -> float:
-    """Estimates the seconds saved per step whose generation takes `generation_s`, as time is proportional to verifications."""
-    return generation_s * (1 - outcome.before / max(outcome.after, 1e-9))
+    """Estimates the seconds saved per step whose generation takes `generation_s`."""
+    share = 1 - outcome.before / max(outcome.after, 1e-9) if outcome.saved_share is None else outcome.saved_share
+    return generation_s * share
 
 
 class TrainingBudget:
@@ -52,15 +70,38 @@ class TrainingBudget:
     def __init__(self, config: TrainingBudgetConfig, num_steps: int) -> None:
         """num_steps: Number of RL steps of the run."""
         self.config, self._steps_left, self._num_steps = config, num_steps, num_steps
-        self._seconds, self._paused = config.shortest_s, 0
+        self._seconds, self._paused, self._warm_up_left = config.shortest_s, 0, 0.0
         self.measuring = True
         """Whether the effect of this step's training should be measured and passed to `update`."""
+        self.on_note: Callable[[str], None] = logging.getLogger(__name__).info
+        """Called with every decision and its reason, as a sentence."""
 
-    def next_seconds(self, generation_s: float = 0.0) -> float:
+    @property
+    def warming_up(self) -> bool:
+        """Whether the drafter is being warmed up."""
+        return self._warm_up_left > 0
+
+    def plan_warm_up(self, saved_share: float, generation_s: float) -> None:
+        """Decides whether and how long a new drafter is warmed up. saved_share: Share of the generation time that a trained
+        drafter is predicted to save. generation_s: Generation time of a step."""
+        saved = saved_share * generation_s * self._steps_left
+        self._warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_WARM_UP)
+        predicted = (f"a trained drafter should save about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining "
+                     f"{self._steps_left} steps")
+        if self._warm_up_left < 2 * self.config.shortest_s:
+            self._warm_up_left = 0.0
+            self.on_note(f"the drafter is not warmed up: {predicted}")
+        else:
+            self.on_note(f"the drafter is warmed up for up to {self._warm_up_left:.3g} s: {predicted}")
+
+    def next_seconds(self, generation_s: float = 0.0, saved_share: float | None = None) -> float:
         """Returns how many seconds to train in this step; 0 means not at all. generation_s: Usual generation time of a step, 0 if
-        it is not known yet."""
+        it is not known yet. saved_share: Share of it that the drafter saves now; None: not known."""
         self.measuring = not self._paused and self._steps_left > 0
-        least, most = self.config.upkeep * generation_s, self._steps_left * (generation_s or self.config.longest_s)
+        least = generation_s * (self.config.upkeep if saved_share is None else min(self.config.upkeep, saved_share))
+        most = self._steps_left * (generation_s or self.config.longest_s)
+        if self.warming_up:
+            return self._warm_up_left
         if self._paused:
             self._paused -= 1
             return min(least, most)
@@ -68,6 +109,8 @@ class TrainingBudget:
 
     def end_pause(self) -> None:
         """Resumes training at once, for example because the accept length has dropped."""
+        if self._paused:
+            self.on_note("drafter training resumes: its alarms ended the pause")
         self._paused = 0
 
     def set_step(self, step: int) -> None:
@@ -77,11 +120,24 @@ class TrainingBudget:
     def update(self, outcome: TrainingOutcome, generation_s: float) -> bool:
         """Adjusts the training time to the outcome of the last training. Returns whether it was profitable."""
         config = self.config
-        profitable = saved_seconds(outcome, generation_s) * min(config.horizon, self._steps_left) > outcome.seconds
-        if profitable:
+        saved = saved_seconds(outcome, generation_s) * min(config.horizon, self._steps_left)
+        profitable = saved > outcome.seconds
+        if self.warming_up:
+            self._update_warm_up(outcome, profitable)
+        elif profitable:
             self._seconds = min(config.longest_s, 2 * self._seconds)
         elif self._seconds > config.shortest_s:
             self._seconds = max(config.shortest_s, self._seconds / 2)
         else:
             self._paused = config.pause
+            gain = f"{outcome.before:.2f} → {outcome.after:.2f} tokens per verification"
+            self.on_note(f"drafter training pauses for {config.pause} steps: {outcome.seconds:.1f} s of it ({gain}) would save "
+                         f"{max(0.0, saved):.1f} s")
         return profitable
+
+    def _update_warm_up(self, outcome: TrainingOutcome, profitable: bool) -> None:
+        self._warm_up_left = max(0.0, self._warm_up_left - outcome.seconds) if profitable else 0.0
+        if self._warm_up_left < self.config.shortest_s:
+            self._warm_up_left = 0.0
+            why = "it has had its time" if profitable else "it saves less than it takes"
+            self.on_note(f"the drafter's warm-up ends at {outcome.after:.2f} tokens per verification: {why}")

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from paceline.config import Config
 from paceline.drafters.eagle import Form
+from paceline.optim import Schedule
 
 TrainingForm = Literal["eagle", "hass", "eagle3"]
 ObjectiveName = Literal["cross_entropy", "agreement"]
@@ -64,12 +65,16 @@ class SpotConfig(Config):
     """Gradients are clipped to this norm."""
     warmup_steps: int = Field(20, ge=0)
     """Number of optimizer steps over which the learning rate rises linearly."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning-rate schedule after the warm-up. `cosine` falls to `min_lr_ratio` at `total_steps` and stays there."""
-    total_steps: int = Field(1000, ge=1)
-    """Number of optimizer steps of the cosine schedule."""
+    schedule: Schedule = "constant"
+    """Learning-rate schedule after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` at the end of training, if its
+    length is known (`total_steps` or `total_seconds`), and stay there."""
+    total_steps: int | None = Field(None, ge=1)
+    """Number of optimizer steps after which training ends. None: it is not known."""
+    total_seconds: float | None = Field(None, gt=0)
+    """Seconds of training after which it ends; the learning rate then follows the time, so two trainers no longer end with the
+    same weights. None: it is not known."""
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
-    """Final learning rate of the cosine schedule relative to `lr`."""
+    """Final learning rate of a schedule relative to `lr`."""
     average: float = Field(0.98, ge=0, lt=1)
     """Decay of the moving average of the weights. The average is what is published, as it is good at any time without knowing
     when training ends. 0 publishes the weights themselves."""
@@ -77,10 +82,10 @@ class SpotConfig(Config):
     """Number of optimizer steps that the initial drafter counts as having been trained for, which slows the moving average down
     accordingly."""
     step_tokens: int | None = Field(None, ge=1)
-    """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 8192 on a GPU."""
+    """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 12288 on a GPU."""
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Number of tokens that answers are packed up to in one micro-batch; a longer answer gets a micro-batch of its own. Training
-    can be interrupted between micro-batches. None means 1024 on a CPU and 12288 on a GPU, which is one for most steps."""
+    can be interrupted between micro-batches. None means 1024 on a CPU and 16384 on a GPU, which is one for most steps."""
     max_length: int | None = Field(None, ge=3)
     """Answers are truncated to this many tokens, prompt included. None: they are not truncated."""
     seed: int = 0
@@ -89,8 +94,8 @@ class SpotConfig(Config):
     def resolved(self, hidden_size: int, on_gpu: bool) -> SpotConfig:
         """Returns a copy in which the defaults that depend on the policy and the device are filled in."""
         return self.model_copy(update={
-            "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (8192 if on_gpu else 512),
-            "micro_batch_tokens": self.micro_batch_tokens or (12288 if on_gpu else 1024)})
+            "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (12288 if on_gpu else 512),
+            "micro_batch_tokens": self.micro_batch_tokens or (16384 if on_gpu else 1024)})
 
     @property
     def module_form(self) -> Form:

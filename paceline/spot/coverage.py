@@ -91,9 +91,9 @@ def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], 
     for members in first_fit_decreasing([num_rows(len(record.token_ids)) for record in usable], max_tokens):
         chosen = [usable[i] for i in members]
         packed = pack(chosen, drafter.config.feature_layers, policy.config.hidden_size, device)
-        attend = UnrolledAttend(ranks.ops, rope, packed.positions, packed.lengths)
+        attend = UnrolledAttend(ranks.ops, rope, packed)
         state = drafter.encode(packed.features, ranks.ops)
-        outputs = unroll(drafter, policy.embed(packed.next_tokens), state, attend, depth)
+        outputs = unroll(drafter, policy.embed(packed.next_tokens), state, attend, packed.answers, depth)
         counts.add(packed, chosen, [ranks(out, packed, k) for k, out in enumerate(outputs)])
     return counts.result(tau, [min(k, most) for k in widths])
 
@@ -108,9 +108,9 @@ class _Ranks:
         self._generator = generator
 
     def __call__(self, out: Tensor, packed: PackedRecords, step: int) -> Tensor:
-        """Returns the ranks [R] int64 at an unroll step, indexed by the row a path starts at."""
+        """Returns the ranks [T] int64 of the paths at an unroll step."""
         found = []
-        targets, sampled = packed.targets.roll(-step, 0), packed.sampled_tokens.roll(-step, 0)
+        targets, sampled = (x.roll(-step, 0)[packed.answers] for x in (packed.targets, packed.sampled_tokens))
         size = max(1, _MAX_LOGITS // self._policy.config.vocab_size)
         for o, t, token in zip(out.split(size), targets.split(size), sampled.split(size), strict=True):
             logits = self._drafter.logits(o, self._policy, self.ops)
@@ -155,25 +155,24 @@ class _Counts:
         self._tokens: list[Tensor] = []  # [4, rows]: first candidate correct, position in the answer, answer length, version
 
     def add(self, packed: PackedRecords, records: Sequence[FeatureRecord], ranks: Sequence[Tensor]) -> None:
-        """Adds one micro-batch. ranks: For each unroll step [R], indexed by the row a path starts at."""
-        # Number of rows up to the end of the record.
-        left = torch.cat([torch.arange(n, 0, -1) for n in packed.lengths]).to(packed.next_tokens.device)
-        starts = packed.positions >= packed.first
-        alive = starts.expand(self._most + 1, -1)
-        reach = torch.zeros(alive.shape, dtype=torch.int64, device=starts.device)
+        """Adds one micro-batch. ranks: For each unroll step [T], by path."""
+        # Number of rows from the start of a path to the end of its record.
+        left = torch.cat([torch.arange(n, 0, -1) for n in packed.answer_lengths]).to(packed.answers.device)
+        alive = torch.ones(self._most + 1, len(left), dtype=torch.bool, device=left.device)
+        reach = torch.zeros(alive.shape, dtype=torch.int64, device=left.device)
         for step, place in enumerate(ranks):
-            among = place[None] < torch.arange(self._most + 1, device=place.device)[:, None]  # [k, R]
-            within = starts & (left > step)
+            among = place[None] < torch.arange(self._most + 1, device=place.device)[:, None]  # [k, T]
+            within = left > step
             self._hits[:, step] += (among & within).sum(1).cpu()
             self._rows[step] += int(within.sum())
             alive = alive & among & within
             reach += alive
-        rows = starts.nonzero()[:, 0]
-        self._reach += reach[:, rows].cpu().split(packed.record[rows].unique_consecutive(return_counts=True)[1].tolist(), dim=1)
+        rows = packed.answers
+        self._reach += reach.cpu().split(list(packed.answer_lengths), dim=1)
         token = (packed.positions - packed.first)[rows]
         length = torch.tensor([len(r.token_ids) - r.prompt_length for r in records], device=rows.device)[packed.record[rows]]
         version = torch.tensor([v for r in records for v in _versions(r)], device=rows.device)
-        self._tokens.append(torch.stack([(ranks[0][rows] == 0).long(), token, length, version]).cpu())
+        self._tokens.append(torch.stack([(ranks[0] == 0).long(), token, length, version]).cpu())
 
     def result(self, tau: float, widths: Sequence[int]) -> Coverage:
         share = self._hits / self._rows.clamp_min(1)

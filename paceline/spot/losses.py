@@ -95,8 +95,8 @@ class DrafterLoss:
             features = features + ((2 * noise - 1) * self.config.feature_noise).to(features.dtype)
         with torch.autocast(features.device.type, dtype=narrow, enabled=narrow in (torch.bfloat16, torch.float16)):
             embedded = self._policy.embed(packed.next_tokens) / scales.embedding
-            attend = UnrolledAttend(self._ops, self._rope, packed.positions, packed.lengths)
-            return unroll(module, embedded, module.encode(features, self._ops), attend, self.recipe.unroll)
+            attend = UnrolledAttend(self._ops, self._rope, packed)
+            return unroll(module, embedded, module.encode(features, self._ops), attend, packed.answers, self.recipe.unroll)
 
     def _hidden(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
         """Returns the weighted feature regression loss of each unroll step, [J]."""

@@ -29,8 +29,9 @@ class PackedRecords(NamedTuple):
     sampled_tokens: Tensor  # [R] int64 the token at i + 2, which the policy sampled and the row predicts
     positions: Tensor  # [R] int64 i
     first: Tensor  # [R] int64 the row of the same record that predicts the first token of the answer
-    answers: Tensor  # [T] int64 the rows that predict answer tokens
+    answers: Tensor  # [T] int64 the rows that predict answer tokens, which are the last rows of each record; paths start there
     lengths: tuple[int, ...]  # number of rows of each record
+    answer_lengths: tuple[int, ...]  # number of its rows that predict answer tokens
 
     @property
     def record(self) -> Tensor:
@@ -72,25 +73,27 @@ def pack(records: Sequence[FeatureRecord], layers: tuple[int, ...], hidden: int,
     tokens = [np.array(record.token_ids, np.int64) for record in records]
     lengths = [num_rows(len(each)) for each in tokens]
     positions = np.concatenate([np.arange(n) for n in lengths])
-    first = np.repeat([max(0, record.prompt_length - 2) for record in records], lengths)
+    prompts = [min(n, max(0, record.prompt_length - 2)) for n, record in zip(lengths, records, strict=True)]
+    first = np.repeat(prompts, lengths)
     columns = (np.concatenate([each[1:-1] for each in tokens]), np.concatenate([each[2:] for each in tokens]), positions, first,
                np.flatnonzero(positions >= first))
     next_tokens, sampled, place, start, answers = upload(np.concatenate(columns), torch.device(device)).split(
         [len(column) for column in columns])
-    return PackedRecords(torch.cat(features), torch.cat(targets), next_tokens, sampled, place, start, answers, tuple(lengths))
+    return PackedRecords(torch.cat(features), torch.cat(targets), next_tokens, sampled, place, start, answers, tuple(lengths),
+                         tuple(n - prompt for n, prompt in zip(lengths, prompts, strict=True)))
 
 
-def unroll(module: Eagle, embedded: Tensor, state: Tensor, attend: Attend, steps: int) -> list[Tensor]:
-    """Returns the drafter's outputs [R, H] at unroll steps 0..steps-1 of the paths that start at each row and follow the text.
+def unroll(module: Eagle, embedded: Tensor, state: Tensor, attend: Attend, paths: Tensor, steps: int) -> list[Tensor]:
+    """Returns the drafter's outputs [T, H] at unroll steps 0..steps-1 of the paths that start at the rows `paths` and follow the
+    text. The other rows only serve as keys.
 
-    embedded [R, H]: Embedding of each row's `next_tokens`. state [R, H]: The encoded features. At step k row r is k tokens
-    further, so it takes the embedding of row r + k. Behind the end of its own record that is another record's, but the outputs
-    of such paths are never read.
+    embedded [R, H]: Embedding of each row's `next_tokens`. state [R, H]: The encoded features. paths [T]: Rows. At step k a path
+    that started at row r is k tokens further, so it takes the embedding of row r + k. Behind the end of its own record that is
+    another record's, but the outputs of such paths are never read.
     """
-    found: list[Tensor] = []
-    for k in range(steps):
-        state = module(embedded.roll(-k, 0), state, attend)
-        found.append(state)
+    found = [module(embedded, state, attend, paths)]
+    for k in range(1, steps):
+        found.append(module(embedded.roll(-k, 0)[paths], found[-1], attend))
     return found
 
 
@@ -103,9 +106,10 @@ class AlignedOutputs(NamedTuple):
 
 
 def align(outputs: Sequence[Tensor], packed: PackedRecords) -> AlignedOutputs:
-    """Aligns outputs indexed by path start with the rows they predict: at step k the path started k rows earlier."""
+    """Aligns outputs indexed by path with the rows they predict: at step k the path started k rows earlier."""
     rows = packed.answers
     offset = packed.positions[rows] - packed.first[rows]
-    steps = torch.arange(len(outputs), device=rows.device)[:, None]
-    aligned = torch.stack([out[(rows - k).clamp_min(0)] for k, out in enumerate(outputs)])
-    return AlignedOutputs(rows, aligned, offset[None] >= steps)
+    place, steps = (torch.arange(count, device=rows.device) for count in (len(rows), len(outputs)))
+    # Not by indexing, whose gradient sorts the rows on a GPU.
+    aligned = torch.stack([out.index_select(0, (place - k).clamp_min(0)) for k, out in enumerate(outputs)])
+    return AlignedOutputs(rows, aligned, offset[None] >= steps[:, None])

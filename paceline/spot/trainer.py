@@ -11,16 +11,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of
-from paceline.kernels import TorchOps
+from paceline.kernels.reference.training import TrainOps
 from paceline.models.decoder import Decoder, Rope
-from paceline.optim import NonFiniteError, learning_rate_factor, make_adamw, require_finite
+from paceline.optim import NonFiniteError, decay_factor, make_adamw, require_finite
 from paceline.packing import first_fit_decreasing
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.config import SpotConfig
@@ -57,6 +57,16 @@ class TrainingProgress:
     """Micro-batches of the current optimizer step."""
     skipped: int = 0
     """Number of optimizer steps skipped because a gradient was not finite."""
+    seconds: float = field(default=0.0, compare=False)
+    """Seconds of training so far."""
+    tokens: int = 0
+    """Number of rows trained on so far."""
+
+    def share_done(self, config: SpotConfig) -> float:
+        """Share of the training that is done; 0 if its length is not known."""
+        by_steps = 0.0 if config.total_steps is None else self.step / config.total_steps
+        by_time = 0.0 if config.total_seconds is None else self.seconds / config.total_seconds
+        return min(1.0, max(0.0, by_steps, by_time))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,7 @@ class SpotTrainer:
         self._skipped_in_a_row = 0
         self._max_length = min(config.max_length or policy.config.max_context, policy.config.max_context)
         rope = Rope(eagle.config.model, self._max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
-        self._loss = DrafterLoss(policy, config, self.scales, TorchOps(), rope)
+        self._loss = DrafterLoss(policy, config, self.scales, TrainOps(narrow=True), rope)
         self._cuda_stream = cuda_stream
         self._fingerprint = fingerprint_of(policy)
 
@@ -145,6 +155,8 @@ class SpotTrainer:
                 rows, loss = self._run_micro_batch()
                 count, tokens = count + 1, tokens + rows
                 losses = losses if loss is None else loss.plus(losses)
+                self.progress.seconds, self.progress.tokens = (self.progress.seconds + time.perf_counter() - start,
+                                                               self.progress.tokens + rows)
                 if on_micro_batch is not None:
                     on_micro_batch()
                 longest = max(longest, time.perf_counter() - start)
@@ -223,8 +235,8 @@ class SpotTrainer:
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
         if bool(torch.isfinite(norm)):
             assert config.lr is not None, "resolved"
-            factor = learning_rate_factor(progress.step, config.total_steps, config.schedule, config.warmup_steps,
-                                          config.min_lr_ratio)
+            factor = min(1.0, (progress.step + 1) / max(1, config.warmup_steps))
+            factor *= decay_factor(progress.share_done(config), config.schedule, config.min_lr_ratio)
             for group in self.optimizer.param_groups:
                 group["lr"] = config.lr * factor
             self.optimizer.step()

@@ -106,10 +106,7 @@ class AnswerCapture:
             waiting = iter(self.missing)
             owners: dict[int, Answer] = {}
             while not stopped():
-                while len(owners) < 2 * engine.scheduler.max_batch and not self.is_full:
-                    answer = next(waiting, None)
-                    if answer is None:
-                        break
+                for answer in islice(waiting, 0 if self.is_full else num_to_add(len(owners), engine.scheduler.max_batch)):
                     self._request(engine, answer, owners)
                 if not owners:
                     break
@@ -180,6 +177,13 @@ class AnswerCapture:
         line = {"answer": answer.number, "held_out": answer.held_out, "key": key, "tokens": len(rollout.token_ids)}
         index.append((json.dumps(line) + "\n").encode())
         self._done.add(answer.number)
+
+
+def num_to_add(num_live: int, max_batch: int) -> int:
+    """How many requests to add when `num_live` are unfinished. They are added in blocks of at least an eighth of the batch: a
+    step that prefills a prompt is slower, on a GPU it runs without a CUDA graph, and one such step serves a whole block."""
+    free = max_batch - num_live
+    return free if free >= max(1, max_batch // 8) else 0
 
 
 def answers_of(num_prompts: int, options: CaptureOptions) -> list[Answer]:

@@ -87,6 +87,9 @@ class TrainerCallback:
     def on_warning(self, message: str) -> None:
         """Something the user should know; the run continues unless its result says otherwise. Also logged."""
 
+    def on_note(self, message: str) -> None:
+        """A decision that the run has taken, and why. Also logged."""
+
     def on_run_end(self, result: TrainResult) -> None:
         """The run has ended. Not called if an exception leaves `Trainer.run`."""
 

@@ -11,6 +11,7 @@ engine gets the result before the next step. Tokens do not depend on the drafter
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from paceline.spot.background import BackgroundProcess, BackgroundReport, Backgr
 from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
 from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
+from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _RECORDS = "records"
@@ -93,15 +95,20 @@ class OnlineDrafterTrainer:
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self.failure: str | None = None
         """Why the drafter is no longer trained; None: it is."""
+        self._profile = RolloutProfile(engine)
+        self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
+        self._is_new = self._start.policy_fingerprint is None and load_snapshot(folder) is None
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
         """Called once per training step, before generation begins."""
         self._step = step
+        self._profile.begin_step()
 
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
         """Called after every engine step: `num_finished` of `num_total` requested answers are finished. Their features leave the
         engine's device at once: those of all answers of a step can be larger than its memory."""
+        self._profile.on_engine_step(result)
         self._take_features(result.finished, self._step)
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
@@ -171,15 +178,27 @@ class OnlineDrafterTrainer:
         self.buffer.add(record, step)
 
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
-        seconds = self.budget.next_seconds(self._usual_generation_s)
+        if self._is_new and len(self.buffer):
+            self._is_new = False
+            trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, _MEASURED_DEPTH), _MEASURED_DEPTH)
+            self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
+        seconds = self._next_seconds()
         if not seconds or not len(self.buffer):
             return {}
         began, trainer = time.perf_counter(), self._spot_trainer()
         trainer.policy_changed()
-        report = trainer.run(seconds)
+        enough = self.budget.config.warm_up_passes * self.buffer.num_tokens if self.budget.warming_up else math.inf
+        report = trainer.run(lambda: time.perf_counter() - began >= seconds or trainer.progress.tokens >= enough)
+        if not report.micro_batches:
+            return {}
         metrics = self._replace_drafter(trainer.drafter(), held_out, began)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
                 "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
+
+    def _next_seconds(self) -> float:
+        """Seconds to train in this step."""
+        saved = None if self._expected is None else 1 - self._profile.relative_time(self._expected, _MEASURED_DEPTH)
+        return self.budget.next_seconds(self._usual_generation_s, saved)
 
     def _replace_drafter(self, drafter: Eagle, held_out: list[FeatureRecord], began: float) -> dict[str, float]:
         """Gives the engine a new drafter. If the budget asks for it, measures the gain on held-out answers first and reports
@@ -187,7 +206,9 @@ class OnlineDrafterTrainer:
         metrics = {}
         if self.budget.measuring and held_out:
             before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
-            paid = self.budget.update(TrainingOutcome(time.perf_counter() - began, before, after), self._usual_generation_s)
+            old, new = (self._profile.relative_time(expected, _MEASURED_DEPTH) for expected in (before, after))
+            outcome = TrainingOutcome(time.perf_counter() - began, before, after, 1 - new / old)
+            paid, self._expected = self.budget.update(outcome, self._usual_generation_s), after
             metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid)}
         self._publish(drafter)
         return metrics
@@ -215,7 +236,7 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        self._should_start = self.failure is None and self.budget.next_seconds(self._usual_generation_s) > 0
+        self._should_start = self.failure is None and self._next_seconds() > 0
         if self._trainer is not None:
             self._trainer.policy_changed()
 
@@ -274,7 +295,7 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
         if self._policy_changed:
             self._process.policy_changed()
         self._policy_changed = True
-        if self._process.ready and self.budget.next_seconds(self._usual_generation_s):
+        if self._process.ready and self._next_seconds():
             self._process.start()
 
     def save(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -80,6 +80,8 @@ class StandaloneDrafterOptions:
     """Number of CPU threads. None: PyTorch's default."""
     report_every: float = 15.0
     """Seconds of training between evaluations."""
+    patience: int = 4
+    """Training ends when so many evaluations in a row were no better than an earlier one. 0: it never ends early."""
     checkpoint_every: float | None = None
     """Seconds between checkpoints. None: 0 on a CPU, 5 on a GPU. 0: after every micro-batch once the last checkpoint is
     written."""
@@ -188,7 +190,8 @@ class StandaloneDrafterTrainer:
         options, capture = self.options, self._capture
         capture.require_enough()
         start = fresh_eagle(self._model, options.spot.module_form, capture.some(), options.draft_vocab, options.spot.seed)
-        trainer = SpotTrainer(start, self._model, capture.buffer, options.spot)
+        length = {"total_steps": options.steps, "total_seconds": options.seconds}  # over which the learning rate falls
+        trainer = SpotTrainer(start, self._model, capture.buffer, options.spot.model_copy(update=length))
         every = options.checkpoint_every if options.checkpoint_every is not None else 5.0 if self._on_gpu else 0.0
         training = CheckpointedTraining(trainer, self._folder.path / "checkpoint", every)
         held_out = capture.held_out()
@@ -202,6 +205,9 @@ class StandaloneDrafterTrainer:
                                          "training; more --seconds or --steps continue it")
             while not self._is_done(training) and not stopped():
                 self._train_slice(training, held_out, stopped)
+                if self._has_plateaued():
+                    self.callback.on_message(f"training ends early: {options.patience} evaluations in a row were no better than "
+                                             "an earlier one; more --answers help, --patience 0 goes on")
             if self._report["slices"][-1]["step"] != trainer.progress.step:
                 self._evaluate(training, held_out, None)  # an earlier run was killed between training and evaluation
         finally:
@@ -248,12 +254,24 @@ class StandaloneDrafterTrainer:
         """How far training is, in the unit of its progress."""
         return training.trainer.progress.step if self.options.seconds is None else int(training.seconds)
 
+    def _has_plateaued(self) -> bool:
+        """Whether the held-out answers' tokens per verification no longer rise."""
+        found = [list(line["coverage"]["tokens_per_verification"].values())[-1][-1] for line in self._report["slices"]]
+        return has_plateaued(found, self.options.patience)
+
     def _is_done(self, training: CheckpointedTraining) -> bool:
         options = self.options
+        if self._has_plateaued():
+            return True
         if options.seconds is not None:
             return training.seconds >= options.seconds
         assert options.steps is not None
         return training.trainer.progress.step >= options.steps
+
+
+def has_plateaued(values: Sequence[float], patience: int) -> bool:
+    """Whether none of the last `patience` values is larger than an earlier one; never with a patience of 0."""
+    return 0 < patience < len(values) and max(values[-patience:]) <= max(values[:-patience])
 
 
 class CheckpointedTraining:
@@ -264,28 +282,28 @@ class CheckpointedTraining:
         """A checkpoint in `folder` is continued. `checkpoint_every` is in seconds; 0: after every micro-batch for which the last
         checkpoint is already written."""
         self.trainer, self.checkpoints = trainer, SpotCheckpoints(folder)
-        self.seconds = 0.0
-        """Seconds of training so far, including earlier runs."""
         self.stalls_ms: list[float] = []
         """Milliseconds that training waited for each checkpoint."""
         self._every, self._saved_at = checkpoint_every, time.perf_counter()
         found = load_snapshot(folder)
         if found is not None:
             restore(trainer, found)
-            self.seconds = float(found.metadata.get("seconds", 0.0))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, including earlier runs."""
+        return self.trainer.progress.seconds
 
     def run(self, seconds: float, done: Callable[[], bool], on_micro_batch: Callable[[], None]) -> SpotReport:
         """Trains for so many seconds, or until `done()`. The checkpoint at the end is on disk when this returns."""
-        began, before = time.perf_counter(), self.seconds
+        began = time.perf_counter()
 
         def between() -> None:
-            self.seconds = before + time.perf_counter() - began
             if not self.checkpoints.busy and time.perf_counter() - self._saved_at >= self._every:
                 self._save()
             on_micro_batch()
 
         report = self.trainer.run(lambda: done() or time.perf_counter() - began >= seconds, on_micro_batch=between)
-        self.seconds = before + report.seconds
         self._save()
         self.checkpoints.wait()
         return report
@@ -295,8 +313,7 @@ class CheckpointedTraining:
         self.checkpoints.close()
 
     def _save(self) -> None:
-        found = snapshot(self.trainer)
-        self.stalls_ms.append(self.checkpoints.save(found._replace(metadata={**found.metadata, "seconds": self.seconds})))
+        self.stalls_ms.append(self.checkpoints.save(snapshot(self.trainer)))
         self._saved_at = time.perf_counter()
 
 

@@ -132,6 +132,7 @@ class Trainer:
         self._stream = generation_stream(device) if trains_on_stream else None
         self._signals, self._graded_badly = SignalMonitor(config), False
         self._strategy_steps: Counter[str] = Counter()
+        self._notes: list[str] = []  # of this step
 
     def _load_checkpoint(self) -> None:
         """Loads the policy and the trainer's state from the latest checkpoint that is intact. A damaged one is set aside, and the
@@ -178,6 +179,7 @@ class Trainer:
         drafter_trainer = None
         if config.train_drafter:
             drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
+            drafter_trainer.budget.on_note = self._note
         elif learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.state.step)
         return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)
@@ -358,7 +360,8 @@ class Trainer:
         self._notify(lambda callback: callback.on_alarms(alarms))
         if self.drafter_trainer is not None and any(alarm.name != "calibration" for alarm in alarms):
             self.drafter_trainer.end_pause()
-        return {**metrics, **({"alarms": "; ".join(lines)} if lines else {})}
+        texts, self._notes = {"alarms": lines, "notes": self._notes}, []
+        return {**metrics, **{name: "; ".join(found) for name, found in texts.items() if found}}
 
     def _reward_metrics(self) -> dict[str, float]:
         pool = self.pool
@@ -415,6 +418,11 @@ class Trainer:
         # The mark lets a program whose callbacks show warnings filter the same ones out of its log output.
         logger.warning("%s", message, extra={"seen_by_callbacks": True})
         self._notify(lambda callback: callback.on_warning(message))
+
+    def _note(self, message: str) -> None:
+        logger.info("%s", message, extra={"seen_by_callbacks": True})
+        self._notes.append(message)
+        self._notify(lambda callback: callback.on_note(message))
 
     def _notify(self, tell: Callable[[TrainerCallback], None]) -> None:
         for callback in self.callbacks:

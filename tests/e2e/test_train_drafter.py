@@ -83,6 +83,20 @@ def test_every_checkpoint_has_a_drafter_to_deploy(folder, form):
         assert ("lm_head.weight" in load_file(checkpoint / "drafter" / "model.safetensors")) == (form == "eagle3")
 
 
+def test_a_new_drafter_is_warmed_up_where_that_pays_and_it_is_said(folder, capsys):
+    """Any time is long enough here: with a shortest time of a millisecond a tiny run pays for its warm-up."""
+    common = {**EAGLE, "drafter": "learned", "steps": 3}
+    assert run(settings(folder, "short", **common, **{"drafter_budget.shortest_s": 100})) == 0
+    assert "the drafter is not warmed up" in read_metrics(folder / "short")[0]["notes"]
+    few = {"drafter_budget.shortest_s": 0.001, "drafter_budget.warm_up_passes": 2, "drafter_budget.upkeep": 0}
+    assert run(settings(folder, "warm", **common, **few)) == 0
+    first = read_metrics(folder / "warm")[0]
+    assert "the drafter is warmed up for up to" in first["notes"] and first["drafter/tokens"] > 0
+    assert "note: the drafter is warmed up" in capsys.readouterr().err
+    assert run(["train", "--resume", str(folder / "warm"), "--set", "steps=4"]) == 0
+    assert "warmed up" not in read_metrics(folder / "warm")[-1].get("notes", ""), "it is no longer new"
+
+
 def test_how_long_it_is_trained_can_be_said(folder, start, capsys):
     common = {**EAGLE, "drafter": str(start), "steps": 2}
     assert run(settings(folder, "short", **common, **{"drafter_budget.shortest_s": 0.05, "drafter_budget.upkeep": 0.0})) == 0

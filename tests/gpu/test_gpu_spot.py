@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from spot.answers import OPS, answers
 
@@ -20,22 +22,24 @@ SHAPE = ModelConfig("qwen2", 512, 256, 512, 2, 4, 2, 64, max_context=512, qkv_bi
 
 def test_fused_attention_equals_the_plain_one():
     torch.manual_seed(0)
-    lengths = (70, 1, 130, 9)
-    rows, positions = sum(lengths), torch.cat([torch.arange(n) for n in lengths]).cuda()
+    lengths, queries = (70, 1, 130, 9), (40, 1, 130, 2)  # queries are the last rows of a sequence
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    last = torch.cat([torch.arange(n) >= n - m for n, m in zip(lengths, queries, strict=True)]).nonzero()[:, 0].cuda()
+    packed = SimpleNamespace(positions=positions, answers=last, lengths=lengths, answer_lengths=queries)
     policy = Decoder.random(SHAPE, 0)
     layer = fresh_eagle(policy).attention
     rope = Rope(SHAPE, 256, torch.float32, "cuda")
-    qkv = [torch.randn(rows, (4 + 2 * 2) * 64, device="cuda") for _ in range(3)]
+    qkv = [torch.randn(rows, (4 + 2 * 2) * 64, device="cuda") for rows in (sum(lengths), sum(queries), sum(queries))]
 
     def run(causal, dtype):
         inputs = [x.to(dtype).requires_grad_(True) for x in qkv]
-        attend = UnrolledAttend(OPS, rope, positions, lengths, causal)
+        attend = UnrolledAttend(OPS, rope, packed, causal)
         out = torch.stack([attend(layer, x) for x in inputs])
         weight = torch.sin(torch.arange(out.numel(), device="cuda")).view_as(out)
         return [out.detach(), *torch.autograd.grad((out.float() * weight).sum(), inputs)]
 
-    plain = run(ReferenceCausalAttention(lengths), torch.float32)
-    fused = run(CudaCausalAttention(lengths, torch.device("cuda")), torch.bfloat16)
+    plain = run(ReferenceCausalAttention(lengths, queries), torch.float32)
+    fused = run(CudaCausalAttention(lengths, queries, torch.device("cuda")), torch.bfloat16)
     for a, b in zip(plain, fused, strict=True):
         assert (a - b.float()).norm() < 0.015 * a.norm()
 

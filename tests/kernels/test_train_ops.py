@@ -32,9 +32,10 @@ def test_a_frozen_norm_gets_no_gradient():
     assert x.grad is not None and weight.grad is None
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_silu_mul(dtype):
-    assert_same(TrainOps().silu_mul, TorchOps().silu_mul, [normal(9, 40, dtype=dtype)], TOLERANCE[dtype])
+def test_silu_mul(dtype, narrow):
+    assert_same(TrainOps(narrow).silu_mul, TorchOps().silu_mul, [normal(9, 40, dtype=dtype)], TOLERANCE[dtype])
 
 
 def one_by_one(q, k, v, cos, sin, lengths):

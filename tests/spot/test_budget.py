@@ -41,6 +41,44 @@ def test_a_share_of_generation_is_always_spent():
     assert budget.next_seconds(4.0) == 1.0 and budget.measuring, "an alarm ends the pause"
 
 
+def test_a_drafter_that_saves_nothing_gets_no_upkeep_and_the_pause_is_said():
+    budget, notes = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=2, upkeep=0.1), 100), []
+    budget.on_note = notes.append
+    assert budget.next_seconds(20.0, saved_share=0.0) == 1.0
+    assert not budget.update(TrainingOutcome(1.5, 1.0, 1.2, saved_share=0.0), 20.0), "nobody uses it at these batch sizes"
+    assert notes == ["drafter training pauses for 2 steps: 1.5 s of it (1.00 → 1.20 tokens per verification) would save 0.0 s"]
+    assert budget.next_seconds(20.0, saved_share=0.0) == 0.0
+    assert budget.next_seconds(20.0, saved_share=0.04) == pytest.approx(0.8), "no more than it saves"
+    assert budget.next_seconds(20.0, saved_share=0.5) == 2.0, "the pause is over"
+    budget.update(TrainingOutcome(2.0, 1.2, 1.2, saved_share=0.0), 20.0)
+    budget.end_pause()
+    assert "resumes" in notes[-1] and budget.next_seconds(20.0, saved_share=0.0) == 1.0
+
+
+def test_a_new_drafter_is_warmed_up_where_the_rest_of_the_run_pays_for_it():
+    """Steps of 5 s of which a trained drafter saves a fifth: 99 s in 99 steps, a quarter of which may be spent."""
+    def budget(steps):
+        made, notes = TrainingBudget(TrainingBudgetConfig(warm_up_s=60), steps), []
+        made.on_note = notes.append
+        made.set_step(1)
+        made.plan_warm_up(0.2, 5.0)
+        return made, notes
+
+    long, notes = budget(100)
+    assert long.warming_up and long.next_seconds(5.0) == pytest.approx(99 / 4)
+    assert notes == ["the drafter is warmed up for up to 24.8 s: a trained drafter should save about 99 s of generation (20%) in "
+                     "the remaining 99 steps"]
+    assert long.update(TrainingOutcome(6.0, 1.0, 2.0), 5.0) and long.next_seconds(5.0) == pytest.approx(99 / 4 - 6)
+    assert long.update(TrainingOutcome(18.5, 2.0, 3.0), 5.0) and not long.warming_up and "has had its time" in notes[-1]
+    assert long.next_seconds(5.0) == pytest.approx(0.75), "upkeep, as usual"
+    short, notes = budget(4)
+    assert not short.warming_up and notes == ["the drafter is not warmed up: a trained drafter should save about 3 s of "
+                                              "generation (20%) in the remaining 3 steps"]
+    useless, notes = budget(100)
+    assert not useless.update(TrainingOutcome(6.0, 1.0, 1.0), 5.0) and not useless.warming_up
+    assert "saves less than it takes" in notes[-1]
+
+
 def test_idle_time_costs_nothing():
     assert TrainingBudget(TrainingBudgetConfig(), 100).update(TrainingOutcome(0.0, 2.0, 2.001), 1.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from spot.answers import OPS, answers, features_of, record
@@ -21,8 +23,8 @@ from paceline.spot.packing import align, answer_rows, pack, truncate, unroll
 def unrolled(policy: Decoder, drafter: Eagle, records, steps):
     packed = pack(records, drafter.config.feature_layers, policy.config.hidden_size)
     rope = Rope(policy.config, 256, torch.float64, "cpu")
-    attend = UnrolledAttend(OPS, rope, packed.positions, packed.lengths)
-    return packed, unroll(drafter, policy.embed(packed.next_tokens), drafter.encode(packed.features, OPS), attend, steps)
+    state, attend = drafter.encode(packed.features, OPS), UnrolledAttend(OPS, rope, packed)
+    return packed, unroll(drafter, policy.embed(packed.next_tokens), state, attend, packed.answers, steps)
 
 
 def slow_path(policy: Decoder, drafter: Eagle, tokens: list[int], start: int, steps: int) -> list[torch.Tensor]:
@@ -45,14 +47,14 @@ def test_paths_equal_a_slow_reference(form, kind):
     policy, drafter = model(kind), eagle(kind, form)
     records = answers(policy, [9, 4, 14], capture_layers(drafter.config))
     packed, outputs = unrolled(policy, drafter, records, 4)
-    row = 0
+    path = 0
     for r in records:
-        for start in range(len(r.token_ids) - 2):
+        for start in range(r.prompt_length - 2, len(r.token_ids) - 2):
             steps = min(4, len(r.token_ids) - 2 - start)
             for k, expected in enumerate(slow_path(policy, drafter, r.token_ids, start, steps)):
-                assert torch.allclose(outputs[k][row], expected, atol=1e-10)
-            row += 1
-    assert row == len(packed.next_tokens)
+                assert torch.allclose(outputs[k][path], expected, atol=1e-10)
+            path += 1
+    assert path == len(packed.answers) == sum(packed.answer_lengths) < len(packed.next_tokens)
 
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
@@ -77,10 +79,11 @@ def test_paths_equal_what_the_engines_drafter_computes(form):
     guesses = drafting.draft(view, context, depth, 1, depth).tokens[0].tolist()
     handle.remove()
     text = record(policy, [*tokens, *guesses], capture_layers(drafter.config))
-    _, outputs = unrolled(policy, drafter, [text], depth)
+    packed, outputs = unrolled(policy, drafter, [text], depth)
     for k in range(depth):
-        assert torch.allclose(outputs[k][context - 1], seen[k], atol=1e-10)
-        assert int(drafter.logits(outputs[k][context - 1 : context], policy, OPS).argmax()) == guesses[k]
+        path = outputs[k][[packed.answers.tolist().index(context - 1)]]
+        assert torch.allclose(path[0], seen[k], atol=1e-10)
+        assert int(drafter.logits(path, policy, OPS).argmax()) == guesses[k]
 
 
 def test_row_i_is_held_to_the_state_that_predicts_token_i_plus_2():
@@ -117,17 +120,19 @@ def test_packed_equals_alone(form):
 def test_the_fast_attention_equals_the_plain_one():
     """Value and gradients of the joint softmax; the plain one is checked by automatic differentiation."""
     torch.manual_seed(0)
-    lengths, rows = (5, 1, 9), 15
-    rope, positions = Rope(model("llama").config, 64, torch.float64, "cpu"), torch.cat([torch.arange(n) for n in lengths])
-    layer = eagle("llama").attention
-    qkv = [torch.randn(rows, (4 + 2 * 2) * 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    lengths, queries = (5, 1, 9), (3, 1, 9)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    answers = torch.tensor([2, 3, 4, *range(5, 15)])
+    packed = SimpleNamespace(positions=positions, answers=answers, lengths=lengths, answer_lengths=queries)
+    rope, layer = Rope(model("llama").config, 64, torch.float64, "cpu"), eagle("llama").attention
+    qkv = [torch.randn(rows, (4 + 2 * 2) * 8, dtype=torch.float64, requires_grad=True) for rows in (15, 13, 13)]
 
     def run(causal, *inputs):
-        attend = UnrolledAttend(OPS, rope, positions, lengths, causal)
+        attend = UnrolledAttend(OPS, rope, packed, causal)
         return torch.stack([attend(layer, x) for x in inputs])
 
-    assert torch.autograd.gradcheck(lambda *x: run(ReferenceCausalAttention(lengths), *x), qkv, fast_mode=True)
-    plain, fast = run(ReferenceCausalAttention(lengths), *qkv), run(CpuCausalAttention(lengths), *qkv)
+    assert torch.autograd.gradcheck(lambda *x: run(ReferenceCausalAttention(lengths, queries), *x), qkv, fast_mode=True)
+    plain, fast = run(ReferenceCausalAttention(lengths, queries), *qkv), run(CpuCausalAttention(lengths, queries), *qkv)
     assert torch.allclose(plain, fast, atol=1e-12)
     grad = torch.randn_like(plain)
     for a, b in zip(torch.autograd.grad(plain, qkv, grad), torch.autograd.grad(fast, qkv, grad), strict=True):
@@ -145,7 +150,7 @@ def test_paths_begin_within_the_answer():
     for k in range(3):
         for t, row in enumerate(aligned.rows.tolist()):
             if aligned.valid[k, t]:
-                assert torch.equal(aligned.outputs[k, t], outputs[k][row - k])
+                assert torch.equal(aligned.outputs[k, t], outputs[k][packed.answers.tolist().index(row - k)])
 
 
 def test_first_fit_keeps_all_and_the_limit():

@@ -87,10 +87,10 @@ def cpu_drafter(model: Decoder, prompts: list[list[int]], args: argparse.Namespa
     if args.drafter is not None and (args.drafter / "model.safetensors").is_file():
         return load_eagle(args.drafter, model)
     setting, config = Setting(torch.device("cpu"), False), SpotConfig(form=args.form, objective=args.objective, lr=args.lr)
-    records = trained_drafter.capture(setting, model, prompts, config, 512, 512, budget)
-    trainer = trained_drafter.make_trainer(model, records, config, 0)
+    captured = trained_drafter.capture(setting, model, prompts, config, 512, 512, budget)
+    trainer = trained_drafter.make_trainer(model, captured.records, config, 0)
     log = trained_drafter.train(trainer, args.train_seconds)
-    report.content["drafter"] = {"answers": len(records), "train_seconds": sum(entry["seconds"] for entry in log)}
+    report.content["drafter"] = {"answers": len(captured.records), "train_seconds": sum(entry["seconds"] for entry in log)}
     drafter = trainer.drafter()
     if args.drafter is not None:
         save_eagle(drafter, args.drafter)

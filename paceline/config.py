@@ -259,6 +259,9 @@ class LearnerConfig(Config):
     `old_logprobs` `trainer`."""
     importance_cap: float = Field(2.0, gt=1)
     """Largest importance weight of a token in `importance_correction`."""
+    deterministic: bool = False
+    """Bit-reproducible updates on a GPU: gradients are summed in a fixed order (`torch.use_deterministic_algorithms`), so that a
+    resumed run ends with the same weights. Attention's gradient takes longer. On a CPU updates are reproducible anyway."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     lora_rank: int = Field(0, ge=0, le=4096)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -135,3 +136,20 @@ def restored_state(plain: Mapping[str, Tensor], parameter: Tensor) -> dict[str, 
 
 def _is_8bit(value: Any) -> bool:
     return type(value).__name__ == "OptimState8bit"  # by name, because torchao is loaded only if it is used
+
+
+@contextmanager
+def reproducible(enabled: bool) -> Iterator[None]:
+    """Operations whose sums have no fixed order are replaced by those that have one, where PyTorch has them."""
+    if not enabled:
+        yield
+        return
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every new tensor would be filled
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.optim import learning_rate_factor, make_adamw
+from paceline.optim import learning_rate_factor, make_adamw, reproducible
 
 
 def test_the_schedule_warms_up_then_falls_to_its_minimum():
@@ -27,3 +27,12 @@ def test_only_matrices_decay_and_only_what_requires_a_gradient_is_trained():
     assert others["params"] == [module.bias] and others["weight_decay"] == 0.0
     assert matrices["base_lr"] == others["base_lr"] == matrices["lr"] == 0.1
     assert len(make_adamw([module.bias], 0.1, (0.9, 0.95), 1e-8, 0.5).param_groups) == 1
+
+
+def test_reproducible_updates_leave_the_process_as_it_was():
+    assert not torch.are_deterministic_algorithms_enabled()
+    with reproducible(True):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with reproducible(False):
+        assert not torch.are_deterministic_algorithms_enabled()

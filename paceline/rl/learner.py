@@ -19,6 +19,7 @@ from paceline.optim import (
     learning_rate_factor,
     make_adamw,
     make_adamw_8bit,
+    reproducible,
     require_finite,
     set_learning_rate,
 )
@@ -151,7 +152,8 @@ class Learner:
         count = self.config.epochs * len(parts)
         for number in range(count):
             try:
-                found = self._optimizer_step(parts[number % len(parts)], mismatch if number == 0 else None)
+                with reproducible(self.config.deterministic):
+                    found = self._optimizer_step(parts[number % len(parts)], mismatch if number == 0 else None)
             except NonFiniteError as error:
                 before = f" Of this step's {count} updates {number} had been made; they are in no checkpoint" if number else ""
                 raise NonFiniteError(f"{error}{'.' if before else ''}{before}") from None

@@ -11,6 +11,7 @@ from paceline.kernels.reference.training import TrainOps
 from paceline.kernels.triton.training import TritonTrainOps
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.optim import reproducible
 from paceline.rl import models as rl_models
 from paceline.rl import pack
 from paceline.rl.batch import Sample
@@ -65,3 +66,17 @@ def test_a_policy_trains_the_same_with_fused_operations(monkeypatch, checkpointi
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
     for ours, theirs in zip(found[0][2], found[1][2], strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 3e-2
+
+
+def test_a_reproducible_gradient_of_attention_has_the_same_bits_every_time():
+    lengths, dim = (900, 3, 777, 1, 512, 40), 128
+    cos, sin = tables(lengths, torch.bfloat16, "cuda", dim)
+    plan, rows = PackedPlan(lengths, torch.device("cuda")), rows_of(lengths, torch.bfloat16, "cuda", dim)
+    found = []
+    for _ in range(6):
+        inputs = [x.detach().clone().requires_grad_() for x in rows]
+        with reproducible(True):
+            out = packed_attention(join_rotated(*inputs, cos, sin), HEADS, KV_HEADS, plan)
+            out.float().square().sum().backward()
+        found.append([x.grad for x in inputs])
+    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0], strict=True))

@@ -261,3 +261,14 @@ def test_a_warm_up_leaves_no_trace(config):
         learner.algorithm.compute_advantages(samples)
         learner.update(samples, 0)
     assert_same(weights_of(warm), weights_of(cold), rtol=0, atol=0)
+
+
+def test_deterministic_updates_use_deterministic_algorithms(monkeypatch):
+    learner, samples, seen = make_learner(deterministic=True), random_samples(1, 2), []
+    learner.algorithm.compute_advantages(samples)
+    step = learner._optimizer_step
+    monkeypatch.setattr(learner, "_optimizer_step",
+                        lambda *args: (seen.append(torch.are_deterministic_algorithms_enabled()), step(*args))[1])
+    learner.update(samples, 0)
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()

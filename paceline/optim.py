@@ -144,12 +144,13 @@ def reproducible(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every new tensor would be filled
+    settings.fill_uninitialized_memory = False  # every new tensor would be filled
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill

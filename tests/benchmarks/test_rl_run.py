@@ -69,7 +69,7 @@ def test_a_run_gives_its_memory_back(tmp_path, monkeypatch):
     monkeypatch.setattr(memory.RandomTrainer, "_load", lambda self: (load(self), made.append(weakref.ref(self.engine.model))))
     args = Namespace(group=2, max_new_tokens=16, tiny=True, optimizer="adamw", micro_batch_tokens=64, lengths=None, max_length=4,
                      steps=1)
-    found = memory.run_case(memory.TINY_CASES["LoRA"], args, Setting(torch.device("cpu"), True), Budget(5.0), tmp_path)
+    found = memory.run_case(memory.TINY_CASES["full weights"], args, Setting(torch.device("cpu"), True), Budget(5.0), tmp_path)
     assert len(found["steps"]) == 1 and found["phases"]["train"]["peak_gib"] > 0
     free_memory()
     assert made[0]() is None

@@ -17,13 +17,13 @@ TARGETS = ("qkv", "down")
 
 
 def run(folder, name: str, **changes) -> Trainer:
-    trainer = Trainer(make_config(folder, out=str(folder / name), learner={"lora_rank": 2, "lora_targets": TARGETS}, **changes))
+    trainer = Trainer(make_config(folder, out=str(folder / name), steps=2, learner={"lora_rank": 2, "lora_targets": TARGETS},
+                                  **changes))
     trainer.run()
     return trainer
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("kind", "sleeps"), [("llama", False), ("qwen3", True)])
 def test_only_adapted_matrices_are_copied(tmp_path, kind, sleeps):
     toy.make_folder(tmp_path, kind=kind)
     trainer = run(tmp_path, "run", sleep_during_update=sleeps)
@@ -41,12 +41,6 @@ def test_only_adapted_matrices_are_copied(tmp_path, kind, sleeps):
     want = Engine(merged, drafter="none", strategy="off", config=EngineConfig(kv_tokens=2048)).generate(prompts, params, n=3)
     got = trainer.engine.generate(prompts, params, n=3)
     assert [r.token_ids for group in got for r in group.rollouts] == [r.token_ids for group in want for r in group.rollouts]
-
-
-def test_a_sleeping_engine_changes_nothing(tmp_path):
-    toy.make_folder(tmp_path)
-    run(tmp_path, "awake"), run(tmp_path, "asleep", sleep_during_update=True)
-    toy.assert_same_run(tmp_path / "awake", tmp_path / "asleep")
 
 
 def test_the_plan_counts_the_copied_matrices(tmp_path):

@@ -8,6 +8,8 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -161,6 +163,13 @@ class Drafting:
         """Run the learned drafter, if the strategy uses it, for so many padding requests: for warm-up and profiling."""
         if strategy.drafter in ("eagle", "both"):
             self._draft_slots([self._state.padding] * num_requests, strategy, capture_now=True)
+
+    def dummy_draft(self, num_requests: int, strategy: Strategy) -> Callable[[], Drafts]:
+        """Return a function that runs the learned drafter, uncaptured, for so many padding requests. All tensors that are kept
+        for later steps exist when it is called."""
+        assert self.eagle is not None
+        self.eagle.window_rows(num_requests, _window(strategy))
+        return partial(self._draft, upload([self._state.padding] * num_requests, self._state.device), strategy)
 
     # -- parts of `draft`
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from strategy.liars import SuffixIsFiveTimes
-from strategy.world import World, cpu_costs, gpu_costs, time_to_finish
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 
 from benchmarks.lib.selection.ablations import ABLATIONS, selector_named
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import World, gpu_costs
+from benchmarks.lib.selection.world import World, gpu_costs
 
 from paceline.strategy.acceptance import SHAPES, Acceptance
 from paceline.strategy.tau import TauTuner

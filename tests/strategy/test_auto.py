@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from world import World, cpu_costs, gpu_costs, rate_of
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, rate_of
 
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points, drafts_at, make_selector
 from paceline.types import Decision, StepOutcome, StepView, Strategy

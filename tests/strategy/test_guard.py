@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from liars import LIARS
-from world import World, cpu_costs, gpu_costs
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs
 
 from paceline.strategy import AutoSelector
 from paceline.strategy.guard import Guard

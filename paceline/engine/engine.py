@@ -141,7 +141,7 @@ class Engine:
     def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp) -> InFlight:
         """Lay out the planned step and queue it on the device, without waiting for it."""
         batch = self.batches.build(plan, drafted)
-        observed = ObservedDrafts.start(plan, batch, self.drafting.tau) if self._control.observes(plan.decision) else None
+        observed = ObservedDrafts.start(plan, batch) if self._control.observes(plan.decision) else None
         adjustments = LogitAdjustments.of(plan.decode, batch.num_nodes, self.model.config.vocab_size, self.state.device)
         output = self.runner.run(batch, any(request.params.raw_logprobs for request in plan.decode), adjustments=adjustments)
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))

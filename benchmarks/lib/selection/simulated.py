@@ -7,18 +7,23 @@ and some text is harder to draft than other. Responses have known lengths, and e
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.lib.prompts import long_tailed_lengths
+from benchmarks.lib.results import Report
+from benchmarks.lib.selection.ablations import selector_named
+from benchmarks.lib.selection.summary import conclusions, show, workload_record
+from benchmarks.lib.selection.workloads import WORKLOADS, most_frequent
 from benchmarks.lib.selection.world import World
-from benchmarks.lib.speculation import fixed_strategies
-from paceline.strategy import CostCurve, Selector
+from benchmarks.lib.speculation import fixed_strategies, num_parts
+from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector
 from paceline.types import Decision, StepOutcome, Strategy
 
 SUFFIX = "suffix:d8w2v16"
@@ -71,7 +76,9 @@ class H200(World):
     decay: tuple[float, ...] = _DECAY
     noise: float = 0.03
     used: Counter[str] = field(default_factory=Counter)
+    verifications: int = 0
     _last: str = "prefill"
+    _slow: float = 1.0
     _hardness: np.ndarray = field(default_factory=lambda: np.zeros(0))
     _biases: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -88,12 +95,17 @@ class H200(World):
         ms = super().true_ms(strategy, drafted, rows)
         if strategy.drafter != "none":
             ms *= self._bias(strategy)
+        self._slow = 1.0
         if self._last == "prefill":
-            ms *= 1 + self.draw.exponential(_SLOW_AFTER_PREFILL) * (self.draw.random() < 0.4)
+            self._slow += self.draw.exponential(_SLOW_AFTER_PREFILL) * (self.draw.random() < 0.4)
         elif self._last != str(strategy):
             ms *= 0.94 if strategy.drafter == "none" else 1 + self.draw.exponential(_SLOW_AFTER_CHANGE)
         self._last = str(strategy)
-        return ms * (_STOPPED if self.draw.random() < 1 / 600 else 1.0)
+        return ms
+
+    def measured(self, ms: float) -> float:
+        """Steps are stopped by something else, whatever is selected: that is not counted in the time of a round."""
+        return ms * self._slow * (_STOPPED if self.draw.random() < 1 / 600 else 1.0)
 
     def _bias(self, strategy: Strategy) -> float:
         """What the profile does not know of a tree shape at a batch size: the same for all selectors."""
@@ -106,6 +118,7 @@ class H200(World):
         self.host_ms = 0.2 + 0.009 * self.batch if decision.strategy.drafter == "none" else 0.8 + 0.018 * self.batch
         outcome = super().play(decision)
         self.used[str(decision.strategy)] += 1
+        self.verifications += self.batch
         return replace(outcome, num_rows=self.costs.padded(outcome.num_rows))
 
     def prefill(self, selector: Selector) -> None:
@@ -145,19 +158,75 @@ def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
     return (gpu.ms - began) / 1e3
 
 
-def fixed_for(batch: int) -> list[str]:
-    """Fixed strategies that suit a batch size."""
-    return [*fixed_strategies(batch), SUFFIX]
+def checked_task(batch: int) -> Task:
+    """Ordinary text at a batch size; longer responses where there are few."""
+    return Task((160 * num_parts(batch),) * batch, ORDINARY)
 
 
-def run_rounds(selector: Selector, rounds: Sequence[Task], seed: int) -> tuple[list[float], H200]:
-    """Seconds of each round but the first."""
-    gpu = H200(seed=seed)
-    return [seconds_of(gpu, selector, task) for task in rounds][1:], gpu
+def busy_profile() -> CostCurve:
+    """A profile that was taken while something else kept the device busy: drafting seems ten times as expensive as it is."""
+    found = h200_costs()
+    found.start, found.level = (Points.through(zip(each.x, 10 * each.y, strict=True)) for each in (found.start, found.level))
+    return found
 
 
-def run_checked(selector: Selector, rounds: int, seed: int) -> dict[int, list[float]]:
-    """Seconds of each round at each batch size, one after the other; the first round at each size is a warm-up."""
-    gpu = H200(seed=seed)
-    return {batch: [seconds_of(gpu, selector, Task((160,) * batch, ORDINARY)) for _ in range(rounds + 1)][1:]
-            for batch in CHECKED}
+def free_rows() -> CostCurve:
+    """A profile in which rows cost nothing."""
+    found = h200_costs()
+    found.policy = found.trees = Points.through([(1, 4.0), (512, 4.1)])
+    return found
+
+
+class Cell(NamedTuple):
+    """What is measured together: rounds that follow each other, of which some count, and the profile that selectors have."""
+
+    rounds: tuple[Task, ...]
+    counted: slice = slice(1, None)
+    profile: Callable[[], CostCurve] = h200_costs
+
+    @property
+    def batch(self) -> int:
+        return len(self.rounds[self.counted][0].lengths)
+
+
+def cells(rounds: int = 2) -> dict[str, Cell]:
+    """The six workloads; batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`; and ordinary
+    text with profiles that are wrong."""
+    found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
+    seen: tuple[Task, ...] = ()
+    for batch in CHECKED:
+        seen += (checked_task(batch),) * (rounds + 1)
+        found[f"batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None))
+    ordinary = found["ordinary"].rounds
+    return found | {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """All strategies in all cells, once with each of `--rounds` seeds."""
+    record = report.content["models"]["h200"] = {"workloads": dict[str, Any]()}
+    for name, cell in cells().items():
+        if name not in args.workloads and name in WORKLOADS:
+            continue
+        found = {strategy: _figures(strategy, cell, args.rounds)
+                 for strategy in ("off", *fixed_strategies(cell.batch), SUFFIX, *args.selectors)}
+        record["workloads"][name] = workload_record(found)
+        show(name, record["workloads"][name])
+        report.content["conclusions"] = conclusions(report.content["models"])
+        report.save()
+
+
+def _figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
+    each, used, tokens, verifications = [], Counter[str](), 0, 0
+    for seed in range(seeds):
+        gpu, selector = H200(seed=seed), selector_named(name)
+        rounds = cell.rounds
+        if isinstance(selector, AutoSelector):
+            selector.costs = cell.profile()
+        elif isinstance(selector, FixedSelector):
+            rounds = rounds[cell.counted]  # it learns nothing
+        spent = [seconds_of(gpu, selector, task) for task in rounds]
+        each.append(sum(spent[-len(cell.rounds[cell.counted]) :]))
+        used += gpu.used
+        tokens, verifications = tokens + gpu.tokens, verifications + gpu.verifications
+    return {"each": each, "cpu_each": each, "overhead_share": 0.0, "steps": most_frequent(used),
+            "tokens_per_verification": tokens / verifications}

@@ -81,7 +81,11 @@ class World:
             ms += self.lookup_ms * min(decision.num_requests or self.batch, self.batch)
         ms *= float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
-        return StepOutcome(decision, self.batch, 0, tokens, ms, rows, 200.0, self.host_ms, drafts)
+        return StepOutcome(decision, self.batch, 0, tokens, self.measured(ms), rows, 200.0, self.host_ms, drafts)
+
+    def measured(self, ms: float) -> float:
+        """What a selector is told that a step took."""
+        return ms
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
         if strategy.drafter == "none":
@@ -132,7 +136,7 @@ class World:
             survival[here] *= survival[parent[here]]
             width[here] = np.maximum(width[here], width[parent[here]])
         shown = survival >= strategy.min_survival
-        return DraftOutcomes(strategy, None, batch, line[shown], found["depth"].ravel()[shown], width[shown], survival[shown],
+        return DraftOutcomes(strategy, batch, line[shown], found["depth"].ravel()[shown], width[shown], survival[shown],
                              found["hit"].ravel()[shown])
 
 

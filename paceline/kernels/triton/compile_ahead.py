@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Compiling Triton kernels in parallel, before they are needed.
 
-A kernel is compiled when it is first launched, and the program waits for it: a new process on a machine with empty caches compiles
-some seventy kernels one after the other. Inside `compiling_ahead`, kernels are compiled in threads and not launched. What torch
+A kernel is compiled when it is first launched, and the program waits for it: a new process with empty caches compiles some
+seventy kernels one after the other. Inside `compiling_ahead`, kernels are compiled in threads and not launched. What torch
 operations would read there was never written, so steps run with `shapes_only`, where the device does nothing.
 """
 

@@ -52,7 +52,7 @@ class _StandIn:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tensor.shape
-        self._offset = tensor.storage_offset() * tensor.element_size() % 16  # memory is allocated at larger multiples
+        self._offset = int(tensor.storage_offset() * tensor.element_size() % 16)  # memory is allocated at larger multiples
 
     def data_ptr(self) -> int:
         return self._offset

@@ -172,7 +172,8 @@ class EngineConfig(Config):
     """Keep a second copy of the weight matrices in the layout that the CPU kernels read: much faster, twice the memory (CPU
     only)."""
     tau: float = Field(0.35, ge=0, le=1)
-    """Temperature of the learned drafter's distribution when it ranks draft tokens with the shared noise. 0: plain top-k."""
+    """Temperature of the learned drafter's distribution when it ranks draft tokens with the shared noise, for answers that are
+    sampled at temperature 1; it grows with their temperature, up to 1. 0: plain top-k."""
     suffix_tau: float = Field(1.0, ge=0, le=1)
     """Temperature of the suffix drafter's counts when it ranks draft tokens with the shared noise. 0: plain top-k."""
     suffix_memory_gb: float = Field(0.25, gt=0)

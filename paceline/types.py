@@ -267,8 +267,6 @@ class Decision:
     strategy: Strategy
     num_requests: int | None = None
     """Draft for only so many requests, those with the most tokens left; None: for all of them."""
-    tau: float | None = None
-    """Temperature factor with which the learned drafter ranks draft tokens from this step on; None leaves it as it is."""
     observe: bool = False
     """Whether to observe the outcomes of the draft tokens one by one."""
     expected_progress: float = 0.0
@@ -283,8 +281,6 @@ class DraftOutcomes:
     drafter's order: likeliest first, parents before their children."""
 
     strategy: Strategy
-    tau: float | None
-    """Temperature factor that the learned drafter used; None for the suffix drafter."""
     num_requests: int
     """Number of requests that were drafted for, including those whose tree is empty."""
     request: Any

@@ -2,6 +2,7 @@
 
     python benchmarks/cpu/selection.py --threads 1 --drafter build/drafter                              # setting default
     python benchmarks/cpu/selection.py --setting smollm2 --model .models/smollm2.gguf --threads 1       # suffix drafter only
+    python benchmarks/cpu/selection.py --setting simulated --selectors auto beg auto-guard …            # no model at all
 
 Workloads: `repetitive` (responses that earlier rounds have seen, temperature 0.3), `ordinary` (responses of the task, four per
 prompt), `random` (random prompts, temperature 2), `high_temperature` (1.3), `shrinking` (64 responses with a long-tailed
@@ -12,9 +13,13 @@ off in every strategy. Ratios are medians over rounds of runs in the same round;
 time, which other load on the machine affects less, are given too. Goals for auto: within 5 % of the fixed strategy that was best
 on the workload, faster than all of them on `shrinking`, never below 0.97 of off, choosing in under 2 % of the time.
 
-What each part of `auto` is worth: `--selectors auto auto-correct auto-guard auto-makespan auto-tau auto-hysteresis auto-probes`.
-`auto-PART` is `auto` without the corrections by measured steps, the guard, the view of the remaining lengths, the tuning of tau,
-the hysteresis, or the probes of known drafters; its row says how fast it is, as a multiple of `auto`.
+The setting `simulated` needs no model and no quiet machine: time is virtual, and steps cost what they cost a 7B model on an H200.
+It has the batch sizes of `benchmarks/gpu/check.py` and two wrong profiles on top of the six workloads.
+
+What each part of `auto` is worth: `--selectors auto auto-correct auto-guard auto-makespan auto-surprise auto-probes auto-gains
+auto-change`. `auto-PART` is `auto` without the corrections by measured steps, the guard, the view of the remaining lengths, the
+early decisions after a surprise, the probes of known drafters, the drafters' own gains in the guard, or the quick forgetting of
+outdated acceptance; its row says how fast it is, as a multiple of `auto`.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from benchmarks.lib.selection.bench import run
 
 
 def main() -> None:
-    run(__doc__, ("default", "smollm2"))
+    run(__doc__, ("default", "smollm2", "simulated"))
 
 
 if __name__ == "__main__":

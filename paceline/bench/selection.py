@@ -258,8 +258,8 @@ def _expected(auto: Contender, batch: int) -> Expected | None:
     decision, corrections = selector.decision, selector.corrections
     measured = auto.tally.mean_step(str(decision.strategy), batch)
     return Expected(str(decision.strategy), decision.expected_ms, measured.ms if measured else None,
-                    batch * decision.expected_progress, measured.tokens if measured else None, corrections.ms.error,
-                    corrections.progress.error)
+                    batch * decision.expected_progress, measured.tokens if measured else None, corrections.cost_error,
+                    corrections.progress_error)
 
 
 def _read_prompts(options: SelectionOptions, on_refused: Callable[[str], None]) -> list[NamedPrompt] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from paceline.cli.collector import freeze_until_exit
 from paceline.cli.progress import ProgressView, figures_line
 from paceline.engine import Engine
 from paceline.generation import FileGenerator, GenerationCallback, GenerationOptions
@@ -47,6 +48,7 @@ class _GenerationView(GenerationCallback):
         self.progress.show(f"capturing CUDA graphs, {done} of {total}")
 
     def on_engine_ready(self, engine: Engine) -> None:
+        freeze_until_exit(self._stack)
         self.progress.restart_clock()
 
     def on_rollouts(self, count: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import say
 from paceline.engine import Engine
 from paceline.types import SamplingParams
@@ -49,8 +51,10 @@ def serve(options: ServeOptions) -> int:
     engine = Engine.load(options.model, options.device, options.dtype, options.drafter, options.strategy,
                          **options.engine)
     _warm_up(engine)
-    started = run_server(create_app(engine, config), options.host, options.port,
-                         lambda address: say(f"{config.model_name} is served at {address}; Ctrl-C stops"))
+    with ExitStack() as stack:
+        freeze_until_exit(stack)
+        started = run_server(create_app(engine, config), options.host, options.port,
+                             lambda address: say(f"{config.model_name} is served at {address}; Ctrl-C stops"))
     if started:
         say("stopped")
     return 0 if started else 2

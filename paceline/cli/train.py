@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import progress_goes_to, say
 from paceline.cli.report import BrowserView
 from paceline.config import ConfigError, TrainConfig
@@ -82,6 +83,8 @@ class TerminalView(TrainerCallback):
         self._view.begin(trainer.state.step)
 
     def on_step_begin(self, step: int) -> None:
+        if not self._step:  # the engines are warm
+            freeze_until_exit(self._stack)
         self._step, self._next_line = step, time.perf_counter() + _LINE_EVERY_S
 
     def on_phase(self, phase: str) -> None:

@@ -115,13 +115,18 @@ class EagleDrafter:
 
     def _run_window(self, view: DraftView, window: int) -> Tensor:
         """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
-        batch, device = len(view.requests.slots), view.requests.slots.device
-        rows = self._windows.get((batch, window))
-        if rows is None:  # never freed, because captured CUDA graphs read them
-            rows = (torch.arange(batch, device=device).repeat_interleave(window),
-                    torch.arange(window, 0, -1, device=device).repeat(batch), torch.full((batch,), window, device=device))
-            self._windows[batch, window] = rows
+        rows = self.window_rows(len(view.requests.slots), window)
         return self._run_committed(view, *rows, least=1)[window - 1 :: window].contiguous()
+
+    def window_rows(self, batch: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last `window` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never
+        freed, because captured CUDA graphs read them."""
+        if (batch, window) not in self._windows:
+            device = self.policy.norm.device
+            self._windows[batch, window] = (
+                torch.arange(batch, device=device).repeat_interleave(window),
+                torch.arange(window, 0, -1, device=device).repeat(batch), torch.full((batch,), window, device=device))
+        return self._windows[batch, window]
 
     def _run_committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
         """Runs the drafter over committed positions, see `Ops.catch_up_rows` for the arguments. Returns its outputs [R, H]."""

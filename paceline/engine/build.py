@@ -102,7 +102,7 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
         # Tokens do not depend on drafts, so on a GPU the drafter may sum in any order.
         own_ops = ops_for(device, dtype, False, context, config.kernels) if pipelined else ops
         learned = EagleDrafter(eagle.to(device, dtype), model, own_rope, own_ops, columns, config.tau)
-    drafting = Drafting(state, store, suffix, learned, config.suffix_tau, graphs)
+    drafting = Drafting(state, store, suffix, learned, config.tau, config.suffix_tau, graphs)
     batches = BatchBuilder(graphs, ops, state.padding, device)
     recorded = _column_index(capture, config.capture, shape.hidden_size, device) if config.capture else None
     return Parts(ops, scheduler, store, state, graphs, batches, runner, drafting, recorded, pipelined)

@@ -17,7 +17,6 @@ class ObservedDrafts(NamedTuple):
     captured graphs share memory, and verification may overwrite what the drafter's graph left there."""
 
     strategy: Strategy
-    tau: float | None
     lines: np.ndarray  # [L] indices of the decode requests that were drafted for
     first_rows: np.ndarray  # [L] row of each one's root
     num_nodes: np.ndarray  # [L] number of draft tokens
@@ -25,8 +24,8 @@ class ObservedDrafts(NamedTuple):
     drafts: np.ndarray  # [L] line of the drafts
 
     @classmethod
-    def start(cls, plan: StepPlan, batch: StepBatch, tau: float | None) -> ObservedDrafts:
-        """Start the download of a step's draft tokens. `tau`: temperature factor of the learned drafter, if it drafted."""
+    def start(cls, plan: StepPlan, batch: StepBatch) -> ObservedDrafts:
+        """Start the download of a step's draft tokens."""
         counts = np.array(batch.num_nodes, int)
         first = np.cumsum(counts + 1) - counts - 1
         tree, nodes = batch.inputs.tree, None
@@ -34,13 +33,13 @@ class ObservedDrafts(NamedTuple):
             nodes = Download.start(tree.tokens, tree.parents, tree.depths, batch.survival)
         lines = (np.array(plan.num_nodes, int) > 0).nonzero()[0]
         drafts = np.array(batch.draft_lines, int)
-        return cls(plan.strategy, tau, lines, first[lines], counts[lines], nodes, drafts[lines])
+        return cls(plan.strategy, lines, first[lines], counts[lines], nodes, drafts[lines])
 
     def result(self, sampled: Download) -> DraftOutcomes:
         """Return the outcomes. `sampled`: the outputs of the step."""
         if self.nodes is None:
             none = np.zeros(0, int)
-            return DraftOutcomes(self.strategy, self.tau, len(self.lines), none, none, none, np.zeros(0), np.zeros(0, bool))
+            return DraftOutcomes(self.strategy, len(self.lines), none, none, none, np.zeros(0), np.zeros(0, bool))
         tokens, parents, depths, survival = self.nodes.arrays()
         found = sampled.arrays()
         generated, count = found[0][self.lines], found[-1][self.lines]
@@ -51,7 +50,7 @@ class ObservedDrafts(NamedTuple):
         parent = np.where(depth == 1, -1, parents[row] - row + np.arange(len(row)))
         matches = tokens[row] == generated[line, np.minimum(depth, generated.shape[1]) - 1]
         accepted, width = _walk(line, parent, depth, matches & (count[line] > depth))
-        return DraftOutcomes(self.strategy, self.tau, len(self.lines), line, depth, width,
+        return DraftOutcomes(self.strategy, len(self.lines), line, depth, width,
                              survival[self.drafts[line], node].astype(float), accepted)
 
 

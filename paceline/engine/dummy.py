@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +15,8 @@ from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.strategy import MAX_ROWS, drafts_at
 from paceline.types import Strategy
+
+logger = logging.getLogger(__name__)
 
 
 class DummySteps:
@@ -51,6 +54,36 @@ class DummySteps:
     def run_drafter(self, num_requests: int, strategy: Strategy) -> None:
         """Run the learned drafter once for so many requests, if the strategy uses it."""
         self._drafting.draft_dummy(num_requests, strategy)
+
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Compile the Triton kernels of steps and drafts of all sizes in parallel, without running anything on the device. If
+        that fails, they are compiled when they are first launched, one after the other."""
+        if self._runner.ops.name != "triton":
+            return
+        began = time.perf_counter()
+        try:
+            from paceline.kernels.triton.compile_ahead import compiling_ahead, shapes_only
+
+            with compiling_ahead():
+                for run in self._steps_to_compile():
+                    with shapes_only():
+                        run()
+        except Exception:
+            logger.info("kernels could not be compiled ahead of their first use", exc_info=True)
+        logger.info("kernels were compiled in %.1f s", time.perf_counter() - began)
+
+    def _steps_to_compile(self) -> Iterator[Callable[[], object]]:
+        """Steps and drafts that together launch nearly all kernels, the largest sizes first, which take the longest."""
+        sizes = [size for size in self.tree_sizes if size <= MAX_ROWS]
+        for rows in reversed(sizes):
+            yield partial(self._runner.run_uncaptured, self._batches.dummy(rows, Strategy.OFF))
+            if rows > 1 and self._drafting.available:
+                yield partial(self._runner.run_uncaptured, self._batches.dummy(rows // 2, Strategy("eagle", 1, 1, 1)))
+        if self.has_learned_drafter:
+            for requests in (size for size in sizes[::-2] if size <= self.max_batch):
+                for strategy in drafts_at(requests):
+                    yield self._drafting.dummy_draft(requests, strategy)
 
     def capture(self, strategies: Iterable[Strategy], batches: Sequence[int], padded: bool = True) -> None:
         """Capture the graphs that these strategies need at these batch sizes."""

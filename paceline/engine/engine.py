@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections import deque
@@ -142,7 +141,7 @@ class Engine:
     def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp) -> InFlight:
         """Lay out the planned step and queue it on the device, without waiting for it."""
         batch = self.batches.build(plan, drafted)
-        observed = ObservedDrafts.start(plan, batch, self.drafting.tau) if self._control.observes(plan.decision) else None
+        observed = ObservedDrafts.start(plan, batch) if self._control.observes(plan.decision) else None
         adjustments = LogitAdjustments.of(plan.decode, batch.num_nodes, self.model.config.vocab_size, self.state.device)
         output = self.runner.run(batch, any(request.params.raw_logprobs for request in plan.decode), adjustments=adjustments)
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
@@ -335,16 +334,13 @@ class Engine:
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
         """Profile the engine if it has a drafter, and capture all graphs that `auto` may need for so many requests (None: for a
         full batch), so that no later step has to wait for that. Profiling takes about two seconds. `seconds`: no further graph
-        is captured after that time. `on_progress` is called with the number of graphs done, and of all. Python's garbage
-        collector will no longer look at what exists by then (`gc.freeze`): that takes it a tenth of a second, between steps."""
+        is captured after that time. `on_progress` is called with the number of graphs done, and of all."""
         if self.drafting.available and self.config.profile and not self.costs.profiled:
             self.profile()
         if self.drafting.suffix is not None:
             self.drafting.suffix.warm_up()
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
         self.dummy_steps.capture_all(requests, seconds, on_progress)
-        gc.collect()
-        gc.freeze()
         return self.graph_report()
 
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:

@@ -50,6 +50,7 @@ def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, 
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is measured anew
         logger.info("measuring step times for strategy selection, about %.0f s, once per model and machine", seconds,
                     extra={"is_progress": True})
+        steps.compile_ahead()
         costs = profile(steps, seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ captured as a CUDA graph and replayed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,16 +104,20 @@ class Runner:
         rows and the depth of the trees. `want_raw`: also compute log-probabilities of the unfiltered distribution. `capture_now`:
         capture the step at once if it has no graph yet. `adjustments`: changes of the logits before sampling; such a step runs
         without a graph."""
-        inputs, prefill, depth, has_decode = batch.inputs, batch.prefill, batch.max_depth, batch.num_requests > 0
-
-        def step() -> SampledTokens | None:
-            rows = inputs.rows(prefill, self.ops, self.state)
-            hidden = self._forward(rows, prefill, depth > 0)
-            return self._sample_and_accept(inputs, rows, hidden, depth, want_raw, adjustments) if has_decode else None
-
-        if prefill or adjustments is not None or not (self.graphs.enabled and inputs.fixed):
+        step = partial(self.run_uncaptured, batch, want_raw, adjustments)
+        if batch.prefill or adjustments is not None or not (self.graphs.enabled and batch.inputs.fixed):
             return step()
-        return self.graphs.run((batch.num_rows, depth, want_raw), step, inputs.slots, capture_now)
+        return self.graphs.run((batch.num_rows, batch.max_depth, want_raw), step, batch.inputs.slots, capture_now)
+
+    @torch.inference_mode()
+    def run_uncaptured(self, batch: StepBatch, want_raw: bool = False,
+                       adjustments: LogitAdjustments | None = None) -> SampledTokens | None:
+        """Queue one step on the device, kernel by kernel. See `run`."""
+        rows = batch.inputs.rows(batch.prefill, self.ops, self.state)
+        hidden = self._forward(rows, batch.prefill, batch.max_depth > 0)
+        if batch.num_requests == 0:
+            return None
+        return self._sample_and_accept(batch.inputs, rows, hidden, batch.max_depth, want_raw, adjustments)
 
     def _bind_cache(self) -> None:
         self._layers = [PagedCache(layer.k, layer.v, self.state.tensors.page_table, self.store.page_size)

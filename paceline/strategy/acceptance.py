@@ -25,8 +25,6 @@ _KEEP_SURPRISED = 0.35
 _ENOUGH_TREES, _ENOUGH_STEPS = 24, 6
 _KEEP_REPLACED = 0.1
 """What is kept of the trees of a drafter that has been replaced: the new one is often the old one, trained further."""
-_FEW_TREES = 4.0
-_CHANCES = np.linspace(0, 1, 201)
 
 
 class Shape(NamedTuple):
@@ -38,7 +36,7 @@ class Shape(NamedTuple):
 
 
 SHAPES: dict[DrafterName, tuple[Shape, ...]] = {
-    "eagle": tuple(Shape(*shape) for shape in ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2), (6, 4), (8, 4))),
+    "eagle": tuple(Shape(*shape) for shape in ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (3, 2), (4, 2), (6, 4), (8, 4))),
     "suffix": tuple(Shape(8, 2, threshold) for threshold in (0.0, 0.2, 0.4, 0.6, 0.8)),
 }
 
@@ -110,18 +108,4 @@ class Acceptance:
         """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted. 0 where
         nothing is known."""
         trees = np.maximum(self._trees, 1e-9)
-        nodes, accepted = np.cumsum(self._nodes / trees, 1), np.cumsum(self._accepted / trees, 1)
-        if self.shapes[0] == (1, 1, 0.0):  # part of every tree, so it is known best: what it has gained or lost, all have
-            now = accepted[0, 0]
-            then = (self._accepted[:, 0] + _FEW_TREES * now) / (self._trees[:, 0] + _FEW_TREES)
-            now, then = np.log(np.clip([np.full_like(then, now), then], 1e-3, 0.999))
-            powers = np.clip(now / then, 0.2, 5.0)
-            accepted = np.stack([_changed(*pair) for pair in zip(accepted, self.shapes, powers, strict=True)])
-        return nodes, accepted
-
-
-def _changed(accepted: NDArray[np.float64], shape: Shape, power: float) -> NDArray[np.float64]:
-    """Numbers of accepted draft tokens if the chance that a level of the tree has the right token is raised to a power."""
-    by_chance = (_CHANCES[:, None] ** np.arange(1, shape.depth + 1)).sum(1)
-    chance = np.interp(accepted, by_chance, _CHANCES)
-    return np.interp(chance**power, _CHANCES, by_chance)
+        return np.cumsum(self._nodes / trees, 1), np.cumsum(self._accepted / trees, 1)

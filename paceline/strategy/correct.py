@@ -1,4 +1,4 @@
-"""Correct: what steps really gave and took, compared with what was predicted for them, pulls later predictions."""
+"""Correct: what steps really took, compared with what was predicted for them, multiplies later predictions."""
 
 from __future__ import annotations
 
@@ -8,63 +8,46 @@ from dataclasses import dataclass, field
 from paceline.strategy.cost import bucket_of
 from paceline.types import DrafterName, StepOutcome, Strategy
 
-_KEEP = 1 - 1 / 48
-"""What is left of the weight of a step after one more step."""
-
-_Key = tuple[DrafterName, int, int, int]
-
-
-@dataclass(slots=True)
-class _Ratios:
-    """Discounted means of measured over predicted values, by drafter, shape and batch bucket."""
-
-    prior: float
-    """Number of measured steps that a prediction counts as."""
-    error: float = 0.0
-    """Recent mean error of corrected predictions: 0.05 is five per cent."""
-    _sums: dict[_Key, tuple[float, float]] = field(default_factory=dict)
-    """Sum of ratios, and of their weights."""
-
-    def observe(self, strategy: Strategy, requests: int, ratio: float) -> None:
-        error = abs(math.log(max(ratio, 1e-3) / self.factor(strategy, requests)))
-        self.error += 0.03 * (min(error, 2.0) - self.error)
-        for key in _keys(strategy, requests):
-            total, weight = self._sums.get(key, (0.0, 0.0))
-            self._sums[key] = _KEEP * total + min(max(ratio, 0.1), 4.0), _KEEP * weight + 1
-
-    def factor(self, strategy: Strategy, requests: int) -> float:
-        """A shape that has not been used is corrected like its drafter's other shapes."""
-        found = 1.0
-        for key in reversed(_keys(strategy, requests)):
-            total, weight = self._sums.get(key, (0.0, 0.0))
-            found = (total + self.prior * found) / (weight + self.prior)
-        return found
-
-    def fade(self, drafter: DrafterName, keep: float) -> None:
-        for key, (total, weight) in self._sums.items():
-            if key[0] == drafter:
-                self._sums[key] = keep * total, keep * weight
+_KEEP, _PRIOR = 1 - 1 / 48, 4.0
+"""What is left of the weight of a step after one more step, and the number of steps that the prediction counts as."""
+_LEAST, _MOST = 0.5, 2.0
+"""Range of the ratios that are counted: single steps are stopped by something else."""
+_Key = tuple[DrafterName, int]
 
 
 @dataclass(slots=True)
 class Corrections:
-    """Measured over predicted progress, and measured over predicted time."""
+    """Discounted means of measured over predicted milliseconds, by drafter and batch bucket."""
 
-    progress: _Ratios = field(default_factory=lambda: _Ratios(prior=8.0))
-    ms: _Ratios = field(default_factory=lambda: _Ratios(prior=1.0))
+    cost_error: float = 0.0
+    """Recent mean error of corrected milliseconds: 0.05 is five per cent."""
+    progress_error: float = 0.0
+    """Recent mean error of predicted progress."""
+    _sums: dict[_Key, tuple[float, float]] = field(default_factory=dict)
+    """Sum of ratios, and of their weights."""
+    _follows: bool = False
+    """Whether the last step was timed."""
 
     def observe(self, outcome: StepOutcome, predicted_ms: float) -> None:
-        """`predicted_ms`: for the rows that the step had, at the machine's present speed."""
+        """`predicted_ms`: for the rows that the step had, at the machine's present speed. The first step after prefill does not
+        count: the host is still busy with that."""
         strategy, requests = outcome.decision.strategy, outcome.num_requests
-        self.ms.observe(strategy, requests, outcome.ms / predicted_ms)
+        follows, self._follows = self._follows, outcome.is_timed
+        if strategy.drafter == "none" or not (follows and outcome.is_timed):
+            return
+        ratio = min(max(outcome.ms / predicted_ms, _LEAST), _MOST)
+        self.cost_error += 0.03 * (abs(math.log(ratio / self.factor(strategy, requests))) - self.cost_error)
         if outcome.decision.expected_progress > 0:
-            self.progress.observe(strategy, requests, outcome.progress / outcome.decision.expected_progress)
+            gain = outcome.progress / outcome.decision.expected_progress
+            self.progress_error += 0.03 * (abs(math.log(max(gain, 0.1))) - self.progress_error)
+        total, weight = self._sums.get(_key(strategy, requests), (0.0, 0.0))
+        self._sums[_key(strategy, requests)] = _KEEP * total + ratio, _KEEP * weight + 1
 
-    def rate(self, strategy: Strategy, requests: int) -> float:
-        """Factor by which a predicted rate is multiplied."""
-        return self.progress.factor(strategy, requests) / self.ms.factor(strategy, requests)
+    def factor(self, strategy: Strategy, requests: int) -> float:
+        """Factor by which predicted milliseconds are multiplied."""
+        total, weight = self._sums.get(_key(strategy, requests), (0.0, 0.0))
+        return (total + _PRIOR) / (weight + _PRIOR)
 
 
-def _keys(strategy: Strategy, requests: int) -> tuple[_Key, _Key]:
-    bucket = bucket_of(requests)
-    return (strategy.drafter, strategy.depth, strategy.width, bucket), (strategy.drafter, 0, 0, bucket)
+def _key(strategy: Strategy, requests: int) -> _Key:
+    return strategy.drafter, bucket_of(requests)

@@ -337,7 +337,7 @@ class Trainer:
                    "drafted": stats.drafted, "accepted": stats.accepted, "strategy": strategy_shares(self._strategy_steps, 3)}
         if isinstance(self.engine.select, AutoSelector):
             corrections = self.engine.select.corrections
-            metrics |= {"select/cost_error": corrections.ms.error, "select/progress_error": corrections.progress.error}
+            metrics |= {"select/cost_error": corrections.cost_error, "select/progress_error": corrections.progress_error}
         if self.baseline is not None:
             comparison = self.collector.comparison
             metrics |= {"compare/rollouts": comparison.num_rollouts, "compare/differing": comparison.num_differing}

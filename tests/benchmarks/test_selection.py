@@ -61,13 +61,13 @@ def test_ratios_compare_neighbours_and_off_is_a_fixed_strategy(tmp_path):
 
 def test_the_price_of_a_removed_part_is_the_time_of_auto_over_the_time_without_it():
     cells = {name: summary.workload_record({"off": figures(4.0), "auto": figures(2.0), "auto-guard": figures(guard),
-                                            "auto-tau": figures(2.0)}) for name, guard in (("ordinary", 2.5), ("stale", 1.6))}
-    assert cells["ordinary"]["best_fixed"] == "off" and cells["ordinary"]["speed_without"] == {"guard": 0.8, "tau": 1.0}
+                                            "auto-probes": figures(2.0)}) for name, guard in (("ordinary", 2.5), ("stale", 1.6))}
+    assert cells["ordinary"]["best_fixed"] == "off" and cells["ordinary"]["speed_without"] == {"guard": 0.8, "probes": 1.0}
     models = {"policy": {"workloads": cells}}
     assert summary.conclusions(models)["speed_without"] == {"guard": {"lowest": 0.8, "highest": 1.25},
-                                                           "tau": {"lowest": 1.0, "highest": 1.0}}
+                                                           "probes": {"lowest": 1.0, "highest": 1.0}}
     more = make_table({"benchmark": "cpu/selection", "setting": "default", "models": models}).more
-    assert more is not None and more.rows == [("guard", "0.80×", "1.25×"), ("tau", "1.00×", "1.00×")]
+    assert more is not None and more.rows == [("guard", "0.80×", "1.25×"), ("probes", "1.00×", "1.00×")]
     assert "slower on some workload without: guard." in more.sentence
 
 

@@ -140,7 +140,7 @@ class FakeEngine:
 def drafts(strategy: Strategy, expected: float) -> DraftOutcomes:
     """Sixteen draft tokens of which the drafter expects so many to be accepted."""
     none = np.zeros(16, int)
-    return DraftOutcomes(strategy, None, 4, none, none, none, np.full(16, expected / 16), none.astype(bool))
+    return DraftOutcomes(strategy, 4, none, none, none, np.full(16, expected / 16), none.astype(bool))
 
 
 def feed(monitor: DrafterMonitor, per_request: int, drafter: str = "eagle", ms: float = 1.0, expected: float = 0.0,

@@ -12,8 +12,8 @@ import pytest
 import tiny
 import torch
 from strategy.liars import LIARS
-from strategy.world import gpu_costs
 
+from benchmarks.lib.selection.world import gpu_costs
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.drafters.tree import Drafts

@@ -110,8 +110,7 @@ def test_drafts_for_the_requests_with_the_most_tokens_left(model):
     assert [nodes > 0 for nodes in plan.num_nodes] == [False, True, True]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "beg", Observing("eagle:d3w2v5", num_requests=2),
-                                      Observing("eagle:d3w2v5", tau=1.0)])
+@pytest.mark.parametrize("strategy", ["auto", "beg", Observing("eagle:d3w2v5", num_requests=2)])
 def test_rollouts_are_those_of_off(model, strategy):
     plain = engine(model).generate(PROMPTS, PARAMS, n=3)
     other = engine(model, strategy).generate(PROMPTS, PARAMS, n=3)
@@ -134,3 +133,10 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
 def test_a_named_selector_keeps_what_it_learned(model):
     made = engine(model)
     assert made.selector("auto") is made.selector("auto") is not made.selector("beg")
+
+
+@pytest.mark.parametrize(("temperature", "tau"), [(1.0, 0.35), (1.3, 0.519), (2.0, 0.99), (2.5, 1.0)])
+def test_tau_grows_with_the_temperature(model, temperature, tau):
+    made = engine(model, "eagle:d3w2v5")
+    made.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, temperature=temperature, ignore_eos=True))
+    assert float(made.drafting.eagle.tau) == pytest.approx(tau, abs=0.001)

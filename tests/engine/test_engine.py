@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -335,3 +337,14 @@ def test_select_is_called_with_what_happens():
     assert {view.num_running for view in seen} >= {4}
     assert seen[0].available == ("suffix",)
     assert set(engine.stats().strategy_steps) == {"off", "suffix:d4w2v6"}
+
+
+def test_a_warm_engine_that_is_deleted_is_freed():
+    """A program may make several, one after the other, on a device that has memory for one."""
+    made = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=2, max_context=64, profile=False))
+    made.warm_up()
+    made.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+    cache = weakref.ref(made.store.layers[0].k)
+    del made
+    gc.collect()
+    assert cache() is None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
-from world import World, cpu_costs, gpu_costs, rate_of
 
+from benchmarks.lib.selection.simulated import h200_costs
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, rate_of
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points, drafts_at, make_selector
 from paceline.types import Decision, StepOutcome, StepView, Strategy
 
@@ -32,13 +33,14 @@ def test_regret_is_bounded_and_not_above_the_bandits(costs, batch, skill):
 
 
 def test_drifting_rewards_cost_auto_less_than_the_bandit():
-    earned = {}
-    for name, selector in (("auto", AutoSelector(gpu_costs())), ("beg", BegSelector())):
-        world = World(gpu_costs(), 8, {"eagle": 0.2})
-        for skill in (0.2, 0.35, 0.5, 0.65, 0.8, 0.65, 0.5, 0.35, 0.2, 0.05):
-            world.skill["eagle"] = skill
-            world.run(selector, 150)
-        earned[name] = world.tokens / world.ms
+    earned = {"auto": 0.0, "beg": 0.0}
+    for seed in (0, 1):
+        for name, selector in (("auto", AutoSelector(gpu_costs())), ("beg", BegSelector())):
+            world = World(gpu_costs(), 8, {"eagle": 0.2}, seed=seed)
+            for skill in (0.2, 0.35, 0.5, 0.65, 0.8, 0.65, 0.5, 0.35, 0.2, 0.05):
+                world.skill["eagle"] = skill
+                world.run(selector, 150)
+            earned[name] += world.tokens / world.ms
     assert earned["auto"] > earned["beg"]
 
 
@@ -134,7 +136,7 @@ def test_a_first_step_in_which_the_host_compiled_does_not_make_suffix_drafts_loo
     selector._probes["suffix"].due = 0
     world.run(selector, 4)
     assert selector.costs.host_ms == 1.0
-    assert selector.corrections.ms.factor(Strategy.parse("suffix:d8w2v16"), 32) > 0.5
+    assert selector.corrections.factor(Strategy.parse("suffix:d8w2v16"), 32) > 0.5
     world.run(selector, 60)
     assert sum(strategy.drafter == "eagle" for strategy in world.strategies[14:]) > 58
 
@@ -148,11 +150,44 @@ def test_a_drafter_that_was_trained_further_is_used_at_once():
     assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-10:]) == 10
 
 
-def test_hysteresis_a_little_better_is_not_enough_to_switch():
-    world, selector = World(gpu_costs(), 8, {"eagle": 0.7}), AutoSelector(gpu_costs())
-    world.run(selector, 600)
-    settled = [(d.strategy.drafter, d.strategy.depth, d.strategy.width) for d in world.chosen[300:] if d.expected_ms]
-    assert sum(a != b for a, b in pairwise(settled)) <= 6
+# Seen in a trace of an H200, where `auto` had 0.87 of the speed of the best fixed strategy at batch 8 and 0.92 at batch 128.
+
+
+def test_one_slow_step_after_prefill_does_not_rule_a_shape_out():
+    """Its one step took 9.5 instead of 7.3 ms, because the host was still busy with prompts, and it was never used again."""
+    world, selector = World(h200_costs(), 128, {"eagle": 0.76}, noise=0.0), AutoSelector(h200_costs())
+    world.run(selector, 60)
+    best = world.strategies[-1]
+    assert best == Strategy.parse("eagle:d1w1v1")
+    selector.observe(StepOutcome(Decision(Strategy.OFF), 0, 8192, 0, 150.0, 8192))
+    outcome = world.play(selector.select(world.view()))
+    selector.observe(replace(outcome, ms=1.3 * outcome.ms))
+    world.run(selector, 60)
+    assert sum(strategy == best for strategy in world.strategies[-40:]) > 36
+
+
+def test_drafts_that_disappoint_are_given_up_in_a_dozen_steps():
+    """Responses past their end repeat themselves, and suffix drafts are always right; in the next batch they are not. It took 31
+    steps until that was considered."""
+    world, selector = World(h200_costs(), 8, {"eagle": 0.76, "suffix": 0.97}, noise=0.0, host_ms=1.0), AutoSelector(h200_costs())
+    world.run(selector, 150)
+    assert sum(strategy.drafter == "suffix" for strategy in world.strategies[-40:]) > 30
+    world.skill["suffix"] = 0.02
+    world.run(selector, 60)
+    assert sum(strategy.drafter == "suffix" for strategy in world.strategies[-60:]) <= 14
+
+
+def test_new_requests_get_a_trial_though_others_were_drafted_for_in_vain():
+    """The last requests of a batch went on past the end of their text, where nothing was accepted. The next batch ran without
+    speculation for 109 steps."""
+    world, selector = World(h200_costs(), 1, {"eagle": 0.76}, noise=0.0), AutoSelector(h200_costs())
+    world.run(selector, 100)
+    world.skill["eagle"] = 0.0
+    world.run(selector, 150)
+    assert world.strategies[-1] == Strategy.OFF
+    world.batch, world.skill["eagle"] = 8, 0.76
+    world.run(selector, 40)
+    assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-40:]) > 25
 
 
 def test_elastic_in_both_directions():

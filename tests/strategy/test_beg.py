@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from world import World, cpu_costs, gpu_costs, rate_of
 
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, rate_of
 from paceline.strategy import BegSelector, make_selector
 from paceline.strategy.beg import arms_of, bucket_of
 from paceline.types import StepView, Strategy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from liars import LIARS
-from world import World, cpu_costs, gpu_costs
 
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs
 from paceline.strategy import AutoSelector
 from paceline.strategy.guard import Guard
 from paceline.types import Decision, StepOutcome, StepView, Strategy
@@ -53,6 +53,17 @@ def test_the_drafter_that_empties_the_account_rests_ever_longer():
     assert rests[1:] == sorted(rests[1:]) and rests[-1] >= 2 * rests[0]
 
 
+def test_a_drafter_that_pays_is_not_stopped_by_one_that_does_not():
+    """Seen on a GPU: suffix drafts emptied the account that both drafters had, and the learned drafter, with which steps were 1.3
+    times as fast, was not used for the rest of the run."""
+    guard, off = Guard(gpu_costs()), float(gpu_costs().off_ms(8))
+    for _ in range(10):
+        assert guard.observe(outcome(Strategy("eagle", 1, 1, 1), 2.0, 1.5 * off)) is None
+    while guard.observe(outcome(SUFFIX, 1.0, 2 * off)) is None:
+        pass
+    assert guard.allows("eagle") and not guard.allows("suffix")
+
+
 def test_speculation_that_pays_is_never_stopped_by_one_bad_step():
     guard, off = Guard(gpu_costs()), float(gpu_costs().off_ms(8))
     for step in range(500):
@@ -67,8 +78,8 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
     guard, off = Guard(gpu_costs()), float(gpu_costs().off_ms(1))
     measure(guard, StepView(1, 0, ("suffix",)), off)
     for _ in range(3):
-        assert guard.observe(outcome(SUFFIX, 1.0, times * off, requests=1)) is None and guard.was_stopped
-        assert guard.observe(outcome(SUFFIX, 1.0, 1.1 * off, requests=1)) is None and not guard.was_stopped
+        assert guard.observe(outcome(SUFFIX, 1.0, times * off, requests=1)) is None and guard.allowance > 5
+        assert guard.observe(outcome(SUFFIX, 1.0, 1.1 * off, requests=1)) is None
     assert guard.allows("suffix")
     while guard.observe(outcome(SUFFIX, 1.0, 50 * off, requests=1)) is None:  # again and again: that is what it costs
         pass

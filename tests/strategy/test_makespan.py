@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import World, cpu_costs, gpu_costs, time_to_finish
 
+from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 from paceline.strategy import AutoSelector, FixedSelector
 from paceline.strategy.predict import drafted_counts, makespan_progress
 from paceline.types import StepView, Strategy

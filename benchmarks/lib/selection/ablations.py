@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
-from paceline.strategy import AutoSelector, Selector, auto, make_selector
+from paceline.strategy import AutoSelector, Selector, make_selector
+from paceline.strategy.acceptance import Acceptance
 from paceline.strategy.correct import Corrections
 from paceline.strategy.guard import Guard
-from paceline.strategy.tau import TauTuner
-from paceline.types import Decision, DrafterName, StepView, Strategy
+from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
 
 def selector_named(name: str) -> Selector:
@@ -42,20 +41,11 @@ class WithoutMakespan(AutoSelector):
         return super().select(replace(view, remaining=()))
 
 
-class WithoutTau(AutoSelector):
-    """Tau stays as it is at the start."""
+class WithoutSurprise(AutoSelector):
+    """Waits for the next regular decision, however far the results are from what was predicted."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tau = _ConstantTau()
-
-
-class WithoutHysteresis(AutoSelector):
-    """Switches to whatever is predicted to be fastest, however little it gains."""
-
-    def _decide(self, view: StepView) -> Decision:
-        with mock.patch.multiple(auto, _AHEAD=1.0, _STAYS_AHEAD=1.0, _BETTER=1.0):
-            return super()._decide(view)
+    def _is_surprising(self, outcome: StepOutcome) -> bool:
+        return False
 
 
 class WithoutProbes(AutoSelector):
@@ -68,15 +58,31 @@ class WithoutProbes(AutoSelector):
         return super()._probe(view)
 
 
+class WithoutGains(AutoSelector):
+    """Drafters have no gains of their own: all losses are paid out of what all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = _SharedGuard(self.costs)
+
+
+class WithoutChange(AutoSelector):
+    """Estimates of acceptance change gradually, however improbable the new outcomes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor.acceptance = {name: _GradualAcceptance(name) for name in self.predictor.acceptance}
+
+
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
-    "auto-correct": WithoutCorrections, "auto-guard": WithoutGuard, "auto-makespan": WithoutMakespan, "auto-tau": WithoutTau,
-    "auto-hysteresis": WithoutHysteresis, "auto-probes": WithoutProbes,
+    "auto-correct": WithoutCorrections, "auto-guard": WithoutGuard, "auto-makespan": WithoutMakespan,
+    "auto-surprise": WithoutSurprise, "auto-probes": WithoutProbes, "auto-gains": WithoutGains, "auto-change": WithoutChange,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
 
 class _NoCorrections(Corrections):
-    def rate(self, strategy: Strategy, requests: int) -> float:
+    def factor(self, strategy: Strategy, requests: int) -> float:
         return 1.0
 
 
@@ -85,6 +91,14 @@ class _LenientGuard(Guard):
         return True
 
 
-class _ConstantTau(TauTuner):
-    def trial(self) -> float:
-        return self.best
+class _SharedGuard(Guard):
+    def observe(self, outcome: StepOutcome) -> DrafterName | None:
+        found = super().observe(outcome)
+        self._allow(sum(self.gains.values()))
+        self.gains.clear()
+        return found
+
+
+class _GradualAcceptance(Acceptance):
+    def _is_surprising(self, s: int, budget: int, trees: int, accepted: float) -> bool:
+        return False

@@ -20,6 +20,7 @@ import torch
 from benchmarks.lib import drafter as trained_drafter
 from benchmarks.lib.figures import rotated
 from benchmarks.lib.results import RESULTS, Report
+from benchmarks.lib.selection import simulated
 from benchmarks.lib.selection.ablations import selector_named
 from benchmarks.lib.selection.subjects import SIZES, Subject, subjects
 from benchmarks.lib.selection.summary import BARE, GOALS, SELECTORS, conclusions, show, show_goals, summarize, workload_record
@@ -53,9 +54,12 @@ def run(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | Non
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     variant = "" if args.setting in ("gpu", "tiny") else args.setting
-    report = Report(args, "cuda" if args.setting == "gpu" else "cpu", variant, setting=args.setting, goals=GOALS,
-                    sizes=SIZES[args.setting]._asdict(), threads=torch.get_num_threads(), models={})
-    for subject in subjects(args, report, budget):
+    sizes = SIZES[args.setting]._asdict() if args.setting in SIZES else {}
+    report = Report(args, "cuda" if args.setting == "gpu" else "cpu", variant, setting=args.setting, goals=GOALS, sizes=sizes,
+                    threads=torch.get_num_threads(), models={})
+    if args.setting == "simulated":
+        simulated.measure(args, report)
+    for subject in () if args.setting == "simulated" else subjects(args, report, budget):
         print(f"{args.setting}, {subject.name}", flush=True)
         bench = Bench(subject, args, report, budget)
         for name in args.workloads:
@@ -81,13 +85,14 @@ def parse(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | N
     parser.add_argument("--fixed", nargs="+", default=list(FIXED), help="fixed strategies")
     parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg"],
                         help="auto-PART is auto without that part; its row says what the removal costs")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="rounds that are measured (default: 2; simulated: 8, each with its own seed)")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--bare", action="store_true", help="also measure an engine without drafters, which shows the noise")
     parser.set_defaults(train_seconds=None)
     args = parser.parse_args(arguments)
     if args.tiny:
         args.setting, args.rounds, args.threads = "tiny", 1, 1
+    args.rounds = args.rounds or (8 if args.setting == "simulated" else 2)
     args.train_seconds = args.train_seconds or (160 if args.setting == "gpu" else 60)
     if "auto" not in args.selectors:
         raise SystemExit("--selectors must contain auto, which the figures are about")
@@ -140,7 +145,7 @@ class Bench:
                          "steps": most_frequent(tally.strategies)}
             if isinstance(engine.select, AutoSelector):
                 errors = engine.select.corrections
-                found[n] |= {"cost_error": errors.ms.error, "progress_error": errors.progress.error}
+                found[n] |= {"cost_error": errors.cost_error, "progress_error": errors.progress_error}
         self._check(name, found)
         self._record[name] = workload_record(found)
         show(name, self._record[name])

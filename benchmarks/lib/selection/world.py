@@ -1,5 +1,5 @@
-"""A world in which selectors can be judged: steps cost what a true curve says, drafts are accepted by true chances, and the time
-that the best fixed strategy would have taken is known."""
+"""A world in which selectors can be judged: steps cost what a true curve says, and drafts are accepted by true chances. Time is
+virtual and all draws are seeded, so every run gives the same figures on every machine."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class World:
     host_ms: float = 0.0
     lookup_ms: float = 0.0
     """What suffix drafts cost for each request, beyond what the curve says."""
+    decay: tuple[float, ...] = (1.0,)
+    """Skill at each depth as a multiple of that at depth 1."""
     ms: float = 0.0
     tokens: int = 0
     steps: int = 0
@@ -79,21 +81,31 @@ class World:
             ms += self.lookup_ms * min(decision.num_requests or self.batch, self.batch)
         ms *= float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
-        return StepOutcome(decision, self.batch, 0, tokens, ms, rows, 200.0, self.host_ms, drafts)
+        return StepOutcome(decision, self.batch, 0, tokens, self.measured(ms), rows, 200.0, self.host_ms, drafts)
+
+    def measured(self, ms: float) -> float:
+        """What a selector is told that a step took."""
+        return ms
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
         if strategy.drafter == "none":
             return float(self.costs.off_ms(self.batch))
         return float(self.costs.ms(strategy.drafter, strategy.depth, strategy.width, self.batch, drafted, rows))
 
+    def skills(self, drafter: str, batch: int) -> np.ndarray:
+        """[batch, 1] chance that a first draft token is right, by request."""
+        return np.full((batch, 1), self.skill[drafter])
+
     def drafts(self, strategy: Strategy, batch: int) -> DraftOutcomes:
         """Trees grown as a drafter grows them: the likeliest `width` of a level go on, the likeliest nodes of all remain."""
         width, draw = strategy.width, self.draw
+        skills = self.skills(strategy.drafter, batch)
         levels = []
         parents = np.full((batch, 1), -1)
         chance, alive, size = np.ones((batch, 1)), np.ones((batch, 1), bool), 0
         for depth in range(1, strategy.depth + 1):
-            top = draw.beta(6 * self.skill[strategy.drafter] + 1e-3, 6 * (1 - self.skill[strategy.drafter]) + 1e-3, chance.shape)
+            skill = skills * self.decay[min(depth, len(self.decay)) - 1]
+            top = draw.beta(6 * skill + 1e-3, 6 * (1 - skill) + 1e-3, chance.shape)
             shares = np.array([1.0, 0.4, 0.15, 0.08])[:width]
             own = np.minimum(top[..., None] * shares, (1 - top[..., None]) * shares + top[..., None] * (shares == 1.0))
             which = (draw.random(chance.shape)[..., None] > np.cumsum(own, -1)).sum(-1)  # the child that is right, or none
@@ -124,7 +136,7 @@ class World:
             survival[here] *= survival[parent[here]]
             width[here] = np.maximum(width[here], width[parent[here]])
         shown = survival >= strategy.min_survival
-        return DraftOutcomes(strategy, None, batch, line[shown], found["depth"].ravel()[shown], width[shown], survival[shown],
+        return DraftOutcomes(strategy, batch, line[shown], found["depth"].ravel()[shown], width[shown], survival[shown],
                              found["hit"].ravel()[shown])
 
 

@@ -1,0 +1,232 @@
+"""The six workloads in simulation: an H200 with a 7B model, by its measured cost curve and the measured acceptance of a drafter.
+
+What disturbs a selector there is simulated, too, as it was seen in traces: outcomes arrive one step late, the first steps after
+prefill and after a change of strategy take longer, single steps are stopped by something else, profiles are a few per cent off,
+and some text is harder to draft than other. Responses have known lengths, and every round begins with new prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.lib.prompts import long_tailed_lengths
+from benchmarks.lib.results import Report
+from benchmarks.lib.selection.ablations import selector_named
+from benchmarks.lib.selection.summary import conclusions, show, workload_record
+from benchmarks.lib.selection.workloads import WORKLOADS, most_frequent
+from benchmarks.lib.selection.world import World
+from benchmarks.lib.speculation import fixed_strategies, num_parts
+from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector
+from paceline.types import Decision, StepOutcome, Strategy
+
+SUFFIX = "suffix:d8w2v16"
+CHECKED = (1, 32, 128, 256, 8)
+"""Batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`."""
+_DECAY = (1.0, 0.93, 0.9, 0.875, 0.855, 0.84, 0.83, 0.82)
+_SLOW_AFTER_PREFILL, _SLOW_AFTER_CHANGE, _STOPPED = 2.0, 0.15, 12.0
+
+
+def h200_costs() -> CostCurve:
+    """The profile of a 7B model on an H200."""
+    return CostCurve.loads((Path(__file__).parent / "h200_costs.json").read_text(encoding="utf-8"))
+
+
+class Text(NamedTuple):
+    """Chance that the first draft token is right."""
+
+    eagle: float
+    suffix: float
+
+
+class Task(NamedTuple):
+    """A round of a workload."""
+
+    lengths: tuple[int, ...]
+    text: Text
+    stale: bool = False
+    """Whether the learned drafter is replaced by a useless one midway."""
+
+
+ORDINARY = Text(0.76, 0.2)
+TEXTS = {"repetitive": Text(0.85, 0.9), "ordinary": ORDINARY, "random": Text(0.08, 0.02), "high_temperature": Text(0.5, 0.08),
+         "shrinking": ORDINARY, "stale": ORDINARY}
+
+
+def tasks(name: str, rounds: int) -> list[Task]:
+    """The rounds of a workload; the first one is a warm-up."""
+    lengths = tuple(long_tailed_lengths(None, 64, 512)) if name == "shrinking" else (192,) * 16
+    first = Task(lengths, Text(0.85, 0.3) if name == "repetitive" else TEXTS[name], name == "stale")
+    return [first, *[Task(lengths, TEXTS[name], name == "stale")] * rounds]
+
+
+@dataclass
+class H200(World):
+    """The simulated GPU."""
+
+    costs: CostCurve = field(default_factory=h200_costs)
+    batch: int = 1
+    skill: dict[str, float] = field(default_factory=lambda: ORDINARY._asdict())
+    decay: tuple[float, ...] = _DECAY
+    noise: float = 0.03
+    used: Counter[str] = field(default_factory=Counter)
+    verifications: int = 0
+    _last: str = "prefill"
+    _slow: float = 1.0
+    _hardness: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    _biases: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def skills(self, drafter: str, batch: int) -> np.ndarray:
+        """Text is harder and easier to draft for some dozen tokens."""
+        if len(self._hardness) < self.batch:
+            self._hardness = self.draw.normal(0, 0.5, self.batch)
+        self._hardness = 0.96 * self._hardness + self.draw.normal(0, 0.14, len(self._hardness))
+        chance = np.clip(self.skill[drafter], 1e-3, 0.999)
+        return 1 / (1 + np.exp(-np.log(chance / (1 - chance)) - self._hardness[:batch, None]))
+
+    def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
+        self.costs.host_ms = 0.8 + 0.018 * self.batch  # measured: what suffix drafts wait for
+        ms = super().true_ms(strategy, drafted, rows)
+        if strategy.drafter != "none":
+            ms *= self._bias(strategy)
+        self._slow = 1.0
+        if self._last == "prefill":
+            self._slow += self.draw.exponential(_SLOW_AFTER_PREFILL) * (self.draw.random() < 0.4)
+        elif self._last != str(strategy):
+            ms *= 0.94 if strategy.drafter == "none" else 1 + self.draw.exponential(_SLOW_AFTER_CHANGE)
+        self._last = str(strategy)
+        return ms
+
+    def measured(self, ms: float) -> float:
+        """Steps are stopped by something else, whatever is selected: that is not counted in the time of a round."""
+        return ms * self._slow * (_STOPPED if self.draw.random() < 1 / 600 else 1.0)
+
+    def _bias(self, strategy: Strategy) -> float:
+        """What the profile does not know of a tree shape at a batch size: the same for all selectors."""
+        key = (self.seed, strategy.drafter == "suffix", strategy.depth, strategy.width, self.batch.bit_length())
+        if key not in self._biases:
+            self._biases[key] = float(np.exp(np.random.default_rng(key).normal(0.04, 0.05)))
+        return self._biases[key]
+
+    def play(self, decision: Decision) -> StepOutcome:
+        self.host_ms = 0.2 + 0.009 * self.batch if decision.strategy.drafter == "none" else 0.8 + 0.018 * self.batch
+        outcome = super().play(decision)
+        self.used[str(decision.strategy)] += 1
+        self.verifications += self.batch
+        return replace(outcome, num_rows=self.costs.padded(outcome.num_rows))
+
+    def prefill(self, selector: Selector) -> None:
+        """The step that reads the prompts: its time says nothing, and it keeps the host busy for long."""
+        self._last = "prefill"
+        self._hardness = np.zeros(0)
+        view = replace(self.view(), num_prefill_rows=120 * self.batch)
+        selector.observe(StepOutcome(selector.select(view), 0, 120 * self.batch, 0, 25.0, 8192, 0.0, 25.0))
+
+
+def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
+    """Seconds that a selector needs for a round."""
+    gpu.skill = task.text._asdict()
+    left, began, done, total = np.array(task.lengths), gpu.ms, 0, sum(task.lengths)
+    gpu.batch = len(left)
+    gpu.prefill(selector)
+    if task.stale:
+        selector.drafter_replaced()
+    pending: StepOutcome | None = None
+    while len(left):
+        left = np.sort(left)[::-1]
+        gpu.batch = len(left)
+        decision = selector.select(replace(gpu.view(), remaining=tuple(left.tolist())))
+        if pending is not None:
+            selector.observe(pending)
+        drafted = min(decision.num_requests or len(left), len(left))
+        pending = gpu.play(decision)
+        left[:drafted] -= gpu.accepted[:drafted]
+        left = left - 1
+        before, done = done, done + pending.num_tokens
+        if task.stale and before < total / 2 <= done:
+            gpu.skill["eagle"] = 0.02
+            selector.drafter_replaced()
+        left = left[left > 0]
+    if pending is not None:
+        selector.observe(pending)
+    return (gpu.ms - began) / 1e3
+
+
+def checked_task(batch: int) -> Task:
+    """Ordinary text at a batch size; longer responses where there are few."""
+    return Task((160 * num_parts(batch),) * batch, ORDINARY)
+
+
+def busy_profile() -> CostCurve:
+    """A profile that was taken while something else kept the device busy: drafting seems ten times as expensive as it is."""
+    found = h200_costs()
+    found.start, found.level = (Points.through(zip(each.x, 10 * each.y, strict=True)) for each in (found.start, found.level))
+    return found
+
+
+def free_rows() -> CostCurve:
+    """A profile in which rows cost nothing."""
+    found = h200_costs()
+    found.policy = found.trees = Points.through([(1, 4.0), (512, 4.1)])
+    return found
+
+
+class Cell(NamedTuple):
+    """What is measured together: rounds that follow each other, of which some count, and the profile that selectors have."""
+
+    rounds: tuple[Task, ...]
+    counted: slice = slice(1, None)
+    profile: Callable[[], CostCurve] = h200_costs
+
+    @property
+    def batch(self) -> int:
+        return len(self.rounds[self.counted][0].lengths)
+
+
+def cells(rounds: int = 2) -> dict[str, Cell]:
+    """The six workloads; batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`; and ordinary
+    text with profiles that are wrong."""
+    found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
+    seen: tuple[Task, ...] = ()
+    for batch in CHECKED:
+        seen += (checked_task(batch),) * (rounds + 1)
+        found[f"batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None))
+    ordinary = found["ordinary"].rounds
+    return found | {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """All strategies in all cells, once with each of `--rounds` seeds."""
+    record = report.content["models"]["h200"] = {"workloads": dict[str, Any]()}
+    for name, cell in cells().items():
+        if name not in args.workloads and name in WORKLOADS:
+            continue
+        found = {strategy: _figures(strategy, cell, args.rounds)
+                 for strategy in ("off", *fixed_strategies(cell.batch), SUFFIX, *args.selectors)}
+        record["workloads"][name] = workload_record(found)
+        show(name, record["workloads"][name])
+        report.content["conclusions"] = conclusions(report.content["models"])
+        report.save()
+
+
+def _figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
+    each, used, tokens, verifications = [], Counter[str](), 0, 0
+    for seed in range(seeds):
+        gpu, selector = H200(seed=seed), selector_named(name)
+        rounds = cell.rounds
+        if isinstance(selector, AutoSelector):
+            selector.costs = cell.profile()
+        elif isinstance(selector, FixedSelector):
+            rounds = rounds[cell.counted]  # it learns nothing
+        spent = [seconds_of(gpu, selector, task) for task in rounds]
+        each.append(sum(spent[-len(cell.rounds[cell.counted]) :]))
+        used += gpu.used
+        tokens, verifications = tokens + gpu.tokens, verifications + gpu.verifications
+    return {"each": each, "cpu_each": each, "overhead_share": 0.0, "steps": most_frequent(used),
+            "tokens_per_verification": tokens / verifications}

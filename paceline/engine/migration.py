@@ -173,7 +173,7 @@ class Migration:
         """Give the request a slot and pages, and store its tensors. Returns False, without a change, if there is no room or the
         tensors are lost."""
         assert state.kv is not None
-        tensors = self._open(state.kv)
+        tensors = self._open(state.kv) if state.kv.num_tokens else []
         allocator = self._scheduler.pages
         held = [] if reservation is None else reservation.pages
         num_computed = len(request.tokens) - 1
@@ -183,7 +183,7 @@ class Migration:
         pages = allocator.allocate(allocator.pages_for(len(request.tokens)) - len(held))
         if pages is None:
             return False
-        if state.kv.num_tokens:
+        if tensors:
             self._store.import_request(pages, tensors)
         self.reserved_pages.difference_update(held)
         request.pages, request.num_computed, request.stale = held + pages, num_computed, state.stale

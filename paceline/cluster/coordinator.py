@@ -34,7 +34,7 @@ from paceline.cluster.messages import (
     TrainedDrafter,
     TrainingPreempted,
 )
-from paceline.cluster.pace import PaceModel
+from paceline.cluster.pace import CpuBudget, PaceModel
 from paceline.cluster.policy import decide
 from paceline.cluster.spot_group import Trainers
 from paceline.cluster.timeline import Timeline
@@ -87,8 +87,8 @@ class Runtime(Protocol):
 Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
 _QUIET_S = 1.0
 """Longest time between two decisions while no worker has any news."""
-_MAX_SHARE, _MAX_PAUSE_S = 0.01, 2.0
-"""Share of a core that the coordinator may use: a round that takes long is followed by a pause, up to so many seconds."""
+_MAX_SHARE, _BURST_S, _MAX_PAUSE_S = 0.01, 0.1, 2.0
+"""Share of a core that the coordinator may use, beyond a burst of so many seconds; then it pauses, up to so many seconds."""
 _MAX_CRASHES = 5
 """A request is given up once so many workers have died that had it."""
 _MOVE_TOKEN_S = 1e-5
@@ -127,7 +127,7 @@ class Coordinator:
         self.republish: Callable[[], None] | None = None
         """Brings all workers' policies up to date where workers train the policy themselves (`policy_published`)."""
         self._is_outdated, self._has_changed, self._decided_at = False, True, 0.0
-        self._pause_s = interval_s
+        self._pause_s, self._budget = interval_s, CpuBudget(_MAX_SHARE, _BURST_S, clock)
 
     # -- what callers use
 
@@ -171,8 +171,19 @@ class Coordinator:
     def advance(self, timeout_s: float | None = None) -> None:
         """One round whose finished requests are left to the next `step`. Nothing is decided before there is news, but at least
         once a second."""
-        found = self.runtime.poll(self._pause_s if timeout_s is None else timeout_s)
         began = time.thread_time()
+        self._round(timeout_s)
+        self._budget.spend(time.thread_time() - began)
+        if self.interval_s:
+            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, self._budget.overdrawn_s))
+
+    @property
+    def spent_s(self) -> float:
+        """Processor seconds that this coordinator has taken."""
+        return self._budget.spent_s
+
+    def _round(self, timeout_s: float | None) -> None:
+        found = self.runtime.poll(self._pause_s if timeout_s is None else timeout_s)
         for news in found:
             if isinstance(news, Lost):
                 self._lose(news)
@@ -187,9 +198,6 @@ class Coordinator:
         for worker, new_round in self._trainers.new_rounds(self.runtime.place):
             self.runtime.post(worker, StartTraining(new_round), self._drafter)
         self.runtime.flush()
-        if self.interval_s:
-            spent = time.thread_time() - began
-            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, spent / _MAX_SHARE))
 
     def cancel(self, requests: Sequence[int]) -> None:
         """Give requests up, wherever they are."""

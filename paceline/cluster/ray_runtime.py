@@ -58,7 +58,7 @@ class RayRuntime:
         self._store: Any = None
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _init_ray(address)
+            start_ray(address)
         self._is_local = address is None and (self._owns_ray or len(ray.nodes()) == 1)
         self._group: PlacementGroup | None = None
         self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0}
@@ -180,7 +180,7 @@ class RayRuntime:
             actor.connect.remote(dict(self._actors), dict(self._incarnation))
 
 
-def _init_ray(address: str | None) -> None:
+def start_ray(address: str | None = None) -> None:
     """Join a cluster, or start Ray here so that it listens on the loopback interface only, and leave logging alone."""
     if address is not None:
         ray.init(address=address, configure_logging=False)

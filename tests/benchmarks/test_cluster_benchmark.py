@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cluster.calibrated import CalibratedSpec
-from benchmarks.cluster.rollout import EMPTY_WEIGHTS
+from benchmarks.cluster.rollout import EMPTY_WEIGHTS, GOALS, reached
 from benchmarks.lib.result_tables import make_table
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
@@ -35,7 +35,14 @@ def test_calibrated_workers_finish_and_move_requests(trains):
     assert (coordinator.drafter_version >= 0) == trains
 
 
-def test_the_result_has_a_table():
-    cell = {"seconds": 10.0, "simulated_s": 9.5, "idle": 0.4, "training": 0.0, "tail_s": 3.0, "moves": 0}
-    table = make_table({"benchmark": "cluster/rollout", "variants": {"static": cell, "+ scheduling": {**cell, "seconds": 5.0}}})
-    assert "2.00×" in table.sentence and len(table.rows) == 2
+def test_the_result_has_a_table_and_says_which_goals_are_reached():
+    cell = {"seconds": 10.0, "simulated_s": 9.5, "idle": 0.45, "training": 0.0, "tail_s": 3.0, "moves": 0,
+            "coordinator_share": 0.02}
+    quick = {**cell, "seconds": 5.0, "simulated_s": 5.2, "idle": 0.05, "tail_s": 0.5}
+    content = {"benchmark": "cluster/rollout", "pause": {"pause_steps": 1.2}, "one_worker": {"static": cell},
+               "variants": {"static": cell, "+ reallocation": quick, "+ spot training": quick}}
+    content["reached"] = reached(content)
+    assert {name for name, (_, ok) in content["reached"].items() if not ok} == {"all_together", "coordinator_share"}
+    assert content["reached"].keys() == GOALS.keys()
+    table = make_table(content)
+    assert "2.00×" in table.sentence and "1.2 steps" in table.sentence and len(table.rows) == 3

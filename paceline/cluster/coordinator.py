@@ -78,7 +78,7 @@ class Runtime(Protocol):
         """Send what was posted and is not on its way."""
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
-        """Reports of the workers that have one, after at most so many seconds."""
+        """Reports of the workers that have one: as soon as there is any, after at most so many seconds."""
 
     def close(self) -> None:
         """End all workers."""
@@ -87,8 +87,9 @@ class Runtime(Protocol):
 Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
 _QUIET_S = 1.0
 """Longest time between two decisions while no worker has any news."""
-_MAX_SHARE, _BURST_S, _MAX_PAUSE_S = 0.01, 0.1, 2.0
-"""Share of a core that the coordinator may use, beyond a burst of so many seconds; then it pauses, up to so many seconds."""
+_MAX_SHARE, _BURST_S, _MAX_PAUSE_S, _MAX_PAUSE_SHARE = 0.01, 0.1, 2.0, 0.25
+"""Share of a core that the coordinator may use, beyond a burst of so many seconds. Then it pauses, up to so many seconds and up to
+a share of the time that running answers are expected to take: workers must not run out of requests."""
 _MAX_CRASHES = 5
 """A request is given up once so many workers have died that had it."""
 _MOVE_TOKEN_S = 1e-5
@@ -127,7 +128,7 @@ class Coordinator:
         self.republish: Callable[[], None] | None = None
         """Brings all workers' policies up to date where workers train the policy themselves (`policy_published`)."""
         self._is_outdated, self._has_changed, self._decided_at = False, True, 0.0
-        self._pause_s, self._budget = interval_s, CpuBudget(_MAX_SHARE, _BURST_S, clock)
+        self._pause_s, self._max_pause_s, self._budget = interval_s, 0.0, CpuBudget(_MAX_SHARE, _BURST_S, clock)
 
     # -- what callers use
 
@@ -175,7 +176,7 @@ class Coordinator:
         self._round(timeout_s)
         self._budget.spend(time.thread_time() - began)
         if self.interval_s:
-            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, self._budget.overdrawn_s))
+            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, self._max_pause_s, self._budget.overdrawn_s))
 
     @property
     def spent_s(self) -> float:
@@ -183,7 +184,10 @@ class Coordinator:
         return self._budget.spent_s
 
     def _round(self, timeout_s: float | None) -> None:
-        found = self.runtime.poll(self._pause_s if timeout_s is None else timeout_s)
+        if timeout_s is None:
+            time.sleep(max(0.0, self._decided_at + self._pause_s - self._clock()) if self.interval_s else 0.0)
+            timeout_s = 0.0 if self._has_changed else self._pause_s
+        found = self.runtime.poll(timeout_s)
         for news in found:
             if isinstance(news, Lost):
                 self._lose(news)
@@ -193,7 +197,10 @@ class Coordinator:
             return
         self._has_changed, self._decided_at = False, self._clock()
         self._is_outdated = False
-        for action in self._decide(self._view(), self.config):
+        view = self._view()
+        running = view.requests.remaining[view.requests.worker >= 0]
+        self._max_pause_s = _MAX_PAUSE_SHARE * float(running.mean() * view.token_s[1]) if len(running) else 0.0
+        for action in self._decide(view, self.config):
             self._act(action)
         for worker, new_round in self._trainers.new_rounds(self.runtime.place):
             self.runtime.post(worker, StartTraining(new_round), self._drafter)

@@ -100,7 +100,10 @@ class RayRuntime:
                 self._ask(worker)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
-        ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=timeout_s)
+        pending = list(self._reports)
+        ready, _ = ray.wait(pending, timeout=timeout_s)
+        if ready and len(pending) > 1:
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
         return [self._result(reference) for reference in ready] + [self._give_up(reference) for reference in silent]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 from cluster.local import (
@@ -49,6 +51,17 @@ def test_any_number_of_workers_gives_the_same_rollouts():
             coordinator = make_cluster(num_workers, config)
             assert_same(run(coordinator, submit(coordinator)))
             check_clean(coordinator)
+
+
+def test_there_is_time_between_two_decisions_however_much_news_there_is():
+    decided = []
+    runtime = LocalRuntime(2, lambda w, send: Worker(w, make_engine(seed=7), send))
+    coordinator = Coordinator(runtime, interval_s=0.1, decide=lambda view, config: decided.append(time.perf_counter()) or [])
+    coordinator.publish_policy(weights(), 0)
+    submit(coordinator)
+    for _ in range(4):
+        coordinator.step()
+    assert len(decided) == 4 and min(np.diff(decided)) > 0.095, np.diff(decided)
 
 
 def test_speculating_workers_give_the_same_rollouts():

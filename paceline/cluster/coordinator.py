@@ -88,8 +88,8 @@ Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
 _QUIET_S = 1.0
 """Longest time between two decisions while no worker has any news."""
 _MAX_SHARE, _BURST_S, _MAX_PAUSE_S, _MAX_PAUSE_SHARE = 0.01, 0.1, 2.0, 0.25
-"""Share of a core that the coordinator may use, beyond a burst of so many seconds. Then it pauses, up to so many seconds and up to
-a share of the time that running answers are expected to take: workers must not run out of requests."""
+"""Share of a core that the coordinator may use, beyond a burst of so many seconds. Then it pauses, up to so many seconds and up
+to a share of the time that running answers are expected to take: workers must not run out of requests."""
 _MAX_CRASHES = 5
 """A request is given up once so many workers have died that had it."""
 _MOVE_TOKEN_S = 1e-5

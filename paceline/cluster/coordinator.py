@@ -123,6 +123,7 @@ class Coordinator:
         self._drafter: Any = None
         self._sent: dict[int, tuple[int, int]] = {}  # worker → versions of policy and drafter that are on their way
         self._finished: list[tuple[int, Rollout]] = []
+        self._texts: dict[int, list[tuple[list[int], list[int]]]] = {}  # worker → answers that others have generated
         self.num_workers, self.num_lost = runtime.num_workers, 0
         """Number of workers, and how many times one was lost."""
         self.republish: Callable[[], None] | None = None
@@ -204,6 +205,9 @@ class Coordinator:
             self._act(action)
         for worker, new_round in self._trainers.new_rounds(self.runtime.place):
             self.runtime.post(worker, StartTraining(new_round), self._drafter)
+        for worker, answers in self._texts.items():
+            self.runtime.post(worker, LearnText(answers))
+        self._texts = {}
         self.runtime.flush()
 
     def cancel(self, requests: Sequence[int]) -> None:
@@ -264,7 +268,7 @@ class Coordinator:
         self._finished.append((event.request, event.rollout))
         for other in self.book.sibling_workers(event.request):
             if other != worker:
-                self.runtime.post(other, LearnText(event.rollout.prompt_ids, event.rollout.token_ids))
+                self._texts.setdefault(other, []).append((event.rollout.prompt_ids, event.rollout.token_ids))
 
     def _arrived(self, event: Arrived, worker: int) -> None:
         if not self._is_moving(event.request, event.epoch):

@@ -239,8 +239,9 @@ class Worker:
                     self._events.append(TrainingPreempted(0.0, message.round.number))
             case EndTraining():
                 self._stop_training(posted_at)
-            case LearnText(prompt_ids, token_ids):
-                self.engine.drafting.learn_text(prompt_ids, token_ids)
+            case LearnText(answers):
+                for prompt_ids, token_ids in answers:
+                    self.engine.drafting.learn_text(prompt_ids, token_ids)
 
     def _set_policy(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
         self.engine.update_weights(weights, version)

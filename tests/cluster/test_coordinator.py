@@ -70,6 +70,20 @@ def test_speculating_workers_give_the_same_rollouts():
         assert_same(run(coordinator, submit(coordinator)))
 
 
+def test_suffix_drafters_learn_the_answers_of_other_workers(monkeypatch):
+    """A finished answer reaches all other workers that still generate answers to its prompt, and those only."""
+    coordinator = make_cluster(4, PolicyConfig(reallocation=False), "suffix:d4w2v6", max_batch=3)
+    learned = {}
+    for number, worker in coordinator.runtime.workers.items():
+        monkeypatch.setattr(worker.engine.drafting, "learn_text",
+                            lambda prompt, answer, number=number: learned.setdefault(number, []).append((prompt, answer)))
+    params = [SamplingParams(max_new_tokens=limit, seed=limit) for limit in (4, 40, 41, 42, 43)]
+    ids = coordinator.submit([RequestState([5, 9, 2], each, 0, i) for i, each in enumerate(params)], "a")
+    found = run(coordinator, ids)
+    assert len({number for number, texts in learned.items() if texts[0] == ([5, 9, 2], found[ids[0]].token_ids)}) >= 2
+    assert all(prompt == [5, 9, 2] for texts in learned.values() for prompt, _ in texts)
+
+
 def test_requests_move_to_where_there_is_room():
     """All requests are on one worker; a second one appears."""
     coordinator = make_cluster(2, EAGER, max_batch=12)

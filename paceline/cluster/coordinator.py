@@ -234,6 +234,10 @@ class Coordinator:
         self.max_length, self._gpus[w] = report.limits.max_length, report.limits.gpu
         self._workers[w] = WorkerView(w, report.state, report.limits.max_batch, report.limits.kv_tokens, self.pace.slowdown(w),
                                       report.policy_version, report.drafter_version, report.can_train)
+        if before.slowdown == 1.0 < self._workers[w].slowdown:
+            self.timeline.record("slow", worker=w, slowdown=round(self._workers[w].slowdown, 2))
+            logger.warning("worker %d is slow: its steps take %.1f times as long as those of the others", w,
+                           self._workers[w].slowdown)
         for event in report.events:
             match event:
                 case Finished():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -182,6 +183,19 @@ def test_a_request_that_kills_its_workers_is_given_up_and_the_others_go_on():
         assert rollout.finish_reason == "crash" and "5 workers died" in rollout.error
     assert_same(found)
     check_clean(coordinator)
+
+
+def test_a_slow_worker_is_reported(caplog):
+    """Its steps take thirty times as long as those of the others."""
+    coordinator = make_cluster(3, EAGER, max_batch=12)
+    engine = coordinator.runtime.workers[1].engine
+    step = engine.step
+    engine.step = lambda: replace(found := step(), ms=30 * found.ms)
+    for _ in range(6):
+        assert_same(run(coordinator, submit(coordinator)))
+    slow = [event for event in coordinator.timeline.events if event["event"] == "slow"]
+    assert slow and {event["worker"] for event in slow} == {1} and slow[0]["slowdown"] > 1.5
+    assert "worker 1 is slow" in caplog.text
 
 
 def test_cancelled_requests_leave_nothing_behind():

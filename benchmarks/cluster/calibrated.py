@@ -5,7 +5,6 @@ messages, migration of bytes between processes, publication of drafters. So two 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -186,7 +185,7 @@ class CalibratedTraining:
 
     def __init__(self, engine: CalibratedEngine, publish_s: float = 2.0) -> None:
         self._engine, self._publish_s, self._trained_s, self._since = engine, publish_s, engine.trained_s, 0.0
-        self.active, self.round, self._members, self._reports = False, -1, 1, True
+        self.active, self.round, self._members, self._reports, self._is_owed = False, -1, 1, True, False
 
     def add(self, record: Any, version: int) -> None:
         pass
@@ -203,16 +202,17 @@ class CalibratedTraining:
         self.active, self.round = True, training.number
         self._members, self._reports = len(training.members), training.members[0] == worker
 
-    def run_micro_batch(self) -> TrainedDrafter | None:
+    def run_micro_batch(self) -> None:
         time.sleep(_MICRO_BATCH_S * self._engine._stretch)
         self._trained_s += _MICRO_BATCH_S * self._members  # each on data of its own
         self._since += _MICRO_BATCH_S
-        return self._pack() if self._reports and self._since >= self._publish_s else None
+        self._is_owed = self._reports and self._since >= self._publish_s
 
-    def stop(self) -> TrainedDrafter | None:
-        self.active = False
-        return self._pack() if self._reports and self._since else None
+    def stop(self) -> None:
+        self.active, self._is_owed = False, self._reports and self._since > 0
 
-    def _pack(self) -> TrainedDrafter:
-        self._since = 0.0
-        return TrainedDrafter(b"", PolicyFingerprint("", "", 0), b"", json.loads(json.dumps({"trained_s": self._trained_s})))
+    def take_trained(self) -> TrainedDrafter | None:
+        if not self._is_owed:
+            return None
+        self._is_owed, self._since = False, 0.0
+        return TrainedDrafter(b"", PolicyFingerprint("", "", 0), b"", {"trained_s": self._trained_s})

@@ -320,6 +320,11 @@ def cluster_rollout(content: Content, _: str) -> Table:
     sentence = (f"{_times(static['seconds'] / best['seconds'])} with everything; idle {static['idle']:.0%} → {best['idle']:.0%}. "
                 "Worker processes, messages and migration are real; a step computes nothing and lasts what an H200's cost curve "
                 "says.")
+    if "pause" in content:
+        one = [abs(cell["seconds"] / cell["simulated_s"] - 1) for cell in content["one_worker"].values()]
+        sentence += (f" A migration pauses a request for {content['pause']['pause_steps']:.1f} steps (median). The simulation is "
+                     f"within {content['reached']['simulation_error'][0]:.0%}, on one worker {max(one):.0%}; the coordinator "
+                     f"of 64 simulated workers takes {content['coordinator_share_64']:.1%} of a core.")
     return Table("Rollout of a long-tailed batch on several workers", sentence,
                  ("variant", "seconds", "to static", "simulated, s", "idle", "training", "last 10 %, s", "moves"), rows)
 

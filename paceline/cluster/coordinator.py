@@ -34,7 +34,7 @@ from paceline.cluster.messages import (
     TrainedDrafter,
     TrainingPreempted,
 )
-from paceline.cluster.pace import PaceModel
+from paceline.cluster.pace import CpuBudget, PaceModel
 from paceline.cluster.policy import decide
 from paceline.cluster.spot_group import Trainers
 from paceline.cluster.timeline import Timeline
@@ -78,7 +78,7 @@ class Runtime(Protocol):
         """Send what was posted and is not on its way."""
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
-        """Reports of the workers that have one, after at most so many seconds."""
+        """Reports of the workers that have one: as soon as there is any, after at most so many seconds."""
 
     def close(self) -> None:
         """End all workers."""
@@ -87,8 +87,9 @@ class Runtime(Protocol):
 Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
 _QUIET_S = 1.0
 """Longest time between two decisions while no worker has any news."""
-_MAX_SHARE, _MAX_PAUSE_S = 0.01, 2.0
-"""Share of a core that the coordinator may use: a round that takes long is followed by a pause, up to so many seconds."""
+_MAX_SHARE, _BURST_S, _MAX_PAUSE_S, _MAX_PAUSE_SHARE = 0.01, 0.1, 2.0, 0.25
+"""Share of a core that the coordinator may use, beyond a burst of so many seconds. Then it pauses, up to so many seconds and up
+to a share of the time that running answers are expected to take: workers must not run out of requests."""
 _MAX_CRASHES = 5
 """A request is given up once so many workers have died that had it."""
 _MOVE_TOKEN_S = 1e-5
@@ -122,12 +123,13 @@ class Coordinator:
         self._drafter: Any = None
         self._sent: dict[int, tuple[int, int]] = {}  # worker → versions of policy and drafter that are on their way
         self._finished: list[tuple[int, Rollout]] = []
+        self._texts: dict[int, list[tuple[list[int], list[int]]]] = {}  # worker → answers that others have generated
         self.num_workers, self.num_lost = runtime.num_workers, 0
         """Number of workers, and how many times one was lost."""
         self.republish: Callable[[], None] | None = None
         """Brings all workers' policies up to date where workers train the policy themselves (`policy_published`)."""
         self._is_outdated, self._has_changed, self._decided_at = False, True, 0.0
-        self._pause_s = interval_s
+        self._pause_s, self._max_pause_s, self._budget = interval_s, 0.0, CpuBudget(_MAX_SHARE, _BURST_S, clock)
 
     # -- what callers use
 
@@ -171,8 +173,22 @@ class Coordinator:
     def advance(self, timeout_s: float | None = None) -> None:
         """One round whose finished requests are left to the next `step`. Nothing is decided before there is news, but at least
         once a second."""
-        found = self.runtime.poll(self._pause_s if timeout_s is None else timeout_s)
         began = time.thread_time()
+        self._round(timeout_s)
+        self._budget.spend(time.thread_time() - began)
+        if self.interval_s:
+            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, self._max_pause_s, self._budget.overdrawn_s))
+
+    @property
+    def spent_s(self) -> float:
+        """Processor seconds that this coordinator has taken."""
+        return self._budget.spent_s
+
+    def _round(self, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            time.sleep(max(0.0, self._decided_at + self._pause_s - self._clock()) if self.interval_s else 0.0)
+            timeout_s = 0.0 if self._has_changed else self._pause_s
+        found = self.runtime.poll(timeout_s)
         for news in found:
             if isinstance(news, Lost):
                 self._lose(news)
@@ -182,14 +198,17 @@ class Coordinator:
             return
         self._has_changed, self._decided_at = False, self._clock()
         self._is_outdated = False
-        for action in self._decide(self._view(), self.config):
+        view = self._view()
+        running = view.requests.remaining[view.requests.worker >= 0]
+        self._max_pause_s = _MAX_PAUSE_SHARE * float(running.mean() * view.token_s[1]) if len(running) else 0.0
+        for action in self._decide(view, self.config):
             self._act(action)
         for worker, new_round in self._trainers.new_rounds(self.runtime.place):
             self.runtime.post(worker, StartTraining(new_round), self._drafter)
+        for worker, answers in self._texts.items():
+            self.runtime.post(worker, LearnText(answers))
+        self._texts = {}
         self.runtime.flush()
-        if self.interval_s:
-            spent = time.thread_time() - began
-            self._pause_s = max(self.interval_s, min(_MAX_PAUSE_S, spent / _MAX_SHARE))
 
     def cancel(self, requests: Sequence[int]) -> None:
         """Give requests up, wherever they are."""
@@ -215,6 +234,10 @@ class Coordinator:
         self.max_length, self._gpus[w] = report.limits.max_length, report.limits.gpu
         self._workers[w] = WorkerView(w, report.state, report.limits.max_batch, report.limits.kv_tokens, self.pace.slowdown(w),
                                       report.policy_version, report.drafter_version, report.can_train)
+        if before.slowdown == 1.0 < self._workers[w].slowdown:
+            self.timeline.record("slow", worker=w, slowdown=round(self._workers[w].slowdown, 2))
+            logger.warning("worker %d is slow: its steps take %.1f times as long as those of the others", w,
+                           self._workers[w].slowdown)
         for event in report.events:
             match event:
                 case Finished():
@@ -249,7 +272,7 @@ class Coordinator:
         self._finished.append((event.request, event.rollout))
         for other in self.book.sibling_workers(event.request):
             if other != worker:
-                self.runtime.post(other, LearnText(event.rollout.prompt_ids, event.rollout.token_ids))
+                self._texts.setdefault(other, []).append((event.rollout.prompt_ids, event.rollout.token_ids))
 
     def _arrived(self, event: Arrived, worker: int) -> None:
         if not self._is_moving(event.request, event.epoch):

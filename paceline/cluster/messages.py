@@ -82,10 +82,10 @@ class EndTraining:
 
 @dataclass(frozen=True, slots=True)
 class LearnText:
-    """An answer that another worker generated, for the suffix drafter's history of its prompt."""
+    """Answers that other workers generated, for the suffix drafter's history of their prompts."""
 
-    prompt_ids: list[int]
-    token_ids: list[int]
+    answers: list[tuple[list[int], list[int]]]
+    """Prompt and answer of each, as token ids."""
 
 
 # -- worker to worker

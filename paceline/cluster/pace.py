@@ -1,8 +1,9 @@
-"""How fast workers generate: seconds per token by batch size, predicted at first and measured from then on."""
+"""How fast workers generate: seconds per token by batch size, predicted at first and measured from then on; and how often the
+coordinator may decide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,3 +65,25 @@ class PaceModel:
     def forget(self, worker: int) -> None:
         """The worker was started again."""
         self._slowdown.pop(worker, None)
+
+
+class CpuBudget:
+    """Limits a loop to a share of a core in the long run. What it does not use it may use later, up to a burst, so that a short
+    batch is never slowed down."""
+
+    def __init__(self, share: float, burst_s: float, clock: Callable[[], float]) -> None:
+        self._share, self._burst_s, self._clock = share, burst_s, clock
+        self._credit_s, self._at = burst_s, clock()
+        self.spent_s = 0.0
+        """Processor seconds that were spent."""
+
+    def spend(self, seconds: float) -> None:
+        """So many processor seconds were spent just now."""
+        now = self._clock()
+        self._credit_s = min(self._burst_s, self._credit_s + self._share * (now - self._at)) - seconds
+        self._at, self.spent_s = now, self.spent_s + seconds
+
+    @property
+    def overdrawn_s(self) -> float:
+        """Seconds to wait until the budget is no longer overdrawn; 0 if it is not."""
+        return max(0.0, -self._credit_s / self._share)

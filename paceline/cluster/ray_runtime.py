@@ -58,7 +58,7 @@ class RayRuntime:
         self._store: Any = None
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _init_ray(address)
+            start_ray(address)
         self._is_local = address is None and (self._owns_ray or len(ray.nodes()) == 1)
         self._group: PlacementGroup | None = None
         self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0}
@@ -85,17 +85,25 @@ class RayRuntime:
         return ray.put(value)
 
     def post(self, worker: int, message: Message, payload: Any = None) -> None:
-        """Messages are sent together by `flush`, because a call takes a millisecond. One with a payload goes at once."""
+        """Messages are sent together by `flush`, because a call takes half a millisecond. One with a payload goes at once."""
         self._unsent[worker].append(message)
         if payload is not None:
             self._send(worker, payload)
 
     def flush(self) -> None:
+        """Send what was posted, to workers that have reported together with the request for their next report."""
+        asked = {worker for worker, _ in self._reports.values()}
         for worker in self._actors:
-            self._send(worker)
+            if worker in asked:
+                self._send(worker)
+            else:
+                self._ask(worker)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
-        ready, _ = ray.wait(list(self._reports), num_returns=len(self._reports), timeout=timeout_s)
+        pending = list(self._reports)
+        ready, _ = ray.wait(pending, timeout=timeout_s)
+        if ready and len(pending) > 1:
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
         return [self._result(reference) for reference in ready] + [self._give_up(reference) for reference in silent]
@@ -150,7 +158,9 @@ class RayRuntime:
             self._actors[worker].post.remote(_COORDINATOR, next(self._numbers[worker]), messages, payload)
 
     def _ask(self, worker: int) -> None:
-        self._reports[self._actors[worker].report.remote(_REPORT_S)] = worker, time.perf_counter()
+        messages, self._unsent[worker] = self._unsent[worker], []
+        reference = self._actors[worker].report.remote(next(self._numbers[worker]), messages)
+        self._reports[reference] = worker, time.perf_counter()
 
     def _result(self, reference: Any) -> Report | Lost:
         worker, _ = self._reports.pop(reference)
@@ -161,7 +171,6 @@ class RayRuntime:
                 raise RuntimeError(f"worker {worker} cannot be started: {error}") from None
             return Lost(worker, str(error).splitlines()[0])
         self._failed_starts[worker] = 0
-        self._ask(worker)
         return report
 
     def _give_up(self, reference: Any) -> Lost:
@@ -174,7 +183,7 @@ class RayRuntime:
             actor.connect.remote(dict(self._actors), dict(self._incarnation))
 
 
-def _init_ray(address: str | None) -> None:
+def start_ray(address: str | None = None) -> None:
     """Join a cluster, or start Ray here so that it listens on the loopback interface only, and leave logging alone."""
     if address is not None:
         ray.init(address=address, configure_logging=False)
@@ -258,7 +267,7 @@ class _WorkerActor:
         self._peers: dict[int, Any] = {}
         self._peer_incarnation: dict[int, int] = {}
         self._numbers: dict[tuple[int, int], count[int]] = {}
-        self._inbox, self._wake = _Inbox(), threading.Event()
+        self._inbox, self._inbox_lock, self._wake = _Inbox(), threading.Lock(), threading.Event()
         self._news = threading.Event()
         self._worker = spec.build(worker_id, self._send)
         threading.Thread(target=self._run, name="worker", daemon=True).start()
@@ -270,16 +279,17 @@ class _WorkerActor:
     @ray.method(concurrency_group="inbox")
     def post(self, sender: int, number: int, messages: list[Message], payload: Any = None, incarnation: int = 0) -> None:
         """Messages of one sender. The payload belongs to the last one."""
-        for due, its_payload in self._inbox.receive((sender, incarnation), number, (messages, payload)):
-            for message in due[:-1]:
-                self._worker.post(message)
-            self._worker.post(due[-1], its_payload)
+        with self._inbox_lock:
+            for due, its_payload in self._inbox.receive((sender, incarnation), number, (messages, payload)):
+                for i, message in enumerate(due, 1):
+                    self._worker.post(message, its_payload if i == len(due) else None)
         self._wake.set()
 
     @ray.method(concurrency_group="report")
-    def report(self, wait_s: float) -> Report:
-        """The worker's report, as soon as there is news, or after `wait_s`."""
-        self._news.wait(wait_s)
+    def report(self, number: int, messages: list[Message]) -> Report:
+        """Takes messages of the coordinator, and returns the worker's report as soon as there is news, or after a second."""
+        self.post(_COORDINATOR, number, messages)
+        self._news.wait(_REPORT_S)
         self._news.clear()
         return self._worker.report()
 

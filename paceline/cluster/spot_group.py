@@ -71,9 +71,9 @@ class SpotGroup:
         self._place = training.place
         self._group: Any = None  # a ProcessGroupGloo, whose stubs lack its methods
 
-    def begin(self, state: bytes) -> Future[bytes]:
-        """Form the group. The result is the first member's state."""
-        return _in_background(lambda: self._begin(state))
+    def begin(self, state: Callable[[], bytes]) -> Future[bytes]:
+        """Form the group. `state`: makes this member's state, in the background. The result is the first member's."""
+        return in_background(lambda: self._begin(state()))
 
     def _begin(self, state: bytes) -> bytes:
         self._group = dist.ProcessGroupGloo(open_store(self._place, self.size), self.rank, self.size, _TIMEOUT)
@@ -87,7 +87,7 @@ class SpotGroup:
 
     def average(self, values: Tensor) -> Future[Tensor]:
         """The mean of all members' values [N], which are on the host."""
-        return _in_background(lambda: self._average(values))
+        return in_background(lambda: self._average(values))
 
     def _average(self, values: Tensor) -> Tensor:
         assert self._group is not None, "`begin` comes first"
@@ -101,7 +101,8 @@ class SpotGroup:
         return options
 
 
-def _in_background(work: Callable[[], T]) -> Future[T]:
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Runs a function in a thread of its own, which does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

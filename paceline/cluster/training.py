@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from paceline.cluster.messages import TrainedDrafter
-from paceline.cluster.spot_group import SpotGroup, TrainingRound
+from paceline.cluster.spot_group import SpotGroup, TrainingRound, in_background
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine import Engine
@@ -51,6 +52,9 @@ class DrafterTraining:
         """None: this worker trains alone."""
         self._forming: Future[bytes] | None = None
         self._pending: Future[Tensor] | None = None
+        self._packing: Future[TrainedDrafter] | None = None
+        self._is_owed = False
+        """Whether the drafter has to be reported as soon as the one before is."""
 
     @property
     def has_data(self) -> bool:
@@ -88,31 +92,40 @@ class DrafterTraining:
         self.active, self.round, self._pending, self._group = True, training.number, None, None
         if len(training.members) > 1:
             self._group = SpotGroup(training, worker)
-            self._forming = self._group.begin(self._state() if self._group.rank == 0 else b"")
+            self._forming = self._group.begin(_state(_copied(self._trainer)) if self._group.rank == 0 else bytes)
 
-    def run_micro_batch(self) -> TrainedDrafter | None:
-        """Train one micro-batch, or wait a moment for the other members. Returns the drafter if it is time to report it. Training
-        has ended afterwards (`active`) if a member is gone."""
+    def run_micro_batch(self) -> None:
+        """Train one micro-batch, or wait a moment for the other members. Training has ended afterwards (`active`) if a member is
+        gone."""
         assert self._trainer is not None and self.active
         try:
             if not self._is_formed():
-                return None
+                return
             stop = iter((False, True))
             self._num_new += self._trainer.run(lambda: next(stop)).steps
         except RuntimeError as error:  # what torch.distributed raises
             if self._group is None:
                 raise
             logger.info("drafter training: the group is broken (%s)", error)
-            return self.stop()
-        if self._num_new and self._reports and time.perf_counter() - self._reported_at >= self._publish_s:
-            return self._pack()
-        return None
+            self.stop()
+            return
+        self._is_owed = self._num_new > 0 and self._reports and time.perf_counter() - self._reported_at >= self._publish_s
+        self._pack_if_owed()
 
-    def stop(self) -> TrainedDrafter | None:
-        """End training, at a boundary between micro-batches. Returns the drafter if it has changed since it was reported last."""
+    def stop(self) -> None:
+        """End training, at a boundary between micro-batches. Nothing here takes long: a request may wait for it."""
         reports = self._reports and self._num_new > 0
         self.active, self._group, self._forming, self._pending = False, None, None, None
-        return self._pack() if reports else None
+        self._is_owed = reports
+        self._pack_if_owed()
+
+    def take_trained(self) -> TrainedDrafter | None:
+        """A drafter that is to be reported, once: every `publish_s` seconds of training, and after its end if it has changed."""
+        if self._packing is None or not self._packing.done():
+            return None
+        self._known, self._packing = self._packing.result(), None
+        self._pack_if_owed()
+        return self._known
 
     @property
     def _reports(self) -> bool:
@@ -152,13 +165,6 @@ class DrafterTraining:
             parameter.grad = part.view_as(parameter).to(parameter.device)
         return True
 
-    def _state(self) -> bytes:
-        """The training's state, for other members: the length of the metadata, the metadata as JSON, and the tensors."""
-        assert self._trainer is not None
-        tensors, metadata = _packed(self._trainer)
-        text = json.dumps(metadata).encode()
-        return len(text).to_bytes(8, "little") + text + tensors
-
     def _continue(self, trainer: SpotTrainer, tensors: bytes, metadata: dict[str, Any]) -> None:
         """Take over another worker's training. A step that it had begun is dropped: its records are there."""
         restore(trainer, Snapshot(load(tensors), metadata))
@@ -166,20 +172,33 @@ class DrafterTraining:
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.policy_changed()
 
-    def _pack(self) -> TrainedDrafter:
+    def _pack_if_owed(self) -> None:
+        """Copy the drafter and the training's state, and serialize them in the background, one after the other."""
+        if not self._is_owed or self._packing is not None:
+            return
         assert self._trainer is not None
-        drafter, (tensors, metadata) = self._trainer.drafter(), _packed(self._trainer)
-        weights = {name: p.detach().cpu().contiguous() for name, p in drafter.named_parameters()}
+        drafter, found = self._trainer.drafter(), _copied(self._trainer)
         assert drafter.policy_fingerprint is not None
-        self._reported_at, self._num_new = time.perf_counter(), 0
-        self._known = TrainedDrafter(save(weights), drafter.policy_fingerprint, tensors, metadata)
-        return self._known
+        weights, fingerprint = dict(drafter.named_parameters()), drafter.policy_fingerprint
+        self._is_owed, self._reported_at, self._num_new = False, time.perf_counter(), 0
+        self._packing = in_background(lambda: TrainedDrafter(_saved(weights), fingerprint, _saved(found.tensors), found.metadata))
 
 
-def _packed(trainer: SpotTrainer) -> tuple[bytes, dict[str, Any]]:
-    """The state of a trainer as a safetensors file, and its metadata."""
+def _copied(trainer: SpotTrainer) -> Snapshot:
+    """The trainer's state, which further training does not change."""
     found = snapshot(trainer)
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in found.tensors.items()}), found.metadata
+    return Snapshot({name: tensor.detach().clone() for name, tensor in found.tensors.items()}, found.metadata)
+
+
+def _saved(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as a safetensors file."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _state(found: Snapshot) -> Callable[[], bytes]:
+    """Serializes the training's state for other members: the length of the metadata, the metadata as JSON, and the tensors."""
+    text = json.dumps(found.metadata).encode()
+    return lambda: len(text).to_bytes(8, "little") + text + _saved(found.tensors)
 
 
 def _result(future: Future[T]) -> T | None:

@@ -43,7 +43,6 @@ from paceline.cluster.messages import (
     StartTraining,
     Stayed,
     StepSums,
-    TrainedDrafter,
     TrainingPreempted,
     WorkerLimits,
 )
@@ -133,6 +132,7 @@ class Worker:
     def step(self) -> bool:
         """Handle all messages, then generate one step or train one micro-batch. Returns whether there was anything to do."""
         handled = bool(self._inbox)
+        self._report_drafter()
         while self._inbox:
             self._handle(*self._inbox.popleft())
         self._expire_reservations()
@@ -142,7 +142,7 @@ class Worker:
         if self.engine.has_work:
             self._generate()
         elif self.training is not None and self.training.active:
-            self._report_drafter(self.training.run_micro_batch())
+            self.training.run_micro_batch()
             if not self.training.active:
                 self._events.append(TrainingPreempted(0.0, self.training.round))
         else:
@@ -239,8 +239,9 @@ class Worker:
                     self._events.append(TrainingPreempted(0.0, message.round.number))
             case EndTraining():
                 self._stop_training(posted_at)
-            case LearnText(prompt_ids, token_ids):
-                self.engine.drafting.learn_text(prompt_ids, token_ids)
+            case LearnText(answers):
+                for prompt_ids, token_ids in answers:
+                    self.engine.drafting.learn_text(prompt_ids, token_ids)
 
     def _set_policy(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
         self.engine.update_weights(weights, version)
@@ -285,11 +286,11 @@ class Worker:
 
     def _stop_training(self, asked_at: float) -> None:
         if self.training is not None and self.training.active:
+            self.training.stop()
             self._events.append(TrainingPreempted(self._clock() - asked_at, self.training.round))
-            self._report_drafter(self.training.stop())
 
-    def _report_drafter(self, trained: TrainedDrafter | None) -> None:
-        if trained is not None:
+    def _report_drafter(self) -> None:
+        if self.training is not None and (trained := self.training.take_trained()) is not None:
             self._events.append(DrafterTrained(trained))
 
     def _hold(self, request: int, epoch: int, local: int, reported: int) -> None:

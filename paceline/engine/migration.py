@@ -14,6 +14,7 @@ for its pages. Tokens are the same in every case, because they depend only on we
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SharedTensor = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """How another process on the same GPU opens a tensor (CUDA IPC). The memory stays allocated until it has dropped the tensor."""
@@ -134,14 +137,17 @@ class Migration:
     # -- arriving
 
     def reserve(self, pages: KvPages) -> Reservation | None:
-        """Store the first pages of a request that will follow. None if there is no room for them."""
+        """Store the first pages of a request that will follow. None if there is no room for them, or they are lost."""
         allocator = self._scheduler.pages
         wanted = allocator.pages_for(pages.num_tokens)
         if not self._scheduler.has_slot or wanted + len(self._scheduler.running) + 1 > allocator.num_available:
             return None
+        tensors = self._open(pages)
+        if tensors is None:
+            return None
         allocated = allocator.allocate(wanted)
         assert allocated is not None
-        self._store.import_request(allocated, self._tensors(pages))
+        self._store.import_request(allocated, tensors)
         self.reserved_pages.update(allocated)
         return Reservation(allocated, pages.num_tokens, pages.num_drafted)
 
@@ -164,17 +170,21 @@ class Migration:
         return request.id
 
     def _place(self, request: Request, state: RequestState, reservation: Reservation | None) -> bool:
-        """Give the request a slot and pages, and store its tensors. Returns False, without a change, if there is no room."""
+        """Give the request a slot and pages, and store its tensors. Returns False, without a change, if there is no room or the
+        tensors are lost."""
         assert state.kv is not None
+        tensors = self._open(state.kv) if state.kv.num_tokens else []
         allocator = self._scheduler.pages
         held = [] if reservation is None else reservation.pages
         num_computed = len(request.tokens) - 1
         assert state.kv.num_tokens + (0 if reservation is None else reservation.num_tokens) == num_computed
-        pages = allocator.allocate(allocator.pages_for(len(request.tokens)) - len(held)) if self._scheduler.has_slot else None
+        if tensors is None or not self._scheduler.has_slot:
+            return False
+        pages = allocator.allocate(allocator.pages_for(len(request.tokens)) - len(held))
         if pages is None:
             return False
-        if state.kv.num_tokens:
-            self._store.import_request(pages, self._tensors(state.kv))
+        if tensors:
+            self._store.import_request(pages, tensors)
         self.reserved_pages.difference_update(held)
         request.pages, request.num_computed, request.stale = held + pages, num_computed, state.stale
         self._scheduler.adopt(request)
@@ -218,8 +228,15 @@ class Migration:
             return KvPages(num_tokens, [reduce_tensor(tensor) for tensor in tensors], num_drafted)
         return KvPages(num_tokens, [tensor.contiguous().view(torch.uint8).numpy() for tensor in tensors], num_drafted)
 
-    def _tensors(self, pages: KvPages) -> list[Tensor]:
-        return [_opened(array, own.dtype) for array, own in zip(pages.arrays, self._store.tensors(), strict=True)]
+    def _open(self, pages: KvPages) -> list[Tensor] | None:
+        """The tensors; None if they were in the memory of another process that has died."""
+        try:
+            return [_opened(array, own.dtype) for array, own in zip(pages.arrays, self._store.tensors(), strict=True)]
+        except (RuntimeError, OSError) as error:  # of CUDA IPC, and of shared memory
+            if all(isinstance(array, np.ndarray) for array in pages.arrays):
+                raise
+            logger.warning("pages of a migrated request are lost: %s", error)
+            return None
 
 
 def _opened(array: np.ndarray | SharedTensor, dtype: torch.dtype) -> Tensor:

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks.cluster.calibrated import CalibratedSpec
-from benchmarks.cluster.rollout import EMPTY_WEIGHTS
+from benchmarks.cluster.rollout import EMPTY_WEIGHTS, GOALS, Bench, make_work, parse, reached, sim_config
 from benchmarks.lib.result_tables import make_table
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
 from paceline.cluster.types import PolicyConfig
 from paceline.engine.migration import RequestState
+from paceline.sim import DrafterQuality
+from paceline.sim.variants import compare, variants
+from paceline.strategy import CostCurve
 from paceline.types import SamplingParams
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "cluster"
@@ -35,7 +38,31 @@ def test_calibrated_workers_finish_and_move_requests(trains):
     assert (coordinator.drafter_version >= 0) == trains
 
 
-def test_the_result_has_a_table():
-    cell = {"seconds": 10.0, "simulated_s": 9.5, "idle": 0.4, "training": 0.0, "tail_s": 3.0, "moves": 0}
-    table = make_table({"benchmark": "cluster/rollout", "variants": {"static": cell, "+ scheduling": {**cell, "seconds": 5.0}}})
-    assert "2.00×" in table.sentence and len(table.rows) == 2
+def test_the_result_has_a_table_and_says_which_goals_are_reached():
+    cell = {"seconds": 10.0, "simulated_s": 9.5, "idle": 0.45, "training": 0.0, "tail_s": 3.0, "moves": 0}
+    quick = {**cell, "seconds": 5.0, "simulated_s": 5.2, "idle": 0.05, "tail_s": 0.5}
+    content = {"benchmark": "cluster/rollout", "pause": {"pause_steps": 1.2}, "one_worker": {"static": cell},
+               "coordinator_share_64": 0.02, "variants": {"static": cell, "+ reallocation": quick, "+ spot training": quick}}
+    content["reached"] = reached(content)
+    assert {name for name, (_, ok) in content["reached"].items() if not ok} == {"all_together", "coordinator_share"}
+    assert content["reached"].keys() == GOALS.keys()
+    table = make_table(content)
+    assert "2.00×" in table.sentence and "1.2 steps" in table.sentence and len(table.rows) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_simulation_is_within_a_tenth_of_real_runs(tmp_path, monkeypatch, workers):
+    """Worker processes on Ray with calibrated steps, which last three times as long, so that the host keeps up."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(str(int(n)) for n in np.random.default_rng(0).lognormal(5.0, 0.9, 1000).clip(1, 2000)))
+    settings = ["--lengths", str(lengths), "--requests", "256", "--group-size", "16", "--scale", "1", "--stretch", "3"]
+    monkeypatch.setattr("sys.argv", ["rollout.py", *settings])
+    args = parse()
+    curve, quality = CostCurve.loads(args.curve.read_text()), DrafterQuality.load(args.drafter)
+    work = make_work(args, 0)
+    predicted = compare(work, curve, quality, sim_config(args, workers), 0)
+    for variant in (variants(0)[0], variants(0)[2], variants(0)[3]):
+        found = Bench(args, curve, quality).measure(work, workers, variant)["seconds"]
+        assert found == pytest.approx(predicted[variant.name].seconds, rel=0.1), variant.name

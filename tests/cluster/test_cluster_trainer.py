@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("ray")
 
+from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.config import TrainConfig
@@ -33,6 +34,11 @@ class LocalTrainer(ClusterTrainer):
     def _make_runtime(self) -> LocalRuntime:
         return LocalRuntime(self.config.cluster.workers, TrainWorkerSpec(self.config).build)
 
+    def _make_coordinator(self) -> Coordinator:
+        """What the workers compute would count as the coordinator's own time."""
+        coordinator = super()._make_coordinator()
+        coordinator.interval_s = 0.0
+        return coordinator
 
     def _collect(self, *args: Any) -> Any:
         """Also keeps the answers that more than one version of the policy has written."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 from cluster.local import (
@@ -51,10 +54,35 @@ def test_any_number_of_workers_gives_the_same_rollouts():
             check_clean(coordinator)
 
 
+def test_there_is_time_between_two_decisions_however_much_news_there_is():
+    decided = []
+    runtime = LocalRuntime(2, lambda w, send: Worker(w, make_engine(seed=7), send))
+    coordinator = Coordinator(runtime, interval_s=0.1, decide=lambda view, config: decided.append(time.perf_counter()) or [])
+    coordinator.publish_policy(weights(), 0)
+    submit(coordinator)
+    for _ in range(4):
+        coordinator.step()
+    assert len(decided) == 4 and min(np.diff(decided)) > 0.095, np.diff(decided)
+
+
 def test_speculating_workers_give_the_same_rollouts():
     for strategy in ("suffix:d4w2v6", "eagle:d3w2v4", "both:d3w2v4"):
         coordinator = make_cluster(2, EAGER, strategy)
         assert_same(run(coordinator, submit(coordinator)))
+
+
+def test_suffix_drafters_learn_the_answers_of_other_workers(monkeypatch):
+    """A finished answer reaches all other workers that still generate answers to its prompt, and those only."""
+    coordinator = make_cluster(4, PolicyConfig(reallocation=False), "suffix:d4w2v6", max_batch=3)
+    learned = {}
+    for number, worker in coordinator.runtime.workers.items():
+        monkeypatch.setattr(worker.engine.drafting, "learn_text",
+                            lambda prompt, answer, number=number: learned.setdefault(number, []).append((prompt, answer)))
+    params = [SamplingParams(max_new_tokens=limit, seed=limit) for limit in (4, 40, 41, 42, 43)]
+    ids = coordinator.submit([RequestState([5, 9, 2], each, 0, i) for i, each in enumerate(params)], "a")
+    found = run(coordinator, ids)
+    assert len({number for number, texts in learned.items() if texts[0] == ([5, 9, 2], found[ids[0]].token_ids)}) >= 2
+    assert all(prompt == [5, 9, 2] for texts in learned.values() for prompt, _ in texts)
 
 
 def test_requests_move_to_where_there_is_room():
@@ -155,6 +183,19 @@ def test_a_request_that_kills_its_workers_is_given_up_and_the_others_go_on():
         assert rollout.finish_reason == "crash" and "5 workers died" in rollout.error
     assert_same(found)
     check_clean(coordinator)
+
+
+def test_a_slow_worker_is_reported(caplog):
+    """Its steps take thirty times as long as those of the others."""
+    coordinator = make_cluster(3, EAGER, max_batch=12)
+    engine = coordinator.runtime.workers[1].engine
+    step = engine.step
+    engine.step = lambda: replace(found := step(), ms=30 * found.ms)
+    for _ in range(6):
+        assert_same(run(coordinator, submit(coordinator)))
+    slow = [event for event in coordinator.timeline.events if event["event"] == "slow"]
+    assert slow and {event["worker"] for event in slow} == {1} and slow[0]["slowdown"] > 1.5
+    assert "worker 1 is slow" in caplog.text
 
 
 def test_cancelled_requests_leave_nothing_behind():

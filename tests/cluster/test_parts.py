@@ -11,7 +11,7 @@ from paceline import SamplingParams
 from paceline.cluster.book import RequestBook
 from paceline.cluster.lengths import LengthModel
 from paceline.cluster.messages import NewTokens, Progress
-from paceline.cluster.pace import PaceModel
+from paceline.cluster.pace import CpuBudget, PaceModel
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import NOWHERE, WorkerState
 from paceline.engine.migration import RequestState
@@ -36,6 +36,21 @@ def test_a_slow_worker_is_noticed():
     assert pace.slowdown(0) == pace.slowdown(1) == 1.0 and pace.slowdown(2) > 1.5
     pace.forget(2)
     assert pace.slowdown(2) == 1.0
+
+
+def test_a_loop_that_waits_when_its_budget_is_overdrawn_stays_within_it():
+    now = 0.0
+    budget = CpuBudget(0.01, 0.1, lambda: now)
+    waits = []
+    for _ in range(400):
+        waits.append(max(0.1, budget.overdrawn_s))
+        now += waits[-1]
+        budget.spend(0.005)
+    assert waits[:20] == [0.1] * 20, "a burst is free"
+    assert budget.spent_s == pytest.approx(2.0) and budget.spent_s <= 0.1 + 0.0101 * now
+    now += 1000.0
+    budget.spend(0.11)
+    assert budget.overdrawn_s == pytest.approx(1.0), "no more than a burst is saved up"
 
 
 def test_the_timeline_is_complete(tmp_path):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 from cluster.local import PARAMS, PROMPTS, assert_same, make_engine, run, submit, weights
+from safetensors.torch import save
 from tiny import eagle
 
 from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
-from paceline.cluster.messages import DrafterTrained, EndTraining, StartTraining, StepSums, TrainingPreempted
+from paceline.cluster.messages import Add, DrafterTrained, EndTraining, Finished, StartTraining, StepSums, TrainingPreempted
 from paceline.cluster.spot_group import Trainers, TrainingRound
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import PolicyConfig, WorkerState
 from paceline.cluster.worker import Worker
 from paceline.engine.migration import RequestState
-from paceline.spot import SpotConfig, capture_layers
+from paceline.spot import SpotConfig, SpotTrainer, capture_layers
 
 
 def make_training_cluster(num_workers: int = 3, max_trainers: int = 1) -> Coordinator:
@@ -98,14 +100,18 @@ def test_training_continues_on_another_worker_after_its_trainer_died():
     assert found[long].token_ids == expected.finished[0].token_ids
 
 
-def test_work_ends_training_within_one_micro_batch():
+def make_training_worker(send=lambda *message: None) -> Worker:
+    """A worker that has answers to train on."""
     engine = make_engine("eagle:d3w2v4", capture=capture_layers(eagle("llama").config))
-    sent = []
-    worker = Worker(0, engine, lambda *message: sent.append(message),
-                    DrafterTraining(engine, SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)))
+    worker = Worker(0, engine, send, DrafterTraining(engine, SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)))
     for group in engine.generate(PROMPTS, PARAMS, 2):
         for rollout in group.rollouts:
             worker.training.add(rollout.features, 0)
+    return worker
+
+
+def test_work_ends_training_within_one_micro_batch():
+    worker = make_training_worker()
     worker.post(StartTraining(TrainingRound(1, (0,), "")))
     worker.step()
     assert worker.state is WorkerState.TRAINING
@@ -113,7 +119,59 @@ def test_work_ends_training_within_one_micro_batch():
     worker.step()
     report = worker.report()
     assert report.state is WorkerState.IDLE
-    assert [type(event) for event in report.events] == [TrainingPreempted, DrafterTrained]
+    assert isinstance(report.events[0], TrainingPreempted)
+    events, ends = report.events[1:], time.perf_counter() + 30
+    while not events and time.perf_counter() < ends:
+        worker.step()
+        events += worker.report().events
+    assert [type(event) for event in events] == [DrafterTrained]
+
+
+def test_a_request_waits_for_the_micro_batch_under_way_and_for_nothing_else(monkeypatch):
+    """The stated bound of pre-emption. Serializing a drafter takes seconds here, as it does for a large one."""
+    worker, began = make_training_worker(), []
+    micro_batch_s, slow_save = 0.3, lambda tensors: time.sleep(2.0) or save(tensors)
+    monkeypatch.setattr("paceline.cluster.training.save", slow_save)
+    run_micro_batch = SpotTrainer._run_micro_batch
+
+    def slow_micro_batch(trainer):
+        began.append(time.time())
+        time.sleep(micro_batch_s)
+        return run_micro_batch(trainer)
+
+    monkeypatch.setattr(SpotTrainer, "_run_micro_batch", slow_micro_batch)
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: [worker.step() or time.sleep(0.001) for _ in iter(stop.is_set, True)])
+    thread.start()
+    try:
+        waits = [preempt(worker, began, number, delay) for number, delay in enumerate((0.0, 0.1, 0.25, 0.4))]
+    finally:
+        stop.set()
+        thread.join()
+    assert 0 < max(waits) < micro_batch_s + 0.6, waits
+
+
+def preempt(worker: Worker, began: list[float], number: int, delay: float) -> float:
+    """Let a worker train, send it a request some time after a micro-batch has begun, and return how long the request waited."""
+    events, count = [], len(began)
+    worker.post(StartTraining(TrainingRound(number, (0,), "")))
+    wait_until(lambda: len(began) > count + number % 2)
+    time.sleep(delay)
+    asked = time.time()
+    worker.post(Add(number, 1, RequestState([3, 1, 4], SamplingParams(max_new_tokens=2, seed=number), 0, 0)))
+    wait_until(lambda: events.extend(worker.report().events) or any(isinstance(event, Finished) for event in events))
+    assert began[-1] <= asked, "no micro-batch begins after the request has come"
+    (wait_s,) = (event.wait_s for event in events if isinstance(event, TrainingPreempted))
+    generated_after = time.time() - asked
+    assert wait_s <= generated_after < wait_s + 1.5, "nothing else holds the request up"
+    return wait_s
+
+
+def wait_until(condition) -> None:
+    ends = time.perf_counter() + 60
+    while not condition():
+        assert time.perf_counter() < ends, "it takes too long"
+        time.sleep(0.002)
 
 
 CONFIG = SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)
@@ -165,7 +223,10 @@ def test_members_join_and_leave(tmp_path):
     assert torch.equal(drafter_weights(first), drafter_weights(second))
     first.run_micro_batch()  # it waits for the second one now
     before = drafter_weights(second)
-    assert first.stop() is not None and second.stop() is None, "the first one reports the drafter"
+    first.stop()
+    second.stop()
+    wait_until(lambda: first.take_trained() is not None)
+    assert second._packing is None, "the first one reports the drafter"
     third.start(None, TrainingRound(3, (1, 2), str(tmp_path / "c")), 2)
     second.start(None, TrainingRound(3, (1, 2), str(tmp_path / "c")), 1)
     run_until([second, third], 7)

@@ -174,6 +174,25 @@ def test_without_room_the_request_is_prefilled():
     same(finish(source, target), finish(alone))
 
 
+def test_pages_whose_process_has_died_are_computed_again():
+    """Handles of tensors can be opened only while the process lives that has them."""
+    def gone():
+        raise ConnectionRefusedError("its process has ended")
+
+    source, target = make_engine(), make_engine()
+    ids = [i for prompt in PROMPTS for i in source.add(prompt, PARAMS, 2)]
+    for _ in range(6):
+        source.step()
+    pages = source.migration.export_pages(ids[0])
+    handles = [(gone, ())] * len(pages.arrays)
+    assert target.migration.reserve(KvPages(pages.num_tokens, handles)) is None
+    for request_id, reservation in ((ids[0], target.migration.reserve(pages)), (ids[2], None)):
+        state = source.migration.export_request(request_id, 0, reservation.num_tokens if reservation else 0)
+        state.kv = KvPages(state.kv.num_tokens, handles)
+        assert not target.migration.is_running(target.migration.import_request(state, 0, reservation))
+    same(finish(source, target), expected())
+
+
 def test_pages_of_another_policy_version_are_not_used():
     source, target = make_engine(), make_engine()
     (request_id,) = source.add(PROMPTS[0], PARAMS, 1)

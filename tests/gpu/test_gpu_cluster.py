@@ -4,56 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from tiny import eagle, model
 
 pytest.importorskip("ray")
 
 from cluster.local import GROUP, PARAMS, PROMPTS, restless, run, submit, weights
+from cluster.processes import DeviceSpec, make_device_engine
 
-from paceline import Engine, Rollout, Strategy
+from paceline import Rollout
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.ray_runtime import RayRuntime
 from paceline.cluster.trainer import ClusterTrainer
-from paceline.cluster.worker import Send, Worker, gpu_of
-from paceline.config import EngineConfig, TrainConfig
-from paceline.models.decoder import Decoder
+from paceline.config import TrainConfig
 from paceline.trainer import RunStatus, Trainer
 
 LONG = replace(PARAMS, max_new_tokens=160)
-
-
-def make_gpu_engine(strategy: str, seed: int) -> Engine:
-    source = model("llama", seed)
-    policy = Decoder.random(source.config, 0, dtype=torch.float64, device="cuda")
-    policy.load_state_dict(source.state_dict())
-    drafter = eagle("llama").to("cuda")
-    config = EngineConfig(page_size=16, kv_tokens=16384, max_batch=16)
-    return Engine(policy, None, drafter, Strategy.parse(strategy), config)
-
-
-@dataclass(frozen=True)
-class GpuSpec:
-    """A worker whose engine is on the GPU that it shares with the others."""
-
-    strategy: str
-
-    def build(self, worker_id: int, send: Send) -> Worker:
-        engine = make_gpu_engine(self.strategy, seed=7)  # other weights than those that are published
-        return Worker(worker_id, engine, send, gpu=gpu_of(engine.model.norm.device))
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("strategy", ["off", "both:d3w2v4"])
 def test_workers_share_a_gpu(monkeypatch, workers, strategy):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")]))
-    alone = make_gpu_engine("off", seed=0)
+    alone = make_device_engine("cuda", "off", seed=0)
     expected: dict[int, Rollout] = {r.seed: r for group in alone.generate(PROMPTS, LONG, GROUP) for r in group.rollouts}
-    runtime = RayRuntime(workers, GpuSpec(strategy), num_gpus=1 / workers)
+    runtime = RayRuntime(workers, DeviceSpec("cuda", strategy), num_gpus=1 / workers)
     coordinator = Coordinator(runtime, interval_s=0.02, decide=restless(workers))
     try:
         coordinator.publish_policy(weights(), 0)

@@ -1,0 +1,110 @@
+"""What only Ray can break: a lost node, a full object store, a killed driver. Steps end, late at worst, with the same rollouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from cluster.local import TinySpec, assert_same, run, submit, weights
+from ray.cluster_utils import Cluster
+
+from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.ray_runtime import RayRuntime
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+
+
+def test_a_node_is_lost_and_another_one_joins():
+    """Each of two nodes has room for one worker."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    away = cluster.add_node(num_cpus=1)
+    coordinator = Coordinator(RayRuntime(2, TinySpec(), cluster.address, num_cpus=1), interval_s=0.05)
+    try:
+        coordinator.publish_policy(weights(), 0)
+        coordinator.wait_for_all()
+        ids, found = submit(coordinator), {}
+        while coordinator.book.num_generated == 0 and not found:
+            found |= dict(coordinator.step())
+        cluster.remove_node(away, allow_graceful=False)
+        assert_same(found | run(coordinator, [request for request in ids if request not in found], rounds=20_000))
+        assert_same(run(coordinator, submit(coordinator), rounds=20_000))
+        wait_for(coordinator, lambda: coordinator.num_lost > 0)
+        cluster.add_node(num_cpus=1)
+        coordinator.wait_for_all()
+        assert_same(run(coordinator, submit(coordinator), rounds=20_000))
+    finally:
+        coordinator.close()
+        cluster.shutdown()
+
+
+def wait_for(coordinator, condition) -> None:
+    ends = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < ends
+        coordinator.step()
+
+
+def test_the_object_store_is_full():
+    """All of it is held by somebody who does not let go."""
+    ray.init(address="local", include_dashboard=False, object_store_memory=80 << 20, num_cpus=2)
+    coordinator = None
+    try:
+        held = ray.get(ray.put(np.zeros(70 << 20, np.uint8)))
+        coordinator = Coordinator(RayRuntime(2, TinySpec()), interval_s=0.05)
+        more = coordinator.runtime.put(np.zeros(60 << 20, np.uint8))
+        coordinator.publish_policy(weights(), 0)
+        assert_same(run(coordinator, submit(coordinator), rounds=20_000))
+        assert held.nbytes == 70 << 20 and len(ray.get(more)) == 60 << 20
+    finally:
+        if coordinator is not None:
+            coordinator.close()
+        ray.shutdown()
+
+
+SETTINGS = {"task": '"collatz"', "steps": 4, "dtype": '"float64"', "strategy": '"suffix:d4w2v6"', "rollout.prompts": 2,
+            "rollout.group_size": 3, "rollout.max_new_tokens": 24, "reward.workers": 0, "optimizer.lr": 1e-3,
+            "engine.max_batch": 8, "checkpoint_every": 1, "compare_off": "false"}
+
+
+def command(out: Path, **more) -> list[str]:
+    pairs = {**SETTINGS, "out": f'"{out}"', **more}
+    return ["train", *(word for name, value in pairs.items() for word in ("--set", f"{name}={value}"))]
+
+
+def test_the_driver_is_killed_and_the_run_resumed(tmp_path):
+    def paceline(*arguments: str) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = paceline(*command(killed, **{"cluster.workers": 2}))
+    ends = time.monotonic() + 300
+    while not list(killed.glob("checkpoints/step-*")):
+        assert process.poll() is None and time.monotonic() < ends
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert paceline("train", "--resume", str(killed)).wait(timeout=300) == 0
+    assert paceline(*command(whole)).wait(timeout=300) == 0
+    assert tokens(killed) == tokens(whole) and len(tokens(whole)) == 24
+
+
+def tokens(folder: Path) -> list[tuple]:
+    lines = [json.loads(line) for file in sorted(folder.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
+    return [(line["step"], line["id"], line["sample"], tuple(line["token_ids"])) for line in lines]

@@ -56,6 +56,7 @@ from paceline.spot.losses import DrafterLoss
 from paceline.spot.packing import num_rows, pack
 from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions
 from paceline.trainer.drafter_eval import coverage_record, held_out_coverage
+from paceline.trainer.standalone_drafter import standalone_config
 from paceline.types import FeatureRecord
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -150,7 +151,7 @@ class Bench:
 
     def form(self, name: str, found: dict[str, Any]) -> None:
         """Trains one form; figures and drafter are written at every mark."""
-        trainer = self.trainer(SpotConfig(**FORMS[name], total_seconds=self.args.marks[-1]))
+        trainer = self.trainer(standalone_config(SpotConfig(**FORMS[name]), seconds=self.args.marks[-1]))
         held_out, tau = self.captured.held_out(), EngineConfig().tau
         marks: dict[str, Any] = {}
         found |= {"marks": marks, "parameters": sum(p.numel() for p in trainer.parameters.values())}

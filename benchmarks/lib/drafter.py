@@ -19,7 +19,7 @@ from paceline.models.decoder import Decoder
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.drafter_eval import held_out_coverage
-from paceline.trainer.standalone_drafter import has_plateaued
+from paceline.trainer.standalone_drafter import has_plateaued, standalone_config
 from paceline.types import FeatureRecord
 
 _HELD_OUT = 48
@@ -84,8 +84,7 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
     captured = capture(setting, policy, chat(tokenizer, texts), config, args.answers, args.train_tokens, budget)
     setting.free()
     seconds = min(args.train_seconds, max(1.0, budget.left))
-    config = config.model_copy(update={"total_seconds": seconds})
-    trainer = make_trainer(policy, captured.records, config, args.draft_vocab)
+    trainer = make_trainer(policy, captured.records, standalone_config(config, seconds=seconds), args.draft_vocab)
     log = train(trainer, seconds, captured.held_out)
     drafter = trainer.drafter()
     if args.drafter is not None:

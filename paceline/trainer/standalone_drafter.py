@@ -46,6 +46,8 @@ from paceline.types import EngineStats, FeatureRecord, SamplingParams
 
 SETTINGS_FILE, REPORT_FILE = "settings.json", "report.json"
 Phase = Literal["answers", "training"]
+LONG_AVERAGE = 0.995
+"""Moving average of the weights where the policy stays as it is. During an RL run a shorter one follows the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,7 @@ class StandaloneDrafterTrainer:
         options, capture = self.options, self._capture
         capture.require_enough()
         start = fresh_eagle(self._model, options.spot.module_form, capture.some(), options.draft_vocab, options.spot.seed)
-        length = {"total_steps": options.steps, "total_seconds": options.seconds}  # over which the learning rate falls
-        trainer = SpotTrainer(start, self._model, capture.buffer, options.spot.model_copy(update=length))
+        trainer = SpotTrainer(start, self._model, capture.buffer, standalone_config(options.spot, options.steps, options.seconds))
         every = options.checkpoint_every if options.checkpoint_every is not None else 5.0 if self._on_gpu else 0.0
         training = CheckpointedTraining(trainer, self._folder.path / "checkpoint", every)
         held_out = capture.held_out()
@@ -267,6 +268,12 @@ class StandaloneDrafterTrainer:
             return training.seconds >= options.seconds
         assert options.steps is not None
         return training.trainer.progress.step >= options.steps
+
+
+def standalone_config(spot: SpotConfig, steps: int | None = None, seconds: float | None = None) -> SpotConfig:
+    """How a drafter is trained for a policy that does not change, for so many steps or seconds."""
+    average = spot.average if "average" in spot.model_fields_set else LONG_AVERAGE
+    return spot.model_copy(update={"total_steps": steps, "total_seconds": seconds, "average": average})
 
 
 def has_plateaued(values: Sequence[float], patience: int) -> bool:

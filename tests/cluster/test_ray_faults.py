@@ -1,4 +1,4 @@
-"""What only Ray can break: a lost node, a full object store, a killed driver. Steps end, late at worst, with the same rollouts."""
+"""What only Ray can break: a lost node, a full object store, a killed driver. Steps end, late at worst, rollouts are the same."""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ def gpu_decode(content: Content, _: str) -> Table:
     for shape, cell in content["shapes"].items():
         found = [cell["batches"].get(batch) for batch in batches]
         ratios += [each["ratio_to_vllm"] for each in found if each and "ratio_to_vllm" in each]
-        rows.append((f"{shape}: × vLLM", *(_times(each and each.get("ratio_to_vllm")) for each in found)))
+        for name, key in (("× vLLM", "ratio_to_vllm"), ("price of equal bits", "price_of_equal_bits")):
+            if any(each and key in each for each in found):
+                rows.append((f"{shape}: {name}", *(_times(each and each.get(key)) for each in found)))
         rows.append((f"{shape}: ms per step", *(f"{each['paceline']['ms_per_step']:.2f}" if each else "–" for each in found)))
     return Table("Decoding without speculation on a GPU",
                  f"Random weights in bfloat16, {content['prompt_tokens']}-token prompts, {content['new_tokens']} new tokens: "

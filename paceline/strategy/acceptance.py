@@ -27,6 +27,10 @@ _KEEP_REPLACED = 0.1
 """What is kept of the trees of a drafter that has been replaced: the new one is often the old one, trained further."""
 
 
+_FIRST_GUESS = 12.0
+"""Number of trees of other requests that count when most requests are new."""
+
+
 class Shape(NamedTuple):
     """A form of draft trees, whatever their number of draft tokens."""
 
@@ -103,6 +107,12 @@ class Acceptance:
         for sums in (self._trees, self._nodes, self._accepted):
             sums *= _KEEP_REPLACED
         self._num_trees = self._num_steps = 0
+
+    def discount(self) -> None:
+        """Most requests are new: what was seen of the others is a first guess."""
+        keep = np.minimum(1.0, _FIRST_GUESS / np.maximum(self._trees, 1e-9))
+        for sums in (self._nodes, self._accepted, self._trees):
+            sums *= keep
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted. 0 where

@@ -19,8 +19,9 @@ _PATIENCE, _FEW_STEPS, _SURPRISING = 16, 4, 0.8
 comes at once, and the draft tokens of the next few steps are observed."""
 _OBSERVE_EVERY, _SMALL_BATCH = 16, 16
 """Steps between observed steps of the strategy in use (a quarter of that in small batches)."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 48, 256
-"""Steps between probes of a drafter that is not in use: doubled each time, until it is used."""
+_FIRST_PAUSE, _LONGEST_PAUSE, _SHORTEST_PAUSE = 48, 256, 8
+"""Steps between probes of a drafter: doubled each time while it is not in use. The large trees of a probe tell what other shapes
+would give, and in a small batch a step has few of them, so that there the drafter in use is probed more often."""
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class AutoSelector:
         self.guard, self.corrections = Guard(self.predictor.costs), Corrections()
         self._probes: dict[DrafterName, _Probes] = {name: _Probes() for name in SHAPES}
         self.decision: Decision | None = None
-        self._batch = self._decided = self._step = self._watched_until = 0
+        self._batch = self._decided = self._step = self._watched_until = self._num_old = 0
         self._gained: list[float] = []
         """Progress of the steps since the last decision."""
         self._is_due = True
@@ -64,14 +65,16 @@ class AutoSelector:
 
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
+        self._num_old = min(self._num_old, view.num_running)
         if view.num_running == 0 or not view.available:
             return Decision(Strategy.OFF)
         self._step += 1
-        if view.num_running >= 2 * self._batch > 0:  # most requests are new: what was true for the others may not be for these
-            self._batch, self._is_due = view.num_running, True
+        if view.num_running >= 2 * self._num_old:  # most requests are new: what was true for the others may not be for these
+            self._num_old, self._batch, self._is_due = view.num_running, view.num_running, True
             self.guard.allow_trial()
-            for probes in self._probes.values():
-                probes.due = min(probes.due, self._step + 1)
+            for drafter, probes in self._probes.items():
+                probes.due, probes.pause = min(probes.due, self._step + 1), _SHORTEST_PAUSE
+                self.predictor.acceptance[drafter].discount()
         if view.num_prefill_rows == 0:
             if self.guard.wants_off(view):
                 return Decision(Strategy.OFF)
@@ -132,7 +135,10 @@ class AutoSelector:
             probes, known = self._probes[drafter], self.predictor.acceptance[drafter].is_known
             if self._step >= probes.due or not known:
                 used = self.decision is not None and self.decision.strategy.drafter == drafter
-                probes.pause = _FIRST_PAUSE if used or not known else min(2 * probes.pause, _LONGEST_PAUSE)
+                if used:
+                    probes.pause = min(max(_SHORTEST_PAUSE, _FIRST_PAUSE * view.num_running // _SMALL_BATCH), _FIRST_PAUSE)
+                else:
+                    probes.pause = min(2 * probes.pause, _LONGEST_PAUSE) if known else _FIRST_PAUSE
                 probes.due = self._step + probes.pause
                 return self.predictor.probe(drafter, view.num_running)
         return None

@@ -190,6 +190,18 @@ def test_new_requests_get_a_trial_though_others_were_drafted_for_in_vain():
     assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-40:]) > 25
 
 
+def test_requests_that_come_after_all_others_have_ended_get_a_trial():
+    """A batch for which the learned drafter was of no use, and suffixes were, is followed by one of the same size for which it is
+    the other way round: suffixes, a little better than nothing, were used for 102 steps."""
+    world, selector = World(h200_costs(), 8, {"eagle": 0.02, "suffix": 0.95}, noise=0.0), AutoSelector(h200_costs())
+    world.run(selector, 400)
+    assert world.strategies[-1].drafter == "suffix"
+    selector.select(StepView(num_running=0, available=("eagle", "suffix")))
+    world.skill.update({"eagle": 0.76, "suffix": 0.3})
+    world.run(selector, 40)
+    assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-40:]) > 18
+
+
 def test_elastic_in_both_directions():
     """A shrinking batch turns speculation on, a growing one off again."""
     world, selector = World(cpu_costs(), 200, {"eagle": 0.75}), AutoSelector(cpu_costs())

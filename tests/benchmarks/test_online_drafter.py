@@ -27,6 +27,6 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch, capsys):
     else:
         assert found["rollouts"] == 8 and found["differing_rollouts"] == 0 and len(found["adaptive"]) == 2
         assert found["adaptive"][0] == found["frozen"][0] and min(found["generate_s_frozen"]) > 0 < sum(found["trained_s"])
-        assert found["saved_s"] == pytest.approx(
-            sum(found["generate_s_frozen"]) - sum(found["generate_s_adaptive"]) - sum(found["drafter_s"]))
+        saved = sum(found["generate_s_frozen"]) - sum(found["generate_s_adaptive"]) - sum(found["drafter_s"])
+        assert found["saved_s"] == pytest.approx(saved, abs=1e-4)  # figures are rounded
     assert "frozen" in capsys.readouterr().out or script is background_training

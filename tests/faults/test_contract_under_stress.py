@@ -96,7 +96,7 @@ class RandomSelector:
         if drafter == "none":
             return Decision(Strategy.OFF)
         strategy = Strategy(drafter, rng.randint(1, 6), rng.randint(1, 4), rng.randint(1, 20))
-        return Decision(strategy, rng.choice([None, None, 1, 2]), rng.choice([None, 0.0, 0.7]), observe=rng.random() < 0.2)
+        return Decision(strategy, rng.choice([None, None, 1, 2]), observe=rng.random() < 0.2)
 
     def observe(self, outcome: StepOutcome) -> None:
         assert outcome.num_tokens >= outcome.num_requests

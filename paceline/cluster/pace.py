@@ -78,7 +78,7 @@ class CpuBudget:
         """Processor seconds that were spent."""
 
     def spend(self, seconds: float) -> None:
-        """So many processor seconds were spent just now."""
+        """Count processor seconds that the coordinator has spent since the last call."""
         now = self._clock()
         self._credit_s = min(self._burst_s, self._credit_s + self._share * (now - self._at)) - seconds
         self._at, self.spent_s = now, self.spent_s + seconds

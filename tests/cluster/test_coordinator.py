@@ -186,7 +186,7 @@ def test_a_request_that_kills_its_workers_is_given_up_and_the_others_go_on():
 
 
 def test_a_slow_worker_is_reported(caplog):
-    """Its steps take thirty times as long as those of the others."""
+    """A worker whose steps take thirty times as long as those of the others is reported."""
     coordinator = make_cluster(3, EAGER, max_batch=12)
     engine = coordinator.runtime.workers[1].engine
     step = engine.step

@@ -58,7 +58,7 @@ def test_the_drafter_is_as_good_after_a_sleep():
 
 
 def test_discarded_weights_have_to_be_replaced():
-    """Their memory is gone while the engine sleeps, but for what the caller keeps."""
+    """A sleeping engine frees the memory of weights that it discards, except for tensors that the caller keeps."""
     sleeper = Engine(deepcopy(model("qwen3")), drafter=eagle("qwen3", "eagle3", draft_vocab=20), strategy="eagle:d3w2v6",
                      config=EngineConfig(max_batch=8, page_size=3, kv_tokens=900))
     before = [r.token_ids for group in sleeper.generate(PROMPTS, PARAMS) for r in group.rollouts]

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 import warnings
 
 import pytest
 import torch
+from interpreted import CUDA, DEVICE
 from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_requests
 
 from paceline.kernels import Candidates, Normed, PagedCache, SamplingTensors, Segments, TorchOps
 from paceline.kernels.reference.drafting import draft_topk
+from paceline.kernels.triton import attention, attention_plan, elementwise, fixed_attention, fused_linear, linear
+from paceline.kernels.triton.ops import TritonOps
+from paceline.models.attend import PagedAttend
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.spot.losses import Heads, target_loss
 
-CUDA = torch.cuda.is_available()
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
-if not CUDA:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and triton was imported without its interpreter: run this file alone", allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_index(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        """Triton 3.6's interpreter turns arrays of one element into numbers with int(), which numpy 2.4 refuses."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_index
-
-from paceline.kernels.triton import attention, attention_plan, elementwise, fixed_attention, fused_linear, linear  # noqa: E402
-from paceline.kernels.triton.ops import TritonOps  # noqa: E402
-from paceline.models.attend import PagedAttend  # noqa: E402
-from paceline.models.config import ModelConfig  # noqa: E402
-from paceline.models.decoder import Decoder  # noqa: E402
-from paceline.spot.losses import Heads, target_loss  # noqa: E402
-
-DEVICE = "cuda" if CUDA else "cpu"
 TORCH = TorchOps()
 # Triton's interpreter multiplies bfloat16 matrices as if they were integers.
 HALF = torch.bfloat16 if CUDA else torch.float16

@@ -154,7 +154,8 @@ def test_a_drafter_that_was_trained_further_is_used_at_once():
 
 
 def test_one_slow_step_after_prefill_does_not_rule_a_shape_out():
-    """Its one step took 9.5 instead of 7.3 ms, because the host was still busy with prompts, and it was never used again."""
+    """The first step of a strategy took 9.5 instead of 7.3 ms, because the host was busy with prompts, and `auto` never used the
+    strategy again."""
     world, selector = World(h200_costs(), 128, {"eagle": 0.76}, noise=0.0), AutoSelector(h200_costs())
     world.run(selector, 60)
     best = world.strategies[-1]

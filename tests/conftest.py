@@ -16,6 +16,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Before Triton is imported, by whichever test file comes first: without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The same examples in every run: a change is then judged by what it changes. Tests marked slow draw new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

@@ -347,6 +347,11 @@ class Ops(Protocol):
         log-probability [R] in the precision of the logits)."""
         ...
 
+    def logprobs_of(self, logits: Tensor, tokens: Tensor, params: SamplingTensors) -> Tensor:
+        """Log-probabilities [R] of given tokens [R] int64: the same bits that `sample` returns where it samples them. A token that
+        the filters exclude counts as if they kept it. Seed and position have no influence."""
+        ...
+
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         """The Gumbel noise G(seed, position, token) of `kernels.noise`: [R], [R], [V] int64 -> [R, V] float32."""
         ...

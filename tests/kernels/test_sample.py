@@ -143,3 +143,18 @@ def test_rows_do_not_depend_on_their_neighbours():
 def test_sizes_are_checked():
     with pytest.raises(ValueError, match="rows of sampling parameters"):
         CpuOps().sample(torch.zeros(4, 10), params(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ops", FAMILIES, ids=lambda ops: ops.name)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_log_probabilities_of_given_tokens_are_those_of_sampled_ones(ops, setting, dtype):
+    logits = (torch.randn(40, 3000, generator=torch.Generator().manual_seed(5)) * 2).to(dtype)
+    token, logprob = ops.sample(logits, params(40, **SETTINGS[setting]))
+    assert torch.equal(ops.logprobs_of(logits, token, params(40, **SETTINGS[setting], seed=99)), logprob)
+    other = (token + 1) % 3000  # mostly outside of the filters, where such a token is added to those that they keep
+    scaled = logits.double() / SETTINGS[setting].get("temperature", 1.0)
+    kept = (scaled >= thresholds(scaled, params(40, **SETTINGS[setting]))[:, None]).scatter(1, other[:, None], True)
+    expected = scaled.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, other[:, None])[:, 0]
+    found = ops.logprobs_of(logits, other, params(40, **SETTINGS[setting])).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

@@ -40,7 +40,7 @@ ATTENTION = _layout("attention", "q out k v page_table table_columns page_size n
 # -- noise and sampling
 
 GUMBEL = _layout("gumbel", "seed position token_ids num_rows vocab out")
-SAMPLE = _layout("sample", "logits num_rows vocab token logprob seed position temperature top_k top_p min_p")
+SAMPLE = _layout("sample", "logits num_rows vocab token given logprob seed position temperature top_k top_p min_p")
 
 # -- trees as rows
 

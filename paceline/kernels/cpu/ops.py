@@ -185,9 +185,16 @@ class CpuOps(DraftOps):
     # -- sampling
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-        acc = WIDE.get(logits.dtype)
-        if acc is None:
-            return super().sample(logits, params)
+        return super().sample(logits, params) if logits.dtype not in WIDE else self._sample(logits, params, None)
+
+    def logprobs_of(self, logits: Tensor, tokens: Tensor, params: SamplingTensors) -> Tensor:
+        if logits.dtype not in WIDE:
+            return super().logprobs_of(logits, tokens, params)
+        return self._sample(logits, params, tokens.to(INT).contiguous())[1]
+
+    def _sample(self, logits: Tensor, params: SamplingTensors, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probabilities; given: the tokens, which are not sampled then."""
+        acc = WIDE[logits.dtype]
         wanted = (INT, INT, REAL, HALF, REAL, REAL)
         params = SamplingTensors(*(t.to(dtype).contiguous() for t, dtype in zip(params, wanted, strict=True)))
         logits = logits.contiguous()
@@ -195,8 +202,10 @@ class CpuOps(DraftOps):
         _same("rows of sampling parameters", num_rows, *(t.shape[0] for t in params))
         token, logprob = torch.empty(num_rows, dtype=INT), torch.empty(num_rows, dtype=acc)
         threads = min(num_rows, torch.get_num_threads())
+        if given is not None:
+            _same("rows of given tokens", num_rows, given.shape[0])
         run("sample", logits.dtype, threads, logits=logits.data_ptr(), num_rows=num_rows, vocab=vocab, token=token.data_ptr(),
-            logprob=logprob.data_ptr(), **{name: tensor.data_ptr() for name, tensor in params._asdict().items()})
+            given=0 if given is None else given.data_ptr(), logprob=logprob.data_ptr(), **{name: tensor.data_ptr() for name, tensor in params._asdict().items()})
         return token, logprob
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

@@ -133,6 +133,14 @@ class TorchOps:
         bad = ~scaled.amax(dim=-1).isfinite()  # amax is NaN where any logit is
         return torch.where(bad, -1, token), torch.where(bad, torch.nan, logprob)
 
+    def logprobs_of(self, logits: Tensor, tokens: Tensor, params: SamplingTensors) -> Tensor:
+        logits = at_least_float32(logits)
+        greedy = params.temperature == 0
+        scaled = logits / torch.where(greedy, 1.0, params.temperature).to(logits.dtype)[:, None]
+        is_kept = (scaled >= thresholds(scaled, params)[:, None]).scatter(1, tokens[:, None], True)
+        logprob = scaled.gather(1, tokens[:, None])[:, 0] - scaled.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1)
+        return torch.where(scaled.amax(dim=-1).isfinite(), torch.where(greedy, 0.0, logprob), torch.nan)
+
     def draft_topk(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, tau: float | Tensor, k: int,
                    token_ids: Tensor | None = None) -> RankedTokens:
         ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids

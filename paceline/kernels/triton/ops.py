@@ -280,6 +280,11 @@ class TritonOps(TorchOps):
     def sample(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         return sampling.sample(logits, params) if _supported(logits) else super().sample(logits, params)
 
+    def logprobs_of(self, logits: Tensor, tokens: Tensor, params: SamplingTensors) -> Tensor:
+        if not _supported(logits):
+            return super().logprobs_of(logits, tokens, params)
+        return sampling.sample(logits, params, given=tokens)[1]
+
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         return noise.gumbel(seed, position, token_ids)
 

@@ -22,8 +22,9 @@ _SHARED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Number of low bits of a float32 that are zero if it was converted from this dtype. The bisection skips them."""
 
 
-def sample(logits: Tensor, params: SamplingTensors, filtered: bool = True) -> tuple[Tensor, Tensor]:
-    """See `base.Ops.sample`. filtered=False skips the filters; only valid if no row uses top-k, top-p or min-p."""
+def sample(logits: Tensor, params: SamplingTensors, filtered: bool = True, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `base.Ops.sample`. filtered=False skips the filters; only valid if no row uses top-k, top-p or min-p. given: Tokens
+    [R] int64 that are returned instead of sampled ones, with their log-probabilities."""
     logits = logits.contiguous()
     num_rows, vocab = logits.shape
     device, blocks = logits.device, triton.cdiv(vocab, BLOCK)
@@ -40,8 +41,9 @@ def sample(logits: Tensor, params: SamplingTensors, filtered: bool = True) -> tu
                                        num_warps=16)
     _draw_kernel[(num_rows, blocks)](logits, params.seed, params.position, params.temperature, bound, best, index, vocab,
                                      blocks, FILTERED=filtered, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False)
-    _finish_kernel[(num_rows,)](logits, params.temperature, best, index, token, logprob, vocab, blocks,
-                                BLOCKS=_power(blocks), num_warps=1 if blocks <= 256 else 4)
+    _finish_kernel[(num_rows,)](logits, params.temperature, bound, best, index, token if given is None else given.contiguous(),
+                                token, logprob, vocab, blocks, FILTERED=filtered, GIVEN=given is not None,
+                                BLOCKS=_power(blocks), num_warps=1 if blocks <= 256 else 4, enable_fp_fusion=False)
     return token, logprob
 
 
@@ -80,7 +82,8 @@ def _draw_kernel(logits, seed, position, temperature, bound, best, index, vocab,
 
 
 @triton.jit
-def _finish_kernel(logits, temperature, best, index, token, logprob, vocab, blocks, BLOCKS: tl.constexpr):
+def _finish_kernel(logits, temperature, bound, best, index, given, token, logprob, vocab, blocks, FILTERED: tl.constexpr,
+                   GIVEN: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS)
     inside = b < blocks
@@ -93,11 +96,15 @@ def _finish_kernel(logits, temperature, best, index, token, logprob, vocab, bloc
     _, which = tl.max(tl.load(best + at * 3, mask=inside, other=float("-inf")), axis=0, return_indices=True,
                       return_indices_tie_break_left=True)
     chosen = tl.load(index + row * blocks + tl.where(bad, 0, which)).to(tl.int64)
+    if GIVEN:
+        chosen = tl.load(given + row)
     t = tl.load(temperature + row)
     x = tl.load(logits + row.to(tl.int64) * vocab + tl.where(bad, 0, chosen)).to(tl.float32)
     if (t > 0) & (t != 1.0):
         x = tl.div_rn(x, t)
     mass = tl.sum(tl.where(total > 0, total * tl.exp(top - shift), 0.0), axis=0)
+    if GIVEN and FILTERED:
+        mass += tl.where(x < tl.load(bound + row), tl.exp(x - shift), 0.0)  # a token that the filters exclude counts all the same
     value = tl.where(t > 0, x - (shift + tl.log(mass)), 0.0)
     tl.store(token + row, tl.where(bad, -1, chosen))
     tl.store(logprob + row, tl.where(bad, float("nan"), value))

@@ -17,7 +17,8 @@ _BLOCK = 64
 
 @inlined
 def sample(block, store, acc):  # type: ignore[no-untyped-def]
-    """Work item: row. See `draw` for how the noise of most tokens is never turned into a Gumbel number."""
+    """Work item: row. See `draw` for how the noise of most tokens is never turned into a Gumbel number. If `given` is there, it
+    holds the tokens, and the sample is ignored: their log-probabilities are computed by the same instructions."""
     a = carray(block, 1, SAMPLE)[0]
     num_rows, vocab = a.num_rows, a.vocab
     logits = carray(pointer(a.logits), (num_rows, vocab), store)
@@ -25,6 +26,7 @@ def sample(block, store, acc):  # type: ignore[no-untyped-def]
     seeds, positions = carray(pointer(a.seed), num_rows, np.int64), carray(pointer(a.position), num_rows, np.int64)
     temperatures, top_ks = carray(pointer(a.temperature), num_rows, np.float32), carray(pointer(a.top_k), num_rows, np.int32)
     top_ps, min_ps = carray(pointer(a.top_p), num_rows, np.float32), carray(pointer(a.min_p), num_rows, np.float32)
+    given = carray(pointer(a.given if a.given != 0 else a.token), num_rows, np.int64)
     scaled = np.empty(vocab, acc)
     while True:
         row = next_item(block)
@@ -43,6 +45,10 @@ def sample(block, store, acc):  # type: ignore[no-untyped-def]
             bound = threshold(scaled, scaled[best], np.int64(top_ks[row]), np.float64(top_ps[row]),
                                np.float64(min_ps[row]), acc)
         chosen, mass = draw(scaled, best, bound, seeds[row], np.uint32(positions[row]), acc)
+        if a.given != 0:
+            chosen = given[row]
+            if scaled[chosen] < bound:
+                mass += math.exp(np.float64(scaled[chosen] - scaled[best]))
         token[row] = chosen
         logprob[row] = scaled[chosen] - (scaled[best] + acc(math.log(mass)))
 

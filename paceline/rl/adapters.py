@@ -14,7 +14,8 @@ from paceline.config import LearnerConfig
 from paceline.files import atomic_write, save_tensors
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.state_dict import hf_layout
+from paceline.models.state_dict import hf_layout, load_state
+from paceline.models.weights import empty_model
 
 
 def add_lora(model: Decoder, config: LearnerConfig, seed: int) -> None:
@@ -81,6 +82,16 @@ def decoder_of(shape: ModelConfig, tensors: dict[str, Tensor]) -> Decoder:
     model.load_state_dict({**tensors, **tied}, assign=True)
     if shape.tie_embeddings:
         model.head.weight = model.embed.weight
+    return model
+
+
+def plain_copy(policy: Decoder, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shared: dict[str, Tensor]) -> Decoder:
+    """A decoder of the policy's shape, on its device, with a copy of these weights in a data type. The tensors in `shared`, by
+    name, are not copied."""
+    empty = empty_model(policy.config, dtype, "meta")
+    own = {name: torch.empty_like(p, device=policy.norm.device) for name, p in empty.named_parameters() if name not in shared}
+    model = decoder_of(policy.config, {**shared, **own})
+    load_state(model, weights)
     return model
 
 

@@ -4,7 +4,7 @@ neither the engine, nor the task, nor any algorithm by name."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 
 import torch
@@ -23,9 +23,10 @@ from paceline.optim import (
     require_finite,
     set_learning_rate,
 )
-from paceline.rl.adapters import adapters_off, add_lora, merged_parameters
+from paceline.rl.adapters import adapters_off, add_lora, decoder_of, merged_parameters, plain_copy, unadapted_parameters
 from paceline.rl.algorithms import PPO, Algorithm
 from paceline.rl.batch import MicroBatch, Sample, pack
+from paceline.rl.exact import ExactForward
 from paceline.rl.losses import importance_weights
 from paceline.rl.models import Policy, SamplingFilters, Scorer, recompute_activations
 from paceline.rl.ranks import Ranks, full, local, trained
@@ -48,17 +49,38 @@ class Learner:
         self.policy = Policy(model.requires_grad_(True), compute)
         self.critic = Scorer(_trainable_copy(model), compute) if algorithm.needs_critic else None
         self.reference: Policy | None = None
-        """The frozen first policy, if the algorithm needs it. With adapters it is the policy itself, with the adapters off."""
+        """The frozen first policy, if the algorithm needs it. With adapters it is the policy itself, with the adapters off, unless
+        log-probabilities are to be exact: then it is a plain policy that shares the frozen weights."""
         if config.lora_rank:
             model.requires_grad_(False)
+            if config.exact_logprobs and algorithm.needs_reference:
+                self.reference = Policy(decoder_of(model.config, dict(model.named_parameters())), compute)
             add_lora(model, config, seed)
         elif algorithm.needs_reference:
             self.reference = Policy(_frozen_copy(model, compute), compute)
         if config.gradient_checkpointing:
-            for module in (self.policy, self.critic):
+            for module in (None if config.exact_logprobs else self.policy, self.critic):  # the exact policy does so by itself
                 if module is not None:
                     recompute_activations(module)
+        if config.exact_logprobs:
+            shared = unadapted_parameters(model) if config.lora_rank else {}
+            self.policy.exact = ExactForward(plain_copy(model, self.weights(), compute, shared))
+            if self.reference is not None:
+                self.reference.exact = ExactForward(self.reference.model)
         self.optimizers = self._make_optimizers()
+
+    def load_reference(self, state: Mapping[str, Tensor]) -> None:
+        """Make the policy with these weights the reference."""
+        assert self.reference is not None, "the algorithm needs a reference, and it is a policy of its own"
+        load_state(self.reference.model, state)
+        if self.reference.exact is not None:
+            self.reference.exact.weights_changed()
+
+    def _refresh_exact(self) -> None:
+        """Copy the policy's weights to where exact log-probabilities are computed from."""
+        if self.policy.exact is not None:
+            load_state(self.policy.exact.model, self.weights())
+            self.policy.exact.weights_changed()
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         config = self.optimizer_config
@@ -69,6 +91,8 @@ class Learner:
 
     def shard(self, ranks: Ranks) -> None:
         """Train on several ranks from now on. Every rank must have a learner with the same weights that has made no update."""
+        if self.policy.exact is not None:
+            raise ValueError("learner.exact_logprobs: a sharded policy has no exact log-probabilities")
         self.ranks = ranks
         for model in (self.policy, self.reference, self.critic):
             if model is not None:
@@ -85,6 +109,7 @@ class Learner:
     @torch.no_grad()
     def infer(self, samples: Sequence[Sample]) -> None:
         """Fills in the samples' old and reference log-probabilities, the critic's values and the reward model's scores."""
+        self._refresh_exact()
         if self.config.old_logprobs == "engine":
             for sample in samples:
                 sample.old = sample.sampled
@@ -174,6 +199,7 @@ class Learner:
         return ((name, full(tensor)) for name, tensor in merged_parameters(self.policy.model))
 
     def _optimizer_step(self, samples: Sequence[Sample], mismatch: _EngineMismatch | None) -> dict[str, float]:
+        self._refresh_exact()
         sums: dict[str, Tensor] = {}
         weights = self.algorithm.weights([s.num_answer for s in samples])
         samples, weights, share = self._with_gradient(samples, weights)

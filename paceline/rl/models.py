@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from paceline.models.decoder import Decoder, Layer, Rope
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model, open_checkpoint
 from paceline.rl.batch import MicroBatch
+from paceline.rl.exact import ExactForward, with_gradient_of
 
 HEAD_ROWS = 1024
 """Maximum number of rows whose logits exist at the same time: with a vocabulary of 150,000 they would otherwise fill the
@@ -76,11 +77,18 @@ class Trunk(nn.Module):
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Final hidden states of all rows [R, H]."""
+        return self.model(batch.tokens, self.attend(batch)).final
+
+    def attend(self, batch: MicroBatch) -> PackedAttend:
+        """Attention within the sequences of a micro-batch."""
+        return PackedAttend(self.ops, *self.rope(batch)(batch.positions), batch.lengths)
+
+    def rope(self, batch: MicroBatch) -> Rope:
+        """The rotary embedding's tables, which are long enough for a micro-batch."""
         longest, weight = max(batch.lengths), self.model.norm
         if self._rope is None or len(self._rope.cos) < longest:
             self._rope = Rope(self.model.config, max(1024, 2 * longest), weight.dtype, weight.device)
-        cos, sin = self._rope(batch.positions)
-        return self.model(batch.tokens, PackedAttend(self.ops, cos, sin, batch.lengths)).final
+        return self._rope
 
     def precision(self) -> AbstractContextManager[object]:
         """Context in which matrix products run in `compute`."""
@@ -93,15 +101,23 @@ class Trunk(nn.Module):
 class Policy(Trunk):
     """A decoder with its language-model head."""
 
+    def __init__(self, model: Decoder, compute: torch.dtype) -> None:
+        super().__init__(model, compute)
+        self.exact: ExactForward | None = None
+        """Computes the log-probabilities with the engine's bits; None: they are computed by the trainer's own operations."""
+
     def logprobs(self, batch: MicroBatch, temperature: float, filters: SamplingFilters | None = None,
                  entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(log-probability [A], entropy [A]) of every answer token in the distribution that the engine samples from: at its
         temperature and with its filters. The entropy has a gradient only with `entropy_gradient`."""
         options = temperature, filters or SamplingFilters(), entropy_gradient
-        with self.precision():
-            hidden = self.hidden(batch)[batch.rows]
-            parts = [self._chunk(h, t, *options)
-                     for h, t in zip(hidden.split(HEAD_ROWS), batch.targets.split(HEAD_ROWS), strict=True)]
+        if self.exact is not None:
+            parts = self._exact_parts(self.exact, batch, *options)
+        else:
+            with self.precision():
+                hidden = self.hidden(batch)[batch.rows]
+                parts = [self._chunk(h, t, *options)
+                         for h, t in zip(hidden.split(HEAD_ROWS), batch.targets.split(HEAD_ROWS), strict=True)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _chunk(self, hidden: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -111,7 +127,10 @@ class Policy(Trunk):
 
     def _head(self, hidden: Tensor, targets: Tensor, temperature: float, filters: SamplingFilters,
               entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        logits = self.model.logits(hidden, self.ops)
+        return self._of_logits(self.model.logits(hidden, self.ops), targets, temperature, filters, entropy_gradient)
+
+    def _of_logits(self, logits: Tensor, targets: Tensor, temperature: float, filters: SamplingFilters,
+                   entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         if filters == SamplingFilters() and not entropy_gradient:
             return self.ops.token_logprobs(logits, targets, temperature)
         scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
@@ -119,6 +138,49 @@ class Policy(Trunk):
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(dim=-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+    # -- with the engine's bits
+
+    def _exact_parts(self, exact: ExactForward, batch: MicroBatch, *options: Any) -> list[tuple[Tensor, Tensor]]:
+        """(log-probabilities, entropy) of the answer tokens, HEAD_ROWS at a time."""
+        states = exact.hidden(batch, self.rope(batch))
+        final = states[-1]
+        carrier = self._with_gradient(batch, states) if torch.is_grad_enabled() else final
+        chunks = (tensor.split(HEAD_ROWS) for tensor in (final[batch.rows], carrier[batch.rows], batch.targets))
+        return [self._exact_chunk(exact, *chunk, *options) for chunk in zip(*chunks, strict=True)]
+
+    def _with_gradient(self, batch: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
+        """The last of the hidden states `states` [R, H] with the gradient of the trainer's operations."""
+        x, attend = self.model.embed(batch.tokens), self.attend(batch)
+        for number, (layer, at, after) in enumerate(zip(self.model.layers, states[:-1], states[1:], strict=True), 1):
+            norm = self.model.norm if number == len(self.model.layers) else None
+            parameters = [p for p in (*layer.parameters(), norm) if p is not None]
+            values = (after.to(x.dtype, copy=True),)
+            (x,) = with_gradient_of(partial(self._layer, layer, attend, norm), at, values, x, parameters)
+        return x
+
+    def _layer(self, layer: Layer, attend: PackedAttend, norm: Tensor | None, x: Tensor) -> tuple[Tensor]:
+        """The hidden states after a layer; norm: and after this final norm."""
+        with self.precision():
+            x, residual = layer(x, None, attend)
+            return (x + residual if norm is None else self.ops.add_rms_norm(x, residual, norm, layer.eps)[0],)
+
+    def _exact_chunk(self, exact: ExactForward, final: Tensor, carrier: Tensor, targets: Tensor, temperature: float,
+                     filters: SamplingFilters, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        """final [N, H]: the engine's hidden states; carrier [N, H]: the same, with their gradient."""
+        logits = exact.logits(final)
+        logprobs = exact.logprobs(logits, targets, temperature, filters)
+        with torch.no_grad():
+            entropy = self._of_logits(logits, targets, temperature, filters, entropy_gradient)[1]
+        if not torch.is_grad_enabled():
+            return logprobs, entropy
+
+        def head(x: Tensor) -> tuple[Tensor, Tensor]:
+            with self.precision():
+                return self._head(x, targets, temperature, filters, entropy_gradient)
+
+        logprobs, differentiable = with_gradient_of(head, final, (logprobs, entropy), carrier, list(self.model.head.parameters()))
+        return logprobs, differentiable if entropy_gradient else differentiable.detach()
 
 
 class Scorer(Trunk):

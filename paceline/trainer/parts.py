@@ -14,9 +14,9 @@ from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.files import DamagedFile
 from paceline.models.decoder import Decoder
-from paceline.models.state_dict import export_state, load_state
-from paceline.models.weights import empty_model, load_model, parse_dtype
-from paceline.rl.adapters import decoder_of, unadapted_parameters
+from paceline.models.state_dict import export_state
+from paceline.models.weights import load_model, parse_dtype
+from paceline.rl.adapters import plain_copy, unadapted_parameters
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import policy_folder, restore
 from paceline.rl.learner import Learner
@@ -50,7 +50,7 @@ def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | No
     learner = learner_for(config, model, tokenizer)
     if learner.reference is not None and checkpoint is not None and not lora:
         first, _ = load_model(config.model, device, master)
-        load_state(learner.reference.model, export_state(first))  # the reference is the policy that the run started with
+        learner.load_reference(export_state(first))  # the reference is the policy that the run started with
     if ranks is not None:
         learner.shard(ranks)
     if checkpoint is not None:
@@ -75,11 +75,9 @@ def learner_for(config: TrainConfig, model: Decoder, tokenizer: Any) -> Learner:
 def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:
     """An engine with the learner's policy in the run's data type. All weights are a copy; with adapters only the matrices that
     they are merged into, and the rest is the learner's (`shared_weights`)."""
-    policy, shared = learner.policy.model, shared_weights(learner)
-    empty = empty_model(policy.config, parse_dtype(config.dtype) or policy.norm.dtype, "meta")
-    own = {name: torch.empty_like(p, device=learner.device) for name, p in empty.named_parameters() if name not in shared}
-    model = decoder_of(policy.config, {**shared, **own})
-    load_state(model, learner.weights())
+    policy = learner.policy.model
+    dtype = parse_dtype(config.dtype) or policy.norm.dtype
+    model = plain_copy(policy, learner.weights(), dtype, shared_weights(learner))
     return engine_for(config, model, tokenizer, speculate)
 
 

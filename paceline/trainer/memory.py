@@ -152,6 +152,9 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
     yield MemoryItem("gradients", trained * master, "update", is_later=True)
     moments = _ADAM_BYTES[config.optimizer.kind] * (master // 4 if config.optimizer.kind == "adamw" else 1)
     yield MemoryItem("AdamW", int(trained * moments), is_later=True)
+    adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
+    if config.learner.exact_logprobs:
+        yield MemoryItem("policy for exact log-probabilities", adapted * width)
     if algorithm.needs_reference and not rank:
         yield MemoryItem("reference policy", total * width)
     if algorithm.needs_critic:
@@ -159,7 +162,6 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
         yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
         yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
-    adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
     yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "generation")
     if rank:
         largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
@@ -172,14 +174,16 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:
     """Activations and temporary tensors of the largest micro-batch. A residual stream in the embedding's data type, two norms,
     qkv, attention, gate, up and their product are saved per layer, and the weights cast to the run's data type; if activations
-    are recomputed, only the layer's two inputs. The backward pass of one layer, or the logits of one chunk, comes on top."""
+    are recomputed, only the layer's two inputs (of exact log-probabilities one, but twice for a moment). The backward pass of one layer, or the logits of one chunk, comes on top."""
     rows = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
     hidden, inner, lora = shape.hidden_size, shape.intermediate_size, config.learner.lora_rank > 0
     residual = width if lora else max(4, width)
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     layer = 2 * residual * hidden + width * (2 * hidden + heads + 3 * inner)
     casts = 0 if lora or width >= 4 else width * _layer_parameters(shape)
-    if config.learner.gradient_checkpointing:
+    if config.learner.exact_logprobs:
+        saved = rows * (2 * shape.num_layers * width * hidden + layer) + casts
+    elif config.learner.gradient_checkpointing:
         saved = rows * (shape.num_layers * (residual + width) * hidden + layer) + casts
     else:
         saved = shape.num_layers * (rows * layer + casts)

@@ -8,9 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
 from paceline.engine.build import check_speculation, require_drafter
-from paceline.models.weights import check_device, check_model
+from paceline.kernels import choose_backend
+from paceline.models.weights import check_device, check_model, parse_dtype, resolve_device
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import Task, WeightedRewards, make_task
@@ -69,6 +72,8 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
         yield "optimizer.kind", lambda: _check_package("torchao", "lowmem")
         if config.cluster.needs_ray and config.cluster.shard_training:
             yield "optimizer.kind", lambda: _refuse("adamw_8bit does not train on several workers (cluster.shard_training)")
+    if config.learner.exact_logprobs:
+        yield "learner.exact_logprobs", lambda: _check_exact(config)
     if config.wandb is not None:
         yield "wandb", lambda: _check_package("wandb", "wandb")
     if config.cluster.needs_ray:
@@ -107,6 +112,24 @@ def _check_drafter(config: TrainConfig) -> None:
     except ValueError:
         return  # said already
     require_drafter(selector, has_learned, config.drafter != "none")
+
+
+def _check_exact(config: TrainConfig) -> None:
+    """The trainer and the engine have the same bits only where the engine's do not depend on the batch."""
+    if config.cluster.needs_ray and config.cluster.shard_training:
+        raise ValueError("a policy that is sharded over several workers cannot have it; set cluster.shard_training = false")
+    try:
+        device, dtype = resolve_device(config.device), parse_dtype(config.dtype) or torch.float32
+    except ValueError:
+        return  # said already
+    backend, on_gpu = choose_backend(device, dtype, config.engine.kernels), device.startswith("cuda")
+    if backend.name == "torch":
+        raise ValueError(f"the torch kernels ({backend.reason}) do not have the same bits in every batch; set engine.kernels = auto "
+                         "and dtype = bfloat16 or float32")
+    if on_gpu and dtype == torch.float64:
+        raise ValueError("float64 does not have the same bits in every batch on a GPU; set dtype = bfloat16 or float32")
+    if not (on_gpu if config.engine.deterministic is None else config.engine.deterministic):
+        raise ValueError("it needs an engine whose bits do not depend on the batch; set engine.deterministic = true")
 
 
 def _check_out(path: Path, resume: bool) -> None:

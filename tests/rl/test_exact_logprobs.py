@@ -60,7 +60,7 @@ def test_logprobs_have_the_engines_bits(kind, dtype):
     with torch.no_grad():
         assert difference(learner, samples, 200) == 0.0
     ordinary = make_learner(model, dtype, exact_logprobs=False)
-    assert 0.0 < difference(ordinary, samples, 10_000) < (0.5 if dtype == torch.bfloat16 else 1e-5)
+    assert 0.0 < difference(ordinary, samples, 10_000) < (0.5 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_filters_and_temperature_are_the_engines():
@@ -120,9 +120,9 @@ def test_updates_are_the_ordinary_ones_and_report_no_difference(config):
 
 @pytest.mark.parametrize("config", [{}, {"lora_rank": 2}], ids=str)
 def test_the_reference_has_the_same_bits_as_the_policy_that_it_is_a_copy_of(config):
-    model = tiny.model("qwen3", dtype=torch.bfloat16)
-    samples = answers(engine_for(model), torch.bfloat16, 0.8)
-    learner = make_learner(model, torch.bfloat16, options={"kl": 0.1}, minibatches=2, **config)
+    model = tiny.model("qwen3", dtype=torch.float32)
+    samples = answers(engine_for(model), torch.float32, 0.8)
+    learner = make_learner(model, torch.float32, options={"kl": 0.1}, minibatches=2, **config)
     learner.infer(samples)
     assert all(torch.equal(sample.reference, sample.sampled) and torch.equal(sample.old, sample.sampled) for sample in samples)
     learner.algorithm.compute_advantages(samples)

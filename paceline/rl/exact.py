@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.kernels import PagedCache, SamplingTensors, Segments, ops_for
+from paceline.kernels import Ops, PagedCache, SamplingTensors, Segments, ops_for
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Linear, Rope
@@ -28,11 +28,11 @@ _PAGE_SIZE = 64
 class ExactForward:
     """Forward passes of a policy by the engine's deterministic kernels, without gradients."""
 
-    def __init__(self, model: Decoder) -> None:
-        """`model`: a plain decoder in the engine's data type. `weights_changed` must be called after every change of it."""
+    def __init__(self, model: Decoder, ops: Ops | None = None) -> None:
+        """`model`: a plain decoder in the engine's data type. `weights_changed` must be called after every change of it. `ops`:
+        deterministic kernels; None: those of an engine on the model's device."""
         self.model = model
-        weight, config = model.norm, model.config
-        self.ops = ops_for(weight.device, weight.dtype, deterministic=True, max_context=config.max_context)
+        self.ops = ops or ops_for(model.norm.device, model.norm.dtype, True, model.config.max_context)
         self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -41,6 +41,18 @@ def gpu_memory(content: Content, _: str) -> Table:
                  ("run", "phase", "planned GiB", "peak of tensors GiB", "reserved GiB"), rows)
 
 
+def gpu_exact_logprobs(content: Content, _: str) -> Table:
+    rows = [(shape, name, *(f"{figures[key]:.3f}" for key in ("forward_seconds", "seconds")), f"{figures['peak_gib']:.1f}",
+             *(f"{figures[f'logprob_difference_{key}']:.2g}" for key in ("mean", "max")))
+            for shape, found in content["shapes"].items() for name, figures in found["learners"].items()]
+    prices = "; ".join(f"{shape}: {times(found['price'])} the time of an ordinary forward and backward pass, "
+                       f"{times(found['price_recomputing'])} that of gradient checkpointing"
+                       for shape, found in content["shapes"].items())
+    return Table("Log-probabilities with the engine's bits", f"`learner.exact_logprobs` takes {prices}.",
+                 ("shape", "learner", "forward s", "forward and backward s", "peak GiB", "mean difference to the engine",
+                  "largest difference"), rows)
+
+
 def gpu_rl_step(content: Content, _: str) -> Table:
     rows: list[Sequence[object]] = [
         (name, f"{side['rollout_seconds']:.1f}", f"{side['update_seconds']:.1f}", f"{side['seconds']:.1f}",

@@ -348,8 +348,8 @@ class Ops(Protocol):
         ...
 
     def logprobs_of(self, logits: Tensor, tokens: Tensor, params: SamplingTensors) -> Tensor:
-        """Log-probabilities [R] of given tokens [R] int64: the same bits that `sample` returns where it samples them. A token that
-        the filters exclude counts as if they kept it. Seed and position have no influence."""
+        """Log-probabilities [R] of given tokens [R] int64, with the bits that `sample` returns where it samples them. A token
+        that the filters exclude counts as if they kept it. Seed and position have no influence."""
         ...
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ class Learner:
         self.policy = Policy(model.requires_grad_(True), compute)
         self.critic = Scorer(_trainable_copy(model), compute) if algorithm.needs_critic else None
         self.reference: Policy | None = None
-        """The frozen first policy, if the algorithm needs it. With adapters it is the policy itself, with the adapters off, unless
-        log-probabilities are to be exact: then it is a plain policy that shares the frozen weights."""
+        """The frozen first policy, if the algorithm needs it. With adapters it is the policy itself, with the adapters off; where
+        log-probabilities are exact, it is a plain policy that shares the frozen weights."""
         if config.lora_rank:
             model.requires_grad_(False)
             if config.exact_logprobs and algorithm.needs_reference:

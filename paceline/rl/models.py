@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,8 @@ class Trunk(nn.Module):
 
     def attend(self, batch: MicroBatch) -> PackedAttend:
         """Attention within the sequences of a micro-batch."""
-        return PackedAttend(self.ops, *self.rope(batch)(batch.positions), batch.lengths)
+        cos, sin = self.rope(batch)(batch.positions)
+        return PackedAttend(self.ops, cos, sin, batch.lengths)
 
     def rope(self, batch: MicroBatch) -> Rope:
         """The rotary embedding's tables, which are long enough for a micro-batch."""
@@ -151,9 +152,9 @@ class Policy(Trunk):
 
     def _with_gradient(self, batch: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
         """The last of the hidden states `states` [R, H] with the gradient of the trainer's operations."""
-        x, attend = self.model.embed(batch.tokens), self.attend(batch)
-        for number, (layer, at, after) in enumerate(zip(self.model.layers, states[:-1], states[1:], strict=True), 1):
-            norm = self.model.norm if number == len(self.model.layers) else None
+        x, attend, layers = self.model.embed(batch.tokens), self.attend(batch), cast("list[Layer]", list(self.model.layers))
+        for layer, at, after in zip(layers, states[:-1], states[1:], strict=True):
+            norm = self.model.norm if layer is layers[-1] else None
             parameters = [p for p in (*layer.parameters(), norm) if p is not None]
             values = (after.to(x.dtype, copy=True),)
             (x,) = with_gradient_of(partial(self._layer, layer, attend, norm), at, values, x, parameters)

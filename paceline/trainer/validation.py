@@ -124,8 +124,8 @@ def _check_exact(config: TrainConfig) -> None:
         return  # said already
     backend, on_gpu = choose_backend(device, dtype, config.engine.kernels), device.startswith("cuda")
     if backend.name == "torch":
-        raise ValueError(f"the torch kernels ({backend.reason}) do not have the same bits in every batch; set engine.kernels = auto "
-                         "and dtype = bfloat16 or float32")
+        raise ValueError(f"the torch kernels ({backend.reason}) do not have the same bits in every batch; set engine.kernels = "
+                         "auto and dtype = bfloat16 or float32")
     if on_gpu and dtype == torch.float64:
         raise ValueError("float64 does not have the same bits in every batch on a GPU; set dtype = bfloat16 or float32")
     if not (on_gpu if config.engine.deterministic is None else config.engine.deterministic):

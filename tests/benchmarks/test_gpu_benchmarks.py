@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import cold_start, decode, graphs, long_tail, memory, prefill, rl_step, speculate, step
+from benchmarks.gpu import cold_start, decode, exact_logprobs, graphs, long_tail, memory, prefill, rl_step, speculate, step
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.result_tables import make_table
 from benchmarks.lib.speculation import Flips, Window
@@ -15,7 +15,7 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory,
+@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory, exact_logprobs,
                                     pytest.param(cold_start, marks=pytest.mark.slow)])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
@@ -42,6 +42,10 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     elif script is memory:
         assert [len(case["steps"]) for case in found["cases"].values()] == [2, 2] and make_table(found).rows
         assert found["cases"]["LoRA"]["plan"]["gradients"] < found["cases"]["full weights"]["plan"]["gradients"]
+    elif script is exact_logprobs:
+        learners = found["shapes"]["tiny"]["learners"]
+        assert learners["exact"]["logprob_difference_max"] == 0 < learners["ordinary"]["logprob_difference_max"]
+        assert make_table(found).rows
     elif script is cold_start:
         assert found["shapes"]["1.5B"]["filled caches"]["warm"] > 0
     else:

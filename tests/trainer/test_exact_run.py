@@ -24,7 +24,7 @@ def test_a_run_reports_no_difference(tmp_path, changes):
     toy.make_folder(tmp_path)
     assert toy.run(toy.settings(tmp_path, "run", steps=3, **EXACT, **changes)) == 0
     records = read_metrics(tmp_path / "run")
-    assert len(records) == 3 and all(record["logprob_difference/max"] == record["logprob_difference/mean"] == 0.0 for record in records)
+    assert [(record["logprob_difference/max"], record["logprob_difference/mean"]) for record in records] == [(0.0, 0.0)] * 3
     if "learner.minibatches" not in changes:
         assert all(record["importance/mean"] == 1.0 and record["clip_fraction"] == 0.0 for record in records)
 
@@ -63,8 +63,8 @@ def test_float64_on_a_gpu_is_refused(tmp_path, monkeypatch):
 def test_the_memory_plan_counts_the_copy_and_the_recomputed_layers(tmp_path):
     sizes = []
     for rank in (0, 2):
-        plain, exact = (plan_for(make_config(tmp_path, dtype="bfloat16", learner={"lora_rank": rank, "exact_logprobs": on}), SHAPE)
-                        for on in (False, True))
+        learners = ({"lora_rank": rank, "exact_logprobs": on} for on in (False, True))
+        plain, exact = (plan_for(make_config(tmp_path, dtype="bfloat16", learner=learner), SHAPE) for learner in learners)
         copy = {item.what: item.num_bytes for item in exact.items}["policy for exact log-probabilities"]
         sizes.append(copy)
         saved = [{item.what: item.num_bytes for item in plan.items}["activations of a micro-batch"] for plan in (plain, exact)]

@@ -205,7 +205,8 @@ class CpuOps(DraftOps):
         if given is not None:
             _same("rows of given tokens", num_rows, given.shape[0])
         run("sample", logits.dtype, threads, logits=logits.data_ptr(), num_rows=num_rows, vocab=vocab, token=token.data_ptr(),
-            given=0 if given is None else given.data_ptr(), logprob=logprob.data_ptr(), **{name: tensor.data_ptr() for name, tensor in params._asdict().items()})
+            given=0 if given is None else given.data_ptr(), logprob=logprob.data_ptr(),
+            **{name: tensor.data_ptr() for name, tensor in params._asdict().items()})
         return token, logprob
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:
     """Activations and temporary tensors of the largest micro-batch. A residual stream in the embedding's data type, two norms,
     qkv, attention, gate, up and their product are saved per layer, and the weights cast to the run's data type; if activations
-    are recomputed, only the layer's two inputs; with exact log-probabilities one, and for a moment twice. The backward pass of one
+    are recomputed, only the two inputs of a layer; with exact log-probabilities one, and for a moment twice. The backward of one
     layer, or the logits of one chunk, comes on top."""
     rows = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
     hidden, inner, lora = shape.hidden_size, shape.intermediate_size, config.learner.lora_rank > 0

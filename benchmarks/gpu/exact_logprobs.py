@@ -103,6 +103,7 @@ def measure_learner(shape: ModelConfig, options: dict[str, Any], batch: MicroBat
     model = random_model(shape, torch.bfloat16, setting.device)
     learner = Learner(model if options["lora_rank"] else model.float(), make_algorithm("grpo", args.new_tokens),
                       LearnerConfig(**options), OptimizerConfig(), 10, 1.0, torch.bfloat16)
+    learner.warm_up()
     times: list[tuple[float, float]] = []
     logprobs = torch.zeros(0)
     for number in range(args.rounds + 1):  # the first compiles

@@ -3,7 +3,8 @@
 The values of a forward pass are those of the engine's own code: its decoder, kernels and sampler over the packed sequences, as if
 each were a prompt, with the weights in the engine's data type. The engine's results do not depend on what else is in a step, so
 they are the same as when the tokens were sampled. Gradients are those of the trainer's operations: the backward pass recomputes
-one layer after the other from the engine's hidden states, as gradient checkpointing does.
+one layer after the other from the engine's hidden states, as gradient checkpointing does. If the policy is sharded, they run in the
+forward pass, where FSDP gathers their weights, and their results are replaced by the engine's.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ class ExactForward:
         deterministic kernels; None: those of an engine on the model's device."""
         self.model = model
         self.ops = ops or ops_for(model.norm.device, model.norm.dtype, True, model.config.max_context)
-        self.weights_changed()
+        self._is_prepared = False
 
     def weights_changed(self) -> None:
-        """Lay the weights out anew for the kernels."""
-        self.ops.prepare([part.weight for part in self.model.modules() if isinstance(part, Linear)])
+        """The weights will be laid out anew for the kernels."""
+        self._is_prepared = False
 
     @torch.no_grad()
     def hidden(self, batch: MicroBatch, rope: Rope) -> tuple[Tensor, ...]:
         """The hidden states [R, H] at the input of every layer, and those after the final norm."""
         config, weight = self.model.config, self.model.norm
+        if not self._is_prepared:
+            self.ops.prepare([part.weight for part in self.model.modules() if isinstance(part, Linear)])
+            self._is_prepared = True
         pages, segments, write = _layout(batch.lengths, weight.device)
         k, v = (weight.new_zeros(int(pages.max() + 1) * _PAGE_SIZE, config.num_kv_heads, config.head_dim) for _ in range(2))
         cache = PagedCache(k, v, upload(pages, weight.device), _PAGE_SIZE)  # for every layer in turn
@@ -83,10 +87,25 @@ def _layout(lengths: Sequence[int], device: torch.device) -> tuple[np.ndarray, S
 
 
 def with_gradient_of(function: Callable[[Tensor], tuple[Tensor, ...]], at: Tensor, values: tuple[Tensor, ...], x: Tensor,
-                     parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`values`, with the gradient of `function` at the point `at`, which is computed in the backward pass. x: What the gradient
-    flows on to; its own value does not matter. parameters: All others that `function` depends on."""
-    return _Recomputed.apply(function, at, values, x, *parameters)
+                     parameters: Sequence[Tensor], now: bool) -> tuple[Tensor, ...]:
+    """`values`, with the gradient of `function` at the point `at`. x: What the gradient flows on to; its own value does not
+    matter. parameters: All others that `function` depends on. now: Call `function` now; otherwise in the backward pass."""
+    if not now:
+        return _Recomputed.apply(function, at, values, x, *parameters)
+    results = function(_Replaced.apply(x, at))
+    return tuple(_Replaced.apply(result, value) for result, value in zip(results, values, strict=True))
+
+
+class _Replaced(torch.autograd.Function):
+    """`value` in the data type of x, with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.to(x.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 class _Recomputed(torch.autograd.Function):

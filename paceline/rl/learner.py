@@ -62,11 +62,6 @@ class Learner:
             for module in (None if config.exact_logprobs else self.policy, self.critic):  # the exact policy does so by itself
                 if module is not None:
                     recompute_activations(module)
-        if config.exact_logprobs:
-            shared = unadapted_parameters(model) if config.lora_rank else {}
-            self.policy.exact = ExactForward(plain_copy(model, self.weights(), compute, shared))
-            if self.reference is not None:
-                self.reference.exact = ExactForward(self.reference.model)
         self.optimizers = self._make_optimizers()
 
     def load_reference(self, state: Mapping[str, Tensor]) -> None:
@@ -77,10 +72,19 @@ class Learner:
             self.reference.exact.weights_changed()
 
     def _refresh_exact(self) -> None:
-        """Copy the policy's weights to where exact log-probabilities are computed from."""
+        """Copy the policy's weights to where exact log-probabilities are computed from. The copy is made at the first call, when
+        the policy is on the device that it stays on."""
+        if not self.config.exact_logprobs:
+            return
         if self.policy.exact is not None:
             load_state(self.policy.exact.model, self.weights())
             self.policy.exact.weights_changed()
+            return
+        model = self.policy.model
+        shared = unadapted_parameters(model) if self.config.lora_rank and not self.policy.sharded else {}
+        self.policy.exact = ExactForward(plain_copy(model, self.weights(), self.policy.compute, shared))
+        if self.reference is not None:
+            self.reference.exact = ExactForward(self.reference.model)
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         config = self.optimizer_config
@@ -91,12 +95,15 @@ class Learner:
 
     def shard(self, ranks: Ranks) -> None:
         """Train on several ranks from now on. Every rank must have a learner with the same weights that has made no update."""
-        if self.policy.exact is not None:
-            raise ValueError("learner.exact_logprobs: a sharded policy has no exact log-probabilities")
-        self.ranks = ranks
-        for model in (self.policy, self.reference, self.critic):
+        self.ranks, exact = ranks, self.config.exact_logprobs
+        if exact and self.config.gradient_checkpointing:
+            recompute_activations(self.policy)
+        for model in (self.policy, None if exact else self.reference, self.critic):
             if model is not None:
                 ranks.shard(model)
+        if exact and self.reference is not None:
+            self.reference.to(self.device)  # whole on every rank, as exact log-probabilities need it
+        self.policy.exact = None  # it was on another device
         if self.reward_model is not None:
             ranks.shard(self.reward_model.scorer)
         self.optimizers = self._make_optimizers()
@@ -161,6 +168,7 @@ class Learner:
     def warm_up(self) -> None:
         """Runs the policy forward and backward on a few tokens, so that kernels are compiled and libraries are loaded before the
         first step. No weight changes, and no gradient is kept."""
+        self._refresh_exact()
         (batch,) = pack([Sample([0] * 32, 16, 0, 0.0, False, torch.zeros(16, dtype=self.sample_dtype))], 32, device=self.device)
         logprobs, _ = self.policy.logprobs(batch, self.temperature, self.filters, self.algorithm.entropy_bonus > 0)
         in_first_layer = [parameter for name, parameter in trained(self.policy) if "layers.0." in name]

@@ -106,6 +106,8 @@ class Policy(Trunk):
         super().__init__(model, compute)
         self.exact: ExactForward | None = None
         """Computes the log-probabilities with the engine's bits; None: they are computed by the trainer's own operations."""
+        self.sharded = False
+        """Whether the weights are sharded: they are whole only during the forward and backward pass of their layer."""
 
     def logprobs(self, batch: MicroBatch, temperature: float, filters: SamplingFilters | None = None,
                  entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
@@ -157,7 +159,7 @@ class Policy(Trunk):
             norm = self.model.norm if layer is layers[-1] else None
             parameters = [p for p in (*layer.parameters(), norm) if p is not None]
             values = (after.to(x.dtype, copy=True),)
-            (x,) = with_gradient_of(partial(self._layer, layer, attend, norm), at, values, x, parameters)
+            (x,) = with_gradient_of(partial(self._layer, layer, attend, norm), at, values, x, parameters, self.sharded)
         return x
 
     def _layer(self, layer: Layer, attend: PackedAttend, norm: Tensor | None, x: Tensor) -> tuple[Tensor]:
@@ -177,10 +179,12 @@ class Policy(Trunk):
             return logprobs, entropy
 
         def head(x: Tensor) -> tuple[Tensor, Tensor]:
+            compute = self._chunk if self.sharded else self._head  # which does not store the logits, or is recomputing them
             with self.precision():
-                return self._head(x, targets, temperature, filters, entropy_gradient)
+                return compute(x, targets, temperature, filters, entropy_gradient)
 
-        logprobs, differentiable = with_gradient_of(head, final, (logprobs, entropy), carrier, list(self.model.head.parameters()))
+        logprobs, differentiable = with_gradient_of(head, final, (logprobs, entropy), carrier,
+                                                    list(self.model.head.parameters()), self.sharded)
         return logprobs, differentiable if entropy_gradient else differentiable.detach()
 
 

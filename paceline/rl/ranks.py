@@ -33,6 +33,8 @@ class Ranks:
         the host is moved to the mesh's device layer by layer, so it never has to fit there as a whole."""
         if self._mesh is None:
             return
+        if isinstance(model, Policy):
+            model.sharded = True
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=self._mesh, reshard_after_forward=True).set_gradient_divide_factor(1.0)
         for method in ("logprobs", "values", "scores"):  # what is called instead of `forward`

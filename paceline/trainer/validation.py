@@ -116,8 +116,6 @@ def _check_drafter(config: TrainConfig) -> None:
 
 def _check_exact(config: TrainConfig) -> None:
     """The trainer and the engine have the same bits only where the engine's do not depend on the batch."""
-    if config.cluster.needs_ray and config.cluster.shard_training:
-        raise ValueError("a policy that is sharded over several workers cannot have it; set cluster.shard_training = false")
     try:
         device, dtype = resolve_device(config.device), parse_dtype(config.dtype) or torch.float32
     except ValueError:

@@ -49,8 +49,10 @@ def answers(engine: Engine, shape: str, strategy: str, **filters: float) -> list
 
 def make_learner(model: Decoder, filters: dict[str, float] | None = None, compute: torch.dtype = torch.bfloat16,
                  **config) -> Learner:
-    return Learner(model, make_algorithm("grpo", 16), LearnerConfig(**config), OptimizerConfig(lr=1e-4), 10, 0.8, compute,
-                   filters=SamplingFilters(**(filters or {})))
+    learner = Learner(model, make_algorithm("grpo", 16), LearnerConfig(**config), OptimizerConfig(lr=1e-4), 10, 0.8, compute,
+                      filters=SamplingFilters(**(filters or {})))
+    learner.warm_up()
+    return learner
 
 
 def engine_for(model: Decoder, shape: str) -> Engine:

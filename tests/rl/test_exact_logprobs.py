@@ -40,8 +40,10 @@ def make_learner(model: Decoder, compute: torch.dtype, temperature: float = 0.8,
     weights = deepcopy(model)
     if compute == torch.bfloat16 and not config.get("lora_rank"):
         weights = weights.float()
-    return Learner(weights, make_algorithm(name, 16, **(options or {})), LearnerConfig(**{"exact_logprobs": True} | config),
-                   OptimizerConfig(lr=1e-2), 10, temperature, compute, filters=filters)
+    learner = Learner(weights, make_algorithm(name, 16, **(options or {})), LearnerConfig(**{"exact_logprobs": True} | config),
+                      OptimizerConfig(lr=1e-2), 10, temperature, compute, filters=filters)
+    learner.warm_up()
+    return learner
 
 
 def difference(learner: Learner, samples: list[Sample], max_tokens: int) -> float:
@@ -136,4 +138,3 @@ def test_the_copy_for_exact_logprobs_is_not_trained_or_saved():
     learner = make_learner(tiny.model(), torch.float64)
     ordinary = make_learner(tiny.model(), torch.float64, exact_logprobs=False)
     assert [name for name, _ in learner.policy.named_parameters()] == [name for name, _ in ordinary.policy.named_parameters()]
-    learner.warm_up()

@@ -30,7 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"options": {"kl": 0.1}},
     "ppo": {"name": "ppo", "epochs": 2, "minibatches": 2, "kind": "qwen3"},
     "rloo, tied, checkpointed": {"name": "rloo", "options": {"kl": 0.1}, "gradient_checkpointing": True},
+    "exact": {"exact_logprobs": True, "options": {"kl": 0.1}, "kind": "qwen2", "minibatches": 2},
+    "exact, checkpointed": {"exact_logprobs": True, "gradient_checkpointing": True},
     "lora": {"lora_rank": 2, "kind": "qwen2"},
+    "exact, lora": {"exact_logprobs": True, "lora_rank": 2, "options": {"kl": 0.1}},
 }
 
 NO_KL = {"kl": 0.0}  # the reference is not part of a checkpoint
@@ -115,7 +118,7 @@ def spread(pool: Pool, call: Any, size: int, folder: Path, *args: Any) -> list[A
     return pool.starmap(call, [(rank, size, str(folder), *args) for rank in range(size)], chunksize=1)
 
 
-QUICK = [name for name in CASES if name != "lora"]  # takes long to import
+QUICK = [name for name in CASES if "lora" not in name]  # takes long to import
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, QUICK), pytest.param(4, list(CASES), marks=pytest.mark.slow)])

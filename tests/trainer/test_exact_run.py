@@ -40,8 +40,7 @@ def test_a_resumed_run_reports_no_difference(tmp_path):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"engine": {"deterministic": False}}, "set engine.deterministic = true"),
     ({"engine": {}}, "set engine.deterministic = true"),
-    ({"engine": {"deterministic": True, "kernels": "torch"}}, "set engine.kernels = auto"),
-    ({"engine": {"deterministic": True}, "cluster": {"workers": 2}}, "set cluster.shard_training = false")], ids=str)
+    ({"engine": {"deterministic": True, "kernels": "torch"}}, "set engine.kernels = auto")], ids=str)
 def test_what_cannot_be_exact_is_refused(tmp_path, changes, said):
     toy.make_folder(tmp_path)
     with pytest.raises(ConfigError) as raised:

@@ -3,8 +3,8 @@
 The values of a forward pass are those of the engine's own code: its decoder, kernels and sampler over the packed sequences, as if
 each were a prompt, with the weights in the engine's data type. The engine's results do not depend on what else is in a step, so
 they are the same as when the tokens were sampled. Gradients are those of the trainer's operations: the backward pass recomputes
-one layer after the other from the engine's hidden states, as gradient checkpointing does. If the policy is sharded, they run in the
-forward pass, where FSDP gathers their weights, and their results are replaced by the engine's.
+one layer after the other from the engine's hidden states, as gradient checkpointing does. If the policy is sharded, layers run in
+the forward pass, where FSDP gathers their weights, and their results are replaced by the engine's.
 """
 
 from __future__ import annotations

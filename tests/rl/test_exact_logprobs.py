@@ -58,7 +58,7 @@ def test_logprobs_have_the_engines_bits(kind, dtype):
     model = tiny.model(kind, dtype=dtype)
     samples = answers(engine_for(model), dtype, 0.8)
     learner = make_learner(model, dtype)
-    assert [difference(learner, samples, tokens) for tokens in (1, 150, 10_000)] == [0.0, 0.0, 0.0]
+    assert [difference(learner, samples, tokens) for tokens in (1, 10_000)] == [0.0, 0.0]
     with torch.no_grad():
         assert difference(learner, samples, 200) == 0.0
     ordinary = make_learner(model, dtype, exact_logprobs=False)

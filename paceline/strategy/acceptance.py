@@ -25,10 +25,8 @@ _KEEP_SURPRISED = 0.35
 _ENOUGH_TREES, _ENOUGH_STEPS = 24, 6
 _KEEP_REPLACED = 0.1
 """What is kept of the trees of a drafter that has been replaced: the new one is often the old one, trained further."""
-
-
 _FIRST_GUESS = 12.0
-"""Number of trees of other requests that count when most requests are new."""
+"""Number of trees of earlier text that count when the text is new."""
 
 
 class Shape(NamedTuple):
@@ -109,7 +107,7 @@ class Acceptance:
         self._num_trees = self._num_steps = 0
 
     def discount(self) -> None:
-        """Most requests are new: what was seen of the others is a first guess."""
+        """The text is new: what was seen of earlier text is a first guess."""
         keep = np.minimum(1.0, _FIRST_GUESS / np.maximum(self._trees, 1e-9))
         for sums in (self._nodes, self._accepted, self._trees):
             sums *= keep

@@ -19,9 +19,9 @@ _PATIENCE, _FEW_STEPS, _SURPRISING = 16, 4, 0.8
 comes at once, and the draft tokens of the next few steps are observed."""
 _OBSERVE_EVERY, _SMALL_BATCH = 16, 16
 """Steps between observed steps of the strategy in use (a quarter of that in small batches)."""
-_FIRST_PAUSE, _LONGEST_PAUSE, _SHORTEST_PAUSE = 48, 256, 8
-"""Steps between probes of a drafter: doubled each time while it is not in use. The large trees of a probe tell what other shapes
-would give, and in a small batch a step has few of them, so that there the drafter in use is probed more often."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 256
+"""Steps between probes of a drafter, whose large trees tell what other shapes would give: doubled each time while it is not in
+use."""
 
 
 @dataclass(slots=True)
@@ -69,12 +69,8 @@ class AutoSelector:
         if view.num_running == 0 or not view.available:
             return Decision(Strategy.OFF)
         self._step += 1
-        if view.num_running >= 2 * self._num_old:  # most requests are new: what was true for the others may not be for these
-            self._num_old, self._batch, self._is_due = view.num_running, view.num_running, True
-            self.guard.allow_trial()
-            for drafter, probes in self._probes.items():
-                probes.due, probes.pause = min(probes.due, self._step + 1), _SHORTEST_PAUSE
-                self.predictor.acceptance[drafter].discount()
+        if view.num_running >= 2 * self._num_old:
+            self._requests_replaced(view)
         if view.num_prefill_rows == 0:
             if self.guard.wants_off(view):
                 return Decision(Strategy.OFF)
@@ -98,6 +94,16 @@ class AutoSelector:
         self._is_due = True
 
     # -- parts of `observe` and `select`
+
+    def _requests_replaced(self, view: StepView) -> None:
+        """Most requests are new, and so is their text: drafters are tried again. The learned drafter, if it is in use, is
+        observed anyway."""
+        self._num_old, self._batch, self._is_due = view.num_running, view.num_running, True
+        self.guard.allow_trial()
+        for name, probes in self._probes.items():
+            if name == "suffix" or self.decision is None or self.decision.strategy.drafter != name:
+                self.predictor.acceptance[name].discount()
+                probes.due, probes.pause = self._step + 1, _FIRST_PAUSE
 
     def _is_surprising(self, outcome: StepOutcome) -> bool:
         """Whether the strategy in use gives far less or far more than was predicted for it."""
@@ -127,18 +133,15 @@ class AutoSelector:
         return best.decision(view)
 
     def _usable(self, view: StepView) -> list[DrafterName]:
-        return [name for name in view.available if name in self._probes and self.guard.allows(name)]
+        return [name for name in self._probes if name in view.available and self.guard.allows(name)]
 
     def _probe(self, view: StepView) -> Decision | None:
         """A step with large trees of a drafter that is not known, or has not been tried for long."""
         for drafter in self._usable(view):
             probes, known = self._probes[drafter], self.predictor.acceptance[drafter].is_known
             if self._step >= probes.due or not known:
-                used = self.decision is not None and self.decision.strategy.drafter == drafter
-                if used:
-                    probes.pause = min(max(_SHORTEST_PAUSE, _FIRST_PAUSE * view.num_running // _SMALL_BATCH), _FIRST_PAUSE)
-                else:
-                    probes.pause = min(2 * probes.pause, _LONGEST_PAUSE) if known else _FIRST_PAUSE
+                is_used = self.decision is not None and self.decision.strategy.drafter == drafter
+                probes.pause = min(2 * probes.pause, _LONGEST_PAUSE) if known and not is_used else _FIRST_PAUSE
                 probes.due = self._step + probes.pause
                 return self.predictor.probe(drafter, view.num_running)
         return None

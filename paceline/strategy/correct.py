@@ -12,12 +12,13 @@ _KEEP, _PRIOR = 1 - 1 / 48, 4.0
 """What is left of the weight of a step after one more step, and the number of steps that the prediction counts as."""
 _LEAST, _MOST = 0.5, 2.0
 """Range of the ratios that are counted: single steps are stopped by something else."""
-_Key = tuple[DrafterName, int]
+_Key = tuple[DrafterName, int, tuple[int, int] | None]
+"""Drafter, batch bucket, and depth and width of its trees; None: all trees."""
 
 
 @dataclass(slots=True)
 class Corrections:
-    """Discounted means of measured over predicted milliseconds, by drafter and batch bucket."""
+    """Discounted means of measured over predicted milliseconds, by drafter and batch bucket, and by the shape of its trees."""
 
     cost_error: float = 0.0
     """Recent mean error of corrected milliseconds: 0.05 is five per cent."""
@@ -40,14 +41,20 @@ class Corrections:
         if outcome.decision.expected_progress > 0:
             gain = outcome.progress / outcome.decision.expected_progress
             self.progress_error += 0.03 * (abs(math.log(max(gain, 0.1))) - self.progress_error)
-        total, weight = self._sums.get(_key(strategy, requests), (0.0, 0.0))
-        self._sums[_key(strategy, requests)] = _KEEP * total + ratio, _KEEP * weight + 1
+        for key in _keys(strategy, requests):
+            total, weight = self._sums.get(key, (0.0, 0.0))
+            self._sums[key] = _KEEP * total + ratio, _KEEP * weight + 1
 
     def factor(self, strategy: Strategy, requests: int) -> float:
-        """Factor by which predicted milliseconds are multiplied."""
-        total, weight = self._sums.get(_key(strategy, requests), (0.0, 0.0))
-        return (total + _PRIOR) / (weight + _PRIOR)
+        """Factor by which predicted milliseconds are multiplied: that of the shape, or, as far as little is known of it, that of
+        the drafter."""
+        factor = 1.0
+        for key in _keys(strategy, requests):
+            total, weight = self._sums.get(key, (0.0, 0.0))
+            factor = (total + _PRIOR * factor) / (weight + _PRIOR)
+        return factor
 
 
-def _key(strategy: Strategy, requests: int) -> _Key:
-    return strategy.drafter, bucket_of(requests)
+def _keys(strategy: Strategy, requests: int) -> tuple[_Key, _Key]:
+    drafter, bucket = strategy.drafter, bucket_of(requests)
+    return (drafter, bucket, None), (drafter, bucket, (strategy.depth, strategy.width))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from strategy.liars import SuffixIsFiveTimes
 
 from benchmarks.lib.selection.ablations import ABLATIONS, selector_named
 from benchmarks.lib.selection.simulated import h200_costs
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points
-from paceline.types import Decision, StepOutcome, Strategy
+from paceline.types import Decision, StepOutcome, StepView, Strategy
 
 FREE_ROWS = CostCurve(Points.through([(1, 4.0), (512, 4.1)]), Points.through([(1, 0.1)]), Points.through([(1, 0.1)]))
 """A profile in which draft tokens cost nothing."""
@@ -42,6 +44,33 @@ def test_without_corrections_a_wrong_profile_is_believed():
         world.run(selector, 200)
         found[name] = selector.corrections.factor(Strategy.parse("eagle:d4w1v4"), 32)
     assert found["auto"] > 1.1 and found["auto-correct"] == 1.0
+
+
+def test_without_shapes_one_shape_answers_for_another():
+    """Trees of depth 6 take twice as long as the profile says, others as long."""
+    deep, flat = Strategy.parse("eagle:d6w1v6"), Strategy.parse("eagle:d2w1v2")
+    factors = {}
+    for name in ("auto", "auto-shapes"):
+        selector = fresh(name, gpu_costs())
+        for strategy, times in (deep, 2.0), (flat, 1.0):
+            for _ in range(40):
+                outcome = StepOutcome(Decision(strategy), 8, 0, 16, 0.0, 8 * (1 + strategy.budget), 200.0)
+                selector.observe(replace(outcome, ms=times * selector.costs.step_ms(outcome)))
+        factors[name] = [selector.corrections.factor(strategy, 8) for strategy in (deep, flat)]
+    assert factors["auto"][0] > 1.5 * factors["auto"][1]
+    assert factors["auto-shapes"][0] == factors["auto-shapes"][1]
+
+
+def test_without_news_drafts_for_new_requests_are_expected_to_be_as_bad_as_for_the_old_ones():
+    used = {}
+    for name in ("auto", "auto-news"):
+        world, selector = World(h200_costs(), 8, {"eagle": 0.02, "suffix": 0.95}, noise=0.0), fresh(name, h200_costs())
+        world.run(selector, 400)
+        selector.select(StepView(num_running=0, available=("eagle", "suffix")))
+        world.skill.update({"eagle": 0.76, "suffix": 0.3})
+        world.run(selector, 40)
+        used[name] = share_of(world, "eagle", 40)
+    assert used["auto"] > 0.4 > used["auto-news"], used
 
 
 def test_without_the_guard_losses_go_on():

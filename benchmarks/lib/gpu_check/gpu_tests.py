@@ -5,17 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.results import ROOT
 
+_PROCESSES = 6
+"""Processes that share the GPU: most of the time goes into compiling."""
+
 
 def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
-    """Runs pytest on tests/gpu; its report goes to `folder`. None, and the tests are ended, if they need more than `seconds`.
-    Nothing else may use the GPU meanwhile: some tests look at its free memory."""
+    """Runs pytest on tests/gpu, in several processes where pytest-xdist is installed; its report goes to `folder`. None, and the
+    tests are ended, if they need more than `seconds`."""
     report = folder / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    parallel = ["-n", str(_PROCESSES), "--dist", "worksteal"] if find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}"]
     try:
         status = subprocess.run(command, cwd=ROOT, timeout=max(1.0, seconds), check=False).returncode
     except subprocess.TimeoutExpired:

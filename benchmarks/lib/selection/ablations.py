@@ -26,6 +26,14 @@ class WithoutCorrections(AutoSelector):
         self.corrections = _NoCorrections()
 
 
+class WithoutShapes(AutoSelector):
+    """Predictions are corrected by drafter, not by the shape of its trees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.corrections = _CorrectionsByDrafter()
+
+
 class WithoutGuard(AutoSelector):
     """No drafter has to rest, whatever it costs."""
 
@@ -46,6 +54,13 @@ class WithoutSurprise(AutoSelector):
 
     def _is_surprising(self, outcome: StepOutcome) -> bool:
         return False
+
+
+class WithoutNews(AutoSelector):
+    """Takes new requests for the old ones."""
+
+    def _requests_replaced(self, view: StepView) -> None:
+        self._num_old = self._batch = view.num_running
 
 
 class WithoutProbes(AutoSelector):
@@ -75,8 +90,9 @@ class WithoutChange(AutoSelector):
 
 
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
-    "auto-correct": WithoutCorrections, "auto-guard": WithoutGuard, "auto-makespan": WithoutMakespan,
-    "auto-surprise": WithoutSurprise, "auto-probes": WithoutProbes, "auto-gains": WithoutGains, "auto-change": WithoutChange,
+    "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
+    "auto-makespan": WithoutMakespan, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
+    "auto-gains": WithoutGains, "auto-change": WithoutChange,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
@@ -84,6 +100,11 @@ ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
 class _NoCorrections(Corrections):
     def factor(self, strategy: Strategy, requests: int) -> float:
         return 1.0
+
+
+class _CorrectionsByDrafter(Corrections):
+    def factor(self, strategy: Strategy, requests: int) -> float:
+        return super().factor(replace(strategy, depth=16, width=5), requests)  # of such trees nothing is known
 
 
 class _LenientGuard(Guard):

@@ -29,7 +29,7 @@ from paceline.types import Decision, StepOutcome, Strategy
 SUFFIX = "suffix:d8w2v16"
 CHECKED = (1, 32, 128, 256, 8)
 """Batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`."""
-_DECAY = (1.0, 0.93, 0.9, 0.875, 0.855, 0.84, 0.83, 0.82)
+_DECAY = (1.0, 0.97, 0.96, 0.95, 0.94, 0.93, 0.91, 0.89)
 _SLOW_AFTER_PREFILL, _SLOW_AFTER_CHANGE, _STOPPED = 2.0, 0.15, 12.0
 
 
@@ -54,7 +54,7 @@ class Task(NamedTuple):
     """Whether the learned drafter is replaced by a useless one midway."""
 
 
-ORDINARY = Text(0.76, 0.2)
+ORDINARY = Text(0.84, 0.2)
 TEXTS = {"repetitive": Text(0.85, 0.9), "ordinary": ORDINARY, "random": Text(0.08, 0.02), "high_temperature": Text(0.5, 0.08),
          "shrinking": ORDINARY, "stale": ORDINARY}
 
@@ -190,9 +190,11 @@ class Cell(NamedTuple):
 
 
 def cells(rounds: int = 2) -> dict[str, Cell]:
-    """The six workloads; batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`; and ordinary
-    text with profiles that are wrong."""
+    """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
+    the other, as in `benchmarks/gpu/check.py`; and ordinary text with profiles that are wrong."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
+    turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
+    found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
     seen: tuple[Task, ...] = ()
     for batch in CHECKED:
         seen += (checked_task(batch),) * (rounds + 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.test_weights import assert_same, logits_of, their_logits
+from models.small_models import assert_same, logits_of, their_logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline import Engine, SamplingParams

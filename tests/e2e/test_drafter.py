@@ -22,7 +22,6 @@ from toy import drafter_settings
 
 from paceline import Engine, SamplingParams
 from paceline.bundled import resolve_model
-from paceline.cli import main
 from paceline.generation import NamedPrompt, read_prompts
 from paceline.spot import load_snapshot
 from paceline.spot.buffer import read_record
@@ -30,9 +29,7 @@ from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions, answe
 
 
 def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(x) for x in arguments])
-    return int(stopped.value.code or 0)
+    return toy.run([str(x) for x in arguments])
 
 
 def drafter(out: Path) -> dict[str, torch.Tensor]:

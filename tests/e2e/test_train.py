@@ -31,7 +31,8 @@ def test_speculation_changes_nothing(folder, algorithm, changes):
 
 
 def test_the_run_folder_and_the_summary(folder, capsys):
-    assert run(settings(folder, "run", steps=6, compare_off=True, strategy="auto", **{"reward.workers": 1})) == 0
+    changes = {"steps": 6, "compare_off": True, "strategy": "auto", "reward.workers": 1}
+    assert run(settings(folder, "run", **changes), report=True) == 0
     out = folder / "run"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["identical_rollouts"] is True and summary["compared_rollouts"] == 6 * 12

@@ -96,6 +96,7 @@ def test_resume_refuses_what_is_no_run(folder, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:the drafter was trained for other weights:UserWarning")
 def test_a_learned_drafter_is_trained_published_and_taken_up(folder, monkeypatch):
     """With a number of micro-batches in place of seconds, so that a busy machine trains as much as an idle one."""
     monkeypatch.setattr(TrainingBudget, "next_seconds", lambda *_: 1.0)

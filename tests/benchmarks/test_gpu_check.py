@@ -182,6 +182,7 @@ def test_the_page_shows_the_check_and_whether_sources_have_changed(changed, tmp_
     assert [row[0] for row in rows] == ["batch 1", "batch 32", "long tail"]
 
 
+@pytest.mark.slow  # its parts are benchmarks that `test_gpu_benchmarks.py` runs
 def test_a_tiny_check_runs_all_parts(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     check.main(["--tiny", "--allow-dirty", "--out", str(tmp_path / "out.json")])

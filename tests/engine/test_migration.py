@@ -68,8 +68,8 @@ def move(source: Engine, target: Engine, request_id: int, steps_between: int = 2
     return target.migration.import_request(state, target.version, reservation)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "pipelined"), [*((strategy, False) for strategy in STRATEGIES), ("off", True),
+                                                      ("both:d3w2v4", True)])
 def test_a_moved_request_continues_token_for_token(strategy, pipelined):
     source, target = make_engine(strategy), make_engine(strategy)
     if pipelined:

@@ -15,7 +15,7 @@ FIXED = ("off", "eagle:d8w4v48", "eagle:d6w4v16", "eagle:d4w2v8", "eagle:d6w1v6"
 
 
 def best_fixed(world: World) -> float:
-    return max(rate_of(world, Strategy.parse(name), 400 if world.batch > 4 else 1500) for name in FIXED)
+    return max(rate_of(world, Strategy.parse(name), 400) for name in FIXED)
 
 
 @pytest.mark.parametrize(("costs", "batch", "skill"), [

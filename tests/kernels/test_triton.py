@@ -44,13 +44,13 @@ def test_sample(ops: TritonOps, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities_of_given_tokens_are_those_of_sampled_ones(ops: TritonOps, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
-    logits = (torch.randn(6, 3001, device=DEVICE) * 3).to(dtype)
+    logits = (torch.randn(6, 3001) * 3).to(dtype)
     params = SamplingTensors(
-        torch.arange(6, device=DEVICE) * 7919, torch.arange(6, device=DEVICE),
-        torch.tensor([1.0, 0.0, 0.7, 1.0, 1.3, 1.0], device=DEVICE),
-        torch.tensor([0, 0, 0, 20, 50, 0], dtype=torch.int32, device=DEVICE),
-        torch.tensor([1.0, 1.0, 0.9, 1.0, 0.95, 1.0], device=DEVICE),
-        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.02, 0.1], device=DEVICE))
+        torch.arange(6) * 7919, torch.arange(6),
+        torch.tensor([1.0, 0.0, 0.7, 1.0, 1.3, 1.0]),
+        torch.tensor([0, 0, 0, 20, 50, 0], dtype=torch.int32),
+        torch.tensor([1.0, 1.0, 0.9, 1.0, 0.95, 1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.02, 0.1]))
     token, logprob = ops.sample(logits, params)
     assert torch.equal(ops.logprobs_of(logits, token, params._replace(seed=params.seed + 1)), logprob)
     other = (token + 1) % 3001

@@ -314,12 +314,12 @@ def test_logits_that_are_no_numbers(model: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp_path: Path) -> None:
-    prompts = write(tmp_path / "in.jsonl", [{"id": i, "prompt": "hello", "seed": i} for i in range(4000)])
+    prompts = write(tmp_path / "in.jsonl", [{"id": i, "prompt": "hello", "seed": i} for i in range(1000)])
     command = [sys.executable, "-m", "paceline.cli", "generate", "--model", model, "--prompts", prompts, "--out",
                tmp_path / "out.jsonl", *ARGS]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     out = tmp_path / "out.jsonl"
     while not out.exists() or out.read_bytes().count(b"\n") < 2:  # a signal during a line's write takes that line back
         assert time.monotonic() < deadline and process.poll() is None, "it never wrote two rollouts"
@@ -328,7 +328,7 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "interrupted: " in said and "the same command continues from there" in said and "Traceback" not in said
-    assert 0 < len(read(tmp_path / "out.jsonl")) < 8000
+    assert 0 < len(read(tmp_path / "out.jsonl")) < 2000
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -389,6 +389,7 @@ def test_a_long_step_says_how_far_it_is_when_piped(capsys, monkeypatch):
     from paceline.types import EngineStats, StepResult, Strategy
 
     now = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     view = TerminalView(TrainConfig(device="cpu"))
     stats = EngineStats(1, 0, 0, 100, 0, 0, 50, 0, 1.0, {}, 0, 0, 0, 0, 0)
     with view:
@@ -403,11 +404,12 @@ def test_commands_with_known_work_show_the_time_left(capsys, monkeypatch):
     from paceline.cli.progress import ProgressView
 
     now = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     with ProgressView("generate", 100) as progress:
-        monkeypatch.setattr(time, "perf_counter", lambda: now + 20)
+        monkeypatch.setattr(time, "perf_counter", lambda: now + 10)
         progress.add_done(25)
         progress.show("80 tokens/s")
-    assert "generate: 25/100 rollouts, 80 tokens/s, 60 s left" in capsys.readouterr().err
+    assert "generate: 25/100 rollouts, 80 tokens/s, 30 s left" in capsys.readouterr().err
 
 
 def test_exit_codes_are_documented():

@@ -8,12 +8,12 @@ from pathlib import Path
 import paceline
 
 ROOT = Path(paceline.__file__).parent
-LEAVES = {"names", "types", "config", "files", "optim", "packing", "bundled", "jit_cache"}
+LEAVES = {"names", "types", "config", "config_base", "files", "optim", "packing", "bundled", "jit_cache"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
-    "names": set(), "types": {"names"}, "config": {"names"}, "files": set(), "optim": {"config"}, "packing": set(),
-    "bundled": set(), "jit_cache": set(),
+    "names": set(), "types": {"names"}, "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
+    "optim": {"config"}, "packing": set(), "bundled": set(), "jit_cache": set(),
     "kernels": LEAVES, "cache": LEAVES, "strategy": LEAVES, "tasks": LEAVES, "report": LEAVES,
     "models": LEAVES | {"kernels"},
     "drafters": LEAVES | {"models", "kernels"},
@@ -34,8 +34,8 @@ ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set
         "sim/": {"paceline.types", "paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types",
                  "paceline.cluster.lengths", "paceline.sim"}}
 """Files and folders that import nothing else of Paceline."""
-TORCH_FREE = ["names.py", "types.py", "config.py", "files.py", "bundled.py", "cache/pages.py", "engine/scheduler.py",
-              "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
+TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py", "bundled.py", "cache/pages.py",
+              "engine/scheduler.py", "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
               "strategy/selector.py", "strategy/beg.py", "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
               "cli/app.py", "cli/deploy.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",

@@ -50,11 +50,11 @@ def test_damaged_files_are_compiled_anew(functions):
     assert len(cached) == 4, "an index and a code file for each function"
     stamps = {path: path.stat().st_mtime_ns for path in cached}
     assert run(functions).stdout == "42 9\n" and stamps == {path: path.stat().st_mtime_ns for path in cached}, "cached"
-    damages = [b"", b"\0" * 100, os.urandom(5000), cached[0].read_bytes()[:-7], b"\x80\x04N."]
-    for number, damage in enumerate(damages):
-        cached[number % 4].write_bytes(damage)
+    for damages in ([b"", b"\0" * 100, os.urandom(5000), cached[3].read_bytes()[:-7]], [b"\x80\x04N."] * 4):
+        for path, damage in zip(cached, damages, strict=True):
+            path.write_bytes(damage)
         found = run(functions)
-        assert (found.returncode, found.stdout) == (0, "42 9\n"), (number, found.stderr)
+        assert (found.returncode, found.stdout) == (0, "42 9\n"), found.stderr
     for path in cached:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 0xFF  # as pickled, and as machine code

@@ -13,7 +13,6 @@ The drafter owns its texts and automata. It knows nothing of the policy, the eng
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,32 +21,30 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from paceline.drafters.suffix_automaton import COUNT, HEAD, LEN, LINK, NEXT, ROOT, TARGET, TOKEN, SuffixAutomaton
-from paceline.jit_cache import cached_njit
-from paceline.kernels.cpu.jit.noise import gumbel_from_bits, philox
+from paceline.drafters.suffix_automaton import HEAD, LEN, LINK, ROOT, SuffixAutomaton
+from paceline.drafters.suffix_trees import (
+    BUDGET,
+    DEPTHS,
+    FIRST_PREDICTED,
+    LAST,
+    NUM_PREDICTED,
+    NUM_TRACKED,
+    PARENTS,
+    POSITION,
+    ROW,
+    SAMPLED,
+    SEED,
+    SLOT,
+    TOKENS,
+    grow_trees,
+    initial_reliability,
+    update_reliability,
+)
 
-MAX_EDGES = 32
-"""Number of continuations considered per context: the most recently used ones."""
-MAX_BACKOFF_HOPS = 32
-"""Number of suffix links followed in search of a context that has continuations."""
-
-# Reliability, which turns shares of counts into acceptance probabilities, is learned per match length (capped at _MAX_MATCH) and
-# number of occurrences of the context (1, 2-3, 4-7, 8 and more).
-_MAX_MATCH, _NUM_TOTALS = 16, 4
-_PRIOR_TRIALS, _MAX_TRIALS = 4.0, 256.0
-_NUM_TRACKED = 8  # depth-1 predictions remembered per request, to be compared with the token that is sampled
-_SHARE_UNIT = 2.0**-30
 _PROMPT_BYTES, _TEXT_BYTES = 1280, 192  # Python objects per prompt and per text, as tracemalloc counts them
 _MIN_TOKENS = 16  # texts of active requests are never cut to fewer tokens
-
-# The compiled functions take few arrays, because each argument adds about 0.2 us to a call. Columns of
-_ROW, _LAST, _SLOT, _BUDGET, _SEED, _POSITION, _SAMPLED = 0, 1, 2, 3, 4, 5, 6  # `queries` [B, 7] int64
-_TOKENS, _PARENTS, _DEPTHS = 0, 1, 2  # `nodes` [3, B, N] int32
-_HITS, _EXPECTED = 0, 1  # `reliability` [lengths, occurrences, 2]: hits, and the summed shares of the predictions
-_MATCH, _TOTAL, _COUNT, _SHARE, _FIRST = 0, 1, 2, 3, 4  # `tracked` [slots, 4 + _NUM_TRACKED] int32: depth-1 predictions
 
 
 class SuffixDrafts(NamedTuple):
@@ -121,8 +118,8 @@ class SuffixDrafter:
         self._by_request: dict[int, tuple[_Prompt, _Text]] = {}  # active requests
         self._free_slots: list[int] = []
         self._num_tokens = self._nbytes = 0
-        self._reliability = _prior()
-        self._tracked = np.zeros((0, _FIRST + _NUM_TRACKED), np.int32)
+        self._reliability = initial_reliability()
+        self._tracked = np.zeros((0, FIRST_PREDICTED + NUM_TRACKED), np.int32)
         self._last = np.zeros(0, np.int64)  # by slot: state of the whole text
 
     def __contains__(self, request_id: int) -> bool:
@@ -171,7 +168,7 @@ class SuffixDrafter:
         tokens = np.fromiter(chain.from_iterable(accepted.values()), np.int32)
         ends = np.cumsum(np.fromiter(map(len, accepted.values()), np.int64))
         slots = np.array([text.slot for _, text in found])
-        _update_reliability(self._reliability, self._tracked, slots, ends, tokens)
+        update_reliability(self._reliability, self._tracked, slots, ends, tokens)
         end, done, rest = 0, 0, iter(accepted.values())
         for entry, own in groupby(found, itemgetter(0)):
             first, before = end, done
@@ -189,7 +186,7 @@ class SuffixDrafter:
         entry, text = self._by_request.pop(request_id)
         del entry.active[request_id]
         self._free_slots.append(text.slot)
-        self._tracked[text.slot, _COUNT] = 0
+        self._tracked[text.slot, NUM_PREDICTED] = 0
         text.slot = -1
         if text.tokens:
             entry.finished.append(text)
@@ -224,21 +221,21 @@ class SuffixDrafter:
         num_rows, num_nodes = len(request_ids), int(np.max(budgets, initial=0))
         found = [self._by_request[request_id] for request_id in request_ids]
         queries = np.empty((num_rows, 7), np.int64)
-        queries[:, _ROW], queries[:, _SLOT] = np.arange(num_rows), [text.slot for _, text in found]
-        queries[:, _LAST] = self._last[queries[:, _SLOT]]
-        queries[:, _BUDGET], queries[:, _POSITION] = budgets, positions
-        queries[:, _SEED] = np.asarray(seeds).astype(np.int64)  # wraps around and keeps the 64 bits
-        queries[:, _SAMPLED] = np.asarray(temperatures) > 0
+        queries[:, ROW], queries[:, SLOT] = np.arange(num_rows), [text.slot for _, text in found]
+        queries[:, LAST] = self._last[queries[:, SLOT]]
+        queries[:, BUDGET], queries[:, POSITION] = budgets, positions
+        queries[:, SEED] = np.asarray(seeds).astype(np.int64)  # wraps around and keeps the 64 bits
+        queries[:, SAMPLED] = np.asarray(temperatures) > 0
         nodes, survival = np.zeros((3, num_rows, num_nodes), np.int32), np.zeros((num_rows, num_nodes), np.float32)
-        nodes[_PARENTS], count = -1, np.zeros(num_rows, np.int32)
-        lasts, end = queries[:, _LAST].tolist(), 0
+        nodes[PARENTS], count = -1, np.zeros(num_rows, np.int32)
+        lasts, end = queries[:, LAST].tolist(), 0
         for entry, own in groupby(found, itemgetter(0)):
             first, end = end, end + len(list(own))
             if any(self._has_context(entry.automaton.states, last) for last in lasts[first:end]):
-                _draft(entry.automaton.states, entry.automaton.edges, queries[first:end], depth, width, float(tau),
-                       self.min_match, max(min_survival, self.min_survival), self._reliability, self._tracked, nodes, survival,
-                       count)
-        return SuffixDrafts(nodes[_TOKENS].astype(np.int64), nodes[_PARENTS], nodes[_DEPTHS], survival, count)
+                grow_trees(entry.automaton.states, entry.automaton.edges, queries[first:end], depth, width, float(tau),
+                           self.min_match, max(min_survival, self.min_survival), self._reliability, self._tracked, nodes,
+                           survival, count)
+        return SuffixDrafts(nodes[TOKENS].astype(np.int64), nodes[PARENTS], nodes[DEPTHS], survival, count)
 
     def _has_context(self, states: NDArray[np.int32], last: int) -> bool:
         """Returns whether a suffix of the text occurred before. This cheap test avoids most calls for text that never repeats."""
@@ -246,8 +243,8 @@ class SuffixDrafter:
 
     def reset(self) -> None:
         """Drops the finished texts and the learned reliability. Texts of active requests stay."""
-        self._reliability = _prior()
-        self._tracked[:, _COUNT] = 0
+        self._reliability = initial_reliability()
+        self._tracked[:, NUM_PREDICTED] = 0
         for entry in list(self._idle.values()):
             self._drop(entry)
         for entry in self._prompts.values():
@@ -319,147 +316,3 @@ class SuffixDrafter:
             if text.slot >= 0:
                 self._last[text.slot] = last
         self._measure(entry)
-
-
-def _prior() -> NDArray[np.float64]:
-    """Returns the initial reliability, which rises with the match length: 0.15, 0.33, 0.46, 0.58 ... 0.97."""
-    prior = 1.0 - 0.85 * 2.0 ** (-(np.arange(_MAX_MATCH + 1.0) - 1.0) / 3.0)
-    reliability = np.full((_MAX_MATCH + 1, _NUM_TOTALS, 2), _PRIOR_TRIALS)
-    reliability[:, :, _HITS] *= np.clip(prior, 0.05, 1.0)[:, None]
-    return reliability
-
-
-@cached_njit()
-def _update_reliability(reliability, tracked, slots, ends, tokens):
-    """Compares the first token that each slot got with its predictions."""
-    begin = 0
-    for slot, end in zip(slots, ends):  # noqa: B905 (numba does not support `strict`)
-        prediction = tracked[slot]
-        if begin < end and prediction[_COUNT] > 0:
-            outcome = reliability[prediction[_MATCH], prediction[_TOTAL]]
-            outcome[_EXPECTED] += prediction[_SHARE] * _SHARE_UNIT
-            for i in range(prediction[_COUNT]):
-                if prediction[_FIRST + i] == tokens[begin]:
-                    outcome[_HITS] += 1.0
-            if outcome[_EXPECTED] > _MAX_TRIALS:  # decay, because the policy changes
-                outcome *= 0.5
-            prediction[_COUNT] = 0
-        begin = end
-
-
-@njit
-def _gumbel(seed, position, token):
-    """The noise G(seed, position, token) as `paceline.kernels.noise` defines it."""
-    x0, x1, x2, x3 = philox(np.uint32(token >> 2), np.uint32(position), np.uint32(seed), np.uint32(seed >> np.uint64(32)))
-    low, high = (x1 if token & 1 else x0), (x3 if token & 1 else x2)
-    return gumbel_from_bits(high if token & 2 else low)
-
-
-@cached_njit()
-def _draft(states, edges, queries, depth, width, tau, min_match, min_survival, reliability, tracked, nodes, survival, count):
-    """Grows the trees of requests that share a prompt: repeatedly takes the most likely candidate and adds its children as
-    candidates."""
-    edge_of, share_of = np.empty(MAX_EDGES, np.int64), np.empty(MAX_EDGES, np.float64)
-    width = min(width, MAX_EDGES)
-    candidate_survival = np.empty(width * (nodes.shape[2] + 1), np.float64)
-    candidate_edge, candidate_parent, candidate_match = np.empty((3, len(candidate_survival)), np.int64)
-    for query in queries:
-        row, state, noise_scale = query[_ROW], query[_LAST], tau * query[_SAMPLED]
-        node, level, match, reached, num_candidates = -1, 0, np.int64(states[state, LEN]), 1.0, 0
-        tracked[query[_SLOT], _COUNT] = 0
-        while True:
-            if level < depth:
-                state, match = _context(states, state, match, min_match)
-                if state >= 0:
-                    num, total = _rank(states, edges, state, width, noise_scale, np.uint64(query[_SEED]),
-                                       query[_POSITION] + level, edge_of, share_of)
-                    length, occurrences = min(match, _MAX_MATCH), _occurrences(total)
-                    if level == 0:
-                        _track(tracked[query[_SLOT]], length, occurrences, edges, edge_of, share_of, num)
-                    trust = reliability[length, occurrences, _HITS] / reliability[length, occurrences, _EXPECTED]
-                    for i in range(num):
-                        chance = reached * min(1.0, trust * share_of[i])
-                        if chance < min_survival:
-                            break  # shares are in descending order
-                        candidate_survival[num_candidates], candidate_edge[num_candidates] = chance, edge_of[i]
-                        candidate_parent[num_candidates], candidate_match[num_candidates] = node, match + 1
-                        num_candidates += 1
-            if num_candidates == 0 or node + 1 >= query[_BUDGET]:
-                break
-            best = np.argmax(candidate_survival[:num_candidates])
-            node += 1  # nodes are numbered in the order in which they are taken
-            reached, edge = candidate_survival[best], candidate_edge[best]
-            parent, match = candidate_parent[best], candidate_match[best]
-            num_candidates -= 1
-            candidate_survival[best], candidate_edge[best] = candidate_survival[num_candidates], candidate_edge[num_candidates]
-            candidate_parent[best], candidate_match[best] = candidate_parent[num_candidates], candidate_match[num_candidates]
-            state, level = edges[edge, TARGET], 1 if parent < 0 else nodes[_DEPTHS, row, parent] + 1
-            nodes[_TOKENS, row, node], nodes[_PARENTS, row, node] = edges[edge, TOKEN], parent
-            nodes[_DEPTHS, row, node], survival[row, node] = level, reached
-        count[row] = node + 1
-
-
-@njit
-def _context(states, state, match, min_match):
-    """Returns the state of the longest suffix that was followed by a token, and its length; -1 if none has `min_match` tokens."""
-    for _ in range(MAX_BACKOFF_HOPS):
-        if match < min_match:
-            break
-        if states[state, HEAD] >= 0:
-            return state, match
-        state = states[state, LINK]
-        match = np.int64(states[state, LEN])
-    return -1, match
-
-
-@njit
-def _rank(states, edges, state, width, noise_scale, seed, position, edge_of, share_of):
-    """Ranks the continuations of a context and fills in the best `width` of them with their shares, best first. Returns their
-    number and the number of occurrences of the context.
-
-    Without noise they are ranked by count, with share = count / total. With noise they are ranked by
-    z = log(count / total) / tau + G, with share = softmax(z)."""
-    num, total, edge = 0, 0, states[state, HEAD]
-    while edge >= 0 and num < MAX_EDGES:
-        edge_of[num], share_of[num] = edge, edges[edge, COUNT]
-        total += edges[edge, COUNT]
-        num += 1
-        edge = edges[edge, NEXT]
-    norm = float(total)
-    if noise_scale > 0.0 and num > 1:
-        largest = -math.inf
-        for i in range(num):
-            noise = _gumbel(seed, position, edges[edge_of[i], TOKEN])
-            share_of[i] = math.log(share_of[i] / total) / noise_scale + noise
-            largest = max(largest, share_of[i])
-        norm = 0.0
-        for i in range(num):
-            share_of[i] = math.exp(share_of[i] - largest)
-            norm += share_of[i]
-    num_best = min(num, width)
-    for i in range(num_best):
-        best = i
-        for j in range(i + 1, num):
-            if share_of[j] > share_of[best]:
-                best = j
-        edge_of[i], edge_of[best] = edge_of[best], edge_of[i]
-        share_of[i], share_of[best] = share_of[best], share_of[i]
-        share_of[i] /= norm
-    return num_best, total
-
-
-@njit
-def _occurrences(total):
-    """Returns the bucket of a number of occurrences: 1, 2-3, 4-7, 8 and more."""
-    return 0 if total < 2 else 1 if total < 4 else 2 if total < 8 else 3
-
-
-@njit
-def _track(prediction, length, occurrences, edges, edge_of, share_of, num):
-    """Remembers the predictions at depth 1, drafted or not, so that a context that was unreliable can become reliable again."""
-    num, share = min(num, _NUM_TRACKED), 0.0
-    for i in range(num):
-        prediction[_FIRST + i] = edges[edge_of[i], TOKEN]
-        share += share_of[i]
-    prediction[_MATCH], prediction[_TOTAL] = length, occurrences
-    prediction[_COUNT], prediction[_SHARE] = num, int(share / _SHARE_UNIT)

@@ -62,10 +62,9 @@ def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
     before = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
     for _ in range(2):
         run(coordinator, submit(coordinator))
-    for _ in range(6):
-        coordinator.step()
     workers = list(coordinator.runtime.workers.values())
-    assert {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1}
+    wait_until(lambda: coordinator.step() or
+               {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1})
     drafters = [list(worker.engine.drafting.eagle.module.parameters()) for worker in workers]
     for other in drafters[1:]:
         assert all(torch.equal(a, b) for a, b in zip(drafters[0], other, strict=True))
@@ -120,7 +119,7 @@ def test_work_ends_training_within_one_micro_batch():
     report = worker.report()
     assert report.state is WorkerState.IDLE
     assert isinstance(report.events[0], TrainingPreempted)
-    events, ends = report.events[1:], time.perf_counter() + 30
+    events, ends = report.events[1:], time.perf_counter() + 120
     while not events and time.perf_counter() < ends:
         worker.step()
         events += worker.report().events
@@ -128,47 +127,43 @@ def test_work_ends_training_within_one_micro_batch():
 
 
 def test_a_request_waits_for_the_micro_batch_under_way_and_for_nothing_else(monkeypatch):
-    """The stated bound of pre-emption. Serializing a drafter takes seconds here, as it does for a large one."""
-    worker, began = make_training_worker(), []
-    micro_batch_s, slow_save = 0.3, lambda tensors: time.sleep(2.0) or save(tensors)
-    monkeypatch.setattr("paceline.cluster.training.save", slow_save)
+    """The stated bound of pre-emption. Micro-batches, and the serialization of a drafter, end when this test says so."""
+    began, micro_batches, packing = [], threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr("paceline.cluster.training.save", lambda tensors: packing.wait(60) and save(tensors))
     run_micro_batch = SpotTrainer._run_micro_batch
 
-    def slow_micro_batch(trainer):
-        began.append(time.time())
-        time.sleep(micro_batch_s)
+    def held_micro_batch(trainer):
+        began.append(len(began))
+        assert micro_batches.acquire(timeout=60)
         return run_micro_batch(trainer)
 
-    monkeypatch.setattr(SpotTrainer, "_run_micro_batch", slow_micro_batch)
-    stop = threading.Event()
+    monkeypatch.setattr(SpotTrainer, "_run_micro_batch", held_micro_batch)
+    worker, stop, events = make_training_worker(), threading.Event(), []
     thread = threading.Thread(target=lambda: [worker.step() or time.sleep(0.001) for _ in iter(stop.is_set, True)])
     thread.start()
     try:
-        waits = [preempt(worker, began, number, delay) for number, delay in enumerate((0.0, 0.1, 0.25, 0.4))]
+        for number in range(3):
+            before = len(began)
+            worker.post(StartTraining(TrainingRound(number, (0,), "")))
+            wait_until(lambda count=before: len(began) == count + 1)
+            micro_batches.release()
+            wait_until(lambda count=before: len(began) == count + 2)
+            worker.post(Add(number, 1, RequestState([3, 1, 4], SamplingParams(max_new_tokens=2, seed=number), 0, 0)))
+            micro_batches.release()  # of the one under way; another would wait forever
+            wait_until(lambda: events.extend(worker.report().events) or any(isinstance(event, Finished) for event in events))
+            assert len(began) == before + 2, "no micro-batch begins after the request has come"
+            assert [event.wait_s > 0 for event in events if isinstance(event, TrainingPreempted)] == [True]
+            assert not any(isinstance(event, DrafterTrained) for event in events), "nothing waits for the drafter to be packed"
+            events.clear()
     finally:
         stop.set()
+        packing.set()
+        micro_batches.release(1000)
         thread.join()
-    assert 0 < max(waits) < micro_batch_s + 0.6, waits
-
-
-def preempt(worker: Worker, began: list[float], number: int, delay: float) -> float:
-    """Let a worker train, send it a request some time after a micro-batch has begun, and return how long the request waited."""
-    events, count = [], len(began)
-    worker.post(StartTraining(TrainingRound(number, (0,), "")))
-    wait_until(lambda: len(began) > count + number % 2)
-    time.sleep(delay)
-    asked = time.time()
-    worker.post(Add(number, 1, RequestState([3, 1, 4], SamplingParams(max_new_tokens=2, seed=number), 0, 0)))
-    wait_until(lambda: events.extend(worker.report().events) or any(isinstance(event, Finished) for event in events))
-    assert began[-1] <= asked, "no micro-batch begins after the request has come"
-    (wait_s,) = (event.wait_s for event in events if isinstance(event, TrainingPreempted))
-    generated_after = time.time() - asked
-    assert wait_s <= generated_after < wait_s + 1.5, "nothing else holds the request up"
-    return wait_s
 
 
 def wait_until(condition) -> None:
-    ends = time.perf_counter() + 60
+    ends = time.perf_counter() + 120
     while not condition():
         assert time.perf_counter() < ends, "it takes too long"
         time.sleep(0.002)
@@ -237,7 +232,7 @@ def test_a_member_that_is_gone_ends_the_round(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.cluster.spot_group._TIMEOUT", timedelta(seconds=1))
     training = make_training(PROMPTS)
     training.start(None, TrainingRound(1, (0, 1), str(tmp_path / "d")), 0)
-    ends = time.perf_counter() + 30
+    ends = time.perf_counter() + 120
     while training.active and time.perf_counter() < ends:
         training.run_micro_batch()
     assert not training.active
@@ -260,17 +255,17 @@ def test_rounds_begin_when_workers_join_or_leave():
 
 
 def test_idle_workers_train_together_while_another_generates():
-    coordinator = make_training_cluster(max_trainers=3)
+    """A group takes real time to form, on a busy machine longer than an answer: then there is another one."""
+    coordinator, together = make_training_cluster(max_trainers=3), 0
     run(coordinator, submit(coordinator))
-    coordinator.submit([RequestState([3, 1, 4], SamplingParams(max_new_tokens=100, seed=1), 0, 0)], "long")
-    together = 0
-    for _ in range(3000):
-        if coordinator.step():
-            break
-        active = [worker.training for worker in coordinator.runtime.workers.values() if worker.training.active]
-        together += len(active) == 2 and all(training._group is not None and training._forming is None for training in active)
-    assert together, "two of the workers have trained together"
-    assert coordinator.trained is not None
+    for seed in range(20):
+        coordinator.submit([RequestState([3, 1, 4], SamplingParams(max_new_tokens=100, seed=seed), 0, 0)], f"long {seed}")
+        while not coordinator.step():
+            active = [worker.training for worker in coordinator.runtime.workers.values() if worker.training.active]
+            together += len(active) == 2 and all(training._group is not None and training._forming is None for training in active)
+        if together and coordinator.trained is not None:
+            return
+    raise AssertionError("no two workers have trained together")
 
 
 @pytest.mark.slow

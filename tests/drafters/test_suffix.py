@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafters.suffix import SuffixDrafter, SuffixDrafts, _gumbel
+from paceline.drafters.suffix import SuffixDrafter, SuffixDrafts
+from paceline.drafters.suffix_trees import _gumbel
 from paceline.kernels.noise import gumbel
 
 VOCAB = 1000

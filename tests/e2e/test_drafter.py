@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,17 +21,14 @@ from toy import drafter_settings
 
 from paceline import Engine, SamplingParams
 from paceline.bundled import resolve_model
-from paceline.cli import main
 from paceline.generation import NamedPrompt, read_prompts
-from paceline.spot import load_snapshot
+from paceline.spot import SpotTrainer, load_snapshot
 from paceline.spot.buffer import read_record
 from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions, answers_of, read_index
 
 
 def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(x) for x in arguments])
-    return int(stopped.value.code or 0)
+    return toy.run([str(x) for x in arguments])
 
 
 def drafter(out: Path) -> dict[str, torch.Tensor]:
@@ -46,7 +42,7 @@ def assert_same_drafter(a: Path, b: Path) -> None:
         assert torch.equal(left[name], right[name]), name
 
 
-def wait_for(ready, seconds: float = 60.0) -> None:
+def wait_for(ready, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, "it never came"
@@ -120,9 +116,26 @@ def test_generate_takes_the_folder(folder):
     assert on == off
 
 
+SLOW = """
+import sys, time
+from paceline.cli import main
+from paceline.spot import SpotTrainer
+
+run = SpotTrainer._run_micro_batch
+
+def slowly(trainer):
+    time.sleep(0.2 if trainer.progress.step > 5 else 0)
+    return run(trainer)
+
+SpotTrainer._run_micro_batch = slowly
+main(sys.argv[1:])
+"""
+"""`paceline`, with time to kill it in: steps after the fifth take half a second."""
+
+
 def test_a_killed_run_goes_on_to_the_same_drafter(folder, unbroken):
     out = folder / "killed"
-    process = subprocess.Popen([sys.executable, "-m", "paceline.cli", *drafter_settings(folder, "killed")],
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *drafter_settings(folder, "killed")],
                                stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for(lambda: steps_saved(out) > 5)
     process.kill()
@@ -137,19 +150,19 @@ def test_a_killed_run_goes_on_to_the_same_drafter(folder, unbroken):
     assert_same_drafter(out, unbroken)
 
 
-def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, unbroken, capsys):
-    out = folder / "stopped"
+def test_an_interrupted_run_stops_between_micro_batches_and_goes_on(folder, unbroken, capsys, monkeypatch):
+    out, run_micro_batch = folder / "stopped", SpotTrainer._run_micro_batch
 
-    def interrupt() -> None:
-        wait_for(lambda: steps_saved(out) > 5)
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(trainer):
+        if trainer.progress.step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run_micro_batch(trainer)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    monkeypatch.setattr(SpotTrainer, "_run_micro_batch", interrupted)
     assert run(*drafter_settings(folder, "stopped")) == 130
-    thread.join()
     assert "interrupted" in capsys.readouterr().err
-    assert steps_saved(out) < 40
+    assert steps_saved(out) == 8
+    monkeypatch.undo()
     assert run(*drafter_settings(folder, "stopped")) == 0
     assert_same_drafter(out, unbroken)
 

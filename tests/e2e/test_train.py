@@ -31,7 +31,8 @@ def test_speculation_changes_nothing(folder, algorithm, changes):
 
 
 def test_the_run_folder_and_the_summary(folder, capsys):
-    assert run(settings(folder, "run", steps=6, compare_off=True, strategy="auto", **{"reward.workers": 1})) == 0
+    changes = {"steps": 6, "compare_off": True, "strategy": "auto", "reward.workers": 1}
+    assert run(settings(folder, "run", **changes), report=True) == 0
     out = folder / "run"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["identical_rollouts"] is True and summary["compared_rollouts"] == 6 * 12
@@ -95,6 +96,7 @@ def test_resume_refuses_what_is_no_run(folder, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:the drafter was trained for other weights:UserWarning")
 def test_a_learned_drafter_is_trained_published_and_taken_up(folder, monkeypatch):
     """With a number of micro-batches in place of seconds, so that a busy machine trains as much as an idle one."""
     monkeypatch.setattr(TrainingBudget, "next_seconds", lambda *_: 1.0)

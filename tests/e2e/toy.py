@@ -66,10 +66,17 @@ def drafter_settings(path: Path, out: str, **changes: object) -> list[str]:
     return ["drafter", "train", *(str(x) for k, v in values.items() for x in (f"--{k.replace('_', '-')}", v)), *sizes]
 
 
-def run(arguments: list[str]) -> int:
-    """Runs the command line in this process and returns its exit code."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+def run(arguments: list[str], report: bool = False) -> int:
+    """Runs the command line in this process and returns its exit code.
+
+    report: Whether a training run draws its report at the end, which takes longer than a toy's training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.cli.train.freeze_until_exit", lambda stack: None)  # the process is not the command's own
+        patch.setattr("paceline.cli.generate.freeze_until_exit", lambda stack: None)
+        if not report:
+            patch.setattr("paceline.trainer.callbacks.write_report", lambda folder: None)
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
     return int(stopped.value.code or 0)
 
 

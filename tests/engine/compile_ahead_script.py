@@ -42,7 +42,7 @@ class Compiler:
     """Stands in for Triton's compiler."""
 
     def __init__(self):
-        self.names, self.threads, self.broken = [], set(), False
+        self.names, self.threads = [], set()
 
     def __call__(self, source, **options):
         self.names.append((source.name, str(source.signature), str(source.constants), str(options["options"])))
@@ -61,7 +61,7 @@ def tensors(made):
 
 
 def stub(compiler):
-    made = engine((1, 2, 4, 8, 16, 32, 64))
+    made = engine((1, 4, 16, 64))
     before = [tensor.clone() for tensor in tensors(made) if isinstance(tensor, torch.Tensor)]
     launched = []
     other = threading.Thread(target=lambda: launched.append(JITFunction.run))
@@ -88,7 +88,7 @@ def stub(compiler):
             "num_fake": sum(isinstance(each, FakeTensor) for each in gc.get_objects())}
 
 
-def broken(compiler):
+def broken():
     made, records = engine((1, 2)), []
     logger = logging.getLogger("paceline.engine.dummy")
     logger.setLevel(logging.INFO)
@@ -115,7 +115,7 @@ def main() -> None:
     compiler = Compiler()
     triton.compiler.compile = compiler
     sys.modules["triton.compiler"].compile = compiler
-    print(json.dumps({"stub": stub, "broken": broken}[sys.argv[1]](compiler)))
+    print(json.dumps(stub(compiler) | broken()))
 
 
 if __name__ == "__main__":

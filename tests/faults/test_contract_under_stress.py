@@ -228,14 +228,14 @@ class Case:
         return tokens, logprobs, raw, reason
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 24, 8))
 def test_random_cases(first):
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 8):
         Case(seed).run()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(40, 600, 40))
+@pytest.mark.parametrize("first", range(24, 584, 40))
 def test_many_random_cases(first):
     for seed in range(first, first + 40):
         Case(seed).run()
@@ -243,8 +243,8 @@ def test_many_random_cases(first):
 
 def test_the_cases_contain_what_they_promise():
     """All events happen in the default cases, so that none of them is tested by nobody."""
-    cases = [Case(seed) for seed in range(40)]
+    cases = [Case(seed) for seed in range(24)]
     for name in ("preempts", "aborts", "updates", "naps", "fails", "changes_weights"):
-        assert sum(bool(getattr(case, name)) for case in cases) >= 5, name
+        assert sum(bool(getattr(case, name)) for case in cases) >= 3, name
     tiny = [case for case in cases if case.engine.scheduler.pages.num_pages <= 8]
-    assert len(tiny) >= 8
+    assert len(tiny) >= 5

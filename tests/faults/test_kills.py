@@ -19,13 +19,13 @@ RUNS = [(0, 1), *(slow(seed, 5) for seed in range(1, 5))]
 """Seed of the moments, and number of kills, for each of the commands below."""
 
 
-def kill_at_random(process, has_begun, draw: random.Random, longest_s: float) -> bool:
+def kill_at_random(process, has_begun, draw: random.Random) -> bool:
     """Kills a process at a random moment after it has begun to write. Returns whether it was still running."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not has_begun() and process.poll() is None:
         assert time.monotonic() < deadline, "it never began"
         time.sleep(0.002)
-    time.sleep(draw.random() * longest_s)
+    time.sleep(draw.random() * 0.1)
     running = process.poll() is None
     process.kill()
     process.wait(timeout=90)
@@ -43,7 +43,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-TRAINING = {"algorithm": "ppo", "steps": 24, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear", "optimizer.lr": 1e-3,
+TRAINING = {"algorithm": "ppo", "steps": 10, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear", "optimizer.lr": 1e-3,
             "checkpoint_every": 1}
 
 
@@ -58,17 +58,17 @@ def test_training(folder, unbroken, seed, kills):
     for attempt in range(kills):
         done = steps()
         process = start(settings(folder, "run", **TRAINING) if attempt == 0 else ["train", "--resume", str(broken)])
-        num_killed += kill_at_random(process, lambda: steps() > done, draw, 0.3)  # noqa: B023
+        num_killed += kill_at_random(process, lambda: steps() > done, draw)  # noqa: B023
     assert num_killed
     assert run(["train", "--resume", str(broken)]) == 0
-    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 25))
-    assert json.loads((broken / "summary.json").read_text())["steps"] == 24
+    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 11))
+    assert json.loads((broken / "summary.json").read_text())["steps"] == 10
     assert_same_run(broken, unbroken / "run")
     assert not [path for path in broken.rglob(".*") if path.name != ".lock"], "nothing temporary stays"
 
 
 def prompts(folder: Path) -> None:
-    lines = [json.dumps({"id": f"q{i}", "prompt": toy.LETTERS[i % 40 : i % 40 + 4]}) for i in range(300)]
+    lines = [json.dumps({"id": f"q{i}", "prompt": toy.LETTERS[i % 40 : i % 40 + 4]}) for i in range(120)]
     (folder / "many.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -94,7 +94,7 @@ def test_generation(folder, unbroken, seed, kills):
 
     for _ in range(kills):
         before = size()
-        num_killed += kill_at_random(start(generation(folder)), lambda: size() > before, draw, 0.2)  # noqa: B023
+        num_killed += kill_at_random(start(generation(folder)), lambda: size() > before, draw)  # noqa: B023
     assert num_killed
     assert run(generation(folder)) == 0
     assert tokens(out) == tokens(unbroken / "out.jsonl")

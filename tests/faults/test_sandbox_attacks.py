@@ -186,7 +186,7 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_the_verdict_cannot_be_forged(name):
     body = "\n".join("    " + line for line in FORGERIES[name].splitlines())
-    verdict = run_tests([f"def double_all(numbers):\n{body}"], "", CHECK, "double_all", Limits(seconds=10.0, memory_mb=256))
+    verdict = run_tests([f"def double_all(numbers):\n{body}"], "", CHECK, "double_all", Limits(seconds=60.0, memory_mb=256))
     assert not verdict.passed, name
 
 
@@ -201,7 +201,7 @@ def test_nothing_is_left_running_and_nothing_takes_longer_than_it_may():
     for code in (sleeper, "while True: pass", "import time; time.sleep(1000)", "x = 9 ** (9 ** 9)"):
         body = "\n".join("    " + line for line in code.splitlines())
         assert not run_tests([f"def f():\n{body}"], "", "def check(f): f()", "f", Limits(seconds=1.0, memory_mb=256)).passed
-    assert time.perf_counter() - begin < 20
+    assert time.perf_counter() - begin < 120
     assert not _named(marker)
 
 

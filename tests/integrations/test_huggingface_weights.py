@@ -75,6 +75,7 @@ def test_what_cannot_be_merged_is_refused(policy):
         dict(merged_weights(with_lora(policy, target_modules=["q_proj"], use_dora=True)))
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # peft's, about what is refused here
 def test_an_adapter_on_tied_embeddings_is_refused(policy):
     policy.config.tie_word_embeddings = True
     policy.tie_weights()

@@ -27,3 +27,28 @@ if not CUDA:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_index
+
+# Triton's interpreter multiplies bfloat16 matrices as if they were integers.
+HALF = torch.bfloat16 if CUDA else torch.float16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+
+
+def tree_mask(parents: list[int]) -> list[list[int]]:
+    words = []
+    for node in range(len(parents)):
+        word, above = 1 << node, node
+        while above:
+            above = parents[above]
+            word |= 1 << above
+        words.append([word, 0])
+    return words

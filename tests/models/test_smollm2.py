@@ -1,6 +1,7 @@
 """A real model, SmolLM2-135M-Instruct as a GGUF: its logits and greedy text are those of transformers, and it survives saving.
 
-In one file, because both loaders take ten seconds to read it."""
+In one file, because both loaders take ten seconds to read it. The default suite compares small models with transformers
+(`test_gguf.py`, `test_parity.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.test_weights import assert_same, logits_of, their_logits
+from models.small_models import assert_same, logits_of, their_logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline import Engine, SamplingParams
@@ -27,6 +28,7 @@ def theirs(smollm2_path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 def test_smollm2_equals_transformers(engine: Engine, theirs: PreTrainedModel) -> None:
     model, tokenizer = engine.model, engine.tokenizer
     assert model.embed.weight.dtype == torch.float32 and model.config.eos_token_ids == (tokenizer.eos_token_id,)
@@ -34,6 +36,7 @@ def test_smollm2_equals_transformers(engine: Engine, theirs: PreTrainedModel) ->
     torch.testing.assert_close(logits_of(model, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_smollm2_greedy_equals_generate(engine: Engine, theirs: PreTrainedModel) -> None:
     messages = [[{"role": "user", "content": text}] for text in ("List the planets.", "What is 17 + 25?")]
     groups = engine.generate(messages, SamplingParams(temperature=0, max_new_tokens=32))

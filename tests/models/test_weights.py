@@ -7,70 +7,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from models.small_models import CONFIGS, SIZES, assert_same, logits_of, make, refused, some_tokens, their_logits
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from paceline.kernels.reference.ops import TorchOps
-from paceline.models.attend import PackedAttend
-from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.decoder import Decoder, Rope
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
-from paceline.models.state_dict import export_state, gguf_to_hf, hf_layout, load_state
+from paceline.models.state_dict import export_state, hf_layout, load_state
 from paceline.models.weights import empty_model, load_model
-
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4,
-         "num_kv_heads": 2, "head_dim": 8, "max_context": 256}
-CONFIGS = {
-    "llama": ModelConfig("llama", **SIZES, eos_token_ids=(3, 5)),
-    "llama-tied": ModelConfig("llama", **SIZES, tie_embeddings=True, rms_eps=1e-5),
-    "llama-bias": ModelConfig("llama", **SIZES, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "llama3": ModelConfig("llama", **(SIZES | {"head_dim": 16}), rope=RopeConfig(5000.0, "llama3", 8.0, 64)),
-    "qwen2": ModelConfig("qwen2", **SIZES, qkv_bias=True, rope=RopeConfig(1e6)),
-    "qwen2-tied-yarn": ModelConfig("qwen2", **SIZES, qkv_bias=True, tie_embeddings=True,
-                                   rope=RopeConfig(10000.0, "yarn", 4.0, 64)),
-    "qwen3": ModelConfig("qwen3", **(SIZES | {"head_dim": 16}), qk_norm=True, eos_token_ids=(7,)),
-    "qwen3-128": ModelConfig("qwen3", **(SIZES | {"head_dim": 128}), qk_norm=True),
-    "qwen3-linear": ModelConfig("qwen3", **SIZES, qk_norm=True, rope=RopeConfig(10000.0, "linear", 2.0)),
-}
-
-
-def make(name: str) -> Decoder:
-    """Random in every parameter, vectors too."""
-    model = Decoder.random(CONFIGS[name], seed=1, std=0.2)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
-
-
-@torch.no_grad()
-def logits_of(model: Decoder, tokens: Tensor, last: int = 0) -> Tensor:
-    """Of all positions, or of the last few."""
-    rope = Rope(model.config, model.config.max_context, model.embed.weight.dtype, "cpu")
-    attend = PackedAttend(TorchOps(), *rope(torch.arange(len(tokens))), (len(tokens),))
-    return model.logits(model(tokens, attend).final[-last:], attend.ops)
-
-
-@torch.no_grad()
-def their_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    return model.eval()(tokens[None]).logits[0]
-
-
-def some_tokens(vocab_size: int = SIZES["vocab_size"], length: int = 100) -> Tensor:
-    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(3))
-
-
-def assert_same(model: Decoder, other: Decoder) -> None:
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
 
 # --- names
 
@@ -235,13 +182,6 @@ def edit_json(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
 
 
-def refused(source: Path | str, message: str, **options: object) -> None:
-    """Refused with exactly one line."""
-    with pytest.raises(ValueError, match=message) as info:
-        load_model(source, **options)
-    assert "\n" not in str(info.value)
-
-
 def test_eos_ids_come_from_both_files(folder: Path) -> None:
     edit_json(folder / "config.json", eos_token_id=3)
     edit_json(folder / "generation_config.json", eos_token_id=[9, 3, 4])
@@ -353,112 +293,3 @@ def test_hub_id_from_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert_same(load_model("someone/tiny")[0], make("llama"))
-
-
-# --- GGUF
-
-
-def write_gguf(model: Decoder, file: Path, half: bool = False, changes: dict[str, object] | None = None,
-               divisors: Tensor | None = None) -> None:
-    """As llama.cpp's converter writes it: its names, and q and k interleaved for the llama architecture."""
-    config, arch = model.config, model.config.architecture
-    writer = gguf.GGUFWriter(file, (changes or {}).get("arch", arch))
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_context)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_eps)
-    writer.add_rope_freq_base(config.rope.theta)
-    if config.rope.kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope.kind))
-        writer.add_rope_scaling_factor(config.rope.factor)
-        writer.add_rope_scaling_orig_ctx_len(config.rope.original_context)
-    writer.add_eos_token_id(3)
-    writer.add_eot_token_id(5)
-    theirs = {gguf_to_hf(name): name for name in gguf_names(config.num_layers)}
-    for name, tensor in export_state(model).items():
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = config.num_heads if "q_proj" in name else config.num_kv_heads
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        kind = np.float16 if half and tensor.dim() == 2 else np.float32
-        writer.add_tensor(theirs[name], np.ascontiguousarray(tensor.numpy().astype(kind)))
-    if divisors is not None:
-        writer.add_tensor("rope_freqs.weight", divisors.numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def gguf_names(num_layers: int) -> list[str]:
-    """llama.cpp's own list, not ours."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
-    bases = {name for _, name in table.mapping.values()}
-    return [f"{base}.{kind}" for base in bases for kind in ("weight", "bias")]
-
-
-def test_gguf_names_are_llama_cpps() -> None:
-    for arch in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.QWEN2, gguf.MODEL_ARCH.QWEN3):
-        table = gguf.get_tensor_name_map(arch, 2)
-        for config in CONFIGS.values():
-            for name in hf_layout(config):
-                if "_norm" in name and "layernorm" not in name and arch is not gguf.MODEL_ARCH.QWEN3:
-                    continue
-                assert gguf_to_hf(table.get_name(name, (".weight", ".bias"))) == name
-    assert gguf_to_hf("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gguf_of_every_family(name: str, tmp_path: Path) -> None:
-    model = make(name)
-    write_gguf(model, tmp_path / "model.gguf", divisors=llama3_divisors(model.config))
-    ours, tokenizer = load_model(tmp_path / "model.gguf")
-    assert tokenizer is None and ours.config.eos_token_ids == (3, 5)
-    assert_same(ours, model)
-    tokens = some_tokens()
-    torch.testing.assert_close(logits_of(ours, tokens), logits_of(model, tokens), atol=1e-5, rtol=1e-5)
-
-
-def llama3_divisors(config: ModelConfig) -> Tensor | None:
-    """convert_hf_to_gguf.py's formula."""
-    if config.rope.kind != "llama3":
-        return None
-    rope, out = config.rope, []
-    for i in range(0, config.head_dim, 2):
-        wavelength = 2 * np.pi * rope.theta ** (i / config.head_dim)
-        smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor)
-        out.append(1 / ((1 - min(max(smooth, 0), 1)) / rope.factor + min(max(smooth, 0), 1)))
-    return torch.tensor(out)
-
-
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3-128"])  # transformers takes 128 for granted in qwen3
-@pytest.mark.parametrize("half", [False, True])
-def test_gguf_equals_transformers(name: str, half: bool, tmp_path: Path) -> None:
-    write_gguf(make(name), tmp_path / "model.gguf", half)
-    ours, _ = load_model(tmp_path / "model.gguf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
-    tokens = some_tokens()
-    torch.testing.assert_close(logits_of(ours, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
-
-
-def test_broken_gguf(tmp_path: Path) -> None:
-    file, model = tmp_path / "model.gguf", make("llama")
-    write_gguf(model, file)
-    whole = file.read_bytes()
-    for share in (0.0, 0.0001, 0.002, 0.01, 0.03, 0.5, 0.99):
-        file.write_bytes(whole[: int(len(whole) * share)])
-        refused(file, "model.gguf: truncated, or not a GGUF file")
-    file.write_bytes(b"GGML" + whole[4:])
-    refused(file, "model.gguf: truncated, or not a GGUF file")
-    write_gguf(model, file, changes={"arch": "gemma3"})
-    refused(file, "model.gguf: general.architecture: gemma3 is not supported; known: llama, qwen2, qwen3")
-    write_gguf(make("llama"), file, divisors=torch.tensor([1.0, 2.0, 1.5, 9.0]))
-    refused(file, "model.gguf: rope_freqs.weight does not follow the llama3 rule")
-    write_gguf(make("llama"), file, divisors=torch.ones(3))
-    refused(file, r"model.gguf: rope_freqs.weight is \[3\], expected \[4\]")

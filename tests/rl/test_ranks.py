@@ -6,6 +6,9 @@ import math
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -49,10 +52,14 @@ def train(learner: Learner, steps: int = 3) -> list[dict[str, float]]:
     return found
 
 
-def with_ranks(rank: int, size: int, folder: str) -> Ranks:
+@contextmanager
+def with_ranks(rank: int, size: int, folder: str) -> Iterator[Ranks]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    return Ranks(init_device_mesh("cpu", (size,)))
+    try:
+        yield Ranks(init_device_mesh("cpu", (size,)))
+    finally:
+        dist.destroy_process_group()
 
 
 def make_reward_model() -> RewardModel:
@@ -62,32 +69,34 @@ def make_reward_model() -> RewardModel:
 
 
 def run_cases(rank: int, size: int, folder: str, names: list[str]) -> dict[str, Any]:
-    ranks, found = with_ranks(rank, size, folder), {}
-    for name in names:
-        learner = make_learner(micro_batch_tokens=40, **CASES[name])
+    found: dict[str, Any] = {}
+    with with_ranks(rank, size, folder) as ranks:
+        for name in names:
+            learner = make_learner(micro_batch_tokens=40, **CASES[name])
+            learner.shard(ranks)
+            metrics = train(learner)
+            parts = sum(local(p).numel() for p in learner.policy.parameters())
+            found[name] = {n: t.numpy() for n, t in learner.weights()}, metrics, parts
+        samples = random_samples(2, 3)
+        learner = make_learner(options={"kl": 0.1})
+        learner.reward_model = make_reward_model()
         learner.shard(ranks)
-        metrics = train(learner)
-        parts = sum(local(p).numel() for p in learner.policy.parameters())
-        found[name] = {n: t.numpy() for n, t in learner.weights()}, metrics, parts
-    samples = random_samples(2, 3)
-    learner = make_learner(options={"kl": 0.1})
-    learner.reward_model = make_reward_model()
-    learner.shard(ranks)
-    learner.infer(samples)
-    found["scores"] = [sample.score for sample in samples]
-    found["failure"] = failure_of(ranks)
+        learner.infer(samples)
+        found["scores"] = [sample.score for sample in samples]
+        found["failure"] = failure_of(ranks)
     return found
 
 
 def train_from(rank: int, size: int, folder: str, checkpoint: str) -> Any:
     """Go on from a checkpoint, save another one, and train once more."""
     learner = make_learner("ppo", options=NO_KL, model=load_model(policy_folder(Path(checkpoint)), "cpu", torch.float64)[0])
-    learner.shard(with_ranks(rank, size, folder))
-    restore(learner, Path(checkpoint))
-    train(learner, 1)
-    save_learner(learner, Path(folder) / "saved", None)
-    train(learner, 1)
-    return {name: tensor.numpy() for name, tensor in learner.weights()}
+    with with_ranks(rank, size, folder) as ranks:
+        learner.shard(ranks)
+        restore(learner, Path(checkpoint))
+        train(learner, 1)
+        save_learner(learner, Path(folder) / "saved", None)
+        train(learner, 1)
+        return {name: tensor.numpy() for name, tensor in learner.weights()}
 
 
 def failure_of(ranks: Ranks) -> str:
@@ -104,26 +113,25 @@ def failure_of(ranks: Ranks) -> str:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Pool:
-    """A process for each rank."""
+def pool_of() -> Iterator[Callable[[int], Pool]]:
+    """Processes for so many ranks, which are used again: each takes seconds to import torch."""
     context = multiprocessing.get_context("spawn")  # a fork server would stay, with torch, for the pools of other tests
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        with context.Pool(4, maxtasksperchild=1) as found:
-            yield found
+        yield cache(lambda size: stack.enter_context(context.Pool(size)))
 
 
-def spread(pool: Pool, call: Any, size: int, folder: Path, *args: Any) -> list[Any]:
+def spread(pool_of: Callable[[int], Pool], call: Any, size: int, folder: Path, *args: Any) -> list[Any]:
     folder.mkdir()
-    return pool.starmap(call, [(rank, size, str(folder), *args) for rank in range(size)], chunksize=1)
+    return pool_of(size).starmap(call, [(rank, size, str(folder), *args) for rank in range(size)], chunksize=1)
 
 
 QUICK = [name for name in CASES if "lora" not in name]  # takes long to import
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, QUICK), pytest.param(4, list(CASES), marks=pytest.mark.slow)])
-def test_any_number_of_ranks_gives_the_same_weights(pool, tmp_path, size, names):
-    ranks = spread(pool, run_cases, size, tmp_path / "ranks", names)
+def test_any_number_of_ranks_gives_the_same_weights(pool_of, tmp_path, size, names):
+    ranks = spread(pool_of, run_cases, size, tmp_path / "ranks", names)
     for name in names:
         alone = make_learner(micro_batch_tokens=40, **CASES[name])
         metrics = train(alone)
@@ -143,12 +151,12 @@ def test_any_number_of_ranks_gives_the_same_weights(pool, tmp_path, size, names)
     assert all(rank["scores"] == pytest.approx([sample.score for sample in samples]) for rank in ranks)
 
 
-def test_ranks_and_one_process_continue_each_others_checkpoints(pool, tmp_path):
+def test_ranks_and_one_process_continue_each_others_checkpoints(pool_of, tmp_path):
     alone = make_learner("ppo", options=NO_KL)
     train(alone, 1)
     save_learner(alone, tmp_path / "first", None)
     train(alone, 1)
-    ranks = spread(pool, train_from, 2, tmp_path / "ranks", str(tmp_path / "first"))
+    ranks = spread(pool_of, train_from, 2, tmp_path / "ranks", str(tmp_path / "first"))
     saved = tmp_path / "ranks" / "saved"
     again = make_learner("ppo", options=NO_KL, model=load_model(policy_folder(saved), "cpu", torch.float64)[0])
     restore(again, saved)

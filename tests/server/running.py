@@ -37,15 +37,15 @@ class RunningServer:
     """Serves an engine on a free port until the end of the `with` block."""
 
     def __init__(self, engine: Engine, step_s: float = 0.0, **config: Any) -> None:
-        """`step_s`: seconds that every step takes longer."""
-        self.engine, self.config = engine, ServerConfig(model_name="tiny", **config)
+        """`step_s`: seconds that every step takes longer. It may be changed later."""
+        self.engine, self.config, self.step_s = engine, ServerConfig(model_name="tiny", **config), step_s
         app = create_app(engine, self.config)
         self.thread = app.state.thread
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=20))
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=120))
         self._serving = threading.Thread(target=self.server.run)
         if step_s:
             step = engine.step
-            engine.step = lambda: (time.sleep(step_s), step())[1]
+            engine.step = lambda: (time.sleep(self.step_s), step())[1]
 
     def __enter__(self) -> RunningServer:
         self._serving.start()
@@ -60,7 +60,7 @@ class RunningServer:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self._serving.join(30)
+        self._serving.join(120)
         assert not self._serving.is_alive()
 
     @property
@@ -71,7 +71,7 @@ class RunningServer:
                 and engine.scheduler.pages.num_held == 0)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -38,10 +38,13 @@ def test_generation_beside_a_training_thread_gives_the_same_tokens():
     alone = tokens_of(Engine(policy, drafter="none", strategy="off"))
     engine = Engine(policy, drafter=fresh_eagle(policy), strategy="eagle:d3w2v6")
     trainer = made(filled(LENGTHS))
-    with BackgroundThread(trainer) as beside:
+    trained = threading.Event()
+    with BackgroundThread(trainer, on_micro_batch=trained.set) as beside:
         for _ in range(3):
+            trained.clear()
             beside.start()
             assert tokens_of(engine) == alone
+            assert trained.wait(timeout=120)
             report = beside.stop()
             assert report.trained.tokens > 0 and beside.trainer is trainer
             engine.update_drafter(trainer.drafter(), 0)
@@ -95,6 +98,13 @@ def test_the_trainer_is_out_of_reach_while_it_runs():
     beside.trainer.policy_changed()
 
 
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def records():
     return answers(model("qwen3"), LENGTHS, LAYERS)
@@ -113,13 +123,19 @@ def test_a_process_beside_generation(records, tmp_path):
         process.add(record, 1)
     process.start()
     assert tokens_of(engine) == alone
-    time.sleep(0.5)
-    report, drafter = process.stop(), process.drafter()
-    assert report.trained.steps > 0
+    steps = process.stop().trained.steps
+    for _ in range(600):  # on a busy machine it may not have had its turn yet
+        if steps == 0:
+            process.start()
+            time.sleep(0.1)
+            steps = process.stop().trained.steps
+    drafter = process.drafter()
+    assert steps > 0
     assert drafter is not None and not torch.equal(drafter.fc.weight, start.fc.weight)
     assert drafter.policy_fingerprint == fingerprint_of(policy) and process.steps > 0
     engine.update_drafter(drafter, 0)
     assert engine.drafter_mismatch is None and tokens_of(engine) == alone
+    wait_until(lambda: load_snapshot(tmp_path).metadata["progress"]["step"] > 0)
     process.start()
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="died"):
@@ -169,9 +185,7 @@ def test_a_kill_in_the_middle_loses_at_most_what_was_not_yet_written(tmp_path):
     for attempt in range(3):
         process = multiprocessing.get_context("fork").Process(target=_train_until_killed, args=(tmp_path / str(attempt),))
         process.start()
-        deadline = time.monotonic() + 20
-        while not (tmp_path / str(attempt) / "spot.safetensors").is_file() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until((tmp_path / str(attempt) / "spot.safetensors").is_file)
         time.sleep(0.05 + 0.03 * attempt)
         os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -36,7 +36,7 @@ def task(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "HumanEval.jsonl"
     row = {"task_id": "Own/0", "prompt": PROMPT, "test": TEST, "entry_point": "double_all", "canonical_solution": RIGHT}
     path.write_text(json.dumps(row) + "\n")
-    return make_task("humaneval", data=str(path.parent), timeout_s=10.0, memory_mb=256)
+    return make_task("humaneval", data=str(path.parent), timeout_s=60.0, memory_mb=256)
 
 
 def function(body: str, before: str = "") -> str:
@@ -67,7 +67,7 @@ def test_wrong_answers(task, answer):
 
 
 def test_all_canonical_solutions(data_folder):
-    task = make_task("humaneval", data=str(data_folder), timeout_s=20.0)
+    task = make_task("humaneval", data=str(data_folder), timeout_s=60.0)
     with gzip.open(data_folder / "HumanEval.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
     assert len(task) == len(rows) == 164

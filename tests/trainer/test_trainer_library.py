@@ -168,6 +168,7 @@ def test_the_drafter_is_trained_once_per_step_under_dynamic_sampling(folder, mon
     assert calls == [("begin", 1), ("train", 1), ("begin", 2), ("train", 2)] and phases.count("drafter") == 2
 
 
+@pytest.mark.filterwarnings("ignore:the drafter was trained for other weights:UserWarning")
 def test_the_drafters_records_survive_a_restart_within_their_budget(folder):
     """Captured answers are on disk in the run folder; a resumed run has them, except those of steps that it repeats."""
     policy, _ = load_model(folder / "model", "cpu", torch.float64)

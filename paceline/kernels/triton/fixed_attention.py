@@ -128,6 +128,22 @@ def fold(top, total, acc, other_top, other_total, other_acc):
 
 
 @triton.jit
+def no_keys(BLOCK_M: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """The sums of a stretch without keys: the largest score, the weights' total and the weighted values."""
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
+    return top, total, tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+
+
+@triton.jit
+def begin_chunk(chunk, all_top, all_total, all_acc, top, total, acc, BLOCK_M: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Fold the complete chunk before `chunk` into the ones before it. Returns their sums, those of the new chunk, and where it
+    ends."""
+    all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, total, acc)
+    top, total, acc = no_keys(BLOCK_M, DIM_PADDED)
+    return all_top, all_total, all_acc, top, total, acc, chunk_start(chunk + 1)
+
+
+@triton.jit
 def reduce_block(query, k_head, v_head, token, needed, visible, top, total, acc, scale, d, k_stride, v_stride,
                  DIM: tl.constexpr, PRECISION: tl.constexpr):
     """One iteration of the online softmax over the keys at cache indices `token`. total [M, 16] has equal columns."""
@@ -222,18 +238,15 @@ def _fixed_kernel(q, k_cache, v_cache, page_table, record, counter, out, part, s
     seen = (context + first + 1 + r)[:, None]  # keys of each row; in a tree, only blocks that all rows attend to are read here
     wait_for_previous(PDL)
     query = tl.load(q + place[:, None] * DIM + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
-    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+    top, total, acc = no_keys(BLOCK_M, DIM_PADDED)
     all_top, all_total, all_acc = top, total, acc  # of the chunks that are complete
     chunk, boundary = which * 0, which * 0 + 128
     for p in range(start, end, BLOCK):
         if not MANY:  # noqa: SIM102
             if p == boundary:
-                all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, total, acc)
-                top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
-                acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
                 chunk += 1
-                boundary = chunk_start(chunk + 1)
+                all_top, all_total, all_acc, top, total, acc, boundary = begin_chunk(
+                    chunk, all_top, all_total, all_acc, top, total, acc, BLOCK_M, DIM_PADDED)
         position = p + n
         needed = position < end
         token = tl.load(table + position // PAGE, mask=needed, other=0).to(tl.int64) * PAGE + position % PAGE
@@ -294,19 +307,16 @@ def _tail_kernel(q, k_cache, v_cache, page_table, record, path, out, part, stats
     begun = chunk_start(chunk) < stop  # whether part of the chunk lies before the tail
     top, total, acc = load_state(part, stats, where + (chunk if MANY else 1), valid & begun, d, DIM_PADDED)
     if MANY:
-        all_top, all_total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
-        all_acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+        all_top, all_total, all_acc = no_keys(BLOCK_M, DIM_PADDED)
         all_top, all_total, all_acc = fold_stored(part, stats, where, chunk, all_top, all_total, all_acc, valid, d, DIM_PADDED)
     else:
         all_top, all_total, all_acc = load_state(part, stats, where, valid, d, DIM_PADDED)
     boundary = chunk_start(chunk + 1)
     for p in tl.range(stop, keys, BLOCK, num_stages=1):
         if p == boundary:
-            all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, total, acc)
-            top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
-            acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
             chunk += 1
-            boundary = chunk_start(chunk + 1)
+            all_top, all_total, all_acc, top, total, acc, boundary = begin_chunk(
+                chunk, all_top, all_total, all_acc, top, total, acc, BLOCK_M, DIM_PADDED)
         logical = p + n
         needed = logical < keys
         drafted = needed & (logical >= context) & (not causal)

@@ -1,0 +1,147 @@
+"""Triton's attention kernels against the torch reference: natively on a GPU, elsewhere through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import CUDA, DEVICE, DTYPES, HALF, close, int32, tree_mask
+from trees import random_cache
+
+from paceline.kernels import PagedCache, Segments, TorchOps
+from paceline.kernels.triton import attention, attention_plan, fixed_attention
+from paceline.kernels.triton.ops import TritonOps
+
+TORCH = TorchOps()
+pytestmark = pytest.mark.usefixtures("triton_device")
+
+
+def _mixed_step(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, PagedCache, Segments]:
+    """A single token with a long context, a tree, a prompt chunk, a drafter level (mask bits beyond its rows), and padding."""
+    lengths, contexts = [1, 7, 4, 2, 0], [290, 37, 0, 129, 0]
+    masks = [[1, 0]] + tree_mask([0, 0, 0, 1, 2, 2, 5]) + 4 * [[0, 0]] + [[1 | 1 << 40, 1 << 3], [2 | 1 << 41, -(2**63)]]
+    segments = Segments(row=int32([0, 1, 8, 12, 0]), length=int32(lengths), slot=int32([2, 0, 3, 1, 0]),
+                        context=int32(contexts), causal=torch.tensor([False, False, True, False, False]),
+                        mask=torch.tensor(masks + 2 * [[0, 0]]))
+    return torch.randn(16, heads, dim).to(dtype), random_cache(20, 4, kv_heads, dim, dtype), segments
+
+
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "dim", "block_m", "splits", "fused"), [
+    (torch.float32, 6, 2, 16, 16, 1, True), (torch.float32, 7, 1, 40, 32, 4, True), (HALF, 4, 2, 32, 16, 4, False)])
+def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_m: int, splits: int, fused: bool) -> None:
+    q, cache, segments = _mixed_step(dtype, heads, kv_heads, dim)
+    plan = attention_plan.make_plan(segments, len(q), heads, kv_heads, block_m, splits)
+    ours = attention.attention(q, cache, segments, plan, dim**-0.5, fused)
+    close(ours[:14], TORCH.attention(q, cache, segments, dim**-0.5)[:14])
+    assert bool(ours.isfinite().all())
+    assert not bool(plan.counter.any())
+    assert splits == 1 or int(plan.record[0, 5]) < 290  # the long context was split
+
+
+@DTYPES
+@pytest.mark.parametrize(("block_n", "one_loop", "splits"), [(32, False, 4), (32, True, 1), (64, True, 4)])
+def test_attention_without_trees_for_all_launch_options(dtype: torch.dtype, block_n: int, one_loop: bool, splits: int) -> None:
+    contexts = [290, 0, 63, 64, 127]
+    segments = Segments(row=int32([0, 1, 2, 3, 4]), length=int32([1] * 5), slot=int32([2, 0, 3, 1, 4]),
+                        context=int32(contexts), causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 5))
+    q, cache = torch.randn(5, 6, 32).to(dtype), random_cache(20, 5, 2, 32, dtype)
+    plan = attention_plan.make_plan(segments, 5, 6, 2, 16, splits)
+    launch = attention_plan.Launch(block_n=block_n, one_loop=one_loop)
+    expected = TORCH.attention(q, cache, segments, 0.2)
+    used = torch.zeros(len(cache.k), dtype=torch.bool)
+    for slot, context in zip([2, 0, 3, 1, 4], contexts, strict=True):
+        position = torch.arange(context + 1)
+        used[cache.page_table[slot].long()[position // 16] * 16 + position % 16] = True
+    cache.k[~used], cache.v[~used] = torch.nan, torch.nan
+    close(attention.attention(q, cache, segments, plan, 0.2, launch=launch), expected)
+
+
+def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
+    q, cache, segments = _mixed_step(torch.float32, 3, 1, 16)
+    expected = TORCH.attention(q, cache, segments, 0.25)
+    used = torch.zeros(len(cache.k), dtype=torch.bool)
+    for slot, keys in ((2, 291), (0, 44), (3, 4)):
+        position = torch.arange(keys)
+        used[cache.page_table[slot].long()[position // 16] * 16 + position % 16] = True
+    cache.k[~used], cache.v[~used] = torch.nan, torch.nan
+    close(ops.attention(q, cache, segments, 0.25)[:12], expected[:12])
+
+
+@DTYPES
+def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
+    """Two decode rows, then a fresh prompt and the second chunk of another."""
+    heads, kv_heads, dim = 4, 2, 16
+    cache, q = random_cache(8, 3, kv_heads, dim, dtype), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
+    segments = Segments(row=int32([0, 2, 11]), length=int32([2, 9, 20]), slot=int32([0, 1, 2]),
+                        context=int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
+                        mask=torch.zeros(31, 2, dtype=torch.int64))
+    prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
+    plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
+    close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
+
+
+@pytest.mark.parametrize(("dtype", "context", "many"), [
+    (HALF, 253, True), (HALF, 253, False), (torch.float32, 128, False), (torch.float32, 0, True)])
+def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int, many: bool) -> None:
+    """A node's row equals the row of the same token decoded without speculation, and in a prompt chunk: bit for bit on a GPU. A
+    product of the interpreter may depend on its shape."""
+    heads, kv_heads, dim = 3, 1, 16
+    cache, q = random_cache(24, 1, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
+    mask = torch.tensor(tree_mask([0, 0, 0, 1, 1, 2, 2, 3, 4, 5, 9, 9]))
+    no, yes, path = torch.tensor([False]), torch.tensor([True]), [0, 2, 5, 9, 10]
+
+    def attend(rows: torch.Tensor, cache: PagedCache, segments: Segments, block_m: int, trees: bool) -> torch.Tensor:
+        plan = attention_plan.make_plan(segments, len(rows), heads, kv_heads, block_m, 1, fixed=True)
+        return fixed_attention.fixed_attention(rows, cache, plan, 0.25, trees, 600, many=many)
+
+    segments = Segments(int32([0]), int32([12]), int32([0]), int32([context]), no, mask)
+    tree = attend(q, cache, segments, 32, True)
+    close(tree, TORCH.attention(q, cache, segments, 0.25))
+
+    def place(position: torch.Tensor) -> torch.Tensor:
+        return cache.page_table[0].long()[position // 16] * 16 + position % 16
+
+    k, v = cache.k.clone(), cache.v.clone()
+    source, target = place(context + torch.tensor(path)), place(context + torch.arange(5))
+    k[target], v[target] = cache.k[source], cache.v[source]
+    cache = cache._replace(k=k, v=v)
+    same = torch.equal if CUDA else lambda a, b: close(a, b) is None
+    for depth, node in enumerate(path):
+        segments = Segments(int32([0]), int32([1]), int32([0]), int32([context + depth]), no, mask[:1])
+        assert same(attend(q[node : node + 1], cache, segments, 16, False)[0], tree[node])
+    before = min(3, context)
+    segments = Segments(int32([0]), int32([before + 5]), int32([0]), int32([context - before]), yes, mask[:8])
+    chunk = torch.cat([torch.randn(before, heads, dim).to(dtype), q[path]])
+    assert same(attend(chunk, cache, segments, 64, False)[before:], tree[path])
+
+
+def test_chunks_of_a_context() -> None:
+    """The chunks of 128 keys up to 2048, then eight per doubling: as the host counts them."""
+    assert [fixed_attention.chunks_until(n) for n in (1, 128, 129, 2048, 2049, 2304, 2305, 4096, 4097, 4609, 32768)] == [
+        1, 1, 2, 16, 17, 17, 18, 24, 25, 26, 48]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_fixed_attention_of_long_contexts(many: bool) -> None:
+    """Contexts whose chunks grow: single rows."""
+    contexts = [2048, 2303, 4500]
+    segments = Segments(row=int32([0, 1, 2]), length=int32([1] * 3), slot=int32([2, 0, 1]), context=int32(contexts),
+                        causal=torch.zeros(3, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 3))
+    q, cache = torch.randn(3, 2, 16), random_cache(290, 3, 1, 16, torch.float32)
+    plan = attention_plan.make_plan(segments, 3, 2, 1, 16, 1, fixed=True)
+    ours = fixed_attention.fixed_attention(q, cache, plan, 0.25, False, 4600, many=many)
+    close(ours, TORCH.attention(q, cache, segments, 0.25))
+    assert not bool(plan.counter.any())
+
+
+@DTYPES
+def test_fixed_attention_of_mixed_steps(dtype: torch.dtype) -> None:
+    """Two decode rows, then a fresh prompt and the second chunk of another."""
+    heads, kv_heads, dim = 4, 2, 16
+    ops = TritonOps(DEVICE, deterministic=True, max_context=600)
+    cache, q = random_cache(8, 3, kv_heads, dim, dtype), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
+    segments = Segments(row=int32([0, 2, 11]), length=int32([2, 9, 20]), slot=int32([0, 1, 2]),
+                        context=int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
+                        mask=torch.zeros(31, 2, dtype=torch.int64))
+    prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
+    plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
+    close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))

@@ -104,7 +104,8 @@ class _NoCorrections(Corrections):
 
 class _CorrectionsByDrafter(Corrections):
     def factor(self, strategy: Strategy, requests: int) -> float:
-        return super().factor(replace(strategy, depth=16, width=5), requests)  # of such trees nothing is known
+        unseen = Strategy(strategy.drafter, 16, 5, 16)  # of such trees nothing is known
+        return 1.0 if strategy.drafter == "none" else super().factor(unseen, requests)
 
 
 class _LenientGuard(Guard):

@@ -104,8 +104,9 @@ class _NoCorrections(Corrections):
 
 class _CorrectionsByDrafter(Corrections):
     def factor(self, strategy: Strategy, requests: int) -> float:
-        unseen = Strategy(strategy.drafter, 16, 5, 16)  # of such trees nothing is known
-        return 1.0 if strategy.drafter == "none" else super().factor(unseen, requests)
+        if strategy.drafter == "none":
+            return 1.0
+        return super().factor(Strategy(strategy.drafter, 16, 5, 16), requests)  # of such trees nothing is known
 
 
 class _LenientGuard(Guard):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategy.liars import SuffixIsFiveTimes
-
 from benchmarks.lib.selection.ablations import ABLATIONS, selector_named
+from benchmarks.lib.selection.liars import SuffixIsFiveTimes
 from benchmarks.lib.selection.simulated import h200_costs
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 import tiny
 import torch
-from strategy.liars import LIARS
 
+from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.world import gpu_costs
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from liars import LIARS
 
+from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs
 from paceline.strategy import AutoSelector
 from paceline.strategy.guard import Guard

@@ -19,11 +19,13 @@ import numpy as np
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.results import Report
 from benchmarks.lib.selection.ablations import selector_named
+from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.summary import conclusions, show, workload_record
 from benchmarks.lib.selection.workloads import WORKLOADS, most_frequent
 from benchmarks.lib.selection.world import World
 from benchmarks.lib.speculation import fixed_strategies, num_parts
 from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector
+from paceline.strategy.predict import Predictor
 from paceline.types import Decision, StepOutcome, Strategy
 
 SUFFIX = "suffix:d8w2v16"
@@ -178,11 +180,13 @@ def free_rows() -> CostCurve:
 
 
 class Cell(NamedTuple):
-    """What is measured together: rounds that follow each other, of which some count, and the profile that selectors have."""
+    """What is measured together: rounds that follow each other, of which some count, and what `auto` has: the profile, and a
+    predictor in place of its own."""
 
     rounds: tuple[Task, ...]
     counted: slice = slice(1, None)
     profile: Callable[[], CostCurve] = h200_costs
+    predictor: type[Predictor] | None = None
 
     @property
     def batch(self) -> int:
@@ -191,7 +195,8 @@ class Cell(NamedTuple):
 
 def cells(rounds: int = 2) -> dict[str, Cell]:
     """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
-    the other, as in `benchmarks/gpu/check.py`; and ordinary text with profiles that are wrong."""
+    the other, as in `benchmarks/gpu/check.py`; ordinary text with profiles that are wrong; and random text with predictors that
+    lie."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
@@ -199,8 +204,9 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
     for batch in CHECKED:
         seen += (checked_task(batch),) * (rounds + 1)
         found[f"batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None))
-    ordinary = found["ordinary"].rounds
-    return found | {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
+    ordinary, random = found["ordinary"].rounds, found["random"].rounds
+    found |= {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
+    return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -223,6 +229,8 @@ def _figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
         gpu, selector = H200(seed=seed), selector_named(name)
         rounds = cell.rounds
         if isinstance(selector, AutoSelector):
+            if cell.predictor is not None:
+                selector.predictor = cell.predictor(selector.costs)
             selector.costs = cell.profile()
         elif isinstance(selector, FixedSelector):
             rounds = rounds[cell.counted]  # it learns nothing

@@ -165,8 +165,8 @@ class LearnerConfig(Config):
     exact_logprobs: bool = False
     """Compute the policy's log-probabilities with the engine's kernels: they are then equal to those that the engine sampled
     with, bit for bit, as long as the weights are (`logprob_difference` is 0). Gradients are unchanged up to rounding. It takes a
-    copy of the weights in the run's data type, and about as much time as `gradient_checkpointing`, which it includes. Needs
-    `engine.deterministic`, which is the default on a GPU."""
+    copy of the weights in the run's data type, and, like `gradient_checkpointing`, which it includes, one more forward pass per
+    update. Needs `engine.deterministic`, which is the default on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     lora_rank: int = Field(0, ge=0, le=4096)

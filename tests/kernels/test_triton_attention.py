@@ -66,9 +66,8 @@ def test_unread_keys_may_be_anything(ops: TritonOps) -> None:
     close(ops.attention(q, cache, segments, 0.25)[:12], expected[:12])
 
 
-@DTYPES
-def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
-    """Two decode rows, then a fresh prompt and the second chunk of another."""
+def check_mixed_step(ops: TritonOps, dtype: torch.dtype) -> None:
+    """Require torch's result of a step with two decode rows, a fresh prompt and the second chunk of another prompt."""
     heads, kv_heads, dim = 4, 2, 16
     cache, q = random_cache(8, 3, kv_heads, dim, dtype), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
     segments = Segments(row=int32([0, 2, 11]), length=int32([2, 9, 20]), slot=int32([0, 1, 2]),
@@ -77,6 +76,11 @@ def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
     plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
     close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
+
+
+@DTYPES
+def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
+    check_mixed_step(ops, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "context", "many"), [
@@ -135,13 +139,4 @@ def test_fixed_attention_of_long_contexts(many: bool) -> None:
 
 @DTYPES
 def test_fixed_attention_of_mixed_steps(dtype: torch.dtype) -> None:
-    """Two decode rows, then a fresh prompt and the second chunk of another."""
-    heads, kv_heads, dim = 4, 2, 16
-    ops = TritonOps(DEVICE, deterministic=True, max_context=600)
-    cache, q = random_cache(8, 3, kv_heads, dim, dtype), torch.randn(2 + 9 + 20, heads, dim).to(dtype)
-    segments = Segments(row=int32([0, 2, 11]), length=int32([2, 9, 20]), slot=int32([0, 1, 2]),
-                        context=int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
-                        mask=torch.zeros(31, 2, dtype=torch.int64))
-    prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
-    plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
-    close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
+    check_mixed_step(TritonOps(DEVICE, deterministic=True, max_context=600), dtype)

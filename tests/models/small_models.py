@@ -44,7 +44,7 @@ def make(name: str) -> Decoder:
 
 @torch.no_grad()
 def logits_of(model: Decoder, tokens: Tensor, last: int = 0) -> Tensor:
-    """Of all positions, or of the last few."""
+    """Return the logits of all positions of a sequence, or of its `last` positions."""
     rope = Rope(model.config, model.config.max_context, model.embed.weight.dtype, "cpu")
     attend = PackedAttend(TorchOps(), *rope(torch.arange(len(tokens))), (len(tokens),))
     return model.logits(model(tokens, attend).final[-last:], attend.ops)

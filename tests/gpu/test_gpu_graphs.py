@@ -75,10 +75,10 @@ def test_observed_drafts_are_what_the_drafter_estimated():
     for graphs in (True, False):
         engine, observed = made("off", cuda_graphs=graphs), []
 
-        def overwriting(batch, want_raw, run=engine.runner.run):
+        def overwriting(batch, *args, run=engine.runner.run, **options):
             if batch.survival is not None:
                 batch.survival.fill_(float("nan"))
-            return run(batch, want_raw)
+            return run(batch, *args, **options)
 
         engine.runner.run = overwriting
         engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, observed=observed: observed.append(

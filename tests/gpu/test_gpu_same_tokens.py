@@ -209,3 +209,15 @@ def test_a_layer_has_the_same_bits_for_every_number_of_rows(hidden, inner, heads
                         (0, 256), (11, 500)):
         for name, got, want in zip(("stream", "inside", "q", "k", "v", "linear"), layer(slice(start, stop)), every, strict=True):
             assert torch.equal(got, want[start:stop]), f"{name}, rows {start} to {stop}"
+
+
+@pytest.mark.parametrize(("vocabulary", "hidden"), [(4093, 1024), (777, 320), (1021, 224), (50257, 768), (151936, 1536)])
+def test_logits_have_the_same_bits_for_every_number_of_rows(vocabulary, hidden):
+    """Libraries have other kernels for a vocabulary that is not a multiple of 8."""
+    from paceline.kernels.triton.ops import TritonOps
+
+    ops = TritonOps("cuda", deterministic=True)
+    weight, x = (torch.randn(rows, hidden, device="cuda").bfloat16() for rows in (vocabulary, 520))
+    every = ops.linear(x, weight)
+    for rows in (*range(1, 33, 5), *range(33, 300, 9), 300, 400, 519):
+        assert torch.equal(ops.linear(x[:rows], weight), every[:rows]), f"{rows} rows"

@@ -6,14 +6,15 @@ import pytest
 import torch
 from packed import HEADS, KV_HEADS, assert_same, normal, rows_of, tables
 
+from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention
 from paceline.kernels.reference.training import TrainOps
 from paceline.kernels.triton.training import TritonTrainOps
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.optim import reproducible
+from paceline.rl import Learner, make_algorithm, pack
 from paceline.rl import models as rl_models
-from paceline.rl import pack
 from paceline.rl.batch import Sample
 from paceline.rl.models import Policy, train_ops
 
@@ -80,3 +81,22 @@ def test_a_reproducible_gradient_of_attention_has_the_same_bits_every_time():
             out.float().square().sum().backward()
         found.append([x.grad for x in inputs])
     assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0], strict=True))
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_checkpointing": True}, {"exact_logprobs": True}], ids=str)
+def test_updates_of_a_deterministic_learner_have_the_same_bits(config):
+    shape = ModelConfig("qwen2", 1003, 256, 640, 3, 4, 2, 64, qkv_bias=True, max_context=1024)
+    draw = torch.Generator().manual_seed(0)
+    answers = [(torch.randint(0, shape.vocab_size, (n,), generator=draw).tolist(), -torch.rand(n - 20, generator=draw))
+               for n in (30, 700, 301, 64, 513, 129, 450, 22)]
+    found = []
+    for _ in range(3):
+        learner = Learner(Decoder.random(shape, std=0.05, device="cuda"), make_algorithm("grpo", 16),
+                          LearnerConfig(deterministic=True, minibatches=2, micro_batch_tokens=1024, **config),
+                          OptimizerConfig(lr=1e-3), 10, 1.0, torch.bfloat16)
+        for step in range(2):
+            samples = [Sample(tokens, 20, i // 4, float(i % 3), False, sampled) for i, (tokens, sampled) in enumerate(answers)]
+            learner.algorithm.compute_advantages(samples)
+            learner.update(samples, step)
+        found.append([parameter.detach().clone() for parameter in learner.policy.parameters()])
+    assert all(torch.equal(a, b) for weights in found[1:] for a, b in zip(weights, found[0], strict=True))

@@ -75,17 +75,36 @@ def packed_attention(qkv: Tensor, num_heads: int, num_kv_heads: int, plan: Packe
     """Causal attention within each sequence: qkv [R, H + 2 Hkv, D] after the rotary embedding -> [R, H, D]."""
     heads = (num_heads, num_kv_heads, num_kv_heads)
     if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
-        q, k, v = qkv.split(heads, dim=1)
-        # The operator behind `varlen_attn`, called directly because the signature of `varlen_attn` differs between torch 2.11,
-        # 2.12 and 2.13.
-        longest, starts = max(plan.lengths), plan.cumulative
-        return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[0]
+        return _FlashAttention.apply(*qkv.split(heads, dim=1), plan.cumulative, max(plan.lengths))
     sizes = [group.size * group.longest for group in plan.groups]
     places = plan.places
     padded = qkv if places is None else _Scatter.apply(qkv, places, sum(sizes))
     parts = [_group_attention(rows, heads, group) for rows, group in zip(padded.split(sizes), plan.groups, strict=True)]
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out if places is None else _Gather.apply(out, places)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """The operator behind `varlen_attn`, called directly because the signature of `varlen_attn` differs between torch 2.11, 2.12
+    and 2.13, and because its backward pass adds in a fixed order only if deterministic algorithms are not set to warn."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        ctx.bounds = (starts, starts, longest, longest)
+        out, lse, *rng_state, _ = torch.ops.aten._flash_attention_forward(q, k, v, *ctx.bounds, 0.0, True, False)
+        ctx.save_for_backward(q, k, v, out, lse, *rng_state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, rng_seed, rng_offset = ctx.saved_tensors
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+        try:
+            found = torch.ops.aten._flash_attention_backward(grad, *saved, *ctx.bounds, 0.0, True, rng_seed, rng_offset)
+        finally:
+            torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+        return *found, None, None
 
 
 def _group_attention(qkv: Tensor, heads: tuple[int, int, int], group: Group) -> Tensor:

@@ -2,9 +2,10 @@
 """What equal bits rest on, wherever the same result is computed by different kernels.
 
 - A matrix product that sums K in one pass has the same bits whatever the number of rows, the tile and the kernel, those of
-  cuBLASLt included. Only split-K differs, and cuBLASLt can be told not to use it (`library_linear`). Where one pass is too slow,
-  the shares of K are fixed by the shape of the weight and added up in order (`linear.shares_of`). `rows_agree` checks all this
-  on the device at hand.
+  cuBLASLt included. Exceptions are split-K, which cuBLASLt can be told not to use (`library_linear`), and its kernels for results
+  whose rows are not aligned, such as logits of an odd vocabulary, which use other instructions (`is_aligned`). Where one pass is
+  too slow, the shares of K are fixed by the shape of the weight and added up in order (`linear.shares_of`). `rows_agree` checks
+  all this on the device at hand.
 - Where several programs contribute to the sum of squares of a row, they add integers (`squares_of`), whose order is irrelevant.
 - Kernels are compiled without fusing multiplications and additions (`exact_options`): the compiler would do so in one kernel and
   not in another.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from paceline.kernels.triton.pdl import launch_options
 
-CHECKED_ROWS = (1, 17, 64, 200)
+CHECKED_ROWS = (1, 17, 40, 64, 100, 200, 300)
 """Numbers of rows that `rows_agree` compares."""
 
 
@@ -73,6 +74,11 @@ def library_parts(x: Tensor, weight: Tensor, shares: int) -> Tensor:
     with without_split_k():
         return torch.bmm(x.unflatten(1, (shares, -1)).transpose(0, 1), weight.unflatten(1, (shares, -1)).permute(1, 2, 0),
                          out_dtype=torch.float32)
+
+
+def is_aligned(weight: Tensor) -> bool:
+    """Whether rows of the operands and of the result begin at multiples of 16 bytes: then libraries use their fast kernels."""
+    return all(size * weight.element_size() % 16 == 0 for size in weight.shape)
 
 
 def rows_agree(linear: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> bool:

@@ -80,6 +80,7 @@ class TritonOps(TorchOps):
         self.fused, self.fused_rows, self._ahead = fused, fused_rows, ahead if self.pdl else 0
         self._uses_library = deterministic and torch.device(device).type == "cuda"
         self._checked: set[tuple[torch.dtype, torch.Size]] = set()
+        self._without_library: set[tuple[torch.dtype, torch.Size]] = set()
         self._counters = torch.zeros(linear.MAX_TILES, dtype=torch.int32, device=device)
 
     def _uses_pdl(self, rows: Tensor) -> bool:
@@ -91,12 +92,13 @@ class TritonOps(TorchOps):
     def prepare(self, weights: list[Tensor]) -> None:
         """Check once for every shape that equal bits can be had from the library here; if not, do without it."""
         for weight in weights:
-            if not self._uses_library or not _supported(weight) or (weight.dtype, weight.shape) in self._checked:
+            shape = (weight.dtype, weight.shape)
+            if not self._uses_library or not _supported(weight) or shape in self._checked:
                 continue
-            self._checked.add((weight.dtype, weight.shape))
+            self._checked.add(shape)
             with torch.inference_mode():
                 if not exact.rows_agree(self._one_pass, weight):
-                    self._uses_library = False
+                    self._without_library.add(shape)
                     logger.warning("deterministic: products of %s differ between numbers of rows with this device's library; "
                                    "using Paceline's own kernels, which are slower for large batches", tuple(weight.shape))
                     if not exact.rows_agree(self._one_pass, weight):
@@ -124,7 +126,9 @@ class TritonOps(TorchOps):
         return linear.linear(x, weight, bias, config, self._counters, self._uses_pdl(x), self._ahead)
 
     def _is_for_library(self, x: Tensor, weight: Tensor) -> bool:
-        return self._uses_library and x.dtype != torch.float32 and not linear.serves_few_rows(x.shape[0], *weight.shape)
+        if not self._uses_library or x.dtype == torch.float32 or (weight.dtype, weight.shape) in self._without_library:
+            return False
+        return exact.is_aligned(weight) and not linear.serves_few_rows(x.shape[0], *weight.shape)
 
     # -- elementwise operations
 

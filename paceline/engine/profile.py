@@ -37,7 +37,7 @@ _CONTEXT_REQUESTS, _CONTEXT, _NODES = {"cpu": 8, "cuda": 32}, 512, 3  # a GPU hi
 _ROUNDS, _MIN_JOBS = 12, 8
 _IN_A_ROW = 3
 """Runs that are timed together on a GPU, where the host prepares a step while another one runs, as in generation."""
-_FORMAT = 8
+_FORMAT = 9
 
 
 def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
@@ -70,7 +70,8 @@ def cache_folder() -> Path:
 def profile(steps: DummySteps, seconds: float) -> CostCurve:
     """Measure steps in growing order of size until half of the time has passed, then repeat these. Larger sizes are
     extrapolated, and corrected by the selector when they occur."""
-    rows = [n for n in _ROWS if n <= max(steps.max_rows, steps.max_batch)]
+    padded = (n for n in steps.tree_sizes if n <= _ROWS[-1])  # 192 rows may cost as much as 256: not interpolated
+    rows = sorted(n for n in {*_ROWS, *padded} if n <= max(steps.max_rows, steps.max_batch))
     jobs = _context_jobs(steps)
     jobs += [(("policy", n), partial(steps.run_step, n, Strategy.OFF)) for n in rows]
     jobs += [(("trees", n), partial(steps.run_step, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from benchmarks.lib.selection.ablations import ABLATIONS, selector_named
@@ -91,16 +92,17 @@ def test_without_makespan_all_requests_are_drafted_for():
 
 
 def test_without_early_decisions_a_disappointing_strategy_is_kept_for_longer():
-    used = {}
-    for name in ("auto", "auto-surprise"):
-        world, selector = World(h200_costs(), 8, {"eagle": 0.76, "suffix": 0.97}, noise=0.0), fresh(name, h200_costs())
+    used = {"auto": 0.0, "auto-surprise": 0.0}
+    for name, seed in itertools.product(used, range(3)):
+        world = World(h200_costs(), 8, {"eagle": 0.76, "suffix": 0.97}, noise=0.0, seed=seed)
+        selector = fresh(name, h200_costs())
         world.run(selector, 100)
         while selector.decision.strategy.drafter != "suffix" or selector._decided != selector._step:
             world.run(selector, 1)
         world.skill["suffix"] = 0.02
         world.run(selector, 24)
-        used[name] = share_of(world, "suffix", 24)
-    assert used["auto"] < used["auto-surprise"]
+        used[name] += share_of(world, "suffix", 24) / 3
+    assert used["auto"] < 0.7 * used["auto-surprise"], used
 
 
 def test_without_gains_a_drafter_pays_for_the_others():

@@ -7,9 +7,13 @@ import torch
 from interpreted import DTYPES, HALF, close, int32
 from trees import assert_same_growth, assert_same_rows, assert_same_walk, random_cache, random_requests
 
+from paceline.drafters.eagle import Eagle, EagleConfig
+from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.kernels import Candidates, PagedCache, SamplingTensors, TorchOps
 from paceline.kernels.reference.drafting import draft_topk
 from paceline.kernels.triton.ops import TritonOps
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder, Rope
 from paceline.spot.losses import Heads, target_loss
 
 TORCH = TorchOps()
@@ -152,6 +156,38 @@ def test_drafting_survives_nan_logits(ops: TritonOps) -> None:
     beam = ops.select_beam(room, 0, torch.zeros(3, 1, 2, dtype=torch.int64), random_requests(3, 6), cache, 1, 4)
     assert beam.origin.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 3
     assert ops.select_nodes(room, 4, 3)[1].tolist() == [[-1, -1, -1]] * 3
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_a_fused_layer_of_the_drafter_is_what_its_parts_make(ops: TritonOps, form: str) -> None:
+    """Its outputs, and the keys and values that it writes: at the roots, which continue their own state, and in a level of a
+    tree."""
+    device = ops._counters.device
+    shape = ModelConfig("llama", 301, 96, 160, 3, 4, 2, 32, max_context=256)
+    policy = Decoder.random(shape, std=0.2, device=device)
+    module = Eagle.random(EagleConfig.for_policy(shape, form), 1, 0.2, device=device)  # type: ignore[arg-type]
+    for norm in (norm for norm in (module.input_norm, module.hidden_norm, module.mlp_norm) if norm is not None):
+        norm.data.uniform_(0.5, 1.5)
+    rope = Rope(shape, 256, torch.float32, device)
+    batch, width = 3, 4
+    requests, cache = random_requests(batch, 6), random_cache(8, slots=6)
+    cache = PagedCache(*(torch.randn(len(cache.k), 2, 32) for _ in "kv"), cache.page_table, cache.page_size)
+    tokens = torch.randint(0, 301, (6 * 8 * 16,))
+    window = TORCH.catch_up_rows(requests, tokens, cache, torch.arange(batch), torch.ones(batch, dtype=torch.int64),
+                                 torch.ones(batch, dtype=torch.int64), 1, 77)
+    found = Candidates(torch.randint(0, 301, (batch, width)), torch.full((batch, width), -1), torch.randn(batch, width))
+    beam = TORCH.select_beam(found, 0, torch.zeros(batch, 1, 2, dtype=torch.int64), requests, cache, 1, width)
+    for rows, above, count in ((window, None, batch), (beam.rows, beam.above, batch)):
+        state, made = torch.randn(count, 96), []
+        for family in (ops, TORCH):
+            own = PagedCache(cache.k.clone(), cache.v.clone(), cache.page_table, cache.page_size)
+            drafter = EagleDrafter(module, policy, rope, family, None, 0.35)
+            assert drafter._layer is not None
+            is_fused = family.draft_layer(drafter._layer, rows, state, above, own) is not None
+            assert is_fused == (family is ops)
+            made.append((drafter._run(rows, state, above, own), own.k, own.v))
+        for fused, parts in zip(*made, strict=True):
+            close(fused, parts)
 
 
 # -- moving accepted tokens

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import Beam, Candidates, DraftRequests, DraftRows, PagedCache, RankedTokens, Segments
+from paceline.kernels.base import Beam, Candidates, DraftLayer, DraftRequests, DraftRows, PagedCache, RankedTokens, Segments
 from paceline.kernels.reference import drafting
 from paceline.kernels.triton.noise import gumbel_at, gumbel_range
 from paceline.kernels.triton.tree import cache_index
@@ -101,6 +101,23 @@ def select_beam(found: Candidates, first: int, bits: Tensor, requests: DraftRequ
             cache.page_table.shape[1], LANES=lanes, WIDTH=triton.next_power_of_2(width), num_warps=max(1, min(8, lanes // 128)))
     return Beam(DraftRows(tokens, positions, write, segments), above, scores.view(batch, width), origin.view(batch, width), seed,
                 following, temperature)
+
+
+def layer_inputs(layer: DraftLayer, rows: DraftRows, state: Tensor,
+                 above: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the drafter's layer reads: [R, 2 H] the embedding of each row's token and the state that it continues, side by side
+    and in EAGLE-3 normed; [R, H] that state as it is (only in EAGLE-3, whose residual stream it is); cos and sin [R, D/2]."""
+    (count,), (_, hidden), half = rows.tokens.shape, layer.embed.shape, layer.cos.shape[1]
+    normed = layer.input_norm is not None
+    joined, kept = state.new_empty(count, 2 * hidden), state.new_empty(count, hidden) if normed else state
+    cos, sin = (layer.cos.new_empty(count, half) for _ in range(2))
+    block = triton.next_power_of_2(hidden)
+    _layer_inputs_kernel[(count, 2)](
+        layer.embed, state.contiguous(), rows.tokens, rows.positions, rows.tokens if above is None else above,
+        layer.input_norm if normed else layer.embed, layer.hidden_norm if normed else layer.embed, layer.cos, layer.sin, joined,
+        kept, cos, sin, hidden, half, layer.eps, ABOVE=above is not None, NORMED=normed, BLOCK=block,
+        HALF=triton.next_power_of_2(half), num_warps=min(max(block // 512, 1), 8))
+    return joined, kept, cos, sin
 
 
 def select_nodes(found: Candidates, width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -244,6 +261,36 @@ def _add_candidates_kernel(values, columns, logsumexp, scores, origin, ids, out_
         token = tl.load(ids + token, mask=inside, other=0)
     tl.store(out_tokens + at, token, mask=inside)
     tl.store(out_parents + at, tl.load(origin + node, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def _layer_inputs_kernel(embed, state, tokens, positions, above, input_norm, hidden_norm, cos, sin, joined, kept, out_cos,
+                         out_sin, hidden, half, eps, ABOVE: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr,
+                         HALF: tl.constexpr):
+    """Program: the embedding (0) or the state (1) of one row."""
+    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c, d = tl.arange(0, BLOCK), tl.arange(0, HALF)
+    inside = c < hidden
+    if which == 0:
+        x = tl.load(embed + tl.load(tokens + row) * hidden + c, mask=inside, other=0.0)
+        position = tl.load(positions + row) * half
+        tl.store(out_cos + row * half + d, tl.load(cos + position + d, mask=d < half), mask=d < half)
+        tl.store(out_sin + row * half + d, tl.load(sin + position + d, mask=d < half), mask=d < half)
+    else:
+        source = row
+        if ABOVE:
+            source = tl.load(above + row)
+        x = tl.load(state + source * hidden + c, mask=inside, other=0.0)
+    if NORMED:
+        if which == 1:
+            tl.store(kept + row * hidden + c, x, mask=inside)
+            scale = tl.load(hidden_norm + c, mask=inside, other=0.0)
+        else:
+            scale = tl.load(input_norm + c, mask=inside, other=0.0)
+        wide = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
+        x = (wide * factor * scale.to(tl.float32)).to(joined.dtype.element_ty)
+    tl.store(joined + row * 2 * hidden + which * hidden + c, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["total", "first", "nodes", "width", "depth", "table_columns"])

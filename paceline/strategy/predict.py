@@ -68,9 +68,17 @@ class Predictor:
         for s, shape in enumerate(known.shapes):
             k, b = np.unravel_index(int(rate[:, s].argmax()), rate[:, s].shape)
             if rate[k, s, b] > 0:
-                found.append(Prediction(Strategy(drafter, shape.depth, shape.width, int(budgets[b]), shape.min_survival),
+                budget = int(budgets[b])
+                if drafter == "eagle":
+                    budget = self._filled(budget, requests, int(counts[k]), int(most[s, 0]))
+                found.append(Prediction(Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival),
                                         int(counts[k]), float(progress[k, s, b]), float(ms[k, s, b])))
         return found
+
+    def _filled(self, budget: int, requests: int, drafted: int, most: int) -> int:
+        """As many draft tokens per request as there are rows that the step is padded to, because those cost nothing."""
+        rows = int(self.costs.padded(requests + drafted * budget))
+        return max(budget, min(most, (rows - requests) // drafted))
 
     def probe(self, drafter: DrafterName, requests: int) -> Decision:
         """A large tree for a few requests, which tells what smaller ones would give: as many draft tokens as make a step half as

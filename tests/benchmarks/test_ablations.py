@@ -105,6 +105,16 @@ def test_without_early_decisions_a_disappointing_strategy_is_kept_for_longer():
     assert used["auto"] < 0.7 * used["auto-surprise"], used
 
 
+def test_without_filling_rows_that_steps_are_padded_with_stay_empty():
+    empty = {}
+    for name in ("auto", "auto-filling"):
+        world, selector = World(h200_costs(), 1, {"eagle": 0.76}, noise=0.0), fresh(name, h200_costs())
+        world.run(selector, 200)
+        used = [decision.strategy for decision in world.chosen if decision.expected_ms > 0]
+        empty[name] = sum(h200_costs().padded(1 + strategy.budget) - 1 - strategy.budget for strategy in used) / len(used)
+    assert empty["auto"] < 0.5 < empty["auto-filling"], empty
+
+
 def test_without_gains_a_drafter_pays_for_the_others():
     eagle, suffix = Strategy("eagle", 1, 1, 1), Strategy("suffix", 8, 2, 16)
     allowed = {}

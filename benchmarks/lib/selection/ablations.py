@@ -10,6 +10,7 @@ from paceline.strategy import AutoSelector, Selector, make_selector
 from paceline.strategy.acceptance import Acceptance
 from paceline.strategy.correct import Corrections
 from paceline.strategy.guard import Guard
+from paceline.strategy.predict import Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
 
@@ -89,12 +90,25 @@ class WithoutChange(AutoSelector):
         self.predictor.acceptance = {name: _GradualAcceptance(name) for name in self.predictor.acceptance}
 
 
+class WithoutFilling(AutoSelector):
+    """Trees have as many draft tokens as seem best, and rows that a step is padded with stay empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = _PlainPredictor(self.costs)
+
+
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
-    "auto-gains": WithoutGains, "auto-change": WithoutChange,
+    "auto-gains": WithoutGains, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
+
+
+class _PlainPredictor(Predictor):
+    def _filled(self, budget: int, requests: int, drafted: int, most: int) -> int:
+        return budget
 
 
 class _NoCorrections(Corrections):

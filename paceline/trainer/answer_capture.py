@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from paceline.generation import NamedPrompt, encode_prompt
 from paceline.report.files import AppendOnlyFile
 from paceline.spot import FeatureBuffer
 from paceline.spot.buffer import RECORD_SUFFIX, read_record, read_record_info
+from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, SamplingParams
 
 TRAINED_ON, HELD_OUT, INDEX = "records", "held_out", "answers.jsonl"
@@ -78,6 +80,7 @@ class AnswerCapture:
                       for number in numbers}
         self.refused: list[str] = []
         """Messages about prompts that the engine refused."""
+        self._downloads = FeatureDownloads()
 
     @property
     def missing(self) -> list[Answer]:
@@ -112,11 +115,13 @@ class AnswerCapture:
                     break
                 result = engine.step()
                 for rollout in result.finished:
-                    self._keep(owners.pop(rollout.request_id), rollout, index)
+                    self._take(owners.pop(rollout.request_id), rollout, index)
+                self._downloads.keep_arrived()
                 on_step(engine, len(result.finished))
             engine.abort(list(owners))
         finally:
             try:
+                self._downloads.wait()
                 self.flush()
             finally:
                 index.close()
@@ -167,14 +172,21 @@ class AnswerCapture:
             return
         owners[request] = answer
 
-    def _keep(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
+    def _take(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
+        """Keeps a finished answer once its features are where the buffer has its records."""
         if rollout.error is not None:
             raise ValueError(f"answer {answer.number} ended with an error: {rollout.error}")
-        record = rollout.features
+        keep, record = partial(self._keep, answer, len(rollout.token_ids), index), rollout.features
+        if record is None or torch.device(self.buffer.device).type == record.features.device.type:
+            keep(record)
+        else:
+            self._downloads.add(record, keep)
+
+    def _keep(self, answer: Answer, num_tokens: int, index: AppendOnlyFile, record: FeatureRecord | None) -> None:
         key = None
         if record is not None:
             key = (self._held if answer.held_out else self.buffer).add(record, 0)
-        line = {"answer": answer.number, "held_out": answer.held_out, "key": key, "tokens": len(rollout.token_ids)}
+        line = {"answer": answer.number, "held_out": answer.held_out, "key": key, "tokens": num_tokens}
         index.append((json.dumps(line) + "\n").encode())
         self._done.add(answer.number)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -38,6 +38,7 @@ from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingO
 from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
 from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
+from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _RECORDS = "records"
@@ -91,6 +92,7 @@ class OnlineDrafterTrainer:
         self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
         self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
+        self._downloads = FeatureDownloads()
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self.failure: str | None = None
@@ -110,12 +112,14 @@ class OnlineDrafterTrainer:
         engine's device at once: those of all answers of a step can be larger than its memory."""
         self._profile.on_engine_step(result)
         self._take_features(result.finished, self._step)
+        self._downloads.keep_arrived()
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
         """Called once per training step, after generation and before the policy changes: the captured features and the policy's
         head belong together. `generation_s` is how long the step's generation took. Returns metrics, with `drafter/failed` in
         the step in which training failed: the engine then keeps the drafter it has."""
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
+        self._downloads.wait()
         held_out, self._held_out = self._held_out, []
         self._prompts.clear()
         self._generation_s[step] = generation_s
@@ -163,16 +167,14 @@ class OnlineDrafterTrainer:
         return self._trainer
 
     def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
-        """Moves the captured features from the rollouts to the held-out records or to the training buffer."""
+        """Moves the captured features from the rollouts to the held-out records or to the training buffer, where they are once
+        they have left the device."""
         for rollout in rollouts:
             record, rollout.features = rollout.features, None
             if record is None:
                 continue
-            record = replace(record, features=record.features.cpu())
-            if self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0:
-                self._held_out.append(record)
-            else:
-                self._add(record, step)
+            is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0
+            self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
 
     def _add(self, record: FeatureRecord, step: int) -> None:
         self.buffer.add(record, step)

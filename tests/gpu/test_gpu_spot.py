@@ -15,6 +15,7 @@ from paceline.spot.checkpoint import SpotCheckpoints, load_snapshot, restore, sn
 from paceline.spot.config import SpotConfig
 from paceline.spot.initialization import fresh_eagle
 from paceline.spot.trainer import SpotTrainer
+from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord
 
 SHAPE = ModelConfig("qwen2", 512, 256, 512, 2, 4, 2, 64, max_context=512, qkv_bias=True)
@@ -66,3 +67,21 @@ def test_it_learns_and_resumes_in_bfloat16(tmp_path):
     assert all(torch.equal(again.parameters[n], p) for n, p in first.parameters.items())
     end = again.run(lambda: again.progress.step >= 80)
     assert end.losses["overlap/1"] > begin.losses["overlap/1"] and again.progress.skipped == 0
+
+
+def test_keeping_finished_answers_does_not_wait_for_the_device():
+    """Waiting would stop generation: the next step is launched while the last one runs."""
+    kept, downloads = [], FeatureDownloads()
+    features = [torch.randn(rows, 1024, device="cuda").bfloat16() for rows in (300, 120, 700)]
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second, like steps that were launched before
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tensor in features:
+            downloads.add(FeatureRecord([0] * (len(tensor) + 1), tensor, (-1,), [0] * 3, 1), kept.append)
+        downloads.keep_arrived()
+        assert not kept
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    downloads.wait()
+    assert all(torch.equal(record.features, tensor.cpu()) for record, tensor in zip(kept, features, strict=True))
+    assert not any(record.features.is_pinned() for record in kept)

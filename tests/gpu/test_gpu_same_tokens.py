@@ -89,12 +89,31 @@ CASES = st.fixed_dictionaries({
 })
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("shape", list(SHAPES))
-@settings(max_examples=84, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+EVERY_SHAPE = pytest.mark.parametrize(("shape", "graphs"), [(shape, graphs) for shape in SHAPES for graphs in (False, True)])
+
+
+def cases(count: int):
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None,
+                    suppress_health_check=list(HealthCheck))
+
+
+@EVERY_SHAPE
+@cases(24)
 @given(case=CASES)
 def test_tokens_and_logprobs_are_those_of_one_request_alone(shape, graphs, case):
-    """504 cases in all."""
+    check_case(shape, graphs, case)
+
+
+@pytest.mark.slow
+@EVERY_SHAPE
+@cases(84)
+@given(case=CASES)
+def test_tokens_and_logprobs_are_those_of_one_request_alone_thoroughly(shape, graphs, case):
+    """504 cases in all: `python -m pytest -m slow tests/gpu/test_gpu_same_tokens.py`."""
+    check_case(shape, graphs, case)
+
+
+def check_case(shape: str, graphs: bool, case: dict) -> None:
     one = engine(shape, True, case["page_size"], case["max_rows"], case["kv_tokens"], graphs)
     if case["sleeps"]:
         one.sleep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,15 +12,16 @@ from typing import Any
 
 from benchmarks.lib.results import ROOT
 
-_PROCESSES = 6
-"""Processes that share the GPU: most of the time goes into compiling."""
+_MOST_PROCESSES = 12
+"""Processes that share the GPU, at most one per core: most of the time goes into compiling."""
 
 
 def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
     """Runs pytest on tests/gpu, in several processes where pytest-xdist is installed; its report goes to `folder`. None, and the
     tests are ended, if they need more than `seconds`."""
     report = folder / "tests.xml"
-    parallel = ["-n", str(_PROCESSES), "--dist", "worksteal"] if find_spec("xdist") else []
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
+    parallel = ["-n", str(processes), "--dist", "load", "--maxschedchunk", "1"] if find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "tests/gpu", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}"]
     try:
         status = subprocess.run(command, cwd=ROOT, timeout=max(1.0, seconds), check=False).returncode

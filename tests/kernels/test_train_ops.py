@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from packed import HEADS, KV_HEADS, assert_same, normal, rows_of, tables
 
 from paceline.kernels import TorchOps, apply_rope
-from paceline.kernels.reference.packed_attention import PackedPlan, group_by_length, join_rotated, packed_attention
+from paceline.kernels.reference.packed_attention import (
+    PackedPlan,
+    _strictly_deterministic,
+    group_by_length,
+    join_rotated,
+    packed_attention,
+)
 from paceline.kernels.reference.training import TrainOps
 
 LENGTHS = (5, 1, 30, 5, 29, 2, 31, 140, 7)
@@ -74,3 +80,20 @@ def test_groups_hold_all_and_waste_little():
     assert sum(group.size for group in groups) == len(lengths)
     assert sum(group.size * group.longest for group in groups) < 1.5 * sum(lengths)
     assert len(groups) < 20
+
+
+@pytest.mark.parametrize(("enabled", "warns", "inside"), [
+    (False, False, (False, False)), (True, True, (True, False)), (True, False, (True, False))])
+def test_attentions_gradient_is_deterministic_where_others_only_warn(enabled, warns, inside):
+    """PyTorch's own switch leaves it as it is if algorithms that are not deterministic cause warnings instead of errors."""
+
+    def flags() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    try:
+        with _strictly_deterministic():
+            assert flags() == inside
+        assert flags() == (enabled, warns)
+    finally:
+        torch.use_deterministic_algorithms(False)

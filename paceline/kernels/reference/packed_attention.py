@@ -3,7 +3,8 @@ call; otherwise sequences of similar length share a call and are padded for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -98,13 +99,22 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *saved, rng_seed, rng_offset = ctx.saved_tensors
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
-        try:
+        with _strictly_deterministic():
             found = torch.ops.aten._flash_attention_backward(grad, *saved, *ctx.bounds, 0.0, True, rng_seed, rng_offset)
-        finally:
-            torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
         return *found, None, None
+
+
+@contextmanager
+def _strictly_deterministic() -> Iterator[None]:
+    """Where deterministic algorithms are asked for with warnings, ask for them without."""
+    if not (torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _group_attention(qkv: Tensor, heads: tuple[int, int, int], group: Group) -> Tensor:

@@ -76,7 +76,8 @@ class Predictor:
         return found
 
     def _filled(self, budget: int, requests: int, drafted: int, most: int) -> int:
-        """As many draft tokens per request as there are rows that the step is padded to, because those cost nothing."""
+        """The number of draft tokens per request that uses up the rows which the step is padded with: those rows are computed
+        anyway."""
         rows = int(self.costs.padded(requests + drafted * budget))
         return max(budget, min(most, (rows - requests) // drafted))
 

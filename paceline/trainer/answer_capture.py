@@ -116,7 +116,7 @@ class AnswerCapture:
                 result = engine.step()
                 for rollout in result.finished:
                     self._take(owners.pop(rollout.request_id), rollout, index)
-                self._downloads.keep_arrived()
+                self._downloads.poll()
                 on_step(engine, len(result.finished))
             engine.abort(list(owners))
         finally:
@@ -173,7 +173,7 @@ class AnswerCapture:
         owners[request] = answer
 
     def _take(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
-        """Keeps a finished answer once its features are where the buffer has its records."""
+        """Keeps a finished answer, after its features have been copied to the buffer's device if necessary."""
         if rollout.error is not None:
             raise ValueError(f"answer {answer.number} ended with an error: {rollout.error}")
         keep, record = partial(self._keep, answer, len(rollout.token_ids), index), rollout.features

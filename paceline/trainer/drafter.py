@@ -112,7 +112,7 @@ class OnlineDrafterTrainer:
         engine's device at once: those of all answers of a step can be larger than its memory."""
         self._profile.on_engine_step(result)
         self._take_features(result.finished, self._step)
-        self._downloads.keep_arrived()
+        self._downloads.poll()
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
         """Called once per training step, after generation and before the policy changes: the captured features and the policy's
@@ -146,9 +146,12 @@ class OnlineDrafterTrainer:
             self.checkpoints.save(snapshot(self._trainer))
 
     def close(self) -> None:
-        """Ends training and waits for the last checkpoint."""
-        self.buffer.close()
-        self.checkpoints.close()
+        """Ends training and waits for the last records and the last checkpoint."""
+        try:
+            self._downloads.wait()
+        finally:
+            self.buffer.close()
+            self.checkpoints.close()
 
     def _open(self, folder: Path) -> None:
         self.buffer = open_buffer(folder / _RECORDS, self.limits, self.engine.version)
@@ -167,8 +170,8 @@ class OnlineDrafterTrainer:
         return self._trainer
 
     def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
-        """Moves the captured features from the rollouts to the held-out records or to the training buffer, where they are once
-        they have left the device."""
+        """Takes the captured features from the rollouts and starts to copy them to host memory, for the held-out records or for
+        the training buffer."""
         for rollout in rollouts:
             record, rollout.features = rollout.features, None
             if record is None:

@@ -1,7 +1,6 @@
-"""Captured features on their way from the engine's device to the host's memory.
+"""Asynchronous copies of captured features from the engine's device to host memory.
 
-Nobody waits for a copy while answers are generated: the host has to launch the next step while the last one runs, and a copy ends
-only after the step that was launched before it.
+A synchronous copy would wait for the step in flight, and the host has to launch the next step while that one runs.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from paceline.types import FeatureRecord
 
 
 class FeatureDownloads:
-    """Hands records on once their features are in the host's memory, in the order in which they were added."""
+    """A queue of copies in flight. Records are delivered in the order in which they were added."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[Download, FeatureRecord, Callable[[FeatureRecord], None]]] = deque()
 
-    def add(self, record: FeatureRecord, keep: Callable[[FeatureRecord], None]) -> None:
-        """Starts the copy of a record's features; `keep` is called with the record when they have arrived."""
-        self._pending.append((Download.start(record.features), record, keep))
+    def add(self, record: FeatureRecord, on_arrival: Callable[[FeatureRecord], None]) -> None:
+        """Starts to copy a record's features. `on_arrival` is called with the record whose features are in host memory."""
+        self._pending.append((Download.start(record.features), record, on_arrival))
 
-    def keep_arrived(self) -> None:
-        """Hands on what has arrived, without waiting."""
+    def poll(self) -> None:
+        """Delivers the records that have arrived, without waiting for others."""
         while self._pending and self._pending[0][0].has_arrived:
-            self._hand_on()
+            self._deliver()
 
     def wait(self) -> None:
-        """Waits for all copies and hands them on."""
+        """Waits for all copies and delivers their records."""
         while self._pending:
-            self._hand_on()
+            self._deliver()
 
-    def _hand_on(self) -> None:
-        download, record, keep = self._pending.popleft()
-        keep(replace(record, features=download.host_tensor()))
+    def _deliver(self) -> None:
+        download, record, on_arrival = self._pending.popleft()
+        on_arrival(replace(record, features=download.host_tensor()))

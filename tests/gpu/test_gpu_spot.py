@@ -78,7 +78,7 @@ def test_keeping_finished_answers_does_not_wait_for_the_device():
     try:
         for tensor in features:
             downloads.add(FeatureRecord([0] * (len(tensor) + 1), tensor, (-1,), [0] * 3, 1), kept.append)
-        downloads.keep_arrived()
+        downloads.poll()
         assert not kept
     finally:
         torch.cuda.set_sync_debug_mode("default")

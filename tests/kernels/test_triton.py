@@ -160,8 +160,8 @@ def test_drafting_survives_nan_logits(ops: TritonOps) -> None:
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
 def test_a_fused_layer_of_the_drafter_is_what_its_parts_make(ops: TritonOps, form: str) -> None:
-    """Its outputs, and the keys and values that it writes: at the roots, which continue their own state, and in a level of a
-    tree."""
+    """The fused layer and the separate operations give the same outputs and write the same keys and values, for the rows of the
+    roots and for those of one level of a tree."""
     device = ops._counters.device
     shape = ModelConfig("llama", 301, 96, 160, 3, 4, 2, 32, max_context=256)
     policy = Decoder.random(shape, std=0.2, device=device)

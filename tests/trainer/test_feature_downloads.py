@@ -1,4 +1,4 @@
-"""Features leave the device without anyone waiting for them, and are handed on in order."""
+"""Features are copied to host memory without waiting for the device, and are delivered in order."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def record(number: int) -> FeatureRecord:
     return FeatureRecord([1, 2, 3], torch.full((2, 4), float(number)), (-1,), [0, 0], 1)
 
 
-def test_records_are_handed_on_in_order_once_they_have_arrived(monkeypatch):
+def test_records_are_delivered_in_order_once_they_have_arrived(monkeypatch):
     copies, kept = [Copy() for _ in range(4)], []
     events = iter(copies)
     monkeypatch.setattr(Download, "start", classmethod(lambda cls, tensor: cls((tensor,), next(events))))
     downloads = FeatureDownloads()
     for number in range(4):
         downloads.add(record(number), lambda found: kept.append(int(found.features[0, 0])))
-    downloads.keep_arrived()
+    downloads.poll()
     assert kept == []
     copies[0].done = copies[2].done = True
-    downloads.keep_arrived()
+    downloads.poll()
     assert kept == [0]
     assert not any(copy.waited for copy in copies[1:])
     downloads.wait()
@@ -49,8 +49,8 @@ def test_pinned_memory_is_not_kept():
     assert torch.equal(found, pinned) and found.data_ptr() != pinned.data_ptr()
 
 
-def test_what_is_on_the_host_is_handed_on_at_once_as_it_is():
+def test_features_in_host_memory_are_delivered_at_once_without_a_copy():
     one, kept, downloads = record(5), [], FeatureDownloads()
     downloads.add(one, kept.append)
-    downloads.keep_arrived()
+    downloads.poll()
     assert kept[0].features is one.features

@@ -91,7 +91,7 @@ class WithoutChange(AutoSelector):
 
 
 class WithoutFilling(AutoSelector):
-    """Trees have as many draft tokens as seem best, and rows that a step is padded with stay empty."""
+    """Trees do not use the rows that a step is padded with."""
 
     def __init__(self) -> None:
         super().__init__()

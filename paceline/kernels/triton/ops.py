@@ -304,7 +304,8 @@ class TritonOps(TorchOps):
 
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:
-        """Fused for few rows, as most levels of trees have: eight launches instead of sixteen."""
+        """See `base.Ops.draft_layer`. The products are fused, which takes eight kernel launches instead of sixteen; for many rows
+        the result is None, because separate products are faster there."""
         (num_rows,), dim = rows.tokens.shape, cache.k.shape[2]
         if not self.should_fuse(num_rows, layer.embed.shape[1], dim) or not _supported(layer.embed, state, cache.k):
             return None

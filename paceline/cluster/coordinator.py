@@ -74,8 +74,8 @@ class Runtime(Protocol):
     def post(self, worker: int, message: Message, payload: Any = None) -> None:
         """Send a message, at the latest with the next `flush`; a lost worker never gets it."""
 
-    def flush(self) -> None:
-        """Send what was posted and is not on its way."""
+    def flush(self, collect_s: float) -> None:
+        """Send what was posted and is not on its way. Workers may collect news for so many seconds before they report."""
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
         """Reports of the workers that have one: as soon as there is any, after at most so many seconds."""
@@ -186,7 +186,7 @@ class Coordinator:
 
     def _round(self, timeout_s: float | None) -> None:
         if timeout_s is None:
-            time.sleep(max(0.0, self._decided_at + self._pause_s - self._clock()) if self.interval_s else 0.0)
+            time.sleep(max(0.0, self._decided_at + self._collect_s - self._clock()))
             timeout_s = 0.0 if self._has_changed else self._pause_s
         found = self.runtime.poll(timeout_s)
         for news in found:
@@ -208,7 +208,12 @@ class Coordinator:
         for worker, answers in self._texts.items():
             self.runtime.post(worker, LearnText(answers))
         self._texts = {}
-        self.runtime.flush()
+        self.runtime.flush(self._collect_s)
+
+    @property
+    def _collect_s(self) -> float:
+        """Seconds that news may wait. Not while the last answers are generated: whoever wants the batch waits for them."""
+        return self._pause_s if self.interval_s and len(self.book) > self.num_workers else 0.0
 
     def cancel(self, requests: Sequence[int]) -> None:
         """Give requests up, wherever they are."""

@@ -41,7 +41,7 @@ class LocalRuntime:
         if worker in self.workers:
             self.workers[worker].post(message, payload)
 
-    def flush(self) -> None:
+    def flush(self, collect_s: float) -> None:
         """Nothing to do: messages are delivered at once."""
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:

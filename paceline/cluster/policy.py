@@ -77,11 +77,14 @@ class _Load:
             held = place >= 0
             slots += np.bincount(place[held], minlength=size)
             tokens += np.bincount(place[held], (requests.context + requests.remaining)[held], minlength=size)
-        token_s = view.token_s[np.minimum(slots, len(view.token_s) - 1)]
-        ends_soon = (requests.worker >= 0) & (requests.remaining * token_s[requests.worker] < view.interval_s)
-        slots -= np.bincount(requests.worker[ends_soon], minlength=size)
+        held = requests.worker >= 0
+        owner, token_s = requests.worker[held], view.token_s[np.minimum(slots, len(view.token_s) - 1)]
+        # The chance that a request ends before the next decision, about inverse to how long it is expected to take.
+        ending = np.minimum(1.0, view.interval_s / np.maximum(requests.remaining[held] * token_s[owner], 1e-9))
+        slots -= np.rint(np.bincount(owner, ending, minlength=size)).astype(np.int64)
         self.slots: list[int] = slots.tolist()
-        """Number of requests of every worker, without those that end before the next decision."""
+        """Number of requests of every worker, less how many are expected to end before the next decision: a worker must not run
+        out of requests in between."""
         self.tokens: list[float] = tokens.tolist()
         waits = requests.worker == NOWHERE
         self.waiting: Indices = np.flatnonzero(waits & ~requests.suspect)

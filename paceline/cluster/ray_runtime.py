@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _COORDINATOR = -1
 _REPORT_S = 1.0
 """Largest time between two reports of a worker that has nothing urgent to say."""
+_COLLECT_SHARE = 0.9
+"""Part of the time between two decisions after which reports are sent: they are to be there in time for the next one, and new."""
 _SILENT_S = 120.0
 """A worker that has not reported for so long, once it was ready, is killed and counts as lost."""
 _NOTICE_S = 10.0
@@ -90,14 +92,14 @@ class RayRuntime:
         if payload is not None:
             self._send(worker, payload)
 
-    def flush(self) -> None:
+    def flush(self, collect_s: float) -> None:
         """Send what was posted, to workers that have reported together with the request for their next report."""
         asked = {worker for worker, _ in self._reports.values()}
         for worker in self._actors:
             if worker in asked:
                 self._send(worker)
             else:
-                self._ask(worker)
+                self._ask(worker, collect_s)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
         pending = list(self._reports)
@@ -157,9 +159,9 @@ class RayRuntime:
         if messages:
             self._actors[worker].post.remote(_COORDINATOR, next(self._numbers[worker]), messages, payload)
 
-    def _ask(self, worker: int) -> None:
+    def _ask(self, worker: int, collect_s: float = 0.0) -> None:
         messages, self._unsent[worker] = self._unsent[worker], []
-        reference = self._actors[worker].report.remote(next(self._numbers[worker]), messages)
+        reference = self._actors[worker].report.remote(next(self._numbers[worker]), messages, _COLLECT_SHARE * collect_s)
         self._reports[reference] = worker, time.perf_counter()
 
     def _result(self, reference: Any) -> Report | Lost:
@@ -286,9 +288,11 @@ class _WorkerActor:
         self._wake.set()
 
     @ray.method(concurrency_group="report")
-    def report(self, number: int, messages: list[Message]) -> Report:
-        """Takes messages of the coordinator, and returns the worker's report as soon as there is news, or after a second."""
+    def report(self, number: int, messages: list[Message], collect_s: float) -> Report:
+        """Takes messages of the coordinator, and returns the worker's report after `collect_s` seconds or, if there is no news by
+        then, as soon as there is, or after a second."""
         self.post(_COORDINATOR, number, messages)
+        time.sleep(collect_s)
         self._news.wait(_REPORT_S)
         self._news.clear()
         return self._worker.report()

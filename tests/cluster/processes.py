@@ -95,7 +95,7 @@ class ProcessRuntime:
         except OSError:
             pass  # it has died
 
-    def flush(self) -> None:
+    def flush(self, collect_s: float) -> None:
         """Nothing to do: messages are sent at once."""
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:

@@ -191,6 +191,14 @@ def test_requests_that_end_before_the_next_decision_are_replaced_in_advance():
     assert decide(replace(view, interval_s=0.5)) == [Assign(0, (2,))]
 
 
+def test_a_worker_queues_as_many_requests_as_are_likely_to_be_needed_before_the_next_decision():
+    """Nobody knows which of eight requests will end, but two of them will: each takes four times as long as a decision waits."""
+    view = cluster(1, [{"worker": 0, "remaining": 1000.0}] * 8 + [{}] * 9, max_batch=8)
+    interval_s = 0.25 * 1000.0 * float(view.token_s[8])
+    assert decide(replace(view, interval_s=interval_s)) == [Assign(0, (8, 9))]
+    assert decide(replace(view, interval_s=interval_s / 100)) == []
+
+
 def test_static_assignment_keeps_groups_together():
     rows = [{"group": i // 4} for i in range(16)]
     actions = decide(cluster(2, rows, max_batch=1), PolicyConfig(scheduling=False))

@@ -267,9 +267,9 @@ def section_attention(bench: Bench, name: str) -> None:
             cell[label] = bench.time_us(f"attention {label} {name} {size} {context}", [
                 lambda c=c, q=q, g=segments, p=plan, z=scale, at=launch: attention.attention(q, c, g, p, z, launch=at)
                 for c in caches])
-        plan = attention_plan.make_plan(segments, *size, 16 if rows == 1 else fixed_attention.TREE_BLOCK_M, 1, fixed=True)
+        plan = fixed_attention.fixed_plan(segments, *size, shape.dim, 4096, rows > 1)
         cell["fixed"] = bench.time_us(f"attention fixed {name} {size}", [
-            lambda c=c, q=q, p=plan, z=scale, t=rows > 1: fixed_attention.fixed_attention(q, c, p, z, t, 4096) for c in caches])
+            lambda c=c, q=q, p=plan, z=scale: fixed_attention.fixed_attention(q, c, p, z) for c in caches])
         cell["plan"] = bench.time_us(f"plan {name}", [
             lambda s=segments, z=size, n=splits: attention_plan.make_plan(s, *z, 16, n)])
         if rows == 1 and requests * context <= 1 << 17:

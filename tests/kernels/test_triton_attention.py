@@ -8,7 +8,7 @@ from interpreted import CUDA, DEVICE, DTYPES, HALF, close, int32, tree_mask
 from trees import random_cache
 
 from paceline.kernels import PagedCache, Segments, TorchOps
-from paceline.kernels.triton import attention, attention_plan, fixed_attention
+from paceline.kernels.triton import attention, attention_plan, chunks, fixed_attention
 from paceline.kernels.triton.ops import TritonOps
 
 TORCH = TorchOps()
@@ -83,9 +83,10 @@ def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     check_mixed_step(ops, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "context", "many"), [
-    (HALF, 253, True), (HALF, 253, False), (torch.float32, 128, False), (torch.float32, 0, True)])
-def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int, many: bool) -> None:
+@pytest.mark.parametrize(("dtype", "context", "programs"), [
+    (HALF, 253, 528), (HALF, 253, 3), (HALF, 317, 5), (HALF, 253, 0), (torch.float32, 128, 1), (torch.float32, 128, 528),
+    (torch.float32, 0, 528)])
+def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int, programs: int) -> None:
     """A node's row equals the row of the same token decoded without speculation, and in a prompt chunk: bit for bit on a GPU. A
     product of the interpreter may depend on its shape."""
     heads, kv_heads, dim = 3, 1, 16
@@ -94,8 +95,10 @@ def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int,
     no, yes, path = torch.tensor([False]), torch.tensor([True]), [0, 2, 5, 9, 10]
 
     def attend(rows: torch.Tensor, cache: PagedCache, segments: Segments, block_m: int, trees: bool) -> torch.Tensor:
-        plan = attention_plan.make_plan(segments, len(rows), heads, kv_heads, block_m, 1, fixed=True)
-        return fixed_attention.fixed_attention(rows, cache, plan, 0.25, trees, 600, many=many)
+        """`programs` = 0: tiles are not divided."""
+        plan = attention_plan.make_plan(segments, len(rows), heads, kv_heads, block_m, max(programs, len(rows)), fixed=True,
+                                        trees=trees, max_chunks=6 if programs else 1)
+        return fixed_attention.fixed_attention(rows, cache, plan, 0.25)
 
     segments = Segments(int32([0]), int32([12]), int32([0]), int32([context]), no, mask)
     tree = attend(q, cache, segments, 32, True)
@@ -119,22 +122,48 @@ def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int,
 
 
 def test_chunks_of_a_context() -> None:
-    """The chunks of 128 keys up to 2048, then eight per doubling: as the host counts them."""
-    assert [fixed_attention.chunks_until(n) for n in (1, 128, 129, 2048, 2049, 2304, 2305, 4096, 4097, 4609, 32768)] == [
-        1, 1, 2, 16, 17, 17, 18, 24, 25, 26, 48]
+    """As the host counts them."""
+    assert [chunks.chunks_until(n) for n in (1, 128, 129, 2048, 2049, 2304, 2305, 4096, 4097, 4609, 8192, 8193, 32768)] == [
+        1, 1, 2, 16, 17, 17, 18, 24, 25, 27, 40, 41, 72]
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_fixed_attention_of_long_contexts(many: bool) -> None:
+@pytest.mark.parametrize("programs", [1, 7, 528])
+def test_fixed_attention_of_long_contexts(programs: int) -> None:
     """Contexts whose chunks grow: single rows."""
     contexts = [2048, 2303, 4500]
     segments = Segments(row=int32([0, 1, 2]), length=int32([1] * 3), slot=int32([2, 0, 1]), context=int32(contexts),
                         causal=torch.zeros(3, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 3))
     q, cache = torch.randn(3, 2, 16), random_cache(290, 3, 1, 16, torch.float32)
-    plan = attention_plan.make_plan(segments, 3, 2, 1, 16, 1, fixed=True)
-    ours = fixed_attention.fixed_attention(q, cache, plan, 0.25, False, 4600, many=many)
+    launch = fixed_attention.Launch(4, 5, programs)
+    plan = fixed_attention.fixed_plan(segments, 3, 2, 1, 16, 4600, False, launch=launch)
+    ours = fixed_attention.fixed_attention(q, cache, plan, 0.25)
     close(ours, TORCH.attention(q, cache, segments, 0.25))
     assert not bool(plan.counter.any())
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_parts_of_fixed_attention(trees: bool) -> None:
+    """However the tiles of a step are divided, every part is a task once, and the result has the same bits."""
+    q, cache, segments = _mixed_step(torch.float32, 6, 2, 16)
+    if not trees:
+        rows, contexts, lengths = [0, 1, 2, 3, 0], [290, 37, 0, 129, 0], [1, 1, 1, 1, 0]
+        segments = segments._replace(row=int32(rows), context=int32(contexts), length=int32(lengths),
+                                     causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 16))
+    expected, found = TORCH.attention(q, cache, segments, 0.25), []
+    for programs in (1, 16, 40, 528):
+        launch = fixed_attention.Launch(4, 5, programs)
+        plan = fixed_attention.fixed_plan(segments, len(q), 6, 2, 16, 400, trees, launch=launch)
+        found.append(fixed_attention.fixed_attention(q, cache, plan, 0.25))
+        count, per = plan.tasks[:2].tolist()
+        tasks = plan.tasks[2 : 2 + count].tolist()
+        leads = {row: -(-chunks.chunks_until(max(1, plan.record[row, 3] // 32 * 32 if trees else plan.record[row, 3] + 1)) // per)
+                 for row in range(16) if plan.record[row, 0] > 0}
+        padding = {} if trees else dict.fromkeys([row for row in range(16) if plan.record[row, 0] < 0], 1)
+        assert tasks == [row * 256 + part for row, parts in (leads | padding).items() for part in range(parts)]
+        assert not bool(plan.counter.any()) and bool(found[-1].isfinite().all())
+    real = int(segments.length.sum())
+    close(found[0][:real], expected[:real])
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @DTYPES

@@ -211,21 +211,19 @@ class TritonOps(TorchOps):
         captured."""
         rows = num_rows if prefill is None else prefill.first_row
         if self.deterministic:
-            return self._fixed_plan(segments, rows, num_rows, num_heads, num_kv_heads, prefill, trees)
+            return self._fixed_plan(segments, rows, num_rows, (num_heads, num_kv_heads, head_dim), prefill, trees)
         splits = attention_plan.default_splits(max(rows, 1), num_kv_heads)
         plan = attention_plan.make_plan(segments, rows, num_heads, num_kv_heads, attention_plan.tile_size(rows, trees), splits,
                                      min_chunk=self.min_chunk)
         return plan._replace(prefill=prefill, launch=attention_plan.launch_for(rows, num_kv_heads, head_dim, trees))
 
-    def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, num_heads: int, num_kv_heads: int,
-                    prefill: Prefill | None, trees: bool) -> AttentionPlan:
+    def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, heads: tuple[int, int, int], prefill: Prefill | None,
+                    trees: bool) -> AttentionPlan:
         """A plan for `fixed_attention`: of the rows before the prompt chunks, and one of the chunks' own rows."""
-        block_m = fixed_attention.TREE_BLOCK_M if trees else 16
-        plan = attention_plan.make_plan(segments, rows, num_heads, num_kv_heads, block_m, 1, fixed=True)._replace(trees=trees)
+        plan = fixed_attention.fixed_plan(segments, rows, *heads, self._max_context, trees)
         if prefill is None:
             return plan
-        prompts = attention_plan.make_plan(segments, all_rows - rows, num_heads, num_kv_heads, fixed_attention.PREFILL_BLOCK_M, 1,
-                                           fixed=True, first_row=rows)._replace(trees=False)
+        prompts = fixed_attention.fixed_plan(segments, all_rows - rows, *heads, self._max_context, False, prompts_from=rows)
         return plan._replace(prefill=prefill, prompts=prompts)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
@@ -254,13 +252,13 @@ class TritonOps(TorchOps):
 
     def _fixed_attention(self, q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: float) -> Tensor:
         if plan.prompts is None:
-            return fixed_attention.fixed_attention(q, cache, plan, scale, plan.trees, self._max_context, self._uses_pdl(q))
+            return fixed_attention.fixed_attention(q, cache, plan, scale, self._uses_pdl(q))
         assert plan.prefill is not None
         first = plan.prefill.first_row
-        prompts = fixed_attention.fixed_attention(q[first:], cache, plan.prompts, scale, False, self._max_context)
+        prompts = fixed_attention.fixed_attention(q[first:], cache, plan.prompts, scale)
         if first == 0:
             return prompts
-        rows = fixed_attention.fixed_attention(q[:first], cache, plan, scale, plan.trees, self._max_context)
+        rows = fixed_attention.fixed_attention(q[:first], cache, plan, scale)
         return torch.cat([rows, prompts])
 
     def prefill_attention(self, q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:

@@ -90,13 +90,15 @@ def test_updates_report_no_difference_and_weights_stay_those_of_the_engine(confi
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_are_near_those_of_the_ordinary_forward_pass(shape):
+def test_gradients_are_as_accurate_as_those_of_the_ordinary_forward_pass(shape):
+    """Both are bfloat16, with sums in other orders; what they are worth is how far they are from those of float32."""
     samples = answers(engine_for(policy(shape, torch.bfloat16), shape), shape, "off")
     gradients = []
-    for exact in (True, False):
-        learner = make_learner(policy(shape, torch.bfloat16).float(), exact_logprobs=exact)
+    for dtype, exact in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        learner = make_learner(policy(shape, torch.bfloat16).float(), {}, dtype, exact_logprobs=exact)
         (batch,) = pack(samples[:12], 1 << 20, device="cuda")
         learner.policy.logprobs(batch, 0.8)[0].mean().backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()]))
-    assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 0.05
-    assert float(torch.cosine_similarity(*gradients, dim=0)) > 0.999
+    ordinary, exact = (float((found - gradients[0]).norm() / gradients[0].norm()) for found in gradients[1:])
+    assert exact < 1.25 * ordinary < 0.2, (exact, ordinary)
+    assert float(torch.cosine_similarity(gradients[1], gradients[2], dim=0)) > 0.995

@@ -241,10 +241,11 @@ class _Simulation:
         for request in arrived:
             target = int(self.target[request])
             self.target[request] = NOWHERE
-            if not np.isnan(self.finished_at[request]):
-                continue  # it was finished before
+            if not np.isnan(self.finished_at[request]) or len(self.workers[target].running) >= self.config.max_batch:
+                continue  # it was finished before, or there is no room: it stays
             source = self.workers[self.worker[request]]
             source.running = source.running[source.running != request]
+            source.queue = deque(queued for queued in source.queue if queued != request)
             paused = self.config.move_pause_s / self._table()[min(len(self.workers[target].running) + 1, self.config.max_batch)]
             self.generated[request] = max(0.0, self.generated[request] - paused)  # the tokens that the pause costs
             self.workers[target].running = np.append(self.workers[target].running, request)

@@ -12,6 +12,7 @@ import pytest
 from paceline.cli.app import app
 from paceline.cluster.types import PolicyConfig
 from paceline.sim import DrafterQuality, Pace, SimConfig, Workload, read_lengths, sample_workload, simulate
+from paceline.sim.simulator import _Simulation
 from paceline.sim.variants import compare
 from paceline.strategy import CostCurve, Points
 from paceline.types import Strategy
@@ -52,6 +53,23 @@ def test_every_token_is_generated_once(workers):
     for result in compare(work, curve(), QUALITY, SimConfig(workers, max_batch=16, trained_s=30.0), 2).values():
         assert result.tokens == work.lengths.sum() and np.isfinite(result.seconds)
         assert 0 < result.generating_share <= 1 and 0 <= result.training_share < 1 and result.idle_share > -1e-9
+
+
+def test_requests_that_are_moved_or_queued_ahead_run_once_and_within_the_batch():
+    """Many short answers and few long ones: workers queue requests ahead, and those that wait for a slot may be moved."""
+    lengths = np.where(np.arange(256) % 16 == 0, 3000, 40)
+    work = Workload(lengths, np.arange(256) // 16, 16, 4096)
+    simulation = _Simulation(work, Pace(curve(ms_per_row=1.0), 8, 0.0), SimConfig(4, PolicyConfig(max_trainers=0, min_gain=0.0),
+                                                                                 max_batch=8, interval_s=0.4))
+    advance = simulation._advance
+
+    def checked(end: float) -> None:
+        advance(end)
+        held = np.concatenate([np.r_[worker.running, np.array(worker.queue, int)] for worker in simulation.workers])
+        assert len(held) == len(np.unique(held)) and max(len(worker.running) for worker in simulation.workers) <= 8
+
+    simulation._advance = checked
+    assert simulation.run().num_moves > 0
 
 
 def test_each_variant_is_at_least_as_fast_as_the_one_before_on_average():

@@ -338,3 +338,22 @@ print(task.grade(task[0], f"<answer>{{entry['answer']}}</answer>"), *task._sandb
     score, *holds = done.stdout.split()
     assert score == "1.0" and set(holds) >= held
     assert not (tmp_path / "marker").exists()
+
+
+def test_a_sandboxed_process_that_ends_at_once_is_started_again(monkeypatch):
+    start, failures = service._Server.__init__, [service._EndedAtOnce("its process ends at once")]
+
+    def fail_first(self, *args):
+        if failures:
+            raise failures.pop()
+        start(self, *args)
+
+    monkeypatch.setattr(service._Server, "__init__", fail_first)
+    scorer = service.SandboxedScorer("probe", {})
+    try:
+        assert scorer.score(1.0) == 1.0 and not failures
+    finally:
+        scorer.close()
+    monkeypatch.setattr(service._Server, "__init__", lambda self, *args: (_ for _ in ()).throw(service._EndedAtOnce("again")))
+    with pytest.raises(service.SandboxUnavailable, match="again"):
+        service.SandboxedScorer("probe", {}).score(1.0)

@@ -83,7 +83,10 @@ class SandboxedScorer:
             setup = {"kind": self.kind, "options": self.options, "seconds": self.seconds, "path": path,
                      "answers_per_child": self.answers_per_child, "partial": may_be_partial(),
                      "cpu_s": math.ceil(self.seconds) + 1, "memory_bytes": self.memory_mb << 20}
-            self._server = _Server(pickle.dumps(setup), self.seconds)
+            try:
+                self._server = _Server(pickle.dumps(setup), self.seconds)
+            except _EndedAtOnce:  # on a machine that is short of processes or memory, it may start a moment later
+                self._server = _Server(pickle.dumps(setup), self.seconds)
             self.held = self._server.held
         return self._server
 
@@ -121,6 +124,10 @@ def _probe(partial: bool) -> tuple[str, ...]:
     return scorer.held
 
 
+class _EndedAtOnce(SandboxUnavailable):
+    """A sandboxed process ended before it said anything."""
+
+
 class _Server:
     """The processes behind one SandboxedScorer. They end with this object, or when the process that owns it ends."""
 
@@ -146,7 +153,9 @@ class _Server:
             self.stop()
             if reply and "unavailable" in reply:
                 raise SandboxUnavailable(missing_namespaces(reply["unavailable"]))
-            raise SandboxUnavailable(str(reply["error"]) if reply else "its process ends at once")
+            if not reply:
+                raise _EndedAtOnce("its process ends at once")
+            raise SandboxUnavailable(str(reply["error"]))
         self.held = tuple(reply["held"])
         remove(folder)  # nothing can be written from here on, nothing stays behind
         self._sock.settimeout(seconds + _ANSWER_MARGIN_S)

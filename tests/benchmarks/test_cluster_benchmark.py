@@ -58,7 +58,7 @@ def test_the_simulation_is_within_a_tenth_of_real_runs(tmp_path, monkeypatch, wo
     monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(str(int(n)) for n in np.random.default_rng(0).lognormal(5.0, 0.9, 1000).clip(1, 2000)))
-    settings = f"--lengths {lengths} --requests {256 * workers} --group-size 16 --scale 1 --stretch 3".split()
+    settings = ["--lengths", str(lengths), *f"--requests {256 * workers} --group-size 16 --scale 1 --stretch 3".split()]
     monkeypatch.setattr("sys.argv", ["rollout.py", *settings])
     args = parse()
     curve, quality = CostCurve.loads(args.curve.read_text()), DrafterQuality.load(args.drafter)

@@ -159,7 +159,8 @@ def test_parts_of_fixed_attention(trees: bool) -> None:
         leads = {row: -(-chunks.chunks_until(max(1, plan.record[row, 3] // 32 * 32 if trees else plan.record[row, 3] + 1)) // per)
                  for row in range(16) if plan.record[row, 0] > 0}
         padding = {} if trees else dict.fromkeys([row for row in range(16) if plan.record[row, 0] < 0], 1)
-        assert tasks == [row * attention_plan.MAX_PARTS + part for row, parts in (leads | padding).items() for part in range(parts)]
+        parts = [(row, part) for row, count in (leads | padding).items() for part in range(count)]
+        assert tasks == [row * attention_plan.MAX_PARTS + part for row, part in parts]
         assert not bool(plan.counter.any()) and bool(found[-1].isfinite().all())
     real = int(segments.length.sum())
     close(found[0][:real], expected[:real])

@@ -214,8 +214,8 @@ def _named(part: str) -> list[int]:
     return found
 
 
-def test_its_folder_is_its_own_and_is_removed():
-    before = set(Path(tempfile.gettempdir()).glob("paceline-*"))
+def test_its_folder_is_its_own_and_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests run beside this one
     code = ("def f():\n    import os\n    open('x', 'w').write('hello')\n    assert open('x').read() == 'hello'\n"
             "    os.makedirs('locked/in', mode=0o700); os.symlink('x', 'locked/in/link')\n"
             "    try: os.chmod('locked', 0)\n    except OSError: os.mkdir('also', 0)\n"
@@ -223,7 +223,7 @@ def test_its_folder_is_its_own_and_is_removed():
     known = {"HOME", "TMPDIR", "PATH", "LC_ALL", "OMP_NUM_THREADS", "LC_CTYPE"}
     verdict = run_tests([code], "", f"def check(f): assert set(f()) <= {known}", "f", PATIENT)
     assert verdict.passed, verdict.detail
-    assert set(Path(tempfile.gettempdir()).glob("paceline-*")) <= before
+    assert not list(tmp_path.iterdir())
 
 
 def test_ordinary_code_works():

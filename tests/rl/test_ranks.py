@@ -113,25 +113,27 @@ def failure_of(ranks: Ranks) -> str:
 
 
 @pytest.fixture(scope="module")
-def pool_of() -> Iterator[Callable[[int], Pool]]:
-    """Processes for so many ranks, which are used again: each takes seconds to import torch."""
+def process_of() -> Iterator[Callable[[int], Pool]]:
+    """The process of a rank, which is used again: it takes seconds to import torch. A process is one rank only, as DTensor
+    remembers, for meshes of the same shape, which part is its own."""
     context = multiprocessing.get_context("spawn")  # a fork server would stay, with torch, for the pools of other tests
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        yield cache(lambda size: stack.enter_context(context.Pool(size)))
+        yield cache(lambda rank: stack.enter_context(context.Pool(1)))
 
 
-def spread(pool_of: Callable[[int], Pool], call: Any, size: int, folder: Path, *args: Any) -> list[Any]:
+def spread(process_of: Callable[[int], Pool], call: Any, size: int, folder: Path, *args: Any) -> list[Any]:
     folder.mkdir()
-    return pool_of(size).starmap(call, [(rank, size, str(folder), *args) for rank in range(size)], chunksize=1)
+    calls = [process_of(rank).apply_async(call, (rank, size, str(folder), *args)) for rank in range(size)]
+    return [one.get() for one in calls]
 
 
 QUICK = [name for name in CASES if "lora" not in name]  # takes long to import
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, QUICK), pytest.param(4, list(CASES), marks=pytest.mark.slow)])
-def test_any_number_of_ranks_gives_the_same_weights(pool_of, tmp_path, size, names):
-    ranks = spread(pool_of, run_cases, size, tmp_path / "ranks", names)
+def test_any_number_of_ranks_gives_the_same_weights(process_of, tmp_path, size, names):
+    ranks = spread(process_of, run_cases, size, tmp_path / "ranks", names)
     for name in names:
         alone = make_learner(micro_batch_tokens=40, **CASES[name])
         metrics = train(alone)
@@ -151,12 +153,12 @@ def test_any_number_of_ranks_gives_the_same_weights(pool_of, tmp_path, size, nam
     assert all(rank["scores"] == pytest.approx([sample.score for sample in samples]) for rank in ranks)
 
 
-def test_ranks_and_one_process_continue_each_others_checkpoints(pool_of, tmp_path):
+def test_ranks_and_one_process_continue_each_others_checkpoints(process_of, tmp_path):
     alone = make_learner("ppo", options=NO_KL)
     train(alone, 1)
     save_learner(alone, tmp_path / "first", None)
     train(alone, 1)
-    ranks = spread(pool_of, train_from, 2, tmp_path / "ranks", str(tmp_path / "first"))
+    ranks = spread(process_of, train_from, 2, tmp_path / "ranks", str(tmp_path / "first"))
     saved = tmp_path / "ranks" / "saved"
     again = make_learner("ppo", options=NO_KL, model=load_model(policy_folder(saved), "cpu", torch.float64)[0])
     restore(again, saved)

@@ -7,6 +7,10 @@ import torch
 from interpreted import CUDA, DEVICE, DTYPES, HALF, close, int32, tree_mask
 from trees import random_cache
 
+# isort: split
+import triton  # after `interpreted`, which skips this file where Triton is not installed
+import triton.language as tl
+
 from paceline.kernels import PagedCache, Segments, TorchOps
 from paceline.kernels.triton import attention, attention_plan, chunks, fixed_attention
 from paceline.kernels.triton.ops import TritonOps
@@ -127,15 +131,36 @@ def test_chunks_of_a_context() -> None:
         1, 1, 2, 16, 17, 17, 18, 24, 25, 27, 40, 41, 72]
 
 
+@triton.jit
+def _chunks_kernel(positions, of, starts, ends, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chunk = chunks.chunk_of(tl.load(positions + i))
+    tl.store(of + i, chunk)
+    tl.store(starts + i, chunks.chunk_start(chunk))
+    tl.store(ends + i, chunks.chunk_start(chunk + 1))
+
+
+def test_chunks_on_the_device_are_those_of_the_host() -> None:
+    """Around every boundary up to 400,000 tokens: a chunk follows the one before it, and the host counts as many."""
+    edges = {*range(0, 4097, 128), *(n for k in range(12, 19) for n in range(1 << k, 2 << k, 1 << (k - 4)))}
+    near = sorted({max(0, edge + step) for edge in edges for step in (-1, 0, 1, 31)})
+    positions = int32(near + [0] * (-len(near) % 256))
+    of, starts, ends = (torch.empty_like(positions) for _ in range(3))
+    _chunks_kernel[(len(positions) // 256,)](positions, of, starts, ends, BLOCK=256)
+    assert bool(((starts <= positions) & (positions < ends)).all())
+    assert of[: len(near)].tolist() == [chunks.chunks_until(position + 1) - 1 for position in near]
+    assert not bool((starts % attention_plan.FIXED_BLOCK).any()) and int(of.max()) < attention_plan.MAX_PARTS
+
+
 @pytest.mark.parametrize("programs", [1, 7, 528])
 def test_fixed_attention_of_long_contexts(programs: int) -> None:
     """Contexts whose chunks grow: single rows."""
-    contexts = [2048, 2303, 4500]
-    segments = Segments(row=int32([0, 1, 2]), length=int32([1] * 3), slot=int32([2, 0, 1]), context=int32(contexts),
-                        causal=torch.zeros(3, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 3))
-    q, cache = torch.randn(3, 2, 16), random_cache(290, 3, 1, 16, torch.float32)
+    contexts = [2048, 2303, 4500, 8700]
+    segments = Segments(row=int32(range(4)), length=int32([1] * 4), slot=int32([2, 0, 1, 3]), context=int32(contexts),
+                        causal=torch.zeros(4, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 4))
+    q, cache = torch.randn(4, 2, 16), random_cache(550, 4, 1, 16, torch.float32)
     launch = fixed_attention.Launch(4, 5, programs)
-    plan = fixed_attention.fixed_plan(segments, 3, 2, 1, 16, 4600, False, launch=launch)
+    plan = fixed_attention.fixed_plan(segments, 4, 2, 1, 16, 8800, False, launch=launch)
     ours = fixed_attention.fixed_attention(q, cache, plan, 0.25)
     close(ours, TORCH.attention(q, cache, segments, 0.25))
     assert not bool(plan.counter.any())

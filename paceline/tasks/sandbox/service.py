@@ -85,7 +85,7 @@ class SandboxedScorer:
                      "cpu_s": math.ceil(self.seconds) + 1, "memory_bytes": self.memory_mb << 20}
             try:
                 self._server = _Server(pickle.dumps(setup), self.seconds)
-            except _EndedAtOnce:  # seen once on a machine under load; a second start succeeds
+            except _EndedAtOnce:  # somebody may have killed it, such as the kernel when memory is short
                 self._server = _Server(pickle.dumps(setup), self.seconds)
             self.held = self._server.held
         return self._server

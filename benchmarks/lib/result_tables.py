@@ -42,6 +42,8 @@ def gpu_check(content: Content, _: str) -> Table:
 def _check_sentences(content: Content) -> Iterator[str]:
     parts, failed = content["parts"], content["failures"]
     yield "The check passes." if content["passed"] else f"The check fails: {'; '.join(failed)}."
+    if left_out := content.get("skipped"):
+        yield f"This run left out: {', '.join(left_out)}."
     if "tests" in parts:
         yield f"{parts['tests']['passed']} tests pass on the GPU."
     rates = {batch: cell["tokens_per_s"] for batch, cell in parts.get("decode", {}).get("batches", {}).items()}
@@ -108,11 +110,18 @@ def gpu_decode(content: Content, _: str) -> Table:
 
 def prefill(content: Content, _: str) -> Table:
     cell = content["prefill"]
-    rows = [(name, f"{each['seconds']:.2f}", _number(each["tokens_per_s"]), _times(each.get("ratio_to_vllm")))
-            for name, each in cell.items() if isinstance(each, dict)]
-    without, with_one = (_times(cell[name].get("ratio_to_vllm")) for name in ("no drafter", "with drafter"))
-    sentence = (f"{cell['prompts']} prompts of {cell['prompt_tokens']:,} tokens at the 7B shape are prefilled at {without} the "
-                f"rate of vLLM without a drafter, at {with_one} with one.")
+    rows = [("deterministic=False" if name == "any bits" else name, f"{each['seconds']:.2f}", _number(each["tokens_per_s"]),
+             _times(each.get("ratio_to_vllm"))) for name, each in cell.items() if isinstance(each, dict)]
+    work = f"{cell['prompts']} prompts of {cell['prompt_tokens']:,} tokens at the 7B shape"
+    without, with_one = cell["no drafter"], cell["with drafter"]
+    if "ratio_to_vllm" in without:
+        sentence = (f"{work} are prefilled at {_times(without['ratio_to_vllm'])} the rate of vLLM without a drafter, at "
+                    f"{_times(with_one['ratio_to_vllm'])} with one.")
+    else:
+        sentence = (f"{work} are prefilled at {_number(without['tokens_per_s'])} tokens/s without a drafter, at "
+                    f"{_number(with_one['tokens_per_s'])} with one; vLLM was not measured.")
+    if "price_of_equal_bits" in cell:
+        sentence += f" Deterministic prefill takes {_times(cell['price_of_equal_bits'])} the time of `deterministic=False`."
     return Table("Prefill on a GPU", sentence, ("engine", "seconds", "tokens/s", "× vLLM"), rows)
 
 

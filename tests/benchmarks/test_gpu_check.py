@@ -177,7 +177,8 @@ def test_the_page_shows_the_check_and_whether_sources_have_changed(changed, tmp_
     text = page(tmp_path)
     assert "Revision abc1234" in text and "| batch 1 | 10 | 2.60× | eagle:d4w2v8 | 2.70× | 0.96× | 25% | 2.50 |" in text
     assert "The check passes. 40 tests pass on the GPU." in text and "| 2 | 40,000 | 2.40 | 20% | 3.0 | 9.0 |" in text
-    assert ("Sources have changed since" in text) == changed
+    assert ("Sources have changed since" in text) == changed and "left out" not in text
+    assert "The check passes. This run left out: tests." in make_table(content | {"skipped": {"tests": "not asked for"}}).sentence
     rows = make_table(content).rows
     assert [row[0] for row in rows] == ["batch 1", "batch 32", "long tail"]
 

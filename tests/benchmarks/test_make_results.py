@@ -51,3 +51,14 @@ def test_the_table_of_decoding_has_a_row_for_each_backend():
     assert table.rows == [("m", "float32", 8, "auto", "400", "200", "4.00×", "–", "–"),
                           ("m", "float32", 8, "portable", "200", "100", "2.00×", "–", "–")]
     assert "2.00 to 4.00×" in table.sentence and "vLLM" not in table.sentence
+
+
+def test_prefill_is_described_with_and_without_vllm():
+    engines = {name: {"seconds": 1.5, "tokens_per_s": 43690.7} for name in ("no drafter", "any bits", "with drafter")}
+    sizes = {"prompts": 64, "prompt_tokens": 1024, "price_of_equal_bits": 1.04}
+    table = make_table({"benchmark": "gpu/prefill", "prefill": {**sizes, **engines}})
+    assert "43,691 tokens/s without a drafter" in table.sentence and "vLLM was not measured" in table.sentence
+    assert [row[0] for row in table.rows] == ["no drafter", "deterministic=False", "with drafter"]
+    compared = {name: {**cell, "ratio_to_vllm": 1.2} for name, cell in engines.items()}
+    table = make_table({"benchmark": "gpu/prefill", "prefill": {**sizes, **compared}})
+    assert "1.20× the rate of vLLM without a drafter" in table.sentence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +115,23 @@ class GivenLengthsTrainer(Trainer):
 
 
 @dataclass
+class Stage:
+    """The engine steps of a rollout with similar numbers of running requests."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    off: int = 0
+    """Number of steps without speculation."""
+    requests: int = 0
+    """Sum over the steps."""
+    tokens: int = 0
+
+    def figures(self) -> dict[str, float]:
+        return {"steps": self.steps, "seconds": self.seconds, "share_off": self.off / self.steps,
+                "tokens_per_step": self.tokens / self.requests}
+
+
+@dataclass
 class StepRecorder(TrainerCallback):
     """Records the figures of each step, and interrupts the run after `num_steps` of them or when no time is left."""
 
@@ -126,6 +143,9 @@ class StepRecorder(TrainerCallback):
     trainer: GivenLengthsTrainer | None = None
     """The run, while it lasts."""
     _strategies: Counter[str] = field(default_factory=Counter)
+    _stages: defaultdict[int, Stage] = field(default_factory=lambda: defaultdict(Stage))
+    """By number of running requests: at most so many, and more than half of it."""
+    _last_result: float | None = None
 
     def on_run_begin(self, trainer: Trainer) -> None:
         assert isinstance(trainer, GivenLengthsTrainer)
@@ -137,8 +157,16 @@ class StepRecorder(TrainerCallback):
             raise KeyboardInterrupt
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
+        now, before = time.perf_counter(), self._last_result
+        self._last_result = now
         if result.num_requests:
             self._strategies[str(result.strategy)] += 1
+            stage = self._stages[1 << (result.num_requests - 1).bit_length()]
+            stage.steps += 1
+            stage.seconds += now - before if before is not None else 0.0
+            stage.off += str(result.strategy) == "off"
+            stage.requests += result.num_requests
+            stage.tokens += sum(map(len, result.tokens.values()))
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         assert self.trainer is not None
@@ -152,10 +180,14 @@ class StepRecorder(TrainerCallback):
             "accept_length": metrics["accept_length"], "preemptions": metrics["preemptions"],
             "grad_norm": metrics["grad_norm"], "share_past_end": share_past_end(answers, shape.eos_token_ids),
             "share_off": self._strategies["off"] / max(1, steps),
-            "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers])})
+            "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers]),
+            "nats_by_position": nats_by_position(answers),
+            "stages": {str(most): stage.figures() for most, stage in sorted(self._stages.items())}})
         if step == 1:
             self.first_answers = [answer.token_ids for answer in answers]
         self._strategies.clear()
+        self._stages.clear()
+        self._last_result = None
         print(f"step {step}: {metrics['time/step']:.2f} s, rollout {rollout:.2f} s, accept length "
               f"{metrics['accept_length']:.2f}", flush=True)
 
@@ -172,6 +204,17 @@ def run_steps(trainer: GivenLengthsTrainer, num_steps: int, budget: Budget) -> S
     if result.status is RunStatus.FAILED:
         raise RuntimeError(result.message)
     return recorder
+
+
+def nats_by_position(answers: Sequence[Rollout]) -> dict[str, float]:
+    """Mean negative log-probability of the tokens from each of these positions on, up to the next: the higher it is, the less
+    any drafter can know what will be sampled."""
+    bounds, found = (0, 256, 1024, 2048, 4096, 1 << 30), {}
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        values = [value for answer in answers for value in answer.logprobs[first:end]]
+        if values:
+            found[str(first)] = -sum(values) / len(values)
+    return found
 
 
 def share_past_end(answers: Sequence[Rollout], ends: tuple[int, ...]) -> float:

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
 """Metadata of the attention kernels, computed on the device once per step and read by every layer.
 
-A tile is up to `tile_rows` adjacent rows of one segment; the first of them leads the tile. The grid of the attention kernels is
-(rows, key/value heads, splits), and the programs of a row that leads no tile return at once. Only the numbers in `record` depend
-on the segments, so one captured launch serves every mix of trees, single tokens and padding.
+A tile is up to `tile_rows` adjacent rows of one segment; the first of them leads the tile. `attention` has a grid of (rows,
+key/value heads, splits), and the programs of a row that leads no tile return at once. `fixed_attention` has a list of tasks, one
+per part of a tile, and as many programs as there can be. Only the numbers in `record` and `tasks` depend on the segments, so one
+captured launch serves every mix of trees, single tokens and padding.
 """
 
 from __future__ import annotations

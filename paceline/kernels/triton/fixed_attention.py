@@ -48,7 +48,14 @@ class Launch(NamedTuple):
     max_registers: int | None = None  # more programs fit into a multiprocessor
 
 
-PROMPTS, TREES = Launch(4, 4, 0), Launch(8, 5, 264, 128)
+PROMPTS = Launch(4, 4, 0)
+MULTIPROCESSORS = 132
+"""Of an H200."""
+
+
+def tree_launch(num_rows: int) -> Launch:
+    """Compile options for the rows of draft trees. With many rows, a third program per multiprocessor pays for long contexts."""
+    return Launch(4, 5, 2 * MULTIPROCESSORS if num_rows < 128 else 3 * MULTIPROCESSORS, 255)
 
 
 def launch_for(num_rows: int, num_heads: int, num_kv_heads: int) -> Launch:
@@ -75,7 +82,7 @@ def fixed_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: 
     if prompts_from is not None:
         return make_plan(segments, num_rows, num_heads, num_kv_heads, block_m, most, fixed=True, trees=False,
                          first_row=prompts_from)
-    launch = launch or (TREES if trees else launch_for(num_rows, num_heads, num_kv_heads))
+    launch = launch or (tree_launch(num_rows) if trees else launch_for(num_rows, num_heads, num_kv_heads))
     max_chunks = chunks_until(max_context + MASK_BITS)
     if 4 * num_rows * num_heads * (max_chunks + 1) * (padded_dim(head_dim) + 2) > MAX_STORED:
         max_chunks = 1
@@ -101,7 +108,8 @@ def fixed_attention(q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: fl
     stats = torch.empty((num_rows, num_heads, slots, 2) if slots else 1, dtype=torch.float32, device=device)
     if launch is None:
         is_prompts = plan.block_m >= TILED_BLOCK_M and not plan.trees
-        launch = PROMPTS if is_prompts else TREES if plan.trees else launch_for(num_rows, num_heads, num_kv_heads)
+        launch = (PROMPTS if is_prompts else tree_launch(num_rows) if plan.trees
+                  else launch_for(num_rows, num_heads, num_kv_heads))
     ahead = 32 * launch.num_warps if pdl and num_rows <= AHEAD_ROWS and head_dim * q.element_size() % 16 == 0 else 0
     common = {"KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "DIM": head_dim, "DIM_PADDED": padded,
               "PAGE": cache.page_size, "BLOCK": FIXED_BLOCK, "SLOTS": slots, "PRECISION": precision_of(q), "PDL": pdl,
@@ -115,8 +123,8 @@ def fixed_attention(q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: fl
     if plan.trees:
         _tail_kernel[(num_rows, num_kv_heads)](
             q, cache.k, cache.v, pages, plan.record, plan.tasks, plan.path, out, part, stats, scale * LOG2_E, *strides,
-            BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BITS=MASK_BITS, num_warps=4, num_stages=3,
-            **common)
+            BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BITS=MASK_BITS,
+            num_warps=8 if num_rows * num_kv_heads <= MULTIPROCESSORS else 4, num_stages=3, **common)
     return out
 
 

@@ -187,7 +187,8 @@ def test_a_fused_layer_of_the_drafter_is_what_its_parts_make(ops: TritonOps, for
             assert is_fused == (family is ops)
             made.append((drafter._run(rows, state, above, own), own.k, own.v))
         for fused, parts in zip(*made, strict=True):
-            close(fused, parts)
+            largest = parts.abs().max()  # terms of this size may cancel
+            close(fused / largest, parts / largest)
 
 
 # -- moving accepted tokens

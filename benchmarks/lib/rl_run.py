@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ def nats_by_position(answers: Sequence[Rollout]) -> dict[str, float]:
     """Mean negative log-probability of the tokens from each of these positions on, up to the next: the higher it is, the less
     any drafter can know what will be sampled."""
     bounds, found = (0, 256, 1024, 2048, 4096, 1 << 30), {}
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in pairwise(bounds):
         values = [value for answer in answers for value in answer.logprobs[first:end]]
         if values:
             found[str(first)] = -sum(values) / len(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,6 +114,8 @@ class GpuCheck:
         self._drafter = trained_drafter.obtain(self._setting, policy, self._tokenizer, self._training, self._args, self._report,
                                                budget)
         found |= self._report.content.pop("drafter")
+        if self._args.keep_drafter is not None:
+            shutil.copytree(self._args.drafter, self._args.keep_drafter, dirs_exist_ok=True)
 
     def _decode(self, budget: Budget, found: dict[str, Any]) -> None:
         """Tokens per second without speculation. The engine also finds the prompts whose responses are long enough."""

@@ -154,9 +154,10 @@ def _first(load: _Load, count: int) -> Indices:
     lateness = requests.waited_s[rows] + requests.remaining[rows] * token_s
     keys = np.where(requests.probe[rows], np.inf, lateness)
     if count < len(rows):
-        chosen = np.argpartition(-keys, count - 1)[:count]
+        least = np.partition(keys, len(keys) - count)[len(keys) - count]
+        chosen = keys >= least  # more than `count` of them if several are equal: which come first must not depend on numpy
         rows, keys = rows[chosen], keys[chosen]
-    return rows[np.lexsort((requests.id[rows], -keys))]
+    return rows[np.lexsort((requests.id[rows], -keys))][:count]
 
 
 def _assign_statically(load: _Load) -> list[Action]:

@@ -138,6 +138,11 @@ def test_longest_expected_first_and_to_the_least_loaded_worker():
     assert {a.worker: a.requests for a in actions} == {0: (1, 0), 1: (3, 2)}
 
 
+def test_of_equal_requests_the_first_ones_go_first_on_every_machine():
+    """numpy's partition takes any of them, others on x86-64 than on ARM."""
+    assert decide(cluster(1, [{}] * 500)) == [Assign(0, tuple(range(8)))]
+
+
 def test_a_request_that_has_waited_long_goes_before_a_longer_one():
     rows = [{"remaining": 900.0}, {"remaining": 100.0, "waited_s": 900.0}]
     assert decide(cluster(1, rows, max_batch=1)) == [Assign(0, (1,))]

@@ -60,6 +60,11 @@ def tensors(made):
     return [*made.model.state_dict().values(), *made.store.tensors(), *made.state.tensors[:-1], made.graphs.step_inputs]
 
 
+def same_bytes(before, after):
+    """Also of memory that nobody has written yet: it may hold NaN, which differs from itself."""
+    return torch.equal(before.contiguous().view(torch.uint8), after.contiguous().view(torch.uint8))
+
+
 def stub(compiler):
     made = engine((1, 4, 16, 64))
     before = [tensor.clone() for tensor in tensors(made) if isinstance(tensor, torch.Tensor)]
@@ -84,7 +89,7 @@ def stub(compiler):
     gc.collect()
     return {"kernels": [name for name, *_ in compiler.names], "distinct": len(set(compiler.names)),
             "in_threads": all(name.startswith("compile") for name in compiler.threads),
-            "changed": not all(map(torch.equal, before, after)), "num_launched_by_others": len(launches),
+            "changed": not all(map(same_bytes, before, after)), "num_launched_by_others": len(launches),
             "num_fake": sum(isinstance(each, FakeTensor) for each in gc.get_objects())}
 
 

@@ -4,7 +4,7 @@ twin with the cost of a 7B model.
     python benchmarks/gpu/selection.py --model FOLDER --prompts gsm8k_test.jsonl --train-prompts gsm8k_train.jsonl \\
         --drafter build/drafter
 
-Responses that differ from those of off are counted; in bfloat16 there are some.
+Prompts contain several problems, so that the responses are long enough. Tokens must be those of off in every strategy.
 """
 
 from __future__ import annotations

@@ -63,12 +63,14 @@ def sampling(new_tokens: int, ignore_eos: bool = True) -> SamplingParams:
 
 @dataclass(slots=True)
 class Window:
-    """Counts tokens and time of the steps from when all requests decode until the first has finished."""
+    """Counts tokens and time of the steps from when all requests decode until the first has finished, and the time until the
+    last one has."""
 
     batch: int
     tokens: int = 0
     verifications: int = 0
     seconds: float = 0.0
+    seconds_to_end: float = 0.0
     strategies: dict[str, int] = field(default_factory=dict)
     _settling: int = 2
     _began: float = 0.0
@@ -77,6 +79,8 @@ class Window:
     def __call__(self, result: StepResult) -> None:
         now = time.perf_counter()
         self._over = self._over or bool(result.finished)
+        if self._began:
+            self.seconds_to_end = now - self._began
         if self._over or result.num_requests < self.batch or result.num_prefill_rows:
             return
         if self._settling:
@@ -94,12 +98,14 @@ class Measured:
     """Figures of one strategy at one batch size, over all rounds."""
 
     rates: list[float] = field(default_factory=list)
+    seconds_to_end: list[float] = field(default_factory=list)
     tokens: int = 0
     verifications: int = 0
     strategies: dict[str, int] = field(default_factory=dict)
 
     def add(self, windows: Sequence[Window]) -> None:
         self.rates.append(sum(w.tokens for w in windows) / max(1e-9, sum(w.seconds for w in windows)))
+        self.seconds_to_end.append(sum(w.seconds_to_end for w in windows))
         self.tokens += sum(w.tokens for w in windows)
         self.verifications += sum(w.verifications for w in windows)
         for window in windows:
@@ -190,6 +196,8 @@ def _cell(found: dict[str, Measured], fixed: Sequence[str]) -> dict[str, Any]:
     for name, record in cell.items():
         pairs = zip(found[name].rates, found["off"].rates, strict=True)
         record["ratio_to_off"] = statistics.median(rate / off for rate, off in pairs)
+        pairs = zip(found[name].seconds_to_end, found["off"].seconds_to_end, strict=True)
+        record["finish_ratio_to_off"] = statistics.median(off / max(1e-9, seconds) for seconds, off in pairs)
     best = max(fixed, key=lambda name: cell[name]["tokens_per_s"])
     cell["auto"]["steps"] = found["auto"].strategies
     return {"strategies": cell, "best_fixed": best, "best_fixed_ratio": cell[best]["ratio_to_off"],

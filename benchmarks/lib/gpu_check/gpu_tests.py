@@ -22,7 +22,8 @@ def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
     report = folder / "tests.xml"
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     parallel = ["-n", str(processes), "--dist", "load", "--maxschedchunk", "1"] if find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}",
+               "-vv"]  # names the tests as they end: those that failed are known even if there is no time for the others
     try:
         status = subprocess.run(command, cwd=ROOT, timeout=max(1.0, seconds), check=False).returncode
     except subprocess.TimeoutExpired:

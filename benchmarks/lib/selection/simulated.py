@@ -1,4 +1,5 @@
-"""The six workloads in simulation: an H200 with a 7B model, by its measured cost curve and the measured acceptance of a drafter.
+"""The six workloads in simulation: an H200 with a 7B model, by its measured cost curve and the measured acceptance of a drafter;
+and constant batches of a 1.5B model, whose steps are so short that every trial costs more of them.
 
 What disturbs a selector there is simulated, too, as it was seen in traces: outcomes arrive one step late, the first steps after
 prefill and after a change of strategy take longer, single steps are stopped by something else, profiles are a few per cent off,
@@ -36,9 +37,13 @@ _SLOW_AFTER_PREFILL, _SLOW_AFTER_CHANGE, _STOPPED = 2.0, 0.15, 12.0
 
 
 def h200_costs() -> CostCurve:
-    """The profile of a 7B model on an H200. The costs of 192 and 384 rows were not profiled: they are estimated from the times of
-    traced steps."""
+    """The profile of a 7B model on an H200."""
     return CostCurve.loads((Path(__file__).parent / "h200_costs.json").read_text(encoding="utf-8"))
+
+
+def small_costs() -> CostCurve:
+    """The profile of a 1.5B model on an H200."""
+    return CostCurve.loads((Path(__file__).parent / "h200_costs_1.5b.json").read_text(encoding="utf-8"))
 
 
 class Text(NamedTuple):
@@ -181,12 +186,13 @@ def free_rows() -> CostCurve:
 
 
 class Cell(NamedTuple):
-    """What is measured together: rounds that follow each other, of which some count, and what `auto` has: the profile, and a
-    predictor in place of its own."""
+    """What is measured together: rounds that follow each other, of which some count, what steps cost, and what `auto` has: the
+    profile (None: the truth), and a predictor in place of its own."""
 
     rounds: tuple[Task, ...]
     counted: slice = slice(1, None)
-    profile: Callable[[], CostCurve] = h200_costs
+    costs: Callable[[], CostCurve] = h200_costs
+    profile: Callable[[], CostCurve] | None = None
     predictor: type[Predictor] | None = None
 
     @property
@@ -196,15 +202,16 @@ class Cell(NamedTuple):
 
 def cells(rounds: int = 2) -> dict[str, Cell]:
     """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
-    the other, as in `benchmarks/gpu/check.py`; ordinary text with profiles that are wrong; and random text with predictors that
-    lie."""
+    the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; ordinary text with profiles that are wrong; and
+    random text with predictors that lie."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
-    seen: tuple[Task, ...] = ()
-    for batch in CHECKED:
-        seen += (checked_task(batch),) * (rounds + 1)
-        found[f"batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None))
+    for prefix, costs in (("", h200_costs), ("1.5B, ", small_costs)):
+        seen: tuple[Task, ...] = ()
+        for batch in CHECKED:
+            seen += (checked_task(batch),) * (rounds + 1)
+            found[f"{prefix}batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None), costs)
     ordinary, random = found["ordinary"].rounds, found["random"].rounds
     found |= {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
     return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}
@@ -227,12 +234,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 def _figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
     each, used, tokens, verifications = [], Counter[str](), 0, 0
     for seed in range(seeds):
-        gpu, selector = H200(seed=seed), selector_named(name)
+        gpu, selector = H200(costs=cell.costs(), seed=seed), selector_named(name)
         rounds = cell.rounds
         if isinstance(selector, AutoSelector):
             if cell.predictor is not None:
                 selector.predictor = cell.predictor(selector.costs)
-            selector.costs = cell.profile()
+            selector.costs = (cell.profile or cell.costs)()
         elif isinstance(selector, FixedSelector):
             rounds = rounds[cell.counted]  # it learns nothing
         spent = [seconds_of(gpu, selector, task) for task in rounds]

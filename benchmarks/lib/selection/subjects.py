@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.lib import drafter as trained_drafter
+from benchmarks.lib.long_tail import compose
 from benchmarks.lib.models import QWEN_7B, TINY_TWIN
 from benchmarks.lib.prompts import chat
 from benchmarks.lib.results import Report
@@ -27,8 +28,8 @@ from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.spot import SpotConfig
 
-SIZES = {"default": Sizes(16, 160, 64, 512, True), "smollm2": Sizes(8, 64, 32, 192, False), "gpu": Sizes(16, 192, 64, 512, False),
-         "tiny": Sizes(2, 12, 4, 24, False)}
+SIZES = {"default": Sizes(16, 160, 64, 512, True), "smollm2": Sizes(8, 64, 32, 192, False),
+         "gpu": Sizes(16, 512, 64, 1024, False), "tiny": Sizes(2, 12, 4, 24, False)}
 
 
 class Subject(NamedTuple):
@@ -50,8 +51,8 @@ def subjects(args: argparse.Namespace, report: Report, budget: Budget) -> Iterat
     asked, training = trained_drafter.split_questions(args)
     drafter = trained_drafter.obtain(setting, policy, tokenizer, training, args, report, budget)
     sizes = SIZES[args.setting]
-    asked = asked[: 40 * sizes.batch]
-    pool, report.content["share_past_end"] = long_responses(setting, policy, chat(tokenizer, asked), sizes.tokens)
+    prompts = compose(asked, [sizes.tokens] * 40 * sizes.batch, 0)  # several problems each: one is answered in fewer tokens
+    pool, report.content["share_past_end"] = long_responses(setting, policy, chat(tokenizer, prompts), sizes.tokens)
     repeating = [looping(prompt[:64], 3) for prompt in pool[: sizes.batch]]
     if tokenizer is not None:
         texts = [f"Write this text again and again, word for word:\n\n{text}" for text in training[: sizes.batch]]

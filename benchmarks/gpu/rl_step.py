@@ -203,7 +203,8 @@ def conclusions(content: dict[str, Any]) -> dict[str, Any]:
 def _medians(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Median figures of all steps but the first, or of the only one."""
     later = steps[1:] or steps
-    return {key: statistics.median(step[key] for step in later) for key, value in steps[0].items() if not isinstance(value, dict)}
+    numbers = [key for key, value in steps[0].items() if isinstance(value, (int, float))]
+    return {key: statistics.median(step[key] for step in later) for key in numbers}
 
 
 def show(content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget
 from paceline.engine import Engine
 from paceline.models.config import ModelConfig
@@ -147,6 +148,7 @@ class StepRecorder(TrainerCallback):
     _stages: defaultdict[int, Stage] = field(default_factory=lambda: defaultdict(Stage))
     """By number of running requests: at most so many, and more than half of it."""
     _last_result: float | None = None
+    interruptions: Interruptions = field(default_factory=Interruptions)
 
     def on_run_begin(self, trainer: Trainer) -> None:
         assert isinstance(trainer, GivenLengthsTrainer)
@@ -183,11 +185,13 @@ class StepRecorder(TrainerCallback):
             "share_off": self._strategies["off"] / max(1, steps),
             "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers]),
             "nats_by_position": nats_by_position(answers),
-            "stages": {str(most): stage.figures() for most, stage in sorted(self._stages.items())}})
+            "stages": {str(most): stage.figures() for most, stage in sorted(self._stages.items())},
+            "interruptions": self.interruptions.found})
         if step == 1:
             self.first_answers = [answer.token_ids for answer in answers]
         self._strategies.clear()
         self._stages.clear()
+        self.interruptions.found = []
         self._last_result = None
         print(f"step {step}: {metrics['time/step']:.2f} s, rollout {rollout:.2f} s, accept length "
               f"{metrics['accept_length']:.2f}", flush=True)
@@ -199,7 +203,8 @@ def run_steps(trainer: GivenLengthsTrainer, num_steps: int, budget: Budget) -> S
     recorder = StepRecorder(num_steps, budget)
     trainer.callbacks.append(recorder)
     try:
-        result = trainer.run()
+        with recorder.interruptions:
+            result = trainer.run()
     finally:
         recorder.trainer = None  # it must not keep the run's memory
     if result.status is RunStatus.FAILED:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, Setting, free_memory
 from paceline import Engine, SamplingParams
 from paceline.models.decoder import Decoder
@@ -71,6 +72,8 @@ class Window:
     verifications: int = 0
     seconds: float = 0.0
     seconds_to_end: float = 0.0
+    longest_step: float = 0.0
+    """Seconds between two results, at most."""
     strategies: dict[str, int] = field(default_factory=dict)
     _settling: int = 2
     _began: float = 0.0
@@ -89,6 +92,7 @@ class Window:
             return
         self.tokens += sum(map(len, result.tokens.values()))
         self.verifications += result.num_requests
+        self.longest_step = max(self.longest_step, now - self._began - self.seconds)
         self.seconds = now - self._began
         self.strategies[str(result.strategy)] = self.strategies.get(str(result.strategy), 0) + 1
 
@@ -99,6 +103,7 @@ class Measured:
 
     rates: list[float] = field(default_factory=list)
     seconds_to_end: list[float] = field(default_factory=list)
+    longest_step: float = 0.0
     tokens: int = 0
     verifications: int = 0
     strategies: dict[str, int] = field(default_factory=dict)
@@ -106,6 +111,7 @@ class Measured:
     def add(self, windows: Sequence[Window]) -> None:
         self.rates.append(sum(w.tokens for w in windows) / max(1e-9, sum(w.seconds for w in windows)))
         self.seconds_to_end.append(sum(w.seconds_to_end for w in windows))
+        self.longest_step = max(self.longest_step, *(w.longest_step for w in windows))
         self.tokens += sum(w.tokens for w in windows)
         self.verifications += sum(w.verifications for w in windows)
         for window in windows:
@@ -114,7 +120,8 @@ class Measured:
 
     def record(self) -> dict[str, Any]:
         return {"tokens_per_s": statistics.median(self.rates), "low": min(self.rates), "high": max(self.rates),
-                "tokens_per_verification": self.tokens / max(1, self.verifications), "tokens": self.tokens}
+                "tokens_per_verification": self.tokens / max(1, self.verifications), "tokens": self.tokens,
+                "longest_step_ms": 1e3 * self.longest_step}
 
 
 @dataclass(slots=True)
@@ -154,7 +161,7 @@ class BatchBench:
         parts = num_parts(batch)
         for name in names:
             self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
-        found = {name: Measured() for name in names}
+        found, interruptions = {name: Measured() for name in names}, {name: Interruptions() for name in names}
         began = time.perf_counter()
         for number in range(rounds):
             took = (time.perf_counter() - began) / max(1, number)
@@ -163,12 +170,13 @@ class BatchBench:
             prompts = [self._take(batch) for _ in range(parts)]
             drawn: dict[str, list[list[int]]] = {}
             for name in names:
-                drawn[name], windows = self._run(name, prompts, batch, self._new_tokens)
+                with interruptions[name]:
+                    drawn[name], windows = self._run(name, prompts, batch, self._new_tokens)
                 found[name].add(windows)
             for name in names:
                 if name != "off":
                     self.flips.compare(name, drawn["off"], drawn[name])
-        return _cell(found, fixed)
+        return _cell(found, fixed) | {"interruptions": {name: each.found for name, each in interruptions.items() if each.found}}
 
     def _run(self, name: str, parts: list[list[list[int]]], batch: int, new_tokens: int) -> tuple[list[list[int]], list[Window]]:
         engine, strategy = (self.engine, name) if self._plain is None or name != "no drafter" else (self._plain, "off")

@@ -35,7 +35,7 @@ from benchmarks.lib.results import Report, add_result_arguments
 from paceline.kernels import PagedCache, SamplingTensors, Segments, TorchOps
 
 ROWS = (1, 8, 32, 64, 128, 256)
-CONTEXTS = (128, 384, 1024)
+CONTEXTS, LONG_CONTEXT = (128, 384, 1024), 9000
 VOCAB = 151936
 
 
@@ -252,6 +252,7 @@ def section_attention(bench: Bench, name: str) -> None:
     trees = {"m16": (16, first), "m32": (32, Launch()), "m32n32": (32, Launch(block_n=32)), "m64n32": (64, Launch(block_n=32))}
     cases = [(rows, 1, context) for rows in reversed(ROWS) for context in CONTEXTS]
     cases += [(r, n, c) for r, n in ((1, 16), (8, 8), (1, 64), (16, 16), (32, 8), (64, 4)) for c in CONTEXTS]
+    cases += [(r, n, LONG_CONTEXT) for r, n in ((1, 1), (4, 1), (16, 1), (1, 24), (4, 16), (16, 8))]  # the end of a long rollout
     if bench.warm:
         cases = [*((rows, 1, 128) for rows in ROWS), (1, 16, 128), (8, 8, 128), (32, 8, 128)]
     for requests, rows, context in cases:
@@ -267,7 +268,7 @@ def section_attention(bench: Bench, name: str) -> None:
             cell[label] = bench.time_us(f"attention {label} {name} {size} {context}", [
                 lambda c=c, q=q, g=segments, p=plan, z=scale, at=launch: attention.attention(q, c, g, p, z, launch=at)
                 for c in caches])
-        plan = fixed_attention.fixed_plan(segments, *size, shape.dim, 4096, rows > 1)
+        plan = fixed_attention.fixed_plan(segments, *size, shape.dim, max(4096, context), rows > 1)
         cell["fixed"] = bench.time_us(f"attention fixed {name} {size}", [
             lambda c=c, q=q, p=plan, z=scale: fixed_attention.fixed_attention(q, c, p, z) for c in caches])
         cell["plan"] = bench.time_us(f"plan {name}", [

@@ -10,15 +10,15 @@ from types import TracebackType
 from typing import Any
 
 _LEAST_SECONDS = 0.01
-"""Shorter ones are not recorded."""
+"""Shorter interruptions are not recorded."""
 
 
 @dataclass
 class Interruptions:
-    """Records them while it is entered as a context."""
+    """A context manager that records what interrupts the code inside it."""
 
     found: list[dict[str, Any]] = field(default_factory=list)
-    """Kind (`compiled` or `collected`), name and seconds of each."""
+    """Kind (`compiled` or `collected`), name and seconds of each interruption."""
     _began: dict[str, float] = field(default_factory=dict)
     _hooks: tuple[Any, Any] = (None, None)
 

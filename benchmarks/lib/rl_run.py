@@ -125,7 +125,7 @@ class Stage:
     off: int = 0
     """Number of steps without speculation."""
     requests: int = 0
-    """Sum over the steps."""
+    """Number of running requests, summed over the steps."""
     tokens: int = 0
 
     def figures(self) -> dict[str, float]:
@@ -213,8 +213,8 @@ def run_steps(trainer: GivenLengthsTrainer, num_steps: int, budget: Budget) -> S
 
 
 def nats_by_position(answers: Sequence[Rollout]) -> dict[str, float]:
-    """Mean negative log-probability of the tokens from each of these positions on, up to the next: the higher it is, the less
-    any drafter can know what will be sampled."""
+    """Mean negative log-probability of the sampled tokens by position in the answer, keyed by the first position of each range:
+    how predictable the text is."""
     bounds, found = (0, 256, 1024, 2048, 4096, 1 << 30), {}
     for first, end in pairwise(bounds):
         values = [value for answer in answers for value in answer.logprobs[first:end]]

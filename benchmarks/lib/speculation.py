@@ -73,7 +73,7 @@ class Window:
     seconds: float = 0.0
     seconds_to_end: float = 0.0
     longest_step: float = 0.0
-    """Seconds between two results, at most."""
+    """Longest time between the results of two steps, in seconds."""
     strategies: dict[str, int] = field(default_factory=dict)
     _settling: int = 2
     _began: float = 0.0
@@ -217,4 +217,5 @@ def show(name: str, batch: int, cell: dict[str, Any]) -> None:
           f"{cell['strategies']['auto']['ratio_to_off']:.2f}x")
     for strategy, record in cell["strategies"].items():
         print(f"  {strategy:16} {record['tokens_per_s']:9.0f} tok/s  {record['ratio_to_off']:.2f}x  "
-              f"{record['tokens_per_verification']:.2f} per verification", flush=True)
+              f"{record['tokens_per_verification']:.2f} per verification  all finished {record['finish_ratio_to_off']:.2f}x",
+              flush=True)

@@ -29,6 +29,7 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         for name in twin.keys() - {"auto"}:  # the twin's acceptance is the policy's
             assert twin[name]["tokens_per_verification"] == policy[name]["tokens_per_verification"]
         assert found["models"]["twin"]["flips_per_million"]["tokens_compared"] > 0
+        assert policy["off"]["finish_ratio_to_off"] == 1 and all(each["longest_step_ms"] > 0 for each in policy.values())
     elif script is long_tail:
         assert set(found["ratio_to_off"]) == {"auto", "off", "eagle:d3w2v4"}
     elif script is graphs:
@@ -38,6 +39,9 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     elif script is rl_step:
         assert found["identical_answers"] == 1 and set(found["sides"]) == {"auto", "off"} and found["training_share"] > 0
         assert [step["tokens"] for step in found["sides"]["auto"]["steps"]] == [found["tokens"]] * 2
+        step = found["sides"]["off"]["steps"][0]
+        assert {stage["tokens_per_step"] for stage in step["stages"].values()} == {1.0} == {step["accept_length"]}
+        assert sum(stage["seconds"] for stage in step["stages"].values()) <= step["rollout_seconds"]
         assert make_table(found).rows
     elif script is memory:
         assert [len(case["steps"]) for case in found["cases"].values()] == [2, 2] and make_table(found).rows

@@ -25,7 +25,7 @@ def test_collections_are_recorded_while_it_is_entered(every):
     assert len(found) == 1 and found[0]["seconds"] > 0 and gc.callbacks == before
 
 
-def test_compilations_are_recorded_by_triton_s_hooks(every):
+def test_compilations_are_recorded(every):
     knobs = pytest.importorskip("triton.knobs")
     before = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
     with Interruptions() as watch:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import memory, rl_step
 from benchmarks.lib.results import Report
-from benchmarks.lib.rl_run import share_past_end, update_flops
+from benchmarks.lib.rl_run import nats_by_position, share_past_end, update_flops
 from benchmarks.lib.rl_tables import gpu_rl_step
 from benchmarks.lib.setup import Budget, Setting, free_memory
 from paceline.config import LearnerConfig, OptimizerConfig
@@ -55,6 +55,11 @@ def test_the_operations_of_an_update_are_those_of_its_products():
     heads = shape.num_heads * shape.head_dim
     attention = 6 * shape.num_layers * heads * (12**2 + 17**2)
     assert update_flops(shape, [(3, 9), (3, 14)]) - attention == pytest.approx(products - head, rel=1e-9)
+
+
+def test_predictability_by_position_is_a_mean_over_all_answers():
+    answers = [Rollout(0, 0, [], [5] * len(values), values, "", "length", []) for values in ([-1.0] * 300, [-3.0] * 100)]
+    assert nats_by_position(answers) == {"0": pytest.approx((256 + 300) / 356), "256": 1.0}
 
 
 def test_tokens_after_the_first_end_token_are_counted():

@@ -25,8 +25,10 @@ BLOCK_N = 64
 """Keys per iteration of the inner loop."""
 MIN_CHUNK = 128
 """Smallest number of keys per split; merging a smaller split costs more than it saves."""
-TARGET_PROGRAMS = 264
-"""Two programs per multiprocessor of an H200. With fewer tiles than this, contexts are split further."""
+MULTIPROCESSORS = 132
+"""Number of multiprocessors of an H200."""
+TARGET_PROGRAMS = 2 * MULTIPROCESSORS
+"""With fewer tiles than this, contexts are split further."""
 MASK_BITS = 128
 """Bits of an attention mask, and so the most positions a step can add to a request."""
 FIXED_BLOCK = 32

@@ -28,7 +28,14 @@ from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
 from paceline.kernels.triton.attention import AHEAD_ROWS, LOG2_E, precision_of
-from paceline.kernels.triton.attention_plan import FIXED_BLOCK, MASK_BITS, MAX_PARTS, AttentionPlan, make_plan
+from paceline.kernels.triton.attention_plan import (
+    FIXED_BLOCK,
+    MASK_BITS,
+    MAX_PARTS,
+    MULTIPROCESSORS,
+    AttentionPlan,
+    make_plan,
+)
 from paceline.kernels.triton.chunks import chunk_of, chunk_start, chunks_until
 from paceline.kernels.triton.exact import exact_options
 from paceline.kernels.triton.pdl import fetch_ahead, let_next_begin, wait_for_previous
@@ -49,12 +56,11 @@ class Launch(NamedTuple):
 
 
 PROMPTS = Launch(4, 4, 0)
-MULTIPROCESSORS = 132
-"""Of an H200."""
 
 
 def tree_launch(num_rows: int) -> Launch:
-    """Compile options for the rows of draft trees. With many rows, a third program per multiprocessor pays for long contexts."""
+    """Compile options for the rows of draft trees. With many rows, more programs are faster: long contexts are divided into
+    smaller parts."""
     return Launch(4, 5, 2 * MULTIPROCESSORS if num_rows < 128 else 3 * MULTIPROCESSORS, 255)
 
 

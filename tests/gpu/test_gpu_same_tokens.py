@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -142,7 +143,9 @@ def digest(shape: str) -> str:
 
 def test_another_process_gives_the_same_bits():
     code = "import test_gpu_same_tokens as t; print('digest', t.digest('qwen2'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the package need not be installed
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, stdout=subprocess.PIPE,
+                          text=True, check=True)
     assert f"digest {digest('qwen2')}" in done.stdout
 
 

@@ -74,6 +74,13 @@ class WithoutProbes(AutoSelector):
         return super()._probe(view)
 
 
+class WithoutBound(AutoSelector):
+    """A drafter is tried again even where it could not be faster than off."""
+
+    def _can_pay(self, drafter: DrafterName, view: StepView) -> bool:
+        return True
+
+
 class WithoutGains(AutoSelector):
     """Drafters have no gains of their own: all losses are paid out of what all have."""
 
@@ -101,7 +108,7 @@ class WithoutFilling(AutoSelector):
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
-    "auto-gains": WithoutGains, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
+    "auto-bound": WithoutBound, "auto-gains": WithoutGains, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 

@@ -159,15 +159,14 @@ class BatchBench:
         """Tokens per second of auto, off and the `fixed` strategies at this batch size."""
         names = ["auto", "off", *([] if self._plain is None else ["no drafter"]), *fixed]
         parts = num_parts(batch)
-        for name in names:
-            self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
+        self._warm_up(names, batch)
         found, interruptions = {name: Measured() for name in names}, {name: Interruptions() for name in names}
         began = time.perf_counter()
         for number in range(rounds):
             took = (time.perf_counter() - began) / max(1, number)
             if number and budget.left < took:
                 break
-            prompts = [self._take(batch) for _ in range(parts)]
+            prompts = self._take(names, batch, parts)
             drawn: dict[str, list[list[int]]] = {}
             for name in names:
                 with interruptions[name]:
@@ -188,15 +187,21 @@ class BatchBench:
             windows.append(window)
         return drawn, windows
 
-    def _take(self, count: int) -> list[list[int]]:
+    def _warm_up(self, names: Sequence[str], batch: int) -> None:
+        """Lets auto learn, and runs each strategy for a few tokens."""
+        for name in names:
+            self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
+
+    def _take(self, names: Sequence[str], batch: int, parts: int) -> list[list[list[int]]]:
         """Prompts that this engine has not seen. When all are used, a fresh engine, which remembers none, takes its place."""
-        if self._next + count > len(self._pool):
+        if self._next + parts * batch > len(self._pool):
             del self.engine  # first: there may not be memory for two
             free_memory()
             self._next, self.engine = 0, self._make_engine()
-        part = self._pool[self._next : self._next + count]
-        self._next += count
-        return [part[i % len(part)] for i in range(count)]
+            self._warm_up(names, batch)
+        some = self._pool[self._next : self._next + parts * batch]
+        self._next += parts * batch
+        return [[some[i % len(some)] for i in range(first, first + batch)] for first in range(0, parts * batch, batch)]
 
 
 def _cell(found: dict[str, Measured], fixed: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.lib.results import ROOT
 
-_MOST_PROCESSES = 12
+_MOST_PROCESSES = 16
 """Processes that share the GPU, at most one per core: most of the time goes into compiling."""
 
 

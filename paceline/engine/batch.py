@@ -86,11 +86,12 @@ class BatchBuilder:
         slots = [request.slot for request in plan.decode]
         return self._lay_out(slots, plan.prefill, drafted, plan.strategy, padded=True)
 
-    def dummy(self, num_requests: int, strategy: Strategy, padded: bool = True) -> StepBatch:
-        """Lay out a step of so many padding requests, with draft trees of the strategy's size: for warm-up and profiling."""
+    def dummy(self, num_requests: int, strategy: Strategy, padded: bool = True, slots: list[int] | None = None) -> StepBatch:
+        """Lay out a step of so many padding requests, with draft trees of the strategy's size: for warm-up and profiling.
+        `slots`: other slots than that of the padding request."""
         drafts = _dummy_drafts(strategy, self._device) if strategy.budget else None
         drafted = StepDrafts(drafts, [strategy.budget] * num_requests, [0] * num_requests)
-        return self._lay_out([self._padding_slot] * num_requests, [], drafted, strategy, padded)
+        return self._lay_out(slots or [self._padding_slot] * num_requests, [], drafted, strategy, padded)
 
     def _lay_out(self, slots: list[int], prefill: list[Prefill], drafted: StepDrafts, strategy: Strategy,
                  padded: bool) -> StepBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ class DummySteps:
         self._runner, self._batches, self._drafting, self._graphs = runner, batches, drafting, runner.graphs
         self.device = runner.state.device
         self.max_batch, self.max_rows, self.max_length = scheduler.max_batch, scheduler.max_rows, scheduler.max_length
+        self.page_size = runner.state.tensors.page_size
 
     @property
     def tree_sizes(self) -> tuple[int, ...]:
@@ -37,18 +39,21 @@ class DummySteps:
         return self._drafting.eagle is not None
 
     @torch.inference_mode()
-    def run_step(self, num_requests: int, strategy: Strategy, padded: bool = True, context: int | None = None) -> None:
+    def run_step(self, num_requests: int, strategy: Strategy, padded: bool = True) -> None:
         """Run the policy once for so many requests with draft trees of the strategy's size; nothing is drafted. `padded`: pad
-        to a row size. `context`: number of tokens that the requests pretend to have."""
-        batch = self._batches.dummy(num_requests, strategy, padded)
-        length = self._runner.state.tensors.context[self._runner.state.padding]
-        if context is not None:
-            length.fill_(context)
-        try:
-            self._runner.run(batch, capture_now=True)
-        finally:
-            if context is not None:
-                length.fill_(0)
+        to a row size."""
+        self._runner.run(self._batches.dummy(num_requests, strategy, padded), capture_now=True)
+
+    def lent_slots(self, num_requests: int, context: int) -> AbstractContextManager[list[int]]:
+        """Slots for `run_with_context`."""
+        return self._runner.state.lent_slots(num_requests, context)
+
+    @torch.inference_mode()
+    def run_with_context(self, slots: list[int], strategy: Strategy, context: int) -> None:
+        """Like `run_step`, for requests in `lent_slots` that read so many tokens of context. Each has pages of its own: pages in
+        common would stay in the caches of the device."""
+        self._runner.state.tensors.context[: len(slots)] = context
+        self._runner.run(self._batches.dummy(len(slots), strategy, slots=slots), capture_now=True)
 
     @torch.inference_mode()
     def run_drafter(self, num_requests: int, strategy: Strategy) -> None:

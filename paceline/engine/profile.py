@@ -37,7 +37,7 @@ _CONTEXT_REQUESTS, _CONTEXT, _NODES = {"cpu": 8, "cuda": 32}, 512, 3  # a GPU hi
 _ROUNDS, _MIN_JOBS = 12, 8
 _IN_A_ROW = 3
 """Runs that are timed together on a GPU, where the host prepares a step while another one runs, as in generation."""
-_FORMAT = 11
+_FORMAT = 12
 
 
 def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
@@ -70,17 +70,8 @@ def cache_folder() -> Path:
 def profile(steps: DummySteps, seconds: float) -> CostCurve:
     """Measure steps in growing order of size until half of the time has passed, then repeat these. Larger sizes are
     extrapolated, and corrected by the selector when they occur."""
-    padded = (n for n in steps.tree_sizes if n <= _ROWS[-1])  # 192 rows may cost as much as 256: not interpolated
-    rows = sorted(n for n in {*_ROWS, *padded} if n <= max(steps.max_rows, steps.max_batch))
-    jobs = _context_jobs(steps)
-    jobs += [(("policy", n), partial(steps.run_step, n, Strategy.OFF)) for n in rows]
-    jobs += [(("trees", n), partial(steps.run_step, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]
-    if steps.has_learned_drafter:
-        for requests in (n for n in _REQUESTS if n <= steps.max_batch):
-            jobs += [((shape, requests), partial(steps.run_drafter, requests, Strategy.parse(shape)))
-                     for shape in (_SHORT, _DEEP, _BROAD)]
-    jobs.sort(key=lambda job: job[0][1])
-    ms = _measure(jobs, seconds, steps.device)
+    with steps.lent_slots(*_context_sizes(steps)) as slots:
+        ms = _measure(_jobs(steps, slots), seconds, steps.device)
     start, level = {1.0: 0.0}, {1.0: 0.0}
     drafted = [n for n in _REQUESTS if (_BROAD, n) in ms]
     if drafted:
@@ -89,9 +80,24 @@ def profile(steps: DummySteps, seconds: float) -> CostCurve:
         level[n] = max(0.0, (ms[_DEEP, n] - ms[_SHORT, n]) / 4)
         start[n] = max(0.0, ms[_SHORT, n] - level[n])
         level[n * _WIDE] = max(0.0, (ms[_BROAD, n] - start[n]) / 5)
-    policy = Points.through((n, ms["policy", n]) for n in rows if ("policy", n) in ms)
+    policy = Points.through((n, found) for (name, n), found in ms.items() if name == "policy")
     return CostCurve(policy, Points.through(start.items()), Points.through(level.items()), steps.tree_sizes,
                      *_context_ms(steps, ms), trees=_with_trees(policy, ms))
+
+
+def _jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, Callable[[], Any]]]:
+    """Return what is measured, in growing order of size."""
+    padded = (n for n in steps.tree_sizes if n <= _ROWS[-1])  # 192 rows may cost as much as 256: not interpolated
+    rows = sorted(n for n in {*_ROWS, *padded} if n <= max(steps.max_rows, steps.max_batch))
+    jobs = _context_jobs(steps, slots)
+    jobs += [(("policy", n), partial(steps.run_step, n, Strategy.OFF)) for n in rows]
+    jobs += [(("trees", n), partial(steps.run_step, n // 2, Strategy("eagle", 1, 1, 1))) for n in _TREE_ROWS if n in rows]
+    if steps.has_learned_drafter:
+        for requests in (n for n in _REQUESTS if n <= steps.max_batch):
+            jobs += [((shape, requests), partial(steps.run_drafter, requests, Strategy.parse(shape)))
+                     for shape in (_SHORT, _DEEP, _BROAD)]
+    jobs.sort(key=lambda job: job[0][1])
+    return jobs
 
 
 def _with_trees(policy: Points, ms: dict[_Job, float]) -> Points:
@@ -104,18 +110,20 @@ def _with_trees(policy: Points, ms: dict[_Job, float]) -> Points:
     return Points.through(zip(policy.x.tolist(), (policy.y * more).tolist(), strict=True))
 
 
-def _context_jobs(steps: DummySteps) -> list[tuple[_Job, Callable[[], Any]]]:
+def _context_jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, Callable[[], Any]]]:
     """Return steps with and without draft trees, each with an empty and with a long context."""
     requests, seen = _context_sizes(steps)
-    nodes = Strategy("eagle", _NODES, 1, _NODES)
-    return [((f"{name} {length}", requests), partial(steps.run_step, requests, strategy, context=length))
-            for name, strategy in (("roots", Strategy.OFF), ("trees", nodes)) for length in (0, seen)]
+    jobs: list[tuple[_Job, Callable[[], Any]]] = []
+    for name, strategy in (("roots", Strategy.OFF), ("trees", Strategy("eagle", _NODES, 1, _NODES))):
+        jobs += [((f"{name} 0", requests), partial(steps.run_step, requests, strategy)),
+                 ((f"{name} {seen}", requests), partial(steps.run_with_context, slots, strategy, seen))]
+    return jobs
 
 
 def _context_ms(steps: DummySteps, ms: dict[_Job, float]) -> tuple[float, float]:
     """Return the milliseconds that a thousand tokens of context cost per request, and per row."""
     requests, seen = _context_sizes(steps)
-    if (f"trees {seen}", requests) not in ms:
+    if seen == 0 or (f"trees {seen}", requests) not in ms:
         return 0.0, 0.0
     plain, trees = (max(0.0, ms[f"{name} {seen}", requests] - ms[f"{name} 0", requests]) / (requests * seen / 1e3)
                     for name in ("roots", "trees"))
@@ -124,8 +132,9 @@ def _context_ms(steps: DummySteps, ms: dict[_Job, float]) -> tuple[float, float]
 
 
 def _context_sizes(steps: DummySteps) -> tuple[int, int]:
-    """Return the number of requests and the context length with which the cost of context is measured."""
-    return min(_CONTEXT_REQUESTS.get(steps.device.type, 8), steps.max_batch), min(_CONTEXT, steps.max_length - _NODES - 1)
+    """Return the number of requests and the context length, whole pages, with which the cost of context is measured."""
+    length = max(0, min(_CONTEXT, steps.max_length - _NODES - 1))
+    return min(_CONTEXT_REQUESTS.get(steps.device.type, 8), steps.max_batch), length - length % steps.page_size
 
 
 def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device) -> dict[_Job, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -35,6 +38,23 @@ class SlotState:
         tensors = {name: torch.from_numpy(array).to(device) for name, array in self._host.items()}
         self.tensors = SlotTensors(**tensors, page_table=torch.from_numpy(self._host_pages).to(device), page_size=page_size)
         self._num_pages = [0] * slots
+
+    @contextmanager
+    def lent_slots(self, num_requests: int, context: int) -> Iterator[list[int]]:
+        """Slots of dummy requests that read so many tokens of context, each from other pages, and write to the spare page.
+        Afterwards the slots are as before. `context`: whole pages."""
+        lent = [tensor[:num_requests] for tensor in self.tensors[:-1]]
+        saved = [tensor.clone() for tensor in lent]
+        spare, filled = int(self._host_pages[self.padding, 0]), context // self.tensors.page_size
+        pages = torch.arange(num_requests * filled, dtype=torch.int32).view(num_requests, filled) % spare
+        try:
+            for tensor, whole in zip(lent, self.tensors[:-1], strict=True):
+                tensor[:] = whole[self.padding]
+            self.tensors.page_table[:num_requests, :filled] = pages.to(self.device)
+            yield list(range(num_requests))
+        finally:
+            for tensor, before in zip(lent, saved, strict=True):
+                tensor.copy_(before)
 
     def update(self, admitted: list[Request], running: list[Request]) -> None:
         """Upload the slots of newly admitted requests, and the page tables of all running requests that got pages since the last

@@ -26,17 +26,20 @@ class Corrections:
     """Recent mean error of predicted progress."""
     _sums: dict[_Key, tuple[float, float]] = field(default_factory=dict)
     """Sum of ratios, and of their weights."""
-    _follows: bool = False
-    """Whether the last step was timed."""
+    _last: DrafterName | None = None
+    """Drafter of the last step; None if it was not timed."""
 
     def observe(self, outcome: StepOutcome, predicted_ms: float) -> None:
         """`predicted_ms`: for the rows that the step had, at the machine's present speed. The first step after prefill does not
-        count: the host is still busy with that."""
+        count: the host is still busy with that. Nor does the first step of a drafter, which has to read what was generated
+        without it, unless it took less than was predicted even so."""
         strategy, requests = outcome.decision.strategy, outcome.num_requests
-        follows, self._follows = self._follows, outcome.is_timed
-        if strategy.drafter == "none" or not (follows and outcome.is_timed):
+        last, self._last = self._last, strategy.drafter if outcome.is_timed else None
+        if strategy.drafter == "none" or last is None or not outcome.is_timed:
             return
         ratio = min(max(outcome.ms / predicted_ms, _LEAST), _MOST)
+        if last != strategy.drafter and ratio > self.factor(strategy, requests):
+            return
         self.cost_error += 0.03 * (abs(math.log(ratio / self.factor(strategy, requests))) - self.cost_error)
         if outcome.decision.expected_progress > 0:
             gain = outcome.progress / outcome.decision.expected_progress

@@ -1,9 +1,9 @@
 """Guard: speculation must not cost time, whatever was predicted. It looks at measured times only.
 
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
-of them has gained `progress - cost`. A drafter pays for losses out of what it has gained, and then out of an allowance for trials
-that all drafters share: a few steps at the start, and a small share of all time. While it has neither, it is not used. So
-whatever strategies are proposed, a run loses at most the allowance, and a drafter that pays is not stopped by one that does not.
+of them has gained `progress - cost`. Each drafter has an account: a few steps at the start, a small share of all time, and its
+gains. It pays for its losses out of that, and is not used while the account is empty. So whatever strategies are proposed, a run
+loses little, and a drafter that pays is not stopped by one that does not.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from statistics import median
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.types import DrafterName, StepOutcome, StepView
 
-_SHARE, _MOST, _TRIAL = 0.01, 6.0, 0.75
-"""Share of the time that trials may cost; most steps of the allowance, and of what a drafter keeps of its gains; and allowance
-that a trial needs after it was used up."""
+_FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
+"""Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
+steps that a trial needs after the account was empty."""
+_SLACK, _READING = 0.5, 2.5
+"""A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
+first step it reads what was generated without it: so much of a loss is paid for, but does not stop it, as the next steps may earn
+it again."""
 _STOPPED = 4.0
 """A single step that takes so many times as long as its rows should was stopped by something else, such as a compiler."""
 _FIRST_REST, _LONGEST_REST = 64, 4096
@@ -46,18 +50,31 @@ class _Off:
 
 
 @dataclass(slots=True)
+class Account:
+    """What a drafter may still lose."""
+
+    steps: float = _FIRST
+    is_empty: bool = False
+    """Whether it was used up and is not yet enough for a trial."""
+    stretch: float = 0.0
+    """Gains since the drafter was switched on, without what it lost in its first step for reading."""
+    rest: int = 0
+    """Steps of the drafter's last rest."""
+    resting_until: int = 0
+
+    def add(self, steps: float) -> None:
+        self.steps = min(max(self.steps + steps, -_FIRST), _MOST)
+        self.is_empty = self.steps <= 0 or (self.is_empty and self.steps < _TRIAL)
+
+
+@dataclass(slots=True)
 class Guard:
-    """The allowance, the drafters' gains, and the measured steps without speculation."""
+    """The drafters' accounts, and the measured steps without speculation."""
 
     costs: CostCurve
-    allowance: float = _MOST
-    gains: dict[DrafterName, float] = field(default_factory=dict)
-    _is_used_up: bool = False
-    """Whether the allowance was used up and is not yet enough for a trial."""
+    accounts: dict[DrafterName, Account] = field(default_factory=dict)
     lead: float = 1.0
     """Recent progress over cost of steps with speculation: above 1 it is faster than off."""
-    _rest: dict[DrafterName, int] = field(default_factory=dict)
-    _resting_until: dict[DrafterName, int] = field(default_factory=dict)
     _off: dict[int, _Off] = field(default_factory=dict)
     _latest: float = 1.0
     """Ratio of the step without speculation that was measured last, in any bucket."""
@@ -69,6 +86,8 @@ class Guard:
     """Whether the last step was one without speculation. The first one after others is not measured: its host work overlaps with
     theirs."""
     _was_stopped: bool = False
+    _on: DrafterName | None = None
+    """Drafter of the last step."""
     _num_wanted: int = 0
     """Steps without speculation that are still wanted."""
 
@@ -88,13 +107,17 @@ class Guard:
         if bucket != self._bucket[0]:
             self._bucket = bucket, self._step
         drafter = outcome.decision.strategy.drafter
+        for account in self.accounts.values():
+            account.add(_SHARE)
         if drafter == "none":
             if self._was_off:
                 self._measure_off(bucket, outcome)
-            self._was_off, self._num_wanted = True, max(0, self._num_wanted - 1)
-            self._allow(_SHARE)
+            self._was_off, self._num_wanted, self._on = True, max(0, self._num_wanted - 1), None
             return None
-        self._was_off = False
+        self._was_off, was_on, self._on = False, self._on == drafter, drafter
+        if drafter not in self.accounts:  # its first step loads kernels
+            self.accounts[drafter] = Account()
+            return None
         cost = outcome.ms / self.off_ms(outcome.num_requests, outcome.context)
         progress = outcome.progress
         if outcome.decision.expected_progress == 0:  # a probe of a few requests: the others gain nothing by it
@@ -104,27 +127,28 @@ class Guard:
         if self._was_stopped and not was_stopped:
             return None  # it is counted if it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
-        gain = self.gains.get(drafter, 0.0) + progress - cost
-        self.gains[drafter] = min(max(gain, 0.0), _MOST)
-        self._allow(_SHARE + gain - self.gains[drafter])
-        if self.gains[drafter] == _MOST:
-            self._rest.pop(drafter, None)
-        if self.allows(drafter):
+        account = self.accounts[drafter]
+        account.add(progress - cost)
+        account.stretch = account.stretch + progress - cost if was_on else min(0.0, progress - cost + _READING)
+        if account.steps == _MOST:
+            account.rest = 0
+        if self.allows(drafter) or account.stretch > -_SLACK:
             return None
-        self._rest[drafter] = min(2 * self._rest.get(drafter, _FIRST_REST // 2), _LONGEST_REST)
-        self._resting_until[drafter] = self._step + self._rest[drafter]
+        account.rest = min(2 * account.rest or _FIRST_REST, _LONGEST_REST)
+        account.resting_until = self._step + account.rest
         return drafter
 
     def allows(self, drafter: DrafterName) -> bool:
-        can_pay = not self._is_used_up or self.gains.get(drafter, 0.0) > 0
-        return can_pay and self._step >= self._resting_until.get(drafter, 0)
+        account = self.accounts.get(drafter)
+        return account is None or (not account.is_empty and self._step >= account.resting_until)
 
     def allow_trial(self) -> None:
-        """Most requests are new: what used the allowance up may not hold for them."""
+        """Most requests are new: what emptied an account may not hold for them."""
         if self._step >= self._next_trial:
             self._next_trial = self._step + _TRIAL_EVERY
-            self._allow(max(0.0, _TRIAL - self.allowance))
-            self._resting_until.clear()
+            for account in self.accounts.values():
+                account.add(max(0.0, _TRIAL - account.steps))
+                account.resting_until = 0
 
     def wants_off(self, view: StepView) -> bool:
         """Whether the next step should be one without speculation, to know what that costs."""
@@ -137,10 +161,6 @@ class Guard:
         if known is None:
             return 1 + _OFF_STEPS if not self._off or self._step - entered >= _SETTLE else 0
         return 2 if self._step - known.step >= (_REFRESH_FAR if self.lead > _FAR else _REFRESH_NEAR) else 0
-
-    def _allow(self, steps: float) -> None:
-        self.allowance = min(max(self.allowance + steps, -_MOST), _MOST)
-        self._is_used_up = self.allowance <= 0 or (self._is_used_up and self.allowance < _TRIAL)
 
     def _measure_off(self, bucket: int, outcome: StepOutcome) -> None:
         ratio = outcome.ms / float(self.costs.off_ms(outcome.num_requests, outcome.context))

@@ -15,7 +15,7 @@ MAX_ROWS = 512
 _BUDGETS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, MAX_NODES])
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Smallest number of draft tokens → shape of the learned drafter's trees that are tried."""
-_LEAST_PROBED = 3
+_LEAST_PROBED = 4
 _SUFFIX_NODES, _FIRST_THRESHOLD = 16, 0.2
 """Most draft tokens of the suffix drafter, and its first threshold (`Strategy.min_survival`)."""
 

@@ -115,17 +115,17 @@ def test_without_filling_rows_that_steps_are_padded_with_stay_empty():
     assert empty["auto"] < 0.5 < empty["auto-filling"], empty
 
 
-def test_without_gains_a_drafter_pays_for_the_others():
+def test_without_accounts_of_their_own_a_drafter_stops_the_others():
     eagle, suffix = Strategy("eagle", 1, 1, 1), Strategy("suffix", 8, 2, 16)
     allowed = {}
-    for name in ("auto", "auto-gains"):
+    for name in ("auto", "auto-accounts"):
         guard, off = fresh(name, gpu_costs()).guard, float(gpu_costs().off_ms(8))
         for _ in range(10):
             guard.observe(StepOutcome(Decision(eagle), 8, 0, 16, 1.5 * off, 8))
         for _ in range(30):
             guard.observe(StepOutcome(Decision(suffix), 8, 0, 8, 2 * off, 8))
         allowed[name] = guard.allows("eagle")
-    assert allowed == {"auto": True, "auto-gains": False}
+    assert allowed == {"auto": True, "auto-accounts": False}
 
 
 def test_without_quick_forgetting_estimates_change_gradually():

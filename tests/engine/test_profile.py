@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import model
 
+from paceline import Engine, SamplingParams
+from paceline.config import EngineConfig
 from paceline.engine.profile import profile
+from paceline.types import Strategy
 
 
 def made(tree_sizes: tuple[int, ...]) -> SimpleNamespace:
     """Steps whose time grows with tiles of 128 rows."""
 
-    def run_step(num_requests, strategy, padded=True, context=None):
+    def run_step(num_requests, strategy, padded=True):
         rows = num_requests * (1 + strategy.budget)
         time.sleep(5e-4 * -(-rows // 128))
 
-    return SimpleNamespace(max_rows=2048, max_batch=256, max_length=4096, device=torch.device("cpu"), tree_sizes=tree_sizes,
-                           has_learned_drafter=False, run_step=run_step)
+    def run_with_context(slots, strategy, context):
+        run_step(len(slots), strategy)
+        time.sleep(1e-3 * len(slots) * context / 1e3)
+
+    return SimpleNamespace(max_rows=2048, max_batch=256, max_length=4096, page_size=16, device=torch.device("cpu"),
+                           tree_sizes=tree_sizes, has_learned_drafter=False, run_step=run_step, run_with_context=run_with_context,
+                           lent_slots=lambda requests, context: nullcontext(list(range(requests))))
 
 
 def test_every_number_of_rows_that_steps_are_padded_to_is_measured():
@@ -33,3 +43,33 @@ def test_without_padding_a_few_sizes_are_enough():
     costs = profile(made(()), 5.0)
     assert 192 not in costs.policy.x.tolist()
     assert costs.policy.at(192) == pytest.approx((costs.policy.at(128) + costs.policy.at(256)) / 2)
+
+
+def test_context_costs_what_reading_it_takes():
+    costs = profile(made(()), 5.0)
+    assert costs.request_context_ms + costs.row_context_ms == pytest.approx(1.0, rel=0.2)
+
+
+def test_dummy_requests_read_pages_of_their_own_and_change_nothing():
+    """Prefixes that are shared lie on those pages, and requests may be running in those slots."""
+    one = Engine(model(), None, None, "off", EngineConfig(max_batch=4, kv_tokens=256, page_size=16, profile=False))
+    one.add([1, 2, 3, 4, 5] * 8, SamplingParams(max_new_tokens=30, seed=1), 3)
+    for _ in range(6):
+        one.step()
+    state, steps = one.runner.state, one.dummy_steps
+
+    def everything():
+        slots = [tensor[: state.padding].clone() for tensor in state.tensors[:-1]]
+        kept = one.store.spare_page * one.store.page_size
+        return slots + [tensor[:kept].clone() for tensor in one.store.tensors()]
+
+    before = everything()
+    with steps.lent_slots(3, 48) as slots:
+        pages = state.tensors.page_table[slots, :3]
+        assert len(set(pages.flatten().tolist())) == 9
+        assert (state.tensors.page_table[slots, 3:] == one.store.spare_page).all()
+        for strategy in (Strategy.OFF, Strategy.parse("eagle:d2w1v2")):
+            for _ in range(2):
+                steps.run_with_context(slots, strategy, 48)
+    for was, now in zip(before, everything(), strict=True):
+        assert torch.equal(was, now)

@@ -43,14 +43,16 @@ def test_the_drafter_that_empties_the_account_rests_ever_longer():
     guard, rests = Guard(gpu_costs()), []
     off = outcome(Strategy.OFF, 1.0, float(gpu_costs().off_ms(8)))
     for _ in range(4):
+        lost = 0
         while guard.observe(outcome(SUFFIX, 1.0, 2 * off.ms)) is None:
-            assert guard.allows("suffix")
+            lost += 1
+        assert lost <= 8
         steps = 0
         while not guard.allows("suffix"):
             guard.observe(off)
             steps += 1
         rests.append(steps)
-    assert rests[1:] == sorted(rests[1:]) and rests[-1] >= 2 * rests[0]
+    assert min(rests) >= 64 and rests[-1] == max(rests) >= 512
 
 
 def test_a_drafter_that_pays_is_not_stopped_by_one_that_does_not():
@@ -62,6 +64,24 @@ def test_a_drafter_that_pays_is_not_stopped_by_one_that_does_not():
     while guard.observe(outcome(SUFFIX, 1.0, 2 * off)) is None:
         pass
     assert guard.allows("eagle") and not guard.allows("suffix")
+
+
+def test_what_a_drafter_has_to_read_first_does_not_stop_it():
+    """Seen on a CPU: the first step of the learned drafter, which read what was generated without it, took as long as three steps
+    more; the account was empty and the drafter stopped, although all later steps would have been 1.1 times as fast."""
+    guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
+    plain = outcome(Strategy.OFF, 1.0, off)
+    for _ in range(20):
+        for first in (True, *[False] * 40):
+            assert guard.observe(outcome(eagle, 4.0, (6.5 if first else 3.6) * off)) is None
+        for _ in range(5):
+            guard.observe(plain)
+    assert guard.accounts["eagle"].steps == 6.0
+
+
+def test_the_first_step_of_a_drafter_loads_kernels():
+    guard, off = Guard(gpu_costs()), float(gpu_costs().off_ms(8))
+    assert guard.observe(outcome(SUFFIX, 1.0, 3.5 * off)) is None and guard.accounts["suffix"].steps == 3.0
 
 
 def test_speculation_that_pays_is_never_stopped_by_one_bad_step():
@@ -78,7 +98,8 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
     guard, off = Guard(gpu_costs()), float(gpu_costs().off_ms(1))
     measure(guard, StepView(1, 0, ("suffix",)), off)
     for _ in range(3):
-        assert guard.observe(outcome(SUFFIX, 1.0, times * off, requests=1)) is None and guard.allowance > 5
+        assert guard.observe(outcome(SUFFIX, 1.0, times * off, requests=1)) is None
+        assert guard.allows("suffix") and guard.accounts["suffix"].steps > 2
         assert guard.observe(outcome(SUFFIX, 1.0, 1.1 * off, requests=1)) is None
     assert guard.allows("suffix")
     while guard.observe(outcome(SUFFIX, 1.0, 50 * off, requests=1)) is None:  # again and again: that is what it costs

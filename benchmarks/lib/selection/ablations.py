@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from paceline.strategy import AutoSelector, Selector, make_selector
 from paceline.strategy.acceptance import Acceptance
 from paceline.strategy.correct import Corrections
-from paceline.strategy.guard import Guard
+from paceline.strategy.guard import Account, Guard
 from paceline.strategy.predict import Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
@@ -81,12 +82,12 @@ class WithoutBound(AutoSelector):
         return True
 
 
-class WithoutGains(AutoSelector):
-    """Drafters have no gains of their own: all losses are paid out of what all have."""
+class WithoutAccounts(AutoSelector):
+    """Drafters have one account in common: one of them may stop the others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.guard = _SharedGuard(self.costs)
+        self.guard = Guard(self.costs, _OneAccount())
 
 
 class WithoutChange(AutoSelector):
@@ -108,7 +109,7 @@ class WithoutFilling(AutoSelector):
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
-    "auto-bound": WithoutBound, "auto-gains": WithoutGains, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
+    "auto-bound": WithoutBound, "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
@@ -135,12 +136,17 @@ class _LenientGuard(Guard):
         return True
 
 
-class _SharedGuard(Guard):
-    def observe(self, outcome: StepOutcome) -> DrafterName | None:
-        found = super().observe(outcome)
-        self._allow(sum(self.gains.values()))
-        self.gains.clear()
-        return found
+class _OneAccount(dict[DrafterName, Account]):
+    """The account of whoever asks is that of the first."""
+
+    def __contains__(self, drafter: object) -> bool:
+        return len(self) > 0
+
+    def __getitem__(self, drafter: DrafterName) -> Account:
+        return next(iter(self.values()))
+
+    def get(self, drafter: DrafterName, default: Any = None) -> Any:
+        return next(iter(self.values()), default)
 
 
 class _GradualAcceptance(Acceptance):

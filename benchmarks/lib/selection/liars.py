@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from paceline.strategy import CostCurve
+from paceline.strategy import MAX_ROWS, CostCurve
 from paceline.strategy.predict import Prediction, Predictor
 from paceline.types import DrafterName, StepView, Strategy
 
@@ -13,9 +14,9 @@ class SuffixIsFiveTimes(Predictor):
     """Says that suffix drafts make steps five times as good, whatever was seen."""
 
     def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
-        ms = self.off(view).ms
-        found = Prediction(self.probe("suffix", view.num_running).strategy, view.num_running, 5.0, ms)
-        return [found] if drafter == "suffix" else []
+        requests, strategy = view.num_running, self.probe("suffix", view.num_running).strategy
+        strategy = replace(strategy, budget=min(strategy.budget, max(1, MAX_ROWS // requests - 1)))  # steps have no more rows
+        return [Prediction(strategy, requests, 5.0, self.off(view).ms)] if drafter == "suffix" else []
 
 
 class OffIsSlow(Predictor):

@@ -12,17 +12,18 @@ from typing import Any
 
 from benchmarks.lib.results import ROOT
 
+_CLUSTERS = "tests/gpu/test_gpu_cluster_processes.py"
 _MOST_PROCESSES = 16
 """Processes that share the GPU, at most one per core: most of the time goes into compiling."""
 
 
 def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
-    """Runs pytest on tests/gpu, in several processes where pytest-xdist is installed; its report goes to `folder`. None, and the
+    """Runs pytest on tests/gpu, without clusters of processes, which would take a minute more, in several processes where pytest-xdist is installed; its report goes to `folder`. None, and the
     tests are ended, if they need more than `seconds`."""
     report = folder / "tests.xml"
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     parallel = ["-n", str(processes), "--dist", "load", "--maxschedchunk", "1"] if find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}",
+    command = [sys.executable, "-m", "pytest", "tests/gpu", f"--ignore={_CLUSTERS}", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}",
                "-vv"]  # names the tests as they end: those that failed are known even if there is no time for the others
     try:
         status = subprocess.run(command, cwd=ROOT, timeout=max(1.0, seconds), check=False).returncode

@@ -3,10 +3,11 @@
     make gpu-check CHECK="--model FOLDER --prompts gsm8k_test.jsonl --train-prompts gsm8k_train.jsonl"
 
 FOLDER holds Qwen2.5-1.5B (Coder, Instruct, …), and the prompts are those of GSM8K with their answers. The parts: `drafter`
-(trained here for 80 s on responses of the policy), `decode` (tokens per second without speculation), `speculate` (auto, off and fixed
-strategies at batch 1 to 256, on the policy's upscaled twin with the cost of a 7B model), `long_tail` (a whole rollout of 256
-responses), `rl` (two steps of GRPO on the policy with that drafter), `tests` (tests/gpu, without clusters of processes, which take longer). Each has a share of `--minutes` and may
-use what earlier ones left; what no time was left for is listed as skipped.
+(trained here for 80 s on responses of the policy), `decode` (tokens per second without speculation), `speculate` (auto, off and
+fixed strategies at batch 1 to 256, on the policy's upscaled twin with the cost of a 7B model), `long_tail` (a whole rollout of
+256 responses), `rl` (two steps of GRPO on the policy with that drafter), `tests` (tests/gpu, without clusters of processes). Each
+has a share of `--minutes` and may use what earlier ones left; what no time was left for is listed as skipped. That is to be
+expected of the first check on a machine, which has to compile all kernels: give it eleven minutes, or run it twice.
 
 The exit status is 1 where a test fails, a part fails or is skipped (unless `--partial`), or `auto` has less than 0.97 of the
 speed of off or 0.93 of that of the best fixed strategy; one line says why. benchmarks/results/gpu_check.json has the figures, the

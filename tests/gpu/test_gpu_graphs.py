@@ -9,6 +9,7 @@ import torch
 from tiny import eagle, model
 
 from benchmarks.lib.graph_memory import compare_graph_memory
+from benchmarks.lib.interruptions import Interruptions
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.models.decoder import Decoder
@@ -195,3 +196,19 @@ def test_one_pool_for_all_strategies_is_smaller_than_one_each():
     assert 0 < found.ours.num_bytes < found.naive.num_bytes
     assert found.ours.num_graphs <= found.naive.num_graphs == 3 * (1 + 2 * 3)
     assert tokens(engine) == tokens(made("off"))
+
+
+def test_a_drafter_that_catches_up_compiles_nothing():
+    """Seen on an H200: the kernel had variants by the alignment of its inputs, and 0.2 s in the middle of a run went into one."""
+    engine = made("auto")
+    engine.warm_up()
+    with Interruptions() as interruptions:
+        for prompts in (1, 2, 3, 5):
+            for gap in (6, 7):
+                for number in range(prompts):
+                    engine.add([1 + number, 2, 3, 4, 5], SamplingParams(max_new_tokens=24, seed=number, ignore_eos=True))
+                while engine.has_work:
+                    for _ in range(gap):
+                        engine.step(Strategy.OFF)
+                    engine.step(Strategy.parse("eagle:d3w2v6"))
+    assert not [each for each in interruptions.found if each["kind"] == "compiled" and "catch_up" in each["name"]]

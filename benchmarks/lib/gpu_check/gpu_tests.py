@@ -18,12 +18,13 @@ _MOST_PROCESSES = 16
 
 
 def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
-    """Runs pytest on tests/gpu, without clusters of processes, which would take a minute more, in several processes where pytest-xdist is installed; its report goes to `folder`. None, and the
-    tests are ended, if they need more than `seconds`."""
+    """Runs pytest on tests/gpu, without clusters of processes, in several processes where pytest-xdist is installed; its report
+    goes to `folder`. None, and the tests are ended, if they need more than `seconds`."""
     report = folder / "tests.xml"
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     parallel = ["-n", str(processes), "--dist", "load", "--maxschedchunk", "1"] if find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", f"--ignore={_CLUSTERS}", *parallel, "-p", "no:cacheprovider", f"--junitxml={report}",
+    command = [sys.executable, "-m", "pytest", "tests/gpu", f"--ignore={_CLUSTERS}", *parallel, "-p", "no:cacheprovider",
+               f"--junitxml={report}",
                "-vv"]  # names the tests as they end: those that failed are known even if there is no time for the others
     try:
         status = subprocess.run(command, cwd=ROOT, timeout=max(1.0, seconds), check=False).returncode

@@ -214,7 +214,9 @@ def _own_length(context, shared, counts, least):
     return tl.minimum(tl.minimum(tl.maximum(context - shared, least), context), counts)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests", "least", "spare", "table_columns"])
+# Several inputs are parts of one uploaded tensor, so whether they are aligned depends on the number of rows: not a variant each.
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "least", "spare", "table_columns"],
+            do_not_specialize_on_alignment=["slots", "context", "last_token", "shared", "request", "back", "counts"])
 def _catch_up_kernel(slots, context, last_token, shared, stored, page_table, request, back, counts, ends, out_tokens,
                      out_positions, out_write, out_mask, out_row, out_length, out_slot, out_context, out_causal, num_rows,
                      num_requests, least, spare, page_size, table_columns, BLOCK: tl.constexpr):

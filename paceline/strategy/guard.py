@@ -2,8 +2,9 @@
 
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
 of them has gained `progress - cost`. Each drafter has an account: a few steps at the start, a small share of all time, and its
-gains. It pays for its losses out of that, and is not used while the account is empty. So whatever strategies are proposed, a run
-loses little, and a drafter that pays is not stopped by one that does not.
+gains. It pays for its losses out of that. It is switched on only if the account has what that cost the last time, and off when the
+account is empty. So whatever strategies are proposed, a run loses little, and a drafter that pays is not stopped by one that does
+not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.types import DrafterName, StepOutcome, StepView
 
 _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
-steps that a trial needs after the account was empty."""
+steps that are needed at least to switch a drafter on."""
 _SLACK, _READING = 0.5, 2.5
 """A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
 first step it reads what was generated without it: so much of a loss is paid for, but does not stop it, as the next steps may earn
@@ -54,8 +55,8 @@ class Account:
     """What a drafter may still lose."""
 
     steps: float = _FIRST
-    is_empty: bool = False
-    """Whether it was used up and is not yet enough for a trial."""
+    needed: float = _TRIAL
+    """Steps that are needed to switch the drafter on: what its first step lost the last time."""
     stretch: float = 0.0
     """Gains since the drafter was switched on, without what it lost in its first step for reading."""
     rest: int = 0
@@ -64,7 +65,15 @@ class Account:
 
     def add(self, steps: float) -> None:
         self.steps = min(max(self.steps + steps, -_FIRST), _MOST)
-        self.is_empty = self.steps <= 0 or (self.is_empty and self.steps < _TRIAL)
+
+    def count(self, gain: float, is_first: bool) -> None:
+        """Count a step of the drafter. `is_first`: whether the step before was without it."""
+        self.add(gain)
+        self.stretch = min(0.0, gain + _READING) if is_first else self.stretch + gain
+        if is_first:
+            self.needed = min(max(_TRIAL, -gain), _FIRST)
+        if self.steps == _MOST:
+            self.rest = 0
 
 
 @dataclass(slots=True)
@@ -128,19 +137,21 @@ class Guard:
             return None  # it is counted if it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
         account = self.accounts[drafter]
-        account.add(progress - cost)
-        account.stretch = account.stretch + progress - cost if was_on else min(0.0, progress - cost + _READING)
-        if account.steps == _MOST:
-            account.rest = 0
-        if self.allows(drafter) or account.stretch > -_SLACK:
+        account.count(progress - cost, is_first=not was_on)
+        if self.allows(drafter):
             return None
         account.rest = min(2 * account.rest or _FIRST_REST, _LONGEST_REST)
         account.resting_until = self._step + account.rest
         return drafter
 
     def allows(self, drafter: DrafterName) -> bool:
+        """Whether a drafter may be used in the next step."""
         account = self.accounts.get(drafter)
-        return account is None or (not account.is_empty and self._step >= account.resting_until)
+        if account is None:
+            return True
+        if self._on == drafter:
+            return account.steps > 0 or account.stretch > -_SLACK
+        return account.steps >= account.needed and self._step >= account.resting_until
 
     def allow_trial(self) -> None:
         """Most requests are new: what emptied an account may not hold for them."""

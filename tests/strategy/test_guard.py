@@ -79,6 +79,20 @@ def test_what_a_drafter_has_to_read_first_does_not_stop_it():
     assert guard.accounts["eagle"].steps == 6.0
 
 
+def test_a_drafter_is_switched_on_only_if_its_account_has_what_that_costs():
+    """Seen on a CPU: single steps that tried the learned drafter lost two steps each, whenever its account had anything."""
+    guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
+    plain, tried, steps = outcome(Strategy.OFF, 1.0, off), [], 2000
+    for step in range(steps):
+        if guard.allows("eagle") and step % 4 == 0:
+            guard.observe(outcome(eagle, 1.0, 3.2 * off))
+            tried.append(step)
+        else:
+            guard.observe(plain)
+        guard.allow_trial()
+    assert 2 <= len(tried) <= 2 + steps * 0.005 / 2.2 + 3 / 2.2, tried
+
+
 def test_the_first_step_of_a_drafter_loads_kernels():
     guard, off = Guard(gpu_costs()), float(gpu_costs().off_ms(8))
     assert guard.observe(outcome(SUFFIX, 1.0, 3.5 * off)) is None and guard.accounts["suffix"].steps == 3.0

@@ -19,9 +19,8 @@ On top of the six workloads it has text that repeats itself and text that does n
 
 What each part of `auto` is worth: `auto-PART` is `auto` without the corrections by measured steps (`correct`), those by the
 shape of trees (`shapes`), the guard, the view of the remaining lengths (`makespan`), the early decisions after a surprise, the
-attention to new requests (`news`), the probes of known drafters, the bound on what those can
-gain, the drafters' own accounts in the guard, or the quick forgetting of
-outdated acceptance (`change`); its row says how fast it is, as a multiple of `auto`.
+attention to new requests (`news`), the probes of known drafters, the drafters' own accounts in the guard, or the quick
+forgetting of outdated acceptance (`change`); its row says how fast it is, as a multiple of `auto`.
 """
 
 from __future__ import annotations

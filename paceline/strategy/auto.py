@@ -120,19 +120,14 @@ class AutoSelector:
         moved = 8 * abs(view.num_running - self._batch) > self._batch or bucket_of(view.num_running) != bucket_of(self._batch)
         return moved or self._step - self._decided >= _PATIENCE
 
-    def _rate(self, each: Prediction, view: StepView) -> float:
-        return each.progress / each.ms / self.corrections.factor(each.strategy, view.num_running)
-
-    def _can_pay(self, drafter: DrafterName, view: StepView) -> bool:
-        """Whether a drafter would be faster than off if it were always right."""
-        off = self.predictor.off(view)
-        return self._rate(self.predictor.ideal(drafter, view), view) > _AHEAD * off.progress / off.ms
-
     def _decide(self, view: StepView) -> Decision:
+        def rate(each: Prediction) -> float:
+            return each.progress / each.ms / self.corrections.factor(each.strategy, view.num_running)
+
         off = self.predictor.off(view)
         found = [prediction for drafter in self._usable(view) for prediction in self.predictor.best(drafter, view)]
-        best = max(found, key=lambda each: self._rate(each, view), default=off)
-        if self._rate(best, view) < _AHEAD * off.progress / off.ms:
+        best = max(found, key=rate, default=off)
+        if rate(best) < _AHEAD * off.progress / off.ms:
             return off.decision(view)
         self._probes[best.strategy.drafter].pause = _FIRST_PAUSE
         return best.decision(view)
@@ -144,9 +139,7 @@ class AutoSelector:
         """A step with large trees of a drafter that is not known, or has not been tried for long."""
         for drafter in self._usable(view):
             probes, known = self._probes[drafter], self.predictor.acceptance[drafter].is_known
-            if known and self._step >= probes.due and not self._can_pay(drafter, view):
-                probes.due = self._step + _PATIENCE
-            elif not known or self._step >= probes.due:
+            if self._step >= probes.due or not known:
                 is_used = self.decision is not None and self.decision.strategy.drafter == drafter
                 probes.pause = min(2 * probes.pause, _LONGEST_PAUSE) if known and not is_used else _FIRST_PAUSE
                 probes.due = self._step + probes.pause

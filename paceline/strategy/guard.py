@@ -2,9 +2,9 @@
 
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
 of them has gained `progress - cost`. Each drafter has an account: a few steps at the start, a small share of all time, and its
-gains. It pays for its losses out of that. It is switched on only if the account has what that cost the last time, and off when the
-account is empty. So whatever strategies are proposed, a run loses little, and a drafter that pays is not stopped by one that does
-not.
+gains. It pays for its losses out of that. It is switched on only if the account has what that cost the last time, and off when
+the account is empty. So whatever strategies are proposed, a run loses little, and a drafter that pays is not stopped by one that
+does not.
 """
 
 from __future__ import annotations

@@ -75,16 +75,6 @@ class Predictor:
                                         int(counts[k]), float(progress[k, s, b]), float(ms[k, s, b])))
         return found
 
-    def ideal(self, drafter: DrafterName, view: StepView) -> Prediction:
-        """What the best chain of draft tokens would give if all of them were accepted: no text gives more."""
-        requests = view.num_running
-        budgets = np.arange(1, max(shape.depth for shape in self.acceptance[drafter].shapes) + 1)
-        budgets = budgets[requests * (1 + budgets) <= self._max_rows(requests)]
-        ms = self.costs.ms(drafter, budgets, 1, requests, requests, requests * (1 + budgets), view.context)
-        best = int(((1 + budgets) / ms).argmax())
-        budget = int(budgets[best])
-        return Prediction(Strategy(drafter, budget, 1, budget), requests, 1.0 + budget, float(ms[best]))
-
     def _filled(self, budget: int, requests: int, drafted: int, most: int) -> int:
         """The number of draft tokens per request that uses up the rows which the step is padded with: those rows are computed
         anyway."""

@@ -141,16 +141,6 @@ def test_without_quick_forgetting_estimates_change_gradually():
     assert found["auto"] < 0.8 * found["auto-change"]
 
 
-def test_without_the_bound_a_drafter_that_cannot_pay_is_tried_again():
-    tried = {}
-    for name in ("auto", "auto-bound"):
-        costs = h200_costs()
-        world = World(costs, 256, {"suffix": 0.97}, noise=0.0, host_ms=40.0)
-        world.run(fresh(name, costs), 1000)
-        tried[name] = sum(strategy.drafter == "suffix" for strategy in world.strategies[300:])
-    assert tried["auto"] == 0 < tried["auto-bound"], tried
-
-
 def test_without_probes_a_drafter_that_becomes_good_is_not_noticed():
     used = {}
     for name in ("auto", "auto-probes"):

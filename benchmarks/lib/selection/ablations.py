@@ -75,13 +75,6 @@ class WithoutProbes(AutoSelector):
         return super()._probe(view)
 
 
-class WithoutBound(AutoSelector):
-    """A drafter is tried again even where it could not be faster than off."""
-
-    def _can_pay(self, drafter: DrafterName, view: StepView) -> bool:
-        return True
-
-
 class WithoutAccounts(AutoSelector):
     """Drafters have one account in common: one of them may stop the others."""
 
@@ -109,7 +102,7 @@ class WithoutFilling(AutoSelector):
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
-    "auto-bound": WithoutBound, "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
+    "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections import deque
@@ -335,17 +334,13 @@ class Engine:
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
         """Profile the engine if it has a drafter, and capture all graphs that `auto` may need for so many requests (None: for a
         full batch), so that no later step has to wait for that. Profiling takes about two seconds. `seconds`: no further graph
-        is captured after that time. `on_progress` is called with the number of graphs done, and of all. On a GPU, Python's
-        garbage collector ignores from then on what is alive now (`gc.freeze`)."""
+        is captured after that time. `on_progress` is called with the number of graphs done, and of all."""
         if self.drafting.available and self.config.profile and not self.costs.profiled:
             self.profile()
         if self.drafting.suffix is not None:
             self.drafting.suffix.warm_up()
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
         self.dummy_steps.capture_all(requests, seconds, on_progress)
-        if self.graphs.enabled:  # what is alive now stays: a full collection would look at all of it, for 0.3 s in mid-generation
-            gc.collect()
-            gc.freeze()
         return self.graph_report()
 
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:

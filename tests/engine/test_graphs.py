@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -56,11 +57,7 @@ def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monk
                     EngineConfig(max_batch=8, kv_tokens=4096, kernels="torch", profile=profile))
     graphs = captured(engine, tuple(n for n in GRAPH_SIZES if n <= 64))
     engine._pipelined = False  # on a CPU, observed drafts are not copied
-    try:
-        engine.warm_up()
-        assert gc.get_freeze_count() > 1000, "a full collection would stop generation for a third of a second"
-    finally:
-        gc.unfreeze()  # the other tests in this process
+    engine.warm_up()
     known = set(graphs.steps)
     assert known and not graphs.asked
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, temperature=0.7, ignore_eos=True), 3)
@@ -73,3 +70,15 @@ def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monk
                 engine.step(replace(strategy, budget=budget))
         engine.abort(ids)
     assert set(graphs.steps) == known and not graphs.asked
+
+
+def test_a_warmed_up_engine_is_freed():
+    """Engines contain reference cycles: whoever replaces one needs the garbage collector to find the KV cache of the old one."""
+    engine = Engine(model("qwen3", dtype=torch.float32), None, eagle("qwen3", dtype=torch.float32), "auto",
+                    EngineConfig(max_batch=8, kv_tokens=4096, kernels="torch", profile=False))
+    captured(engine, (1, 2, 4, 8))
+    engine.warm_up()
+    store = weakref.ref(engine.store)
+    del engine
+    gc.collect()
+    assert store() is None

@@ -31,8 +31,8 @@ class Corrections:
 
     def observe(self, outcome: StepOutcome, predicted_ms: float) -> None:
         """`predicted_ms`: for the rows that the step had, at the machine's present speed. The first step after prefill does not
-        count: the host is still busy with that. Nor does the first step of a drafter, which has to read what was generated
-        without it, unless it took less than was predicted even so."""
+        count: the host is still busy with that. Nor does the first step of a drafter, which has to catch up with what was
+        generated without it, unless it took less than was predicted even so."""
         strategy, requests = outcome.decision.strategy, outcome.num_requests
         last, self._last = self._last, strategy.drafter if outcome.is_timed else None
         if strategy.drafter == "none" or last is None or not outcome.is_timed:

@@ -19,10 +19,10 @@ from paceline.types import DrafterName, StepOutcome, StepView
 _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
 steps that are needed at least to switch a drafter on."""
-_SLACK, _READING = 0.5, 2.5
+_SLACK, _CATCH_UP = 0.5, 2.5
 """A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
-first step it reads what was generated without it: so much of a loss is paid for, but does not stop it, as the next steps may earn
-it again."""
+first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next steps
+may earn it again."""
 _STOPPED = 4.0
 """A single step that takes so many times as long as its rows should was stopped by something else, such as a compiler."""
 _FIRST_REST, _LONGEST_REST = 64, 4096
@@ -58,7 +58,7 @@ class Account:
     needed: float = _TRIAL
     """Steps that are needed to switch the drafter on: what its first step lost the last time."""
     stretch: float = 0.0
-    """Gains since the drafter was switched on, without what it lost in its first step for reading."""
+    """Gains since the drafter was switched on, without what it lost in its first step by catching up."""
     rest: int = 0
     """Steps of the drafter's last rest."""
     resting_until: int = 0
@@ -69,7 +69,7 @@ class Account:
     def count(self, gain: float, is_first: bool) -> None:
         """Count a step of the drafter. `is_first`: whether the step before was without it."""
         self.add(gain)
-        self.stretch = min(0.0, gain + _READING) if is_first else self.stretch + gain
+        self.stretch = min(0.0, gain + _CATCH_UP) if is_first else self.stretch + gain
         if is_first:
             self.needed = min(max(_TRIAL, -gain), _FIRST)
         if self.steps == _MOST:

@@ -21,8 +21,8 @@ _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 steps that are needed at least to switch a drafter on."""
 _SLACK, _CATCH_UP = 0.5, 2.5
 """A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
-first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next steps
-may earn it again."""
+first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next
+steps may earn it again."""
 _STOPPED = 4.0
 """A single step that takes so many times as long as its rows should was stopped by something else, such as a compiler."""
 _FIRST_REST, _LONGEST_REST = 64, 4096

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.lib.setup import freeze_memory
 from paceline import Engine, SamplingParams
 from paceline.types import RolloutGroup, StepResult
 
@@ -21,6 +22,7 @@ def warm_up(engine: Engine, names: Sequence[str], prompts: list[list[int]], leng
     short = shortened(lengths)
     for name in names:
         run(engine, name, prompts, lengths if name == "auto" else short)
+    freeze_memory()
 
 
 def shortened(lengths: Sequence[int]) -> list[int]:

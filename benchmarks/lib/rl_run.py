@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.interruptions import Interruptions
-from benchmarks.lib.setup import Budget
+from benchmarks.lib.setup import Budget, freeze_memory
 from paceline.engine import Engine
 from paceline.models.config import ModelConfig
 from paceline.rl.learner import Learner
@@ -155,6 +155,8 @@ class StepRecorder(TrainerCallback):
         self.trainer = trainer
 
     def on_step_begin(self, step: int) -> None:
+        if not self.steps:  # the engines are warm
+            freeze_memory()
         longest = max((found["seconds"] for found in self.steps), default=0.0)
         if step > self.num_steps or (self.steps and self.budget.left < longest):
             raise KeyboardInterrupt

@@ -89,8 +89,15 @@ class Setting(NamedTuple):
 
 
 def free_memory() -> None:
-    """Returns memory that nothing refers to any more, also that of engines, whose warm-up froze what there was."""
+    """Returns memory that nothing refers to any more, also what was frozen."""
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def freeze_memory() -> None:
+    """Keeps the garbage collector from looking at what there is now, for which it stops a run, as all commands do when their
+    engine is warm (`paceline.cli.collector`); `free_memory` ends it."""
+    gc.collect()
+    gc.freeze()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.lib.interruptions import Interruptions
-from benchmarks.lib.setup import Budget, Setting, free_memory
+from benchmarks.lib.setup import Budget, Setting, free_memory, freeze_memory
 from paceline import Engine, SamplingParams
 from paceline.models.decoder import Decoder
 from paceline.types import StepResult
@@ -191,6 +191,7 @@ class BatchBench:
         """Lets auto learn, and runs each strategy for a few tokens."""
         for name in names:
             self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
+        freeze_memory()
 
     def _take(self, names: Sequence[str], batch: int, parts: int) -> list[list[list[int]]]:
         """Prompts that this engine has not seen. When all are used, a fresh engine, which remembers none, takes its place."""

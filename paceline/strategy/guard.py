@@ -58,7 +58,7 @@ class Account:
     needed: float = _TRIAL
     """Steps that are needed to switch the drafter on: what its first step lost the last time."""
     stretch: float = 0.0
-    """Gains since the drafter was switched on, without what it lost in its first step by catching up."""
+    """Losses, less later gains, since the drafter was switched on, without what it lost in its first step by catching up."""
     rest: int = 0
     """Steps of the drafter's last rest."""
     resting_until: int = 0
@@ -69,9 +69,9 @@ class Account:
     def count(self, gain: float, is_first: bool) -> None:
         """Count a step of the drafter. `is_first`: whether the step before was without it."""
         self.add(gain)
-        self.stretch = min(0.0, gain + _CATCH_UP) if is_first else self.stretch + gain
+        self.stretch = min(0.0, gain + _CATCH_UP if is_first else self.stretch + gain)
         if is_first:
-            self.needed = min(max(_TRIAL, -gain), _FIRST)
+            self.needed = min(max(_TRIAL, -gain), _MOST)
         if self.steps == _MOST:
             self.rest = 0
 
@@ -121,7 +121,9 @@ class Guard:
         if drafter == "none":
             if self._was_off:
                 self._measure_off(bucket, outcome)
-            self._was_off, self._num_wanted, self._on = True, max(0, self._num_wanted - 1), None
+            if outcome.decision.expected_progress > 0:  # it was chosen, not only measured
+                self._on = None
+            self._was_off, self._num_wanted = True, max(0, self._num_wanted - 1)
             return None
         self._was_off, was_on, self._on = False, self._on == drafter, drafter
         if drafter not in self.accounts:  # its first step loads kernels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.lib.selection.liars import LIARS
@@ -36,7 +38,8 @@ def test_a_shrinking_batch_does_not_give_liars_a_chance_in_every_bucket(liar):
 
 
 def outcome(drafter: Strategy, progress: float, ms: float, requests: int = 8) -> StepOutcome:
-    return StepOutcome(Decision(drafter), requests, 0, round(requests * progress), ms, requests)
+    decision = Decision(drafter, expected_progress=float(drafter == Strategy.OFF))  # off was chosen
+    return StepOutcome(decision, requests, 0, round(requests * progress), ms, requests)
 
 
 def test_the_drafter_that_empties_the_account_rests_ever_longer():
@@ -91,6 +94,30 @@ def test_a_drafter_is_switched_on_only_if_its_account_has_what_that_costs():
             guard.observe(plain)
         guard.allow_trial()
     assert 2 <= len(tried) <= 2 + steps * 0.005 / 2.2 + 3 / 2.2, tried
+
+
+def test_a_step_that_is_only_measured_does_not_switch_a_drafter_off():
+    """Seen on a CPU: whenever a shrinking batch came to a new bucket, where off is measured, the learned drafter, which had been
+    faster, was off for the rest of the run: its account had less than catching up had cost."""
+    guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
+    chosen = outcome(Strategy.OFF, 1.0, off)
+    measured = replace(chosen, decision=Decision(Strategy.OFF))
+    for cost in (3.0, 3.0):
+        guard.observe(outcome(eagle, 3.0, cost * off))
+    guard.observe(chosen)
+    guard.observe(outcome(eagle, 1.5, 3.6 * off))
+    for _ in range(3):
+        guard.observe(measured)
+        assert guard.allows("eagle")
+    guard.observe(chosen)
+    assert guard.accounts["eagle"].steps < guard.accounts["eagle"].needed and not guard.allows("eagle")
+
+
+def test_earlier_gains_do_not_pay_for_more_losses_than_an_account_holds():
+    guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
+    for _ in range(200):
+        guard.observe(outcome(eagle, 3.0, 1.5 * off))
+    assert any(guard.observe(outcome(eagle, 1.0, 1.5 * off)) == "eagle" for _ in range(14))
 
 
 def test_the_first_step_of_a_drafter_loads_kernels():

@@ -9,7 +9,6 @@ from round to round and start anew with each workload.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -33,7 +32,7 @@ from benchmarks.lib.selection.workloads import (
     num_differing,
     ruined,
 )
-from benchmarks.lib.setup import Budget, make_parser
+from benchmarks.lib.setup import Budget, free_memory, freeze_memory, make_parser
 from paceline.bench.steps import StepTally, TimedEngine
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
@@ -68,8 +67,7 @@ def run(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | Non
                 continue
             bench.workload(name)
         del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     show_goals(conclusions(report.content["models"]))
     if not args.tiny:
         print("all settings:")
@@ -163,6 +161,7 @@ class Bench:
         on_gpu = self._args.setting == "gpu"
         if not on_gpu:
             self._engines.clear()
+            free_memory()
         for name in self._names:
             if name not in self._engines:
                 self._engines[name] = self._engine(name, self._sizes.tail_batch if on_gpu else work.max_batch)
@@ -174,6 +173,7 @@ class Bench:
                 if isinstance(engine.select, AutoSelector):
                     engine.select.costs = engine.costs
             engine.choosing.seconds = 0.0
+        freeze_memory()
 
     def _engine(self, name: str, max_batch: int) -> TimedEngine:
         on_gpu, learned = self._args.setting == "gpu", self._subject.drafter

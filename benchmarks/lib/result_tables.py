@@ -155,6 +155,9 @@ def speculate(content: Content, _: str) -> Table:
         rows.append((f"{name}: best fixed strategy", *(_times(cell and cell["best_fixed_ratio"]) for cell in cells)))
         rows.append((f"{name}: tokens/verification of auto",
                      *(f"{cell['tokens_per_verification']:.2f}" if cell else "–" for cell in found)))
+        prices = [cell and cell.get("price_of_equal_bits") for cell in found]
+        if any(prices):
+            rows.append((f"{name}: price of equal bits with auto", *map(_times, prices)))
     (worst, worst_at), (best, best_at) = min(autos), max(autos)
     return Table("Speculative decoding by batch size on a GPU",
                  f"Speedup of `auto` over off between {_times(worst)} ({worst_at}) and {_times(best)} ({best_at}); `policy` is "

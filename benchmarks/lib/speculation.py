@@ -61,6 +61,9 @@ def sampling(new_tokens: int, ignore_eos: bool = True) -> SamplingParams:
 
 # --- one measurement
 
+ANY_BITS = "auto, any bits"
+"""`auto` in an engine with `deterministic=False`."""
+
 
 @dataclass(slots=True)
 class Window:
@@ -138,26 +141,25 @@ class Flips:
             count[1] += min(len(a), len(b)) if first is None else first + 1
 
     def summary(self) -> dict[str, Any]:
-        flips, tokens = (sum(count[i] for count in self.counts.values()) for i in (0, 1))
+        flips, tokens = (sum(count[i] for name, count in self.counts.items() if name != ANY_BITS) for i in (0, 1))
         each = {name: 1e6 * flipped / max(1, compared) for name, (flipped, compared) in self.counts.items()}
         return {"all": 1e6 * flips / max(1, tokens), "flips": flips, "tokens_compared": tokens, "by_strategy": each}
 
 
 class BatchBench:
-    """One model with its drafter: an engine for all strategies, optionally one without a drafter, and prompts that are used
-    once."""
+    """One model with its drafter: an engine for all strategies, optionally others, and prompts that are used once."""
 
     def __init__(self, make_engine: Callable[[], Engine], pool: list[list[int]], warm: list[list[int]], new_tokens: int,
-                 plain: Engine | None = None) -> None:
-        """pool: prompts to measure on. warm: prompts for warming up. plain: an engine without a drafter."""
+                 others: dict[str, tuple[Engine, str]] | None = None) -> None:
+        """pool: prompts to measure on. warm: prompts for warming up. others: further engines by name, with their strategies."""
         self.flips, self._new_tokens = Flips(), new_tokens
-        self._make_engine, self._plain = make_engine, plain
+        self._make_engine, self._others = make_engine, others or {}
         self._pool, self._warm, self._next = pool, warm, 0
         self.engine = make_engine()
 
     def measure(self, batch: int, rounds: int, budget: Budget, fixed: Sequence[str]) -> dict[str, Any]:
         """Tokens per second of auto, off and the `fixed` strategies at this batch size."""
-        names = ["auto", "off", *([] if self._plain is None else ["no drafter"]), *fixed]
+        names = ["auto", *self._others, "off", *fixed]
         parts = num_parts(batch)
         self._warm_up(names, batch)
         found, interruptions = {name: Measured() for name in names}, {name: Interruptions() for name in names}
@@ -178,7 +180,7 @@ class BatchBench:
         return _cell(found, fixed) | {"interruptions": {name: each.found for name, each in interruptions.items() if each.found}}
 
     def _run(self, name: str, parts: list[list[list[int]]], batch: int, new_tokens: int) -> tuple[list[list[int]], list[Window]]:
-        engine, strategy = (self.engine, name) if self._plain is None or name != "no drafter" else (self._plain, "off")
+        engine, strategy = self._others.get(name, (self.engine, name))
         drawn, windows = [], []
         for prompts in parts:
             window = Window(len(prompts))
@@ -190,7 +192,8 @@ class BatchBench:
     def _warm_up(self, names: Sequence[str], batch: int) -> None:
         """Lets auto learn, and runs each strategy for a few tokens."""
         for name in names:
-            self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
+            learns = name in ("auto", ANY_BITS)
+            self._run(name, [self._warm[:batch]], batch, self._new_tokens if learns else min(24, self._new_tokens))
         freeze_memory()
 
     def _take(self, names: Sequence[str], batch: int, parts: int) -> list[list[list[int]]]:
@@ -214,6 +217,9 @@ def _cell(found: dict[str, Measured], fixed: Sequence[str]) -> dict[str, Any]:
         record["finish_ratio_to_off"] = statistics.median(off / max(1e-9, seconds) for seconds, off in pairs)
     best = max(fixed, key=lambda name: cell[name]["tokens_per_s"])
     cell["auto"]["steps"] = found["auto"].strategies
+    if ANY_BITS in found:
+        pairs = zip(found[ANY_BITS].rates, found["auto"].rates, strict=True)
+        cell["auto"]["price_of_equal_bits"] = statistics.median(loose / equal for loose, equal in pairs)
     return {"strategies": cell, "best_fixed": best, "best_fixed_ratio": cell[best]["ratio_to_off"],
             "auto_to_best": cell["auto"]["tokens_per_s"] / max(cell[best]["tokens_per_s"], cell["off"]["tokens_per_s"])}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.lib.long_tail import compose
 from benchmarks.lib.prompts import chat, questions
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting
@@ -18,12 +20,14 @@ from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.decoder import Decoder
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.trainer.answer_capture import num_to_add
-from paceline.trainer.drafter_eval import held_out_coverage
+from paceline.trainer.drafter_eval import coverage_record, held_out_coverage
 from paceline.trainer.standalone_drafter import has_plateaued, standalone_config
 from paceline.types import FeatureRecord
 
-_HELD_OUT = 48
-"""Number of prompts whose responses are not trained on: coverage is measured on them."""
+_HELD_OUT, _LONG_HELD_OUT = 48, 8
+"""Number of prompts, and of those with long responses, whose responses are not trained on: coverage is measured on them."""
+_LONG = 4
+"""How many times as long as `--train-tokens` the responses to prompts with several problems may be."""
 _REPORTS = 12
 """Number of progress lines while training."""
 _BUFFER_BYTES = 64 << 30
@@ -40,6 +44,8 @@ class Captured(NamedTuple):
     """Responses to train on."""
     held_out: list[FeatureRecord]
     """Responses to other prompts, on which coverage is measured."""
+    long_held_out: list[FeatureRecord]
+    """Responses to prompts with several problems."""
     seconds: float
     tokens_per_s: float
     """Generated tokens per second, without the first step's compilation."""
@@ -56,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser, can_load: bool = True) -> Non
     parser.add_argument("--objective", choices=["agreement", "cross_entropy"], default="agreement")
     parser.add_argument("--answers", type=int, default=3000, help="number of responses to train on")
     parser.add_argument("--train-seconds", type=float, default=160)
-    parser.add_argument("--train-tokens", type=int, default=512, help="longest response to train on")
+    parser.add_argument("--train-tokens", type=int, default=512, help="longest response to one problem to train on")
+    parser.add_argument("--long-answers", type=int, default=160,
+                        help=f"number of responses to several problems to train on, {_LONG} times as long")
     parser.add_argument("--draft-vocab", type=int, default=32768)
     parser.add_argument("--lr", type=float, help="learning rate (default: the trainer's)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="other settings of drafter training")
@@ -78,10 +86,11 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
         report.content["drafter"] = {"loaded": True}
         return load_eagle(args.drafter, policy)
     if setting.tiny:
-        args.answers, args.train_seconds, args.train_tokens, args.draft_vocab = 48, 0.5, 12, 0
+        args.answers, args.long_answers, args.train_seconds, args.train_tokens, args.draft_vocab = 48, 4, 0.5, 12, 0
     changes = dict(change.split("=", 1) for change in args.set)
     config = SpotConfig(**{"form": args.form, "objective": args.objective, "lr": args.lr, **changes})
-    captured = capture(setting, policy, chat(tokenizer, texts), config, args.answers, args.train_tokens, budget)
+    long = chat(tokenizer, compose(texts, [_LONG * args.train_tokens] * args.long_answers, 98))
+    captured = capture(setting, policy, chat(tokenizer, texts), config, args.answers, args.train_tokens, budget, long)
     setting.free()
     seconds = min(args.train_seconds, max(1.0, budget.left))
     trainer = make_trainer(policy, captured.records, standalone_config(config, seconds=seconds), args.draft_vocab)
@@ -97,31 +106,39 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
         "train_seconds": sum(entry["seconds"] for entry in log), "steps": trainer.progress.step, "form": args.form,
         "objective": args.objective, "draft_vocab": args.draft_vocab, "log": log, "coverage_by_depth": found.by_depth,
         "full_tree_tokens_per_verification": {k: values[-1] for k, values in found.accept_length.items()}}
+    if captured.long_held_out:
+        found = held_out_coverage(drafter, policy, captured.long_held_out, EngineConfig().tau, config.temperature)
+        print("long responses:", found, flush=True)
+        report.content["drafter"]["long_responses"] = coverage_record(found)
     report.save()
     setting.free()
     return drafter
 
 
 def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], config: SpotConfig, count: int, new_tokens: int,
-            budget: Budget) -> Captured:
+            budget: Budget, long: Sequence[list[int]] = ()) -> Captured:
     """Responses with the policy's features. They are taken as they finish, and new ones are requested in their place, until there
-    are `count` or a quarter of the time is used; the unfinished ones are dropped. The first prompts are held out."""
+    are `count` or a quarter of the time is used; the unfinished ones are dropped. The first prompts are held out. Responses to
+    `long`, which take longest, are requested before most others."""
     layers = capture_layers(EagleConfig.for_policy(policy.config, config.module_form))
     on_gpu = policy.norm.device.type == "cuda"
-    engine = setting.engine(policy, None, _CAPTURE_BATCH if on_gpu else 64, kv_gb=24 if on_gpu else 1, capture=layers)
+    engine = setting.engine(policy, None, _CAPTURE_BATCH if on_gpu else 64, kv_gb=40 if on_gpu else 1, capture=layers)
     began = budget.used
     engine.generate(prompts[:1], SamplingParams(max_new_tokens=2), keys=["first"])  # compiles kernels
     print(f"first token after {budget.used - began:.1f} s", flush=True)
-    num_held_out = 8 if setting.tiny else _HELD_OUT
-    held_out, others = prompts[:num_held_out], prompts[num_held_out:]
+    num_short, num_long = (8, min(2, len(long))) if setting.tiny else (_HELD_OUT, min(_LONG_HELD_OUT, len(long)))
+    num_held_out = num_short + num_long
     params = SamplingParams(temperature=config.temperature, max_new_tokens=new_tokens, seed=1)
-    waiting = ((i, held_out[i] if i < num_held_out else others[(i - num_held_out) % len(others)]) for i in range(count))
+    requests = chain(((prompt, params) for prompt in prompts[:num_short]),
+                     ((prompt, replace(params, max_new_tokens=_LONG * new_tokens)) for prompt in long),
+                     ((prompt, params) for prompt in cycle(prompts[num_short:])))
+    waiting = enumerate(islice(requests, count))
     until, began = budget.used + 0.25 * budget.left, budget.used
     asked: dict[int, int] = {}  # number of the response by request
     found: dict[int, FeatureRecord] = {}
     while budget.used < until or not found or min(asked.values(), default=count) < num_held_out:
-        for number, prompt in islice(waiting, num_to_add(len(asked), engine.scheduler.max_batch)):
-            (request,) = engine.add(prompt, params, key=f"train {number}")  # a prompt that comes twice gets two responses
+        for number, (prompt, each) in islice(waiting, num_to_add(len(asked), engine.scheduler.max_batch)):
+            (request,) = engine.add(prompt, each, key=f"train {number}")  # a prompt that comes twice gets two responses
             asked[request] = number
         if not asked:
             break
@@ -132,8 +149,8 @@ def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], config:
     engine.abort(list(asked))
     tokens, seconds = engine.stats().generated_tokens, budget.used - began
     print(f"{len(found)} responses captured in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s", flush=True)
-    return Captured([found[i] for i in sorted(found) if i >= num_held_out], [found[i] for i in range(num_held_out) if i in found],
-                    seconds, tokens / seconds)
+    held_out = [[found[i] for i in some if i in found] for some in (range(num_short), range(num_short, num_held_out))]
+    return Captured([found[i] for i in sorted(found) if i >= num_held_out], *held_out, seconds, tokens / seconds)
 
 
 def make_trainer(policy: Decoder, records: list[FeatureRecord], config: SpotConfig, draft_vocab: int) -> SpotTrainer:

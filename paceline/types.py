@@ -273,6 +273,9 @@ class Decision:
     """Predicted `StepOutcome.progress`."""
     expected_ms: float = 0.0
     """Predicted duration in milliseconds; 0 without a prediction."""
+    worth: float = 1.0
+    """Number of steps without speculation that an accepted draft token of every request is worth: less than 1 where the requests
+    that finish last have few draft tokens accepted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,9 +330,9 @@ class StepOutcome:
 
     @property
     def progress(self) -> float:
-        """Mean number of tokens of the requests that may have had draft tokens: how many steps without speculation the step is
-        worth."""
-        return 1 + (self.num_tokens - self.num_requests) / max(1, self.num_drafted_for)
+        """How many steps without speculation the step is worth, by the mean number of draft tokens that were accepted of the
+        requests that may have had some."""
+        return 1 + self.decision.worth * (self.num_tokens - self.num_requests) / max(1, self.num_drafted_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +350,9 @@ class StepView:
     remaining: tuple[int, ...] = ()
     """Number of tokens that each decoding request still has to generate, in descending order, if that is known and no request
     waits: what counts then is when the last one is done. Otherwise empty."""
+    paces: Mapping[DrafterName, tuple[float, ...]] = field(default_factory=dict)
+    """By drafter, for the first requests of `remaining`: how many draft tokens are accepted, as a multiple of the mean of the
+    requests beside them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ its upscaled twin with the cost of a 7B model.
         --drafter build/drafter        # trains the drafter and writes it there; a second run loads it
 
 FOLDER holds Qwen2.5-1.5B (Coder, Instruct, …). Prompts are grade-school problems through the chat template, temperature 1. A
-measurement runs `batch` responses that are long enough (known from a first pass with the same seeds). It counts from the step in
-which all of them decode until the first one has all its tokens: decoding only, at a constant batch size, on real text. In every
+measurement runs `batch` responses that are long enough (known from a first pass with the same seeds; the engine does not know
+it). It counts from the step in which all of them decode until the first one has `--new-tokens` tokens, where all are broken off:
+decoding only, at a constant batch size, on real text. In every
 round all strategies get the same prompts and seeds, auto first, and no prompt is used twice, so the suffix drafter inside auto
 has never seen a response. Responses that differ from those of off are counted (`flips_per_million`).
 """

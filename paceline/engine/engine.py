@@ -69,6 +69,7 @@ class Engine:
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
+        self._reads_prompts = False  # whether the drafter still reads prompts on the device, which the next step waits for
         self._asleep = False
         self._weights = PolicyWeights(model)
         self._eos = frozenset(model.config.eos_token_ids)
@@ -184,11 +185,12 @@ class Engine:
             del self._requests[rollout.request_id]
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
-        regular = now.num_irregular == since.num_irregular
+        regular = now.num_irregular == since.num_irregular and not self._reads_prompts
+        self._reads_prompts = self._pipelined and self.drafting.eagle is not None and result.num_prefill_rows > 0
         host_ms = 1e3 * (step.launch_seconds + now.at - read_at) if self._pipelined else 0.0
         self._control.record(StepOutcome(
             step.plan.decision, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
-            result.num_rows, step.context, host_ms, drafts), finished)
+            result.num_rows, step.context, host_ms, drafts), result)
 
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""

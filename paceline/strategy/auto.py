@@ -41,7 +41,7 @@ class AutoSelector:
         self._batch = self._decided = self._step = self._watched_until = self._num_old = 0
         self._gained: list[float] = []
         """Progress of the steps since the last decision."""
-        self._is_due = True
+        self._is_due, self._knew_lengths = True, False
 
     @property
     def costs(self) -> CostCurve:
@@ -80,6 +80,7 @@ class AutoSelector:
         if self._must_decide(view):
             self.decision = self._decide(view)
             self._decided, self._batch, self._is_due = self._step, view.num_running, False
+            self._knew_lengths = bool(view.remaining)
             self._gained.clear()
         assert self.decision is not None
         every = _OBSERVE_EVERY if self._batch >= _SMALL_BATCH else _OBSERVE_EVERY // 4
@@ -117,6 +118,8 @@ class AutoSelector:
     def _must_decide(self, view: StepView) -> bool:
         if self._is_due or self.decision is None or self.decision.strategy.drafter not in ("none", *view.available):
             return True
+        if bool(view.remaining) != self._knew_lengths:
+            return True
         moved = 8 * abs(view.num_running - self._batch) > self._batch or bucket_of(view.num_running) != bucket_of(self._batch)
         return moved or self._step - self._decided >= _PATIENCE
 
@@ -133,7 +136,7 @@ class AutoSelector:
         return best.decision(view)
 
     def _usable(self, view: StepView) -> list[DrafterName]:
-        return [name for name in self._probes if name in view.available and self.guard.allows(name)]
+        return [name for name in self._probes if name in view.available and self.guard.allows(name, view.num_running)]
 
     def _probe(self, view: StepView) -> Decision | None:
         """A step with large trees of a drafter that is not known, or has not been tried for long."""

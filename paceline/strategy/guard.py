@@ -55,8 +55,8 @@ class Account:
     """What a drafter may still lose."""
 
     steps: float = _FIRST
-    needed: float = _TRIAL
-    """Steps that are needed to switch the drafter on: what its first step lost the last time."""
+    needed: dict[int, float] = field(default_factory=dict)
+    """By batch bucket: steps that are needed to switch the drafter on, which is what its first step lost the last time."""
     stretch: float = 0.0
     """Losses, less later gains, since the drafter was switched on, without what it lost in its first step by catching up."""
     rest: int = 0
@@ -66,12 +66,12 @@ class Account:
     def add(self, steps: float) -> None:
         self.steps = min(max(self.steps + steps, -_FIRST), _MOST)
 
-    def count(self, gain: float, is_first: bool) -> None:
+    def count(self, gain: float, bucket: int, is_first: bool) -> None:
         """Count a step of the drafter. `is_first`: whether the step before was without it."""
         self.add(gain)
         self.stretch = min(0.0, gain + _CATCH_UP if is_first else self.stretch + gain)
         if is_first:
-            self.needed = min(max(_TRIAL, -gain), _MOST)
+            self.needed[bucket] = min(max(_TRIAL, -gain), _MOST)
         if self.steps == _MOST:
             self.rest = 0
 
@@ -139,21 +139,21 @@ class Guard:
             return None  # it is counted if it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
         account = self.accounts[drafter]
-        account.count(progress - cost, is_first=not was_on)
-        if self.allows(drafter):
+        account.count(progress - cost, bucket, is_first=not was_on)
+        if self.allows(drafter, outcome.num_requests):
             return None
         account.rest = min(2 * account.rest or _FIRST_REST, _LONGEST_REST)
         account.resting_until = self._step + account.rest
         return drafter
 
-    def allows(self, drafter: DrafterName) -> bool:
-        """Whether a drafter may be used in the next step."""
+    def allows(self, drafter: DrafterName, requests: int) -> bool:
+        """Whether a drafter may be used in the next step, which has so many requests."""
         account = self.accounts.get(drafter)
         if account is None:
             return True
         if self._on == drafter:
             return account.steps > 0 or account.stretch > -_SLACK
-        return account.steps >= account.needed and self._step >= account.resting_until
+        return account.steps >= account.needed.get(bucket_of(requests), _TRIAL) and self._step >= account.resting_until
 
     def allow_trial(self) -> None:
         """Most requests are new: what emptied an account may not hold for them."""

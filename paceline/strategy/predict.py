@@ -29,10 +29,12 @@ class Prediction(NamedTuple):
     progress: float
     """Number of steps without speculation that the step is worth (see `StepOutcome.progress`)."""
     ms: float
+    worth: float = 1.0
+    """See `Decision.worth`."""
 
     def decision(self, view: StepView) -> Decision:
         part = self.num_drafted_for if 0 < self.num_drafted_for < view.num_running else None
-        return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms)
+        return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms, worth=self.worth)
 
 
 class Predictor:
@@ -61,7 +63,7 @@ class Predictor:
         drafted = counts[:, None, None]
         rows = requests + drafted * nodes  # [K, S, B]: number of requests drafted for, shape, budget
         ms = self.costs.ms(drafter, depth, width, requests, drafted, rows, view.context)
-        progress = makespan_progress(view, counts, accepted)
+        progress = makespan_progress(view, drafter, counts, accepted, ms / self.costs.off_ms(1, view.context))
         possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
         rate = np.where(possible, progress / ms, 0.0)
         found = []
@@ -71,8 +73,9 @@ class Predictor:
                 budget = int(budgets[b])
                 if drafter == "eagle":
                     budget = self._filled(budget, requests, int(counts[k]), int(most[s, 0]))
-                found.append(Prediction(Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival),
-                                        int(counts[k]), float(progress[k, s, b]), float(ms[k, s, b])))
+                steps = float(progress[k, s, b])
+                found.append(Prediction(Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival), int(counts[k]),
+                                        steps, float(ms[k, s, b]), (steps - 1) / float(accepted[s, b])))
         return found
 
     def _filled(self, budget: int, requests: int, drafted: int, most: int) -> int:
@@ -125,15 +128,24 @@ def drafted_counts(view: StepView) -> np.ndarray:
     return np.array(counts)
 
 
-def makespan_progress(view: StepView, counts: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+def makespan_progress(view: StepView, drafter: DrafterName, counts: np.ndarray, accepted: np.ndarray,
+                      cost: np.ndarray) -> np.ndarray:
     """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
-    the most tokens left are, the others, which get one token per step, must not become the last."""
+    the most tokens left are, the others, which get one token per step, must not become the last. Requests of which few draft
+    tokens are accepted (`StepView.paces`) fall behind: when the others are done, their last tokens take steps of their own.
+    `cost`: what the step takes, as a multiple of a step of one request without speculation."""
     progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
     if not view.remaining:
         return progress
     longest = max(view.remaining[0], 1)
-    others = np.array([view.remaining[k] if k < len(view.remaining) else 0 for k in counts])
-    return np.minimum(progress, (longest / np.maximum(others, 1e-9))[:, None, None])
+    others = np.array([view.remaining[k] if k < len(view.remaining) else 0 for k in counts], float)[:, None, None]
+    progress = np.minimum(progress, longest / np.maximum(others, 1e-9))
+    paces = np.array(view.paces.get(drafter, ()))[:, None, None]
+    if not len(paces):
+        return progress
+    steps = np.maximum.accumulate(np.array(view.remaining[: len(paces)])[:, None, None] / (1 + paces * accepted))
+    slowest = longest / np.maximum(steps[np.minimum(counts, len(paces)) - 1], others)
+    return progress / (1 + np.maximum(progress - slowest, 0.0) / cost)
 
 
 def drafts_at(requests: int) -> list[Strategy]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from dataclasses import replace
 
 from benchmarks.lib.selection.ablations import ABLATIONS, selector_named
 from benchmarks.lib.selection.liars import SuffixIsFiveTimes
-from benchmarks.lib.selection.simulated import h200_costs
+from benchmarks.lib.selection.simulated import cells, figures, h200_costs
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points
 from paceline.types import Decision, StepOutcome, StepView, Strategy
@@ -59,6 +60,13 @@ def test_without_shapes_one_shape_answers_for_another():
         factors[name] = [selector.corrections.factor(strategy, 8) for strategy in (deep, flat)]
     assert factors["auto"][0] > 1.5 * factors["auto"][1]
     assert factors["auto-shapes"][0] == factors["auto-shapes"][1]
+
+
+def test_without_paces_some_requests_are_drafted_for_until_others_have_fallen_behind():
+    seconds = {}
+    for name in ("auto", "auto-paces"):
+        seconds[name] = statistics.median(figures(name, cells()["high_temperature"], 4)["each"])
+    assert seconds["auto"] < 0.97 * seconds["auto-paces"], seconds
 
 
 def test_without_news_drafts_for_new_requests_are_expected_to_be_as_bad_as_for_the_old_ones():
@@ -124,7 +132,7 @@ def test_without_accounts_of_their_own_a_drafter_stops_the_others():
             guard.observe(StepOutcome(Decision(eagle), 8, 0, 16, 1.5 * off, 8))
         for _ in range(30):
             guard.observe(StepOutcome(Decision(suffix), 8, 0, 8, 2 * off, 8))
-        allowed[name] = guard.allows("eagle")
+        allowed[name] = guard.allows("eagle", 8)
     assert allowed == {"auto": True, "auto-accounts": False}
 
 

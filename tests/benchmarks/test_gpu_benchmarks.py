@@ -31,7 +31,7 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         for name in twin.keys() - {"auto", ANY_BITS}:  # the twin's acceptance is the policy's
             assert twin[name]["tokens_per_verification"] == policy[name]["tokens_per_verification"]
         assert found["models"]["twin"]["flips_per_million"]["tokens_compared"] > 0
-        assert policy["off"]["finish_ratio_to_off"] == 1 and all(each["longest_step_ms"] > 0 for each in policy.values())
+        assert all(each["longest_step_ms"] > 0 for each in policy.values())
     elif script is long_tail:
         assert set(found["ratio_to_off"]) == {"auto", "off", "eagle:d3w2v4"}
     elif script is graphs:
@@ -64,12 +64,16 @@ def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) 
 
 
 def test_a_window_counts_only_steps_in_which_all_decode():
-    window = Window(2)
+    window = Window(2, 100)
     for result in (one_step({1: [5]}, prefill=9), one_step({1: [5], 2: [5]}), one_step({1: [5], 2: [5]}),  # settling
                    one_step({1: [5, 6], 2: [5]}), one_step({}), one_step({1: [5], 2: [5, 6, 7]}),
                    one_step({1: [5], 2: [5]}, finished=1), one_step({1: [5]})):
         window(result)
-    assert (window.tokens, window.verifications) == (7, 4)
+    assert (window.tokens, window.verifications) == (7, 4) and window.is_over
+    short = Window(1, 3)
+    for _ in range(4):
+        short(one_step({1: [5]}))
+    assert short.is_over and short.tokens == 0 and short.drawn[1] == [5] * 4
 
 
 def test_flips_are_counted_until_the_first_of_each_answer():

@@ -9,6 +9,7 @@ from tiny import eagle, model
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.models.decoder import Decoder
+from paceline.types import Decision, StepOutcome, StepView, Strategy
 
 PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40]
 PARAMS = SamplingParams(max_new_tokens=48, seed=3)
@@ -55,6 +56,29 @@ def test_deterministic_bfloat16_does_not_depend_on_the_strategy(strategy):
     plain = tokens(Engine(moved("qwen3", torch.bfloat16), drafter=None, strategy="off", config=config))
     engine = Engine(moved("qwen3", torch.bfloat16), drafter=eagle("qwen3", "eagle"), strategy=strategy, config=config)
     assert tokens(engine) == plain
+
+
+def test_a_step_in_which_the_drafter_still_reads_prompts_is_not_timed():
+    """Its time was held against the strategy of that step."""
+    outcomes = []
+
+    class Recorder:
+        def select(self, view: StepView) -> Decision:
+            return Decision(Strategy.OFF)
+
+        def observe(self, outcome: StepOutcome) -> None:
+            outcomes.append(outcome)
+
+        def drafter_replaced(self) -> None:
+            pass
+
+    engine = Engine(moved("qwen3", torch.bfloat16), drafter=eagle("qwen3", "eagle"), strategy=Recorder(),
+                    config=EngineConfig(max_batch=16, kv_memory_gb=0.5))
+    for _ in range(2):
+        tokens(engine)
+        times = [outcome.ms for outcome in outcomes if outcome.num_requests and not outcome.num_prefill_rows]
+        outcomes.clear()
+    assert times[0] == 0 and all(ms > 0 for ms in times[1:])
 
 
 def test_preemption_and_sharing_under_pressure():

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs
 from paceline.strategy import AutoSelector
+from paceline.strategy.cost import bucket_of
 from paceline.strategy.guard import Guard
 from paceline.types import Decision, StepOutcome, StepView, Strategy
 
@@ -51,7 +52,7 @@ def test_the_drafter_that_empties_the_account_rests_ever_longer():
             lost += 1
         assert lost <= 8
         steps = 0
-        while not guard.allows("suffix"):
+        while not guard.allows("suffix", 8):
             guard.observe(off)
             steps += 1
         rests.append(steps)
@@ -66,7 +67,7 @@ def test_a_drafter_that_pays_is_not_stopped_by_one_that_does_not():
         assert guard.observe(outcome(Strategy("eagle", 1, 1, 1), 2.0, 1.5 * off)) is None
     while guard.observe(outcome(SUFFIX, 1.0, 2 * off)) is None:
         pass
-    assert guard.allows("eagle") and not guard.allows("suffix")
+    assert guard.allows("eagle", 8) and not guard.allows("suffix", 8)
 
 
 def test_what_a_drafter_has_to_read_first_does_not_stop_it():
@@ -87,7 +88,7 @@ def test_a_drafter_is_switched_on_only_if_its_account_has_what_that_costs():
     guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
     plain, tried, steps = outcome(Strategy.OFF, 1.0, off), [], 2000
     for step in range(steps):
-        if guard.allows("eagle") and step % 4 == 0:
+        if guard.allows("eagle", 8) and step % 4 == 0:
             guard.observe(outcome(eagle, 1.0, 3.2 * off))
             tried.append(step)
         else:
@@ -108,9 +109,9 @@ def test_a_step_that_is_only_measured_does_not_switch_a_drafter_off():
     guard.observe(outcome(eagle, 1.5, 3.6 * off))
     for _ in range(3):
         guard.observe(measured)
-        assert guard.allows("eagle")
+        assert guard.allows("eagle", 8)
     guard.observe(chosen)
-    assert guard.accounts["eagle"].steps < guard.accounts["eagle"].needed and not guard.allows("eagle")
+    assert guard.accounts["eagle"].steps < guard.accounts["eagle"].needed[bucket_of(8)] and not guard.allows("eagle", 8)
 
 
 def test_earlier_gains_do_not_pay_for_more_losses_than_an_account_holds():
@@ -140,13 +141,13 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
     measure(guard, StepView(1, 0, ("suffix",)), off)
     for _ in range(3):
         assert guard.observe(outcome(SUFFIX, 1.0, times * off, requests=1)) is None
-        assert guard.allows("suffix") and guard.accounts["suffix"].steps > 2
+        assert guard.allows("suffix", 8) and guard.accounts["suffix"].steps > 2
         assert guard.observe(outcome(SUFFIX, 1.0, 1.1 * off, requests=1)) is None
-    assert guard.allows("suffix")
+    assert guard.allows("suffix", 8)
     while guard.observe(outcome(SUFFIX, 1.0, 50 * off, requests=1)) is None:  # again and again: that is what it costs
         pass
     steps = 0
-    while not guard.allows("suffix"):
+    while not guard.allows("suffix", 8):
         guard.observe(outcome(Strategy.OFF, 1.0, off, requests=1))
         steps += 1
     assert 64 <= steps <= 800

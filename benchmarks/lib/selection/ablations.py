@@ -51,6 +51,13 @@ class WithoutMakespan(AutoSelector):
         return super().select(replace(view, remaining=()))
 
 
+class WithoutPaces(AutoSelector):
+    """Takes all requests for equally predictable."""
+
+    def select(self, view: StepView) -> Decision:
+        return super().select(replace(view, paces={}))
+
+
 class WithoutSurprise(AutoSelector):
     """Waits for the next regular decision, however far the results are from what was predicted."""
 
@@ -101,8 +108,8 @@ class WithoutFilling(AutoSelector):
 
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
-    "auto-makespan": WithoutMakespan, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
-    "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
+    "auto-makespan": WithoutMakespan, "auto-paces": WithoutPaces, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
+    "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
@@ -125,7 +132,7 @@ class _CorrectionsByDrafter(Corrections):
 
 
 class _LenientGuard(Guard):
-    def allows(self, drafter: DrafterName) -> bool:
+    def allows(self, drafter: DrafterName, requests: int) -> bool:
         return True
 
 

@@ -60,18 +60,22 @@ class Task(NamedTuple):
     text: Text
     stale: bool = False
     """Whether the learned drafter is replaced by a useless one midway."""
+    has_queue: bool = False
+    """Whether requests wait: then tokens per second count, and the round ends with the first response."""
+    derails: bool = False
+    """Whether responses derail at some point, from which on nothing can be predicted, as they do at high temperatures."""
 
 
 ORDINARY = Text(0.84, 0.2)
-TEXTS = {"repetitive": Text(0.85, 0.9), "ordinary": ORDINARY, "random": Text(0.08, 0.02), "high_temperature": Text(0.5, 0.08),
+TEXTS = {"repetitive": Text(0.85, 0.9), "ordinary": ORDINARY, "random": Text(0.08, 0.02), "high_temperature": Text(0.65, 0.08),
          "shrinking": ORDINARY, "stale": ORDINARY}
 
 
 def tasks(name: str, rounds: int) -> list[Task]:
     """The rounds of a workload; the first one is a warm-up."""
     lengths = tuple(long_tailed_lengths(None, 64, 512)) if name == "shrinking" else (192,) * 16
-    first = Task(lengths, Text(0.85, 0.3) if name == "repetitive" else TEXTS[name], name == "stale")
-    return [first, *[Task(lengths, TEXTS[name], name == "stale")] * rounds]
+    usual = Task(lengths, TEXTS[name], name == "stale", derails=name == "high_temperature")
+    return [usual._replace(text=Text(0.85, 0.3)) if name == "repetitive" else usual, *[usual] * rounds]
 
 
 @dataclass
@@ -87,16 +91,23 @@ class H200(World):
     verifications: int = 0
     _last: str = "prefill"
     _slow: float = 1.0
+    num_requests: int = 0
+    """Number of requests so far."""
+    left: np.ndarray = field(default_factory=lambda: np.zeros(0))
     _hardness: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    _character: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """How predictable each response is."""
+    _derails_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Tokens that each response still has to get when it derails."""
     _biases: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def skills(self, drafter: str, batch: int) -> np.ndarray:
-        """Text is harder and easier to draft for some dozen tokens."""
-        if len(self._hardness) < self.batch:
-            self._hardness = self.draw.normal(0, 0.5, self.batch)
+        """Some responses are easier to draft than others, and all of them harder and easier for some dozen tokens."""
+        here = (self.requests - self.num_requests)[:batch]  # counted from the end
         self._hardness = 0.96 * self._hardness + self.draw.normal(0, 0.14, len(self._hardness))
         chance = np.clip(self.skill[drafter], 1e-3, 0.999)
-        return 1 / (1 + np.exp(-np.log(chance / (1 - chance)) - self._hardness[:batch, None]))
+        odds = np.log(chance / (1 - chance)) + self._hardness[here] + self._character[here]
+        return np.where(self.left[:batch] <= self._derails_at[here], 0.04, 1 / (1 + np.exp(-odds)))[:, None]
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
         self.costs.host_ms = 0.8 + 0.018 * self.batch  # measured: what suffix drafts wait for
@@ -124,51 +135,50 @@ class H200(World):
 
     def play(self, decision: Decision) -> StepOutcome:
         self.host_ms = 0.2 + 0.009 * self.batch if decision.strategy.drafter == "none" else 0.8 + 0.018 * self.batch
+        is_first = self._last == "prefill"  # the drafter still reads the prompts: its time says nothing
         outcome = super().play(decision)
         self.used[str(decision.strategy)] += 1
         self.verifications += self.batch
-        return replace(outcome, num_rows=self.costs.padded(outcome.num_rows))
+        return replace(outcome, num_rows=self.costs.padded(outcome.num_rows), ms=0.0 if is_first else outcome.ms)
 
-    def prefill(self, selector: Selector) -> None:
-        """The step that reads the prompts: its time says nothing, and it keeps the host busy for long."""
+    def begin(self, task: Task, selector: Selector) -> None:
+        """New requests, and the step that reads their prompts: its time says nothing, and it keeps the host busy for long."""
+        self.skill, self.left, self.batch = task.text._asdict(), np.sort(task.lengths)[::-1], len(task.lengths)
+        self.requests = self.num_requests + np.arange(self.batch)
+        self.num_requests += self.batch
         self._last = "prefill"
-        self._hardness = np.zeros(0)
-        view = replace(self.view(), num_prefill_rows=120 * self.batch)
+        text = np.random.default_rng((self.seed, self.num_requests))  # the same for all selectors
+        self._hardness, self._character = text.normal(0, 0.5, (2, self.batch))
+        self._derails_at = self.left * text.uniform(0.2, 1.0, self.batch) if task.derails else np.zeros(self.batch)
+        view = replace(self.view(), num_running=0, num_prefill_rows=120 * self.batch)
         selector.observe(StepOutcome(selector.select(view), 0, 120 * self.batch, 0, 25.0, 8192, 0.0, 25.0))
 
 
 def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
-    """Seconds that a selector needs for a round."""
-    gpu.skill = task.text._asdict()
-    left, began, done, total = np.array(task.lengths), gpu.ms, 0, sum(task.lengths)
-    gpu.batch = len(left)
-    gpu.prefill(selector)
+    """Seconds that a selector needs for a round, or, if requests wait, for as many tokens."""
+    began, done, total = gpu.ms, 0, sum(task.lengths)
+    gpu.begin(task, selector)
     if task.stale:
         selector.drafter_replaced()
     pending: StepOutcome | None = None
-    while len(left):
-        left = np.sort(left)[::-1]
-        gpu.batch = len(left)
-        decision = selector.select(replace(gpu.view(), remaining=tuple(left.tolist())))
+    while gpu.batch == len(task.lengths) if task.has_queue else gpu.batch:
+        decision = selector.select(gpu.view() if task.has_queue else gpu.known_lengths(gpu.left))
         if pending is not None:
             selector.observe(pending)
-        drafted = min(decision.num_requests or len(left), len(left))
         pending = gpu.play(decision)
-        left[:drafted] -= gpu.accepted[:drafted]
-        left = left - 1
+        gpu.left = gpu.finish_step(decision, gpu.left)
         before, done = done, done + pending.num_tokens
         if task.stale and before < total / 2 <= done:
             gpu.skill["eagle"] = 0.02
             selector.drafter_replaced()
-        left = left[left > 0]
     if pending is not None:
         selector.observe(pending)
-    return (gpu.ms - began) / 1e3
+    return (gpu.ms - began) / 1e3 * (total / done if task.has_queue else 1.0)
 
 
 def checked_task(batch: int) -> Task:
     """Ordinary text at a batch size; longer responses where there are few."""
-    return Task((160 * num_parts(batch),) * batch, ORDINARY)
+    return Task((160 * num_parts(batch),) * batch, ORDINARY, has_queue=True)
 
 
 def busy_profile() -> CostCurve:
@@ -223,7 +233,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for name, cell in cells().items():
         if name not in args.workloads and name in WORKLOADS:
             continue
-        found = {strategy: _figures(strategy, cell, args.rounds)
+        found = {strategy: figures(strategy, cell, args.rounds)
                  for strategy in ("off", *fixed_strategies(cell.batch), SUFFIX, *args.selectors)}
         record["workloads"][name] = workload_record(found)
         show(name, record["workloads"][name])
@@ -231,7 +241,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.save()
 
 
-def _figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
+def figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
     each, used, tokens, verifications = [], Counter[str](), 0, 0
     for seed in range(seeds):
         gpu, selector = H200(costs=cell.costs(), seed=seed), selector_named(name)
@@ -242,6 +252,7 @@ def _figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
             selector.costs = (cell.profile or cell.costs)()
         elif isinstance(selector, FixedSelector):
             rounds = rounds[cell.counted]  # it learns nothing
+            gpu.num_requests = sum(len(task.lengths) for task in cell.rounds[: len(cell.rounds) - len(rounds)])
         spent = [seconds_of(gpu, selector, task) for task in rounds]
         each.append(sum(spent[-len(cell.rounds[cell.counted]) :]))
         used += gpu.used

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from paceline.strategy import CostCurve, FixedSelector, Points, Selector
+from paceline.strategy import CostCurve, FixedSelector, Paces, Points, Selector
 from paceline.types import Decision, DraftOutcomes, StepOutcome, StepView, Strategy
 
 
@@ -44,9 +44,31 @@ class World:
     chosen: list[Decision] = field(default_factory=list)
     accepted: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Draft tokens accepted in the last step, by request that was drafted for."""
+    requests: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    """Numbers of the requests, if they differ, those with the most tokens left first."""
+    paces: dict[str, Paces] = field(default_factory=lambda: {"suffix": Paces(), "eagle": Paces()})
 
     def __post_init__(self) -> None:
         self.draw = np.random.default_rng(self.seed)
+
+    def known_lengths(self, left: np.ndarray) -> StepView:
+        """The view if it is known how many tokens are left, in descending order."""
+        first = self.requests[:16].tolist()
+        return replace(self.view(), remaining=tuple(left.tolist()),
+                       paces={name: paces.of(first, len(left)) for name, paces in self.paces.items()})
+
+    def finish_step(self, decision: Decision, left: np.ndarray) -> np.ndarray:
+        """What is left after a step has been played, in descending order, without the requests that are done."""
+        drafted = min(decision.num_requests or len(left), len(left))
+        if decision.strategy.drafter in self.paces:
+            self.paces[decision.strategy.drafter].observe(
+                dict(zip(self.requests[:drafted].tolist(), self.accepted[:drafted].tolist(), strict=True)))
+        left = left - 1
+        left[:drafted] -= self.accepted[:drafted]
+        order = np.argsort(-left, kind="stable")
+        order = order[left[order] > 0]
+        self.requests, self.batch = self.requests[order], len(order)
+        return left[order]
 
     @property
     def available(self) -> tuple[str, ...]:
@@ -148,16 +170,11 @@ def rate_of(world: World, strategy: Strategy, steps: int = 300) -> float:
 
 def time_to_finish(world: World, selector: Selector, lengths: list[int], known: bool = True) -> float:
     """Milliseconds until answers of these lengths are finished. `known`: whether the selector is told how much remains."""
-    left, began = np.array(lengths), world.ms
+    left, began = np.sort(lengths)[::-1], world.ms
+    world.batch, world.requests = len(left), np.arange(len(left))
     while len(left):
-        left = np.sort(left)[::-1]
-        world.batch = len(left)
-        view = replace(world.view(), remaining=tuple(left.tolist()) if known else ())
-        decision = selector.select(view)
-        drafted = min(decision.num_requests or len(left), len(left))
+        decision = selector.select(world.known_lengths(left) if known else world.view())
         outcome = world.play(decision)
-        left[:drafted] -= world.accepted[:drafted]
-        left = left - 1
+        left = world.finish_step(decision, left)
         selector.observe(outcome)
-        left = left[left > 0]
     return world.ms - began

@@ -33,7 +33,7 @@ class StrategyControl:
         """The selector that decides the next step."""
         self.distrusted: DrafterName | None = None
         """A drafter that is hidden from the selectors."""
-        self._paces: dict[DrafterName, Paces] = {"suffix": Paces(), "eagle": Paces()}
+        self._paces: dict[DrafterName, Paces] = {"eagle": Paces()}
         self._knows_lengths = False
         self._share_cut = 0.0  # recent share of answers that ended at their limit
         self._num_speculated = 0

@@ -145,7 +145,7 @@ def makespan_progress(view: StepView, drafter: DrafterName, counts: np.ndarray, 
         return progress
     steps = np.maximum.accumulate(np.array(view.remaining[: len(paces)])[:, None, None] / (1 + paces * accepted))
     slowest = longest / np.maximum(steps[np.minimum(counts, len(paces)) - 1], others)
-    return progress / (1 + np.maximum(progress - slowest, 0.0) / cost)
+    return progress / (1 + np.maximum(progress - slowest, 0.0) / (cost * slowest))
 
 
 def drafts_at(requests: int) -> list[Strategy]:

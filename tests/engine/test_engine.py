@@ -348,3 +348,20 @@ def test_a_warm_engine_that_is_deleted_is_freed():
     del made
     gc.collect()
     assert cache() is None
+
+
+def test_the_suffix_drafter_reads_many_tokens_at_once():
+    """Read token by token, at a batch size of 256 the text took longer than the step on a GPU."""
+    engine, calls = Engine(fresh(), strategy="off"), []
+    suffix = engine.drafting.suffix
+    extend_all = suffix.extend_all
+    suffix.extend_all = lambda accepted: (calls.append({i: len(tokens) for i, tokens in accepted.items()}), extend_all(accepted))
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    first = engine.generate([[1, 2, 3]], params, 4)[0].rollouts
+    read = [count for call in calls for count in call.values()]
+    assert sum(read) == 4 * 64 and len(read) <= 4 * 6
+    assert not engine.drafting._unread
+    calls.clear()
+    again = engine.generate([[1, 2, 3]], params, 4, strategy="suffix:d8w2v16")[0].rollouts
+    assert [rollout.token_ids for rollout in again] == [rollout.token_ids for rollout in first]
+    assert engine.stats().accepted > 100, "it has read all of the first answers"

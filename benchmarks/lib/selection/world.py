@@ -46,7 +46,7 @@ class World:
     """Draft tokens accepted in the last step, by request that was drafted for."""
     requests: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Numbers of the requests, if they differ, those with the most tokens left first."""
-    paces: dict[str, Paces] = field(default_factory=lambda: {"suffix": Paces(), "eagle": Paces()})
+    paces: dict[str, Paces] = field(default_factory=lambda: {"eagle": Paces()})
 
     def __post_init__(self) -> None:
         self.draw = np.random.default_rng(self.seed)

@@ -11,6 +11,7 @@ from typing import Any
 
 _LEAST_SECONDS = 0.01
 """Shorter interruptions are not recorded."""
+_LONGEST_NAME = 1200
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Interruptions:
         self._began[info["key"]] = time.perf_counter()
 
     def _on_compiled(self, **info: Any) -> None:
-        self._end(info["key"], "compiled", info["repr"])
+        self._end(info["key"], "compiled", f"{info['repr']} {info['key']}"[:_LONGEST_NAME])  # the key has what it depends on
 
     def _end(self, key: str, kind: str, name: str) -> None:
         seconds = time.perf_counter() - self._began.pop(key, time.perf_counter())

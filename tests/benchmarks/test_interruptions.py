@@ -31,7 +31,7 @@ def test_compilations_are_recorded(every):
     with Interruptions() as watch:
         knobs.runtime.jit_cache_hook(key="k", repr="kernel[…]", fn=None)
         knobs.runtime.jit_post_compile_hook(key="k", repr="kernel[…]", fn=None)
-    assert [(each["kind"], each["name"]) for each in watch.found if each["kind"] == "compiled"] == [("compiled", "kernel[…]")]
+    assert [(each["kind"], each["name"]) for each in watch.found if each["kind"] == "compiled"] == [("compiled", "kernel[…] k")]
     assert (knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook) == before
 
 

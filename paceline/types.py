@@ -350,9 +350,9 @@ class StepView:
     remaining: tuple[int, ...] = ()
     """Number of tokens that each decoding request still has to generate, in descending order, if that is known and no request
     waits: what counts then is when the last one is done. Otherwise empty."""
-    paces: Mapping[DrafterName, tuple[float, ...]] = field(default_factory=dict)
-    """By drafter, for the first requests of `remaining`: how many draft tokens are accepted, as a multiple of the mean of the
-    requests beside them."""
+    paces: tuple[float, ...] = ()
+    """For the first requests of `remaining`: how many draft tokens of the learned drafter are accepted, as a multiple of the mean
+    of the requests beside them."""
 
 
 @dataclass(frozen=True, slots=True)

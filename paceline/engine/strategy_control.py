@@ -33,7 +33,7 @@ class StrategyControl:
         """The selector that decides the next step."""
         self.distrusted: DrafterName | None = None
         """A drafter that is hidden from the selectors."""
-        self._paces: dict[DrafterName, Paces] = {"eagle": Paces()}
+        self._paces = Paces()
         self._knows_lengths = False
         self._share_cut = 0.0  # recent share of answers that ended at their limit
         self._num_speculated = 0
@@ -76,10 +76,9 @@ class StrategyControl:
         """Report a completed step to the current selector."""
         for rollout in result.finished:
             self._share_cut += _CUT_MEMORY * ((rollout.finish_reason == "length") - self._share_cut)
-        paces = self._paces.get(outcome.decision.strategy.drafter)
-        if paces is not None and self._knows_lengths:
+        if outcome.decision.strategy.drafter == "eagle" and self._knows_lengths:
             drafted_for = result.tokens if outcome.decision.num_requests is None else result.drafted_by_request
-            paces.observe({id: len(result.tokens[id]) - 1 for id in drafted_for if id in result.tokens})
+            self._paces.observe({id: len(result.tokens[id]) - 1 for id in drafted_for if id in result.tokens})
         self.current.observe(outcome)
 
     def drafter_replaced(self) -> None:
@@ -105,8 +104,7 @@ class StrategyControl:
             return view
         longest = sorted([(len(request.tokens) - request.max_tokens, request.id) for request in decoding])
         return replace(view, remaining=tuple([-left for left, _ in longest]),
-                       paces={name: paces.of([id for _, id in longest[:_NUM_PACES]], len(longest))
-                              for name, paces in self._paces.items()})
+                       paces=self._paces.of([id for _, id in longest[:_NUM_PACES]], len(longest)))
 
     def _end_at_limits(self, decoding: list[Request]) -> bool:
         """Whether the requests are expected to go on until their limits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,8 @@ class Predictor:
         drafted = counts[:, None, None]
         rows = requests + drafted * nodes  # [K, S, B]: number of requests drafted for, shape, budget
         ms = self.costs.ms(drafter, depth, width, requests, drafted, rows, view.context)
-        progress = makespan_progress(view, drafter, counts, accepted, ms / self.costs.off_ms(1, view.context))
+        paces = view.paces if drafter == "eagle" else ()  # what suffixes give changes from one moment to the next
+        progress = makespan_progress(view.remaining, paces, counts, accepted, ms / self.costs.off_ms(1, view.context))
         possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
         rate = np.where(possible, progress / ms, 0.0)
         found = []
@@ -128,22 +130,22 @@ def drafted_counts(view: StepView) -> np.ndarray:
     return np.array(counts)
 
 
-def makespan_progress(view: StepView, drafter: DrafterName, counts: np.ndarray, accepted: np.ndarray,
+def makespan_progress(remaining: Sequence[int], paces: Sequence[float], counts: np.ndarray, accepted: np.ndarray,
                       cost: np.ndarray) -> np.ndarray:
     """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
     the most tokens left are, the others, which get one token per step, must not become the last. Requests of which few draft
     tokens are accepted (`StepView.paces`) fall behind: when the others are done, their last tokens take steps of their own.
     `cost`: what the step takes, as a multiple of a step of one request without speculation."""
     progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
-    if not view.remaining:
+    if not remaining:
         return progress
-    longest = max(view.remaining[0], 1)
-    others = np.array([view.remaining[k] if k < len(view.remaining) else 0 for k in counts], float)[:, None, None]
+    longest = max(remaining[0], 1)
+    others = np.array([remaining[k] if k < len(remaining) else 0 for k in counts], float)[:, None, None]
     progress = np.minimum(progress, longest / np.maximum(others, 1e-9))
-    paces = np.array(view.paces.get(drafter, ()))[:, None, None]
-    if not len(paces):
+    if not paces:
         return progress
-    steps = np.maximum.accumulate(np.array(view.remaining[: len(paces)])[:, None, None] / (1 + paces * accepted))
+    left, pace = (np.array(values, float)[:, None, None] for values in (remaining[: len(paces)], paces))
+    steps = np.maximum.accumulate(left / (1 + pace * accepted))
     slowest = longest / np.maximum(steps[np.minimum(counts, len(paces)) - 1], others)
     return progress / (1 + np.maximum(progress - slowest, 0.0) / (cost * slowest))
 

@@ -59,7 +59,7 @@ def test_deterministic_bfloat16_does_not_depend_on_the_strategy(strategy):
 
 
 def test_a_step_in_which_the_drafter_still_reads_prompts_is_not_timed():
-    """Its time was held against the strategy of that step."""
+    """The time that the drafter took to read the prompts was counted as the cost of the next step's strategy."""
     outcomes = []
 
     class Recorder:

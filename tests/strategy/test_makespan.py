@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -46,19 +44,19 @@ def test_progress_is_that_of_the_request_that_finishes_last():
     view = StepView(4, 0, ("eagle",), 0.0, (90, 60, 45, 10))
     counts, accepted, cost = drafted_counts(view), np.array([[2.0]]), np.ones((3, 1, 1))
     assert counts.tolist() == [4, 2, 1]
-    progress = makespan_progress(view, "eagle", counts, accepted, cost)[:, 0, 0]
+    progress = makespan_progress(view.remaining, (), counts, accepted, cost)[:, 0, 0]
     assert progress.tolist() == [3.0, 2.0, 1.5]  # all; the others have 45 of 90 left; the others have 60 of 90 left
     assert drafted_counts(StepView(4)).tolist() == [4]
-    assert makespan_progress(StepView(4), "eagle", np.array([4]), accepted, cost).tolist() == [[[3.0]]]
+    assert makespan_progress((), (), np.array([4]), accepted, cost).tolist() == [[[3.0]]]
 
 
 def test_requests_that_fall_behind_take_steps_of_their_own():
-    view = StepView(4, 0, ("eagle",), 0.0, (90, 90, 90, 90), {"eagle": (0.0, 1.0, 1.5, 1.5)})
+    remaining, paces = (90, 90, 90, 90), (0.0, 1.0, 1.5, 1.5)
     accepted, cost = np.array([[2.0]]), np.full((1, 1, 1), 2.0)
-    progress = makespan_progress(view, "eagle", np.array([4]), accepted, cost)
+    progress = makespan_progress(remaining, paces, np.array([4]), accepted, cost)
     assert progress[0, 0, 0] == 3.0 / (1 + 2.0 / 2.0)  # 30 steps of all, and 60 of the first one, which cost half
-    assert makespan_progress(view, "suffix", np.array([4]), accepted, cost)[0, 0, 0] == 3.0
-    assert makespan_progress(replace(view, remaining=()), "eagle", np.array([4]), accepted, cost)[0, 0, 0] == 3.0
+    assert makespan_progress(remaining, (), np.array([4]), accepted, cost)[0, 0, 0] == 3.0
+    assert makespan_progress((), paces, np.array([4]), accepted, cost)[0, 0, 0] == 3.0
 
 
 def test_a_response_that_nothing_is_accepted_of_makes_speculation_worthless():
@@ -74,7 +72,7 @@ def test_a_response_that_nothing_is_accepted_of_makes_speculation_worthless():
 
 
 class Derailed(World):
-    """Of a quarter of the requests no draft token is accepted."""
+    """A world in which a quarter of the requests have derailed: none of their draft tokens is accepted."""
 
     def skills(self, drafter: str, batch: int) -> np.ndarray:
         return np.where(self.requests[:batch, None] % 4 == 0, 1e-3, self.skill[drafter])

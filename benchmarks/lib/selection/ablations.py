@@ -55,7 +55,7 @@ class WithoutPaces(AutoSelector):
     """Takes all requests for equally predictable."""
 
     def select(self, view: StepView) -> Decision:
-        return super().select(replace(view, paces={}))
+        return super().select(replace(view, paces=()))
 
 
 class WithoutSurprise(AutoSelector):

@@ -8,11 +8,13 @@ so a shape that is requested only once or twice (while the batch shrinks, or whi
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -121,7 +123,7 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         memory = self._memory if self._shared else torch.cuda.graph_pool_handle()
         # "thread_local": drafter training in another thread may allocate memory meanwhile.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self.device)
         entry = _CapturedStep(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
@@ -133,6 +135,18 @@ class GraphPool:
         self.capture_seconds += seconds
         logger.info("CUDA graph %s was captured in %.2f s, %.1f MiB", key, seconds, entry.num_bytes / 2**20)
         return entry
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The graphs of an engine that is no longer used may be garbage, and to free one of them ends a capture with an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CudaGraphs:

@@ -74,10 +74,11 @@ def test_a_step_in_which_the_drafter_still_reads_prompts_is_not_timed():
 
     engine = Engine(moved("qwen3", torch.bfloat16), drafter=eagle("qwen3", "eagle"), strategy=Recorder(),
                     config=EngineConfig(max_batch=16, kv_memory_gb=0.5))
-    for _ in range(2):
-        tokens(engine)
-        times = [outcome.ms for outcome in outcomes if outcome.num_requests and not outcome.num_prefill_rows]
+    for first in (1, 2):  # other prompts the second time, when every step has been captured
         outcomes.clear()
+        engine.generate([[first, *range(3, 3 + length)] for length in (4, 20, 40)], PARAMS, 3)
+    assert outcomes[0].num_prefill_rows > 0
+    times = [outcome.ms for outcome in outcomes if not outcome.num_prefill_rows]
     assert times[0] == 0 and all(ms > 0 for ms in times[1:])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from statistics import median
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from benchmarks.lib.graph_memory import compare_graph_memory
 from benchmarks.lib.interruptions import Interruptions
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
+from paceline.engine.graphs import GraphPool
 from paceline.models.decoder import Decoder
 from paceline.types import Decision, StepOutcome, StepView
 
@@ -164,6 +167,8 @@ def test_new_weights_reach_captured_drafting():
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_sleeping_engine_has_given_its_memory_back(weights):
+    gc.collect()  # what other tests left would be freed together with the engine's memory, or lie in the same segments
+    torch.cuda.empty_cache()
     engine = made("eagle:d3w2v6", kv_tokens=200_000, max_batch=512)  # much more than memory is rounded to
     before = tokens(engine), engine.stats().accepted
     held = sum(tensor.numel() * tensor.element_size() for tensor in engine.store.tensors())
@@ -192,10 +197,28 @@ def test_sleeping_requests_go_on():
 def test_one_pool_for_all_strategies_is_smaller_than_one_each():
     engine = made("off", torch.bfloat16)
     strategies = [Strategy.parse(text) for text in ("off", "eagle:d2w2v4", "eagle:d3w2v8", "eagle:d6w4v24")]
-    found = compare_graph_memory(engine, strategies, [1, 4, 16])
-    assert 0 < found.ours.num_bytes < found.naive.num_bytes
+    runs = [compare_graph_memory(engine, strategies, [1, 4, 16]) for _ in range(3)]
+    found = runs[0]
+    # Memory of the device is measured, and tests in other processes allocate some meanwhile.
+    assert 0 < median(run.ours.num_bytes for run in runs) < median(run.naive.num_bytes for run in runs)
     assert found.ours.num_graphs <= found.naive.num_graphs == 3 * (1 + 2 * 3)
     assert tokens(engine) == tokens(made("off"))
+
+
+def test_garbage_that_is_found_during_a_capture_does_not_break_it():
+    """Seen on an H200: the garbage collector freed the graphs of an earlier engine while one of a new engine was captured."""
+    pool, x = GraphPool(torch.device("cuda")), torch.zeros(8, device="cuda")
+
+    def leave_garbage() -> None:
+        other = GraphPool(torch.device("cuda"))
+        other.run("other", x.neg, lambda: None, capture_now=True)
+        other.itself = other
+
+    def step() -> torch.Tensor:
+        [[] for _ in range(20_000)]  # enough for the collector to run
+        return x + 1
+
+    assert pool.run("key", step, leave_garbage, capture_now=True).tolist() == [1.0] * 8
 
 
 def test_a_drafter_that_catches_up_compiles_nothing():

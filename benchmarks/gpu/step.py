@@ -293,7 +293,8 @@ ONE_PASS_FORMS = {
            (32, 64, 4, 6, False, False)],
     False: [(64, 128, 4, 5, True, False), (64, 128, 4, 5, True, True), (128, 128, 8, 4, True, True),
             (32, 256, 4, 5, False, False), (32, 128, 4, 6, False, False), (16, 256, 4, 6, False, False),
-            (16, 512, 4, 4, False, False), (16, 512, 8, 4, False, False), (32, 256, 8, 4, False, False)],
+            (16, 512, 4, 4, False, False), (16, 512, 8, 4, False, False), (32, 256, 8, 4, False, False),
+            (64, 256, 4, 5, True, False), (64, 256, 8, 4, True, True), (64, 128, 4, 7, True, True)],
 }
 """Whether two tiles are computed -> (block_n, block_k, warps, stages, swap, tma)."""
 

@@ -127,8 +127,11 @@ ONE_PASS: dict[Key, TileConfig | None] = {
     ("linear", 32, 152064, 3584): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
     ("linear", 16, 151936, 1536): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
     ("linear", 32, 151936, 1536): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
+    ("linear_norm", 16, 3584, 3584): TileConfig(16, 64, 256, 1, 4, 5, swap=True),
     ("linear_norm", 32, 3584, 3584): TileConfig(32, 32, 256, 1, 4, 5),
+    ("linear_norm", 16, 3584, 18944): TileConfig(16, 64, 256, 2, 8, 4, swap=True, tma=True),
     ("qkv", 16, 4608, 3584): None, ("qkv", 32, 4608, 3584): None,
+    ("linear", 16, 4608, 3584): TileConfig(16, 64, 256, 1, 4, 5, swap=True),
     ("qkv", 64, 2048, 1536): TileConfig(64, 16, 128, 1, 4, 6),
     ("linear_norm", 64, 1536, 1536): TileConfig(64, 32, 128, 1, 4, 6),
 }

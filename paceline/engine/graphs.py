@@ -45,7 +45,7 @@ class GraphReport:
     num_graphs: int = 0
     """Number of graphs that are held now."""
     num_bytes: int = 0
-    """Device memory that capturing these graphs took, in bytes."""
+    """Device memory that capturing these graphs took, in bytes, without what the driver itself holds for each."""
     capture_seconds: float = 0.0
     """Time spent on all captures so far, in seconds."""
 
@@ -119,14 +119,14 @@ class GraphPool:
             warm_up()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # Capturing does it anyway; doing it first makes the memory that the capture adds visible.
-        free = torch.cuda.mem_get_info(self.device)[0]
+        reserved = torch.cuda.memory_reserved(self.device)  # of this process: others on the device come and go
         graph = torch.cuda.CUDAGraph()
         memory = self._memory if self._shared else torch.cuda.graph_pool_handle()
         # "thread_local": drafter training in another thread may allocate memory meanwhile.
         with _no_garbage_collection(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self.device)
-        entry = _CapturedStep(graph, output, step, max(0, free - torch.cuda.mem_get_info(self.device)[0]))
+        entry = _CapturedStep(graph, output, step, max(0, torch.cuda.memory_reserved(self.device) - reserved))
         while self._graphs and self.num_bytes + entry.num_bytes > self.max_bytes:
             evicted, _ = self._graphs.popitem(last=False)
             logger.info("CUDA graph %s was dropped: graphs hold more than %.1f GiB", evicted, self.max_bytes / 2**30)

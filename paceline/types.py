@@ -274,8 +274,8 @@ class Decision:
     expected_ms: float = 0.0
     """Predicted duration in milliseconds; 0 without a prediction."""
     worth: float = 1.0
-    """Number of steps without speculation that an accepted draft token of every request is worth: less than 1 where the requests
-    that finish last have few draft tokens accepted."""
+    """Number of steps without speculation that an accepted draft token of every request is worth: less than 1 where other
+    requests, or those of which few draft tokens are accepted, finish last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,9 +350,6 @@ class StepView:
     remaining: tuple[int, ...] = ()
     """Number of tokens that each decoding request still has to generate, in descending order, if that is known and no request
     waits: what counts then is when the last one is done. Otherwise empty."""
-    paces: tuple[float, ...] = ()
-    """For the first requests of `remaining`: how many draft tokens of the learned drafter are accepted, as a multiple of the mean
-    of the requests beside them."""
 
 
 @dataclass(frozen=True, slots=True)

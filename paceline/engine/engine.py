@@ -190,7 +190,7 @@ class Engine:
         host_ms = 1e3 * (step.launch_seconds + now.at - read_at) if self._pipelined else 0.0
         self._control.record(StepOutcome(
             step.plan.decision, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
-            result.num_rows, step.context, host_ms, drafts), result)
+            result.num_rows, step.context, host_ms, drafts), finished)
 
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""

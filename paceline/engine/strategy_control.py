@@ -6,20 +6,16 @@ steps are observed draft token by draft token. Generated tokens never depend on 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
-from paceline.strategy import AnyStrategy, AutoSelector, CostCurve, FixedSelector, Paces, Selector, make_selector
-from paceline.types import Decision, DrafterName, StepOutcome, StepResult, StepView
+from paceline.strategy import AnyStrategy, AutoSelector, CostCurve, FixedSelector, Selector, make_selector
+from paceline.types import Decision, DrafterName, Rollout, StepOutcome, StepView
 
 _OBSERVE_EVERY = 32
 """Every so many speculative steps the draft tokens are observed without a request for it, for the drafter's monitor."""
 _CUT_MEMORY, _MOSTLY_CUT = 0.05, 0.9
 """Weight of the newest answer in the share of answers that end at their limit; share from which on limits are taken for
 lengths."""
-_NUM_PACES = 16
-"""Number of requests, those with the most tokens left, of which selectors are told how predictable they are."""
 
 
 class StrategyControl:
@@ -33,8 +29,6 @@ class StrategyControl:
         """The selector that decides the next step."""
         self.distrusted: DrafterName | None = None
         """A drafter that is hidden from the selectors."""
-        self._paces = Paces()
-        self._knows_lengths = False
         self._share_cut = 0.0  # recent share of answers that ended at their limit
         self._num_speculated = 0
 
@@ -72,13 +66,10 @@ class StrategyControl:
         self._num_speculated += decision.strategy.drafter != "none"
         return decision.strategy.drafter != "none" and (decision.observe or self._num_speculated % _OBSERVE_EVERY == 0)
 
-    def record(self, outcome: StepOutcome, result: StepResult) -> None:
+    def record(self, outcome: StepOutcome, finished: list[Rollout]) -> None:
         """Report a completed step to the current selector."""
-        for rollout in result.finished:
+        for rollout in finished:
             self._share_cut += _CUT_MEMORY * ((rollout.finish_reason == "length") - self._share_cut)
-        if outcome.decision.strategy.drafter == "eagle" and self._knows_lengths:
-            drafted_for = result.tokens if outcome.decision.num_requests is None else result.drafted_by_request
-            self._paces.observe({id: len(result.tokens[id]) - 1 for id in drafted_for if id in result.tokens})
         self.current.observe(outcome)
 
     def drafter_replaced(self) -> None:
@@ -98,14 +89,12 @@ class StrategyControl:
         context = sum([request.num_computed for request in decoding]) / max(1, len(decoding))
         if self.distrusted is not None:
             drafters = tuple(name for name in drafters if name not in (self.distrusted, "both"))
-        view = StepView(len(decoding), prefilling, drafters, context)
-        self._knows_lengths = not scheduler.waiting and not prefilling and self._end_at_limits(decoding)
-        if not self._knows_lengths:
-            return view
-        longest = sorted([(len(request.tokens) - request.max_tokens, request.id) for request in decoding])
-        return replace(view, remaining=tuple([-left for left, _ in longest]),
-                       paces=self._paces.of([id for _, id in longest[:_NUM_PACES]], len(longest)))
+        remaining = () if scheduler.waiting or prefilling else self._remaining(decoding)
+        return StepView(len(decoding), prefilling, drafters, context, remaining)
 
-    def _end_at_limits(self, decoding: list[Request]) -> bool:
-        """Whether the requests are expected to go on until their limits."""
-        return self._share_cut >= _MOSTLY_CUT or all(request.params.ignore_eos for request in decoding)
+    def _remaining(self, decoding: list[Request]) -> tuple[int, ...]:
+        """Number of tokens that each request still has to generate, in descending order; empty if that is not known, because
+        answers usually end before their limit."""
+        if self._share_cut < _MOSTLY_CUT and not all(request.params.ignore_eos for request in decoding):
+            return ()
+        return tuple(sorted([request.max_tokens - len(request.tokens) for request in decoding], reverse=True))

@@ -1,8 +1,9 @@
-"""Correct: what steps really took, compared with what was predicted for them, multiplies later predictions."""
+"""Correct: what steps really took, and what they really brought, multiplies later predictions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.strategy.cost import bucket_of
@@ -12,6 +13,9 @@ _KEEP, _PRIOR = 1 - 1 / 48, 4.0
 """What is left of the weight of a step after one more step, and the number of steps that the prediction counts as."""
 _LEAST, _MOST = 0.5, 2.0
 """Range of the ratios that are counted: single steps are stopped by something else."""
+_SHARE_KEEP, _SHARE_PRIOR, _SHARE_OLD, _LEAST_SHARE = 0.98, 8.0, 0.8, 0.05
+"""For `MakespanShare`: what is left of its sums after a step and when the requests are new, the gain that is taken to have been
+real at the start, and the smallest share."""
 _Key = tuple[DrafterName, int, tuple[int, int] | None]
 """Drafter, batch bucket, and depth and width of its trees; None: all trees."""
 
@@ -56,6 +60,46 @@ class Corrections:
             total, weight = self._sums.get(key, (0.0, 0.0))
             factor = (total + _PRIOR * factor) / (weight + _PRIOR)
         return factor
+
+
+@dataclass(slots=True)
+class MakespanShare:
+    """How much of the gain by accepted draft tokens the last response had, where lengths are known. The mean over all requests
+    says little of that one: at high temperatures, nothing is accepted of some responses from a certain point on."""
+
+    share: float = 1.0
+    _gain: float = 0.0
+    """Tokens that the last response got beyond one per step."""
+    _counted: float = 0.0
+    """The same by `StepOutcome.progress`."""
+    _unseen: tuple[int, float] = (0, 0.0)
+    """Number of steps and counted gain since the last view."""
+    _left: int | None = None
+    """Tokens that the last response had left then; None if that is not known."""
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Count a completed step."""
+        chosen = outcome.decision.expected_progress > 0
+        steps, counted = self._unseen
+        self._unseen = steps + (outcome.num_requests > 0), counted + (outcome.progress - 1 if chosen else 0.0)
+
+    def see(self, remaining: Sequence[int]) -> None:
+        """Compare what was counted with what is left now (`StepView.remaining`)."""
+        (steps, counted), self._unseen = self._unseen, (0, 0.0)
+        left, self._left = self._left, remaining[0] if remaining else None
+        if left is None or self._left is None or self._left > left:
+            return
+        keep = _SHARE_KEEP if counted > 0 else 1.0
+        self._gain = keep * self._gain + left - self._left - steps
+        self._counted = keep * self._counted + counted / self.share
+
+    def update(self) -> None:
+        """Use what has been seen for the next predictions."""
+        self.share = min(max((_SHARE_PRIOR + self._gain) / (_SHARE_PRIOR + self._counted), _LEAST_SHARE), 1.0)
+
+    def requests_replaced(self) -> None:
+        """The responses are new: what was seen of others counts less."""
+        self._gain, self._counted = _SHARE_OLD * self._gain, _SHARE_OLD * self._counted
 
 
 def _keys(strategy: Strategy, requests: int) -> tuple[_Key, _Key]:

@@ -52,8 +52,9 @@ class Predictor:
     def off(self, view: StepView) -> Prediction:
         return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
 
-    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
-        """The best number of draft tokens and of requests for each shape of a drafter's trees."""
+    def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
+        """The best number of draft tokens and of requests for each shape of a drafter's trees. `share`: of the gain, that counts
+        where lengths are known."""
         known = self.acceptance[drafter]
         requests, budgets = view.num_running, _BUDGETS
         nodes, accepted = (values[:, budgets - 1] for values in known.expected())
@@ -64,8 +65,7 @@ class Predictor:
         drafted = counts[:, None, None]
         rows = requests + drafted * nodes  # [K, S, B]: number of requests drafted for, shape, budget
         ms = self.costs.ms(drafter, depth, width, requests, drafted, rows, view.context)
-        paces = view.paces if drafter == "eagle" else ()  # what suffixes give changes from one moment to the next
-        progress = makespan_progress(view.remaining, paces, counts, accepted, ms / self.costs.off_ms(1, view.context))
+        progress = makespan_progress(view.remaining, counts, accepted, share)
         possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
         rate = np.where(possible, progress / ms, 0.0)
         found = []
@@ -130,24 +130,16 @@ def drafted_counts(view: StepView) -> np.ndarray:
     return np.array(counts)
 
 
-def makespan_progress(remaining: Sequence[int], paces: Sequence[float], counts: np.ndarray, accepted: np.ndarray,
-                      cost: np.ndarray) -> np.ndarray:
+def makespan_progress(remaining: Sequence[int], counts: np.ndarray, accepted: np.ndarray, share: float) -> np.ndarray:
     """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
-    the most tokens left are, the others, which get one token per step, must not become the last. Requests of which few draft
-    tokens are accepted (`StepView.paces`) fall behind: when the others are done, their last tokens take steps of their own.
-    `cost`: what the step takes, as a multiple of a step of one request without speculation."""
+    the most tokens left are, the others, which get one token per step, must not become the last. `share`: see
+    `MakespanShare`."""
     progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
     if not remaining:
         return progress
     longest = max(remaining[0], 1)
     others = np.array([remaining[k] if k < len(remaining) else 0 for k in counts], float)[:, None, None]
-    progress = np.minimum(progress, longest / np.maximum(others, 1e-9))
-    if not paces:
-        return progress
-    left, pace = (np.array(values, float)[:, None, None] for values in (remaining[: len(paces)], paces))
-    steps = np.maximum.accumulate(left / (1 + pace * accepted))
-    slowest = longest / np.maximum(steps[np.minimum(counts, len(paces)) - 1], others)
-    return progress / (1 + np.maximum(progress - slowest, 0.0) / (cost * slowest))
+    return 1 + share * (np.minimum(progress, longest / np.maximum(others, 1e-9)) - 1)
 
 
 def drafts_at(requests: int) -> list[Strategy]:

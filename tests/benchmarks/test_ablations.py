@@ -62,11 +62,11 @@ def test_without_shapes_one_shape_answers_for_another():
     assert factors["auto-shapes"][0] == factors["auto-shapes"][1]
 
 
-def test_without_paces_some_requests_are_drafted_for_until_others_have_fallen_behind():
+def test_without_the_share_drafts_that_do_not_help_the_last_response_are_paid_for():
     seconds = {}
-    for name in ("auto", "auto-paces"):
+    for name in ("auto", "auto-share"):
         seconds[name] = statistics.median(figures(name, cells()["high_temperature"], 4)["each"])
-    assert seconds["auto"] < 0.97 * seconds["auto-paces"], seconds
+    assert seconds["auto"] < 0.97 * seconds["auto-share"], seconds
 
 
 def test_without_news_drafts_for_new_requests_are_expected_to_be_as_bad_as_for_the_old_ones():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
-from paceline.strategy import AutoSelector, FixedSelector, Paces
+from paceline.strategy import AutoSelector, FixedSelector
+from paceline.strategy.correct import MakespanShare
 from paceline.strategy.predict import drafted_counts, makespan_progress
-from paceline.types import StepView, Strategy
+from paceline.types import Decision, StepOutcome, StepView, Strategy
 
 FIXED = ("eagle:d8w4v48", "eagle:d6w4v16", "eagle:d4w2v8", "eagle:d6w1v6", "eagle:d4w1v4", "eagle:d2w1v2", "eagle:d1w1v1")
 
@@ -42,21 +45,13 @@ def test_equal_lengths_are_drafted_for_alike():
 
 def test_progress_is_that_of_the_request_that_finishes_last():
     view = StepView(4, 0, ("eagle",), 0.0, (90, 60, 45, 10))
-    counts, accepted, cost = drafted_counts(view), np.array([[2.0]]), np.ones((3, 1, 1))
+    counts, accepted = drafted_counts(view), np.array([[2.0]])
     assert counts.tolist() == [4, 2, 1]
-    progress = makespan_progress(view.remaining, (), counts, accepted, cost)[:, 0, 0]
+    progress = makespan_progress(view.remaining, counts, accepted, 1.0)[:, 0, 0]
     assert progress.tolist() == [3.0, 2.0, 1.5]  # all; the others have 45 of 90 left; the others have 60 of 90 left
+    assert makespan_progress(view.remaining, counts, accepted, 0.5)[:, 0, 0].tolist() == [2.0, 1.5, 1.25]
     assert drafted_counts(StepView(4)).tolist() == [4]
-    assert makespan_progress((), (), np.array([4]), accepted, cost).tolist() == [[[3.0]]]
-
-
-def test_requests_that_fall_behind_take_steps_of_their_own():
-    remaining, paces = (90, 90, 90, 90), (0.0, 1.0, 1.5, 1.5)
-    accepted, cost = np.array([[2.0]]), np.full((1, 1, 1), 2.0)
-    progress = makespan_progress(remaining, paces, np.array([4]), accepted, cost)
-    assert progress[0, 0, 0] == 3.0 / (1 + 2.0 / 2.0)  # 30 steps of all, and 60 of the first one, which cost half
-    assert makespan_progress(remaining, (), np.array([4]), accepted, cost)[0, 0, 0] == 3.0
-    assert makespan_progress((), paces, np.array([4]), accepted, cost)[0, 0, 0] == 3.0
+    assert makespan_progress((), np.array([4]), accepted, 0.5).tolist() == [[[3.0]]]
 
 
 def test_a_response_that_nothing_is_accepted_of_makes_speculation_worthless():
@@ -78,15 +73,29 @@ class Derailed(World):
         return np.where(self.requests[:batch, None] % 4 == 0, 1e-3, self.skill[drafter])
 
 
-def test_paces_are_those_of_the_requests_beside_them():
-    paces = Paces()
-    for _ in range(40):
-        paces.observe({1: 0, 2: 2, 3: 4})
-    slow, usual, fast = paces.of([1, 2, 3], 3)
-    assert slow < 0.2 and abs(usual - 1) < 0.02 and 1.8 < fast < 2.0
-    (alone,) = paces.of([1], 1)
-    assert alone == 1.0, "nobody is beside it"
-    assert paces.of([7], 64) == (1.0,) and paces.of([], 0) == (), "of which nothing is known"
-    for request in range(100, 400):
-        paces.observe({request: 1})
-    assert len(paces._sums) < 70, "what has ended is forgotten"
+def test_what_the_last_response_did_not_gain_is_not_counted_on():
+    """Two tokens per step are counted of each step, and the last response gets one."""
+    share, step = MakespanShare(), StepOutcome(Decision(Strategy.parse("eagle:d4w1v4"), expected_progress=2.0), 4, 0, 8, 1.0)
+    share.see((500, 500, 500, 500))
+    for left in range(499, 399, -1):
+        share.observe(step)
+        share.see((left, left - 20, left - 50, left - 50))
+    assert share.share == 1.0, "decisions are made at certain steps"
+    share.update()
+    assert share.share < 0.2
+    share.see((800,) * 4)  # other requests
+    share.requests_replaced()
+    for left in range(798, 598, -2):
+        share.observe(replace(step, decision=replace(step.decision, worth=share.share)))
+        share.see((left,) * 4)
+        share.update()
+    assert share.share > 0.85
+
+
+def test_nothing_is_known_of_the_last_response_while_requests_wait():
+    share, step = MakespanShare(), StepOutcome(Decision(Strategy.parse("eagle:d4w1v4"), expected_progress=2.0), 4, 0, 8, 1.0)
+    for left in range(100):
+        share.observe(step)
+        share.see((500 - left,) if left % 2 else ())
+    share.update()
+    assert share.share == 1.0

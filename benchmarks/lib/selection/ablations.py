@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.strategy import AutoSelector, Selector, make_selector
 from paceline.strategy.acceptance import Acceptance
-from paceline.strategy.correct import Corrections
+from paceline.strategy.correct import Corrections, MakespanShare
 from paceline.strategy.guard import Account, Guard
 from paceline.strategy.predict import Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
@@ -51,11 +51,12 @@ class WithoutMakespan(AutoSelector):
         return super().select(replace(view, remaining=()))
 
 
-class WithoutPaces(AutoSelector):
-    """Takes all requests for equally predictable."""
+class WithoutShare(AutoSelector):
+    """Does not compare what was counted with what the last response got."""
 
-    def select(self, view: StepView) -> Decision:
-        return super().select(replace(view, paces=()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.makespan = _WholeShare()
 
 
 class WithoutSurprise(AutoSelector):
@@ -108,7 +109,7 @@ class WithoutFilling(AutoSelector):
 
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
-    "auto-makespan": WithoutMakespan, "auto-paces": WithoutPaces, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
+    "auto-makespan": WithoutMakespan, "auto-share": WithoutShare, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
     "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
@@ -129,6 +130,11 @@ class _CorrectionsByDrafter(Corrections):
         if strategy.drafter == "none":
             return 1.0
         return super().factor(Strategy(strategy.drafter, 16, 5, 16), requests)  # of such trees nothing is known
+
+
+class _WholeShare(MakespanShare):
+    def update(self) -> None:
+        self.share = 1.0
 
 
 class _LenientGuard(Guard):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from paceline.strategy import CostCurve, FixedSelector, Paces, Points, Selector
+from paceline.strategy import CostCurve, FixedSelector, Points, Selector
 from paceline.types import Decision, DraftOutcomes, StepOutcome, StepView, Strategy
 
 
@@ -46,20 +46,17 @@ class World:
     """Draft tokens accepted in the last step, by request that was drafted for."""
     requests: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Numbers of the requests, if they differ, those with the most tokens left first."""
-    paces: Paces = field(default_factory=Paces)
 
     def __post_init__(self) -> None:
         self.draw = np.random.default_rng(self.seed)
 
     def known_lengths(self, left: np.ndarray) -> StepView:
         """The view if it is known how many tokens are left, in descending order."""
-        return replace(self.view(), remaining=tuple(left.tolist()), paces=self.paces.of(self.requests[:16].tolist(), len(left)))
+        return replace(self.view(), remaining=tuple(left.tolist()))
 
     def finish_step(self, decision: Decision, left: np.ndarray) -> np.ndarray:
         """What is left after a step has been played, in descending order, without the requests that are done."""
         drafted = min(decision.num_requests or len(left), len(left))
-        if decision.strategy.drafter == "eagle":
-            self.paces.observe(dict(zip(self.requests[:drafted].tolist(), self.accepted[:drafted].tolist(), strict=True)))
         left = left - 1
         left[:drafted] -= self.accepted[:drafted]
         order = np.argsort(-left, kind="stable")

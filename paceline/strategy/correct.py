@@ -13,7 +13,7 @@ _KEEP, _PRIOR = 1 - 1 / 48, 4.0
 """What is left of the weight of a step after one more step, and the number of steps that the prediction counts as."""
 _LEAST, _MOST = 0.5, 2.0
 """Range of the ratios that are counted: single steps are stopped by something else."""
-_SHARE_KEEP, _SHARE_PRIOR, _SHARE_OLD, _LEAST_SHARE = 0.98, 8.0, 0.8, 0.05
+_SHARE_KEEP, _SHARE_PRIOR, _SHARE_OLD, _LEAST_SHARE = 0.99, 8.0, 0.9, 0.05
 """For `MakespanShare`: what is left of its sums after a step and when the requests are new, the gain that is taken to have been
 real at the start, and the smallest share."""
 _Key = tuple[DrafterName, int, tuple[int, int] | None]

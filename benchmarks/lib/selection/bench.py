@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,12 +38,15 @@ from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.strategy import AutoSelector
-from paceline.types import StepResult
+from paceline.types import DrafterName, StepResult
 
 FIXED = ("eagle:d6w4v16", "eagle:d4w2v8", "eagle:d4w1v4", "eagle:d2w1v2", "suffix:d8w2v16")
 SLICE = 0.05
 """Seconds after which the next strategy continues on a CPU, so that all strategies see the same load of the machine. On a GPU
 steps run ahead of the host, and each strategy runs a whole round at once."""
+
+_MOST_STRETCHES = 100
+"""How many stretches of the last round are written down."""
 
 
 def run(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | None = None) -> None:
@@ -143,7 +146,8 @@ class Bench:
                          "steps": most_frequent(tally.strategies)}
             if isinstance(engine.select, AutoSelector):
                 errors = engine.select.corrections
-                found[n] |= {"cost_error": errors.cost_error, "progress_error": errors.progress_error}
+                found[n] |= {"cost_error": errors.cost_error, "progress_error": errors.progress_error,
+                             "makespan_share": engine.select.makespan.share, "last_round": plays[n].stretches[:_MOST_STRETCHES]}
         self._check(name, found)
         self._record[name] = workload_record(found)
         show(name, self._record[name])
@@ -197,6 +201,17 @@ class Bench:
         return Play(engine, rnd, spoil)
 
 
+class Stretch(NamedTuple):
+    """Consecutive steps with the same drafter."""
+
+    drafter: DrafterName
+    requests: int
+    """Number of requests of the first step."""
+    steps: int
+    tokens: int
+    ms: float
+
+
 class Play:
     """A round of one strategy, slice by slice. Its time excludes the slices of others and the capture of graphs."""
 
@@ -205,6 +220,8 @@ class Play:
         self._engine, self._round, self._spoil = engine, rnd, spoil
         self._ids: list[int] = []
         self._answers: dict[int, list[int]] = {}
+        self.stretches: list[Stretch] = []
+        """What was used from step to step."""
 
     def go(self, seconds: float) -> bool:
         """Runs for so many seconds; whether requests are left then."""
@@ -215,6 +232,8 @@ class Play:
         while len(self._answers) < len(self._ids) and time.perf_counter() - began < seconds:
             result = self._engine.step()
             self.tally(result)
+            if result.num_requests:
+                self._add_to_stretch(result)
             self._answers |= {rollout.request_id: rollout.token_ids for rollout in result.finished}
             if self._spoil is not None:
                 lost = [a + b for a, b in zip(lost, self._spoil(result), strict=True)]
@@ -223,6 +242,14 @@ class Play:
         self.seconds += time.perf_counter() - began - lost[0] - captured
         self.cpu_seconds += time.process_time() - cpu - lost[1]
         return len(self._answers) < len(self._ids)
+
+    def _add_to_stretch(self, result: StepResult) -> None:
+        drafter, tokens = result.strategy.drafter, sum(map(len, result.tokens.values()))
+        if self.stretches and self.stretches[-1].drafter == drafter:
+            last = self.stretches.pop()
+            self.stretches.append(Stretch(drafter, last.requests, last.steps + 1, last.tokens + tokens, last.ms + result.ms))
+        else:
+            self.stretches.append(Stretch(drafter, result.num_requests, 1, tokens, result.ms))
 
     @property
     def tokens(self) -> list[list[int]]:

@@ -14,8 +14,8 @@ from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strateg
 
 _AHEAD = 1.02
 """How many times as fast as off speculation must be."""
-_PATIENCE, _FEW_STEPS, _SURPRISING = 16, 4, 0.8
-"""Steps between decisions. If a few steps have less than so much of the predicted progress, or that much more, the next decision
+_PATIENCE, _PATIENCE_OFF, _FEW_STEPS, _SURPRISING = 16, 64, 4, 0.8
+"""Steps between decisions, and the same without speculation, when little new is seen of the drafters. If a few steps have less than so much of the predicted progress, or that much more, the next decision
 comes at once, and the draft tokens of the next few steps are observed."""
 _OBSERVE_EVERY, _SMALL_BATCH = 16, 16
 """Steps between observed steps of the strategy in use (a quarter of that in small batches)."""
@@ -57,7 +57,9 @@ class AutoSelector:
         if outcome.drafts is not None:
             self.predictor.observe(outcome.drafts)
             self._is_due |= self.decision is None or outcome.drafts.strategy.drafter != self.decision.strategy.drafter
-        self.corrections.observe(outcome, self.costs.step_ms(outcome) * self.guard.speed(outcome.num_requests))
+        is_off = outcome.decision.strategy.drafter == "none"
+        predicted = 0.0 if is_off else self.costs.step_ms(outcome) * self.guard.speed(outcome.num_requests)
+        self.corrections.observe(outcome, predicted)
         if outcome.is_timed:
             self.costs.observe_host(outcome.host_ms)
             self._is_due |= self.guard.observe(outcome) is not None
@@ -124,7 +126,8 @@ class AutoSelector:
         if bool(view.remaining) != self._knew_lengths:
             return True
         moved = 8 * abs(view.num_running - self._batch) > self._batch or bucket_of(view.num_running) != bucket_of(self._batch)
-        return moved or self._step - self._decided >= _PATIENCE
+        is_off = self.decision.strategy.drafter == "none"
+        return moved or self._step - self._decided >= (_PATIENCE_OFF if is_off else _PATIENCE)
 
     def _decide(self, view: StepView) -> Decision:
         def rate(each: Prediction) -> float:

@@ -43,11 +43,9 @@ class _Off:
     """Measured over profiled milliseconds of the last steps without speculation in one batch bucket."""
 
     samples: deque[float]
-    step: int
-
-    @property
-    def ratio(self) -> float:
-        return median(self.samples)
+    step: int = 0
+    ratio: float = 1.0
+    """Median of the samples."""
 
 
 @dataclass(slots=True)
@@ -178,7 +176,8 @@ class Guard:
     def _measure_off(self, bucket: int, outcome: StepOutcome) -> None:
         ratio = outcome.ms / float(self.costs.off_ms(outcome.num_requests, outcome.context))
         if bucket not in self._off:
-            self._off[bucket] = _Off(deque([self._latest] if self._off else [], maxlen=_NUM_SAMPLES), self._step)
+            self._off[bucket] = _Off(deque([self._latest] if self._off else [], maxlen=_NUM_SAMPLES))
         known = self._off[bucket]
         known.samples.append(ratio)
-        known.step, self._latest = self._step, known.ratio
+        known.step, known.ratio = self._step, median(known.samples)
+        self._latest = known.ratio

@@ -85,7 +85,7 @@ def test_what_the_last_response_did_not_gain_is_not_counted_on():
     assert share.share < 0.2
     share.see((800,) * 4)  # other requests
     share.requests_replaced()
-    for left in range(798, 598, -2):
+    for left in range(798, 398, -2):
         share.observe(replace(step, decision=replace(step.decision, worth=share.share)))
         share.see((left,) * 4)
         share.update()

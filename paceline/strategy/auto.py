@@ -15,8 +15,9 @@ from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strateg
 _AHEAD = 1.02
 """How many times as fast as off speculation must be."""
 _PATIENCE, _PATIENCE_OFF, _FEW_STEPS, _SURPRISING = 16, 64, 4, 0.8
-"""Steps between decisions, and the same without speculation, when little new is seen of the drafters. If a few steps have less than so much of the predicted progress, or that much more, the next decision
-comes at once, and the draft tokens of the next few steps are observed."""
+"""Steps between decisions, and the same without speculation, when little is seen of the drafters. If a few steps have less than
+so much of the predicted progress, or that much more, the next decision comes at once, and the draft tokens of the next few steps
+are observed."""
 _OBSERVE_EVERY, _SMALL_BATCH = 16, 16
 """Steps between observed steps of the strategy in use (a quarter of that in small batches)."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 48, 256

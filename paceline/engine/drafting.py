@@ -181,6 +181,13 @@ class Drafting:
         self.eagle.window_rows(num_requests, _window(strategy))
         return partial(self._draft, upload([self._state.padding] * num_requests, self._state.device), strategy)
 
+    def catch_up_dummy(self, num_requests: int, missing: int) -> None:
+        """Let the learned drafter process so many tokens of each of so many padding requests. Such steps are not captured, but
+        their kernels are compiled on first use."""
+        assert self.eagle is not None
+        slots = upload([self._state.padding] * num_requests, self._state.device)
+        self.eagle.catch_up(self._view(slots), [missing] * num_requests)
+
     # -- the suffix drafter's text
 
     def _read_later(self, appended: dict[int, list[int]]) -> None:

@@ -18,6 +18,8 @@ from paceline.strategy import MAX_ROWS, drafts_at
 from paceline.types import Strategy
 
 logger = logging.getLogger(__name__)
+_CATCH_UP_ROWS = (8, 16, 32, 64, 128)
+"""Numbers of tokens for which the learned drafter catches up when an engine is warmed up: these have kernels of their own."""
 
 
 class DummySteps:
@@ -59,6 +61,11 @@ class DummySteps:
     def run_drafter(self, num_requests: int, strategy: Strategy) -> None:
         """Run the learned drafter once for so many requests, if the strategy uses it."""
         self._drafting.draft_dummy(num_requests, strategy)
+
+    @torch.inference_mode()
+    def run_catch_up(self, num_requests: int, missing: int) -> None:
+        """Let the learned drafter process so many tokens of each of so many requests."""
+        self._drafting.catch_up_dummy(num_requests, missing)
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
@@ -111,6 +118,7 @@ class DummySteps:
         if self.has_learned_drafter:
             jobs += [partial(self.run_drafter, requests, strategy) for requests in trees if requests <= largest
                      for strategy in drafts_at(requests)]
+            jobs += [partial(self.run_catch_up, *size) for size in (*((1, rows) for rows in _CATCH_UP_ROWS), (largest, 2))]
         began = time.perf_counter()
         for done, job in enumerate(jobs):
             if time.perf_counter() - began > seconds:

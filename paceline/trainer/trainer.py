@@ -230,7 +230,8 @@ class Trainer:
         engine.warm_up(requests, on_progress=lambda done, total: self._notify(
             lambda callback: callback.on_phase(f"capturing CUDA graphs, {done} of {total}")))
         prompt = [1 % engine.model.config.vocab_size] * 4
-        engine.generate([prompt], SamplingParams(max_new_tokens=8), 2)
+        many = min(requests, 128) if engine.state.device.type == "cuda" else 2  # kernels differ by the number of prompts
+        engine.generate([prompt], SamplingParams(max_new_tokens=8), many)
         engine.reset_stats()
 
     # What the loop is handed

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import model
+from tiny import eagle, model
 
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
@@ -52,7 +52,8 @@ def test_context_costs_what_reading_it_takes():
 
 def test_dummy_requests_read_pages_of_their_own_and_change_nothing():
     """Prefixes that are shared lie on those pages, and requests may be running in those slots."""
-    one = Engine(model(), None, None, "off", EngineConfig(max_batch=4, kv_tokens=256, page_size=16, profile=False))
+    config = EngineConfig(max_batch=4, kv_tokens=256, page_size=16, profile=False)
+    one = Engine(model(), None, eagle("llama", "eagle"), "off", config)
     one.add([1, 2, 3, 4, 5] * 8, SamplingParams(max_new_tokens=30, seed=1), 3)
     for _ in range(6):
         one.step()
@@ -64,6 +65,8 @@ def test_dummy_requests_read_pages_of_their_own_and_change_nothing():
         return slots + [tensor[:kept].clone() for tensor in one.store.tensors()]
 
     before = everything()
+    for requests, missing in ((1, 8), (1, 128), (4, 2)):
+        steps.run_catch_up(requests, missing)
     with steps.lent_slots(3, 48) as slots:
         pages = state.tensors.page_table[slots, :3]
         assert len(set(pages.flatten().tolist())) == 9

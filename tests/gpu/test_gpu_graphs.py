@@ -219,9 +219,11 @@ def test_garbage_that_is_found_during_a_capture_does_not_break_it():
 
 
 def test_a_drafter_that_catches_up_compiles_nothing():
-    """Seen on an H200: the kernel had variants by the alignment of its inputs, and 0.2 s in the middle of a run went into one."""
+    """Seen on an H200: the kernel had variants by the alignment of its inputs, and 0.2 s in the middle of a run went into one;
+    the attention of many rows, which nothing else of a drafter uses, took 2.6 s."""
     engine = made("auto")
     engine.warm_up()
+    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2), 2)  # the kernels of prompts
     with Interruptions() as interruptions:
         for prompts in (1, 2, 3, 5):
             for gap in (6, 7):
@@ -231,4 +233,4 @@ def test_a_drafter_that_catches_up_compiles_nothing():
                     for _ in range(gap):
                         engine.step(Strategy.OFF)
                     engine.step(Strategy.parse("eagle:d3w2v6"))
-    assert not [each for each in interruptions.found if each["kind"] == "compiled" and "catch_up" in each["name"]]
+    assert not [each for each in interruptions.found if each["kind"] == "compiled"]

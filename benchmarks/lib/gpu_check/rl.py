@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.interruptions import Interruptions
+from benchmarks.lib.selection.workloads import most_frequent
 from benchmarks.lib.setup import Budget
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
@@ -33,11 +35,12 @@ def rl_config(model: str, data: Path, drafter: Path, out: Path, tiny: bool) -> T
                        engine={"max_batch": 256, "kv_memory_gb": 20, "max_context": 2048})
 
 
-def run_steps(config: TrainConfig, num_steps: int, budget: Budget) -> list[dict[str, float]]:
+def run_steps(config: TrainConfig, num_steps: int, budget: Budget) -> list[dict[str, Any]]:
     """Figures of the first `num_steps` steps of the run, or of as many as the time allows. The run is then interrupted, so that
     no checkpoint of the whole policy is written. A RuntimeError says why a run failed."""
     watch = StepWatch(num_steps, budget)
-    result = Trainer(config, callbacks=[watch]).run()
+    with watch.interruptions:
+        result = Trainer(config, callbacks=[watch]).run()
     if result.status is RunStatus.FAILED:
         raise RuntimeError(result.message)
     return watch.steps
@@ -47,11 +50,13 @@ class StepWatch(TrainerCallback):
     """Records the figures of each step, and interrupts the run after `num_steps` of them or when no time is left."""
 
     def __init__(self, num_steps: int, budget: Budget) -> None:
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, Any]] = []
         self._num_steps, self._budget = num_steps, budget
         self._strategies: Counter[str] = Counter()
+        self.interruptions = Interruptions()
 
     def on_step_begin(self, step: int) -> None:
+        self.interruptions.found = []
         if step > self._num_steps or self._budget.left <= 0:
             raise KeyboardInterrupt
 
@@ -60,8 +65,10 @@ class StepWatch(TrainerCallback):
             self._strategies[str(result.strategy)] += 1
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
-        share_off = self._strategies["off"] / max(1, self._strategies.total())
-        self.steps.append({**{name: float(metrics[key]) for key, name in _METRICS.items()}, "share_off": share_off})
+        total = self._strategies.total()
+        self.steps.append({**{name: float(metrics[key]) for key, name in _METRICS.items()}, "engine_steps": total,
+                           "share_off": self._strategies["off"] / max(1, total), "strategies": most_frequent(self._strategies),
+                           "interruptions": self.interruptions.found})
         self._strategies.clear()
 
 

@@ -101,11 +101,17 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
         _plan_kernel[(num_rows,)](
             segments.row, segments.length, segments.slot, segments.context, segments.causal, segments.mask, record, path,
             counter, tasks, num_segments, num_rows, first_row, TARGET_PROGRAMS, num_splits, TILE_ROWS=tile_rows,
-            SEGMENTS=max(triton.next_power_of_2(num_segments), 16), TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows),
+            SEGMENTS=_padded_segments(num_segments), TILE_ROWS_PADDED=triton.next_power_of_2(tile_rows),
             KV_HEADS=num_kv_heads, KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads), BLOCK_N=BLOCK_N,
             MIN_CHUNK=min_chunk, FIXED=fixed, TREES=trees, DIVIDED=max_chunks > 1, BITS=MASK_BITS, FIXED_BLOCK=FIXED_BLOCK,
             MAX_PARTS=MAX_PARTS, num_warps=4)
     return AttentionPlan(record, path, counter, tasks, tile_rows, block_m, num_splits, fixed, trees)
+
+
+def _padded_segments(count: int) -> int:
+    """The number of segments that a program looks through, which a kernel is compiled for: few sizes, because a prompt may come
+    at any batch size, and a step would wait for the compiler."""
+    return 64 if count <= 64 else max(512, triton.next_power_of_2(count))
 
 
 def tile_size(num_rows: int, trees: bool) -> int:

@@ -18,10 +18,10 @@ On top of the six workloads it has text that repeats itself and text that does n
 `benchmarks/gpu/check.py` (of a 1.5B model, too) with requests that wait, two wrong profiles, and predictors that lie.
 
 What each part of `auto` is worth: `auto-PART` is `auto` without the corrections by measured steps (`correct`), those by the
-shape of trees (`shapes`), the guard, the view of the remaining lengths (`makespan`), how predictable each request is (`paces`),
-the early decisions after a surprise, the
-attention to new requests (`news`), the probes of known drafters, the drafters' own accounts in the guard, or the quick
-forgetting of outdated acceptance (`change`); its row says how fast it is, as a multiple of `auto`.
+shape of trees (`shapes`), the guard, the view of the remaining lengths (`makespan`), the measured gain of the request that
+finishes last (`share`), the early decisions after a surprise, the attention to new requests (`news`), the probes of known
+drafters, the drafters' own accounts in the guard, the quick forgetting of outdated acceptance (`change`), or the draft tokens
+that use the rows which a step is padded with (`filling`); its row says how fast it is, as a multiple of `auto`.
 """
 
 from __future__ import annotations

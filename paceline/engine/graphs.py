@@ -45,7 +45,8 @@ class GraphReport:
     num_graphs: int = 0
     """Number of graphs that are held now."""
     num_bytes: int = 0
-    """Device memory that capturing these graphs took, in bytes, without what the driver itself holds for each."""
+    """Device memory that capturing these graphs took, in bytes. What the CUDA driver itself allocates for a graph is not
+    included."""
     capture_seconds: float = 0.0
     """Time spent on all captures so far, in seconds."""
 
@@ -139,7 +140,8 @@ class GraphPool:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The graphs of an engine that is no longer used may be garbage, and to free one of them ends a capture with an error."""
+    """Disable the garbage collector. If it frees the graphs of an engine that is no longer used, a capture that is under way
+    fails."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

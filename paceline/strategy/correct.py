@@ -1,4 +1,4 @@
-"""Correct: what steps really took, and what they really brought, multiplies later predictions."""
+"""Correct: measured over predicted milliseconds, and measured over counted progress, multiply later predictions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _KEEP, _PRIOR = 1 - 1 / 48, 4.0
 _LEAST, _MOST = 0.5, 2.0
 """Range of the ratios that are counted: single steps are stopped by something else."""
 _SHARE_KEEP, _SHARE_PRIOR, _SHARE_OLD, _LEAST_SHARE = 0.99, 8.0, 0.9, 0.05
-"""For `MakespanShare`: what is left of its sums after a step and when the requests are new, the gain that is taken to have been
-real at the start, and the smallest share."""
+"""Constants of `MakespanShare`: the factors by which its sums are discounted after each step and when most requests are new, the
+gain in tokens that both sums are taken to have at the start, and the smallest share."""
 _Key = tuple[DrafterName, int, tuple[int, int] | None]
 """Drafter, batch bucket, and depth and width of its trees; None: all trees."""
 
@@ -64,27 +64,31 @@ class Corrections:
 
 @dataclass(slots=True)
 class MakespanShare:
-    """How much of the gain by accepted draft tokens the last response had, where lengths are known. The mean over all requests
-    says little of that one: at high temperatures, nothing is accepted of some responses from a certain point on."""
+    """The share of the mean gain of all requests that also shortens the makespan: the gain of the request that finishes last.
+
+    Where response lengths are known, that gain is measured: it is the decrease in remaining tokens of the longest request, beyond
+    one token per step. `StepOutcome.progress` counts the mean over all requests instead, which overestimates it if few draft
+    tokens of some requests are accepted, for example because their text has become random at a high temperature."""
 
     share: float = 1.0
+    """The factor by which predicted gains are multiplied, between 0 and 1."""
     _gain: float = 0.0
-    """Tokens that the last response got beyond one per step."""
+    """Discounted sum of the measured gain, in tokens."""
     _counted: float = 0.0
-    """The same by `StepOutcome.progress`."""
+    """Discounted sum of the gain by `StepOutcome.progress`, in tokens, before it was multiplied by `share`."""
     _unseen: tuple[int, float] = (0, 0.0)
-    """Number of steps and counted gain since the last view."""
+    """Number of steps, and their gain by `StepOutcome.progress`, since `see` was called last."""
     _left: int | None = None
-    """Tokens that the last response had left then; None if that is not known."""
+    """Remaining tokens of the longest request when `see` was called last; None if lengths were not known."""
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Count a completed step."""
+        """Add the gain of a completed step by `StepOutcome.progress`."""
         chosen = outcome.decision.expected_progress > 0
         steps, counted = self._unseen
         self._unseen = steps + (outcome.num_requests > 0), counted + (outcome.progress - 1 if chosen else 0.0)
 
     def see(self, remaining: Sequence[int]) -> None:
-        """Compare what was counted with what is left now (`StepView.remaining`)."""
+        """Measure the gain since the last call. `remaining`: see `StepView.remaining`."""
         (steps, counted), self._unseen = self._unseen, (0, 0.0)
         left, self._left = self._left, remaining[0] if remaining else None
         if left is None or self._left is None or self._left > left:
@@ -94,11 +98,11 @@ class MakespanShare:
         self._counted = keep * self._counted + counted / self.share
 
     def update(self) -> None:
-        """Use what has been seen for the next predictions."""
+        """Compute `share` from the sums. It stays constant between two decisions, because `see` divides by it."""
         self.share = min(max((_SHARE_PRIOR + self._gain) / (_SHARE_PRIOR + self._counted), _LEAST_SHARE), 1.0)
 
     def requests_replaced(self) -> None:
-        """The responses are new: what was seen of others counts less."""
+        """Discount the sums: they are of other responses."""
         self._gain, self._counted = _SHARE_OLD * self._gain, _SHARE_OLD * self._counted
 
 

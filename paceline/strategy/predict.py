@@ -53,8 +53,8 @@ class Predictor:
         return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
 
     def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
-        """The best number of draft tokens and of requests for each shape of a drafter's trees. `share`: of the gain, that counts
-        where lengths are known."""
+        """The best number of draft tokens and of requests for each shape of a drafter's trees. `share`: the factor by which
+        gains are multiplied where response lengths are known (`MakespanShare`)."""
         known = self.acceptance[drafter]
         requests, budgets = view.num_running, _BUDGETS
         nodes, accepted = (values[:, budgets - 1] for values in known.expected())
@@ -132,8 +132,8 @@ def drafted_counts(view: StepView) -> np.ndarray:
 
 def makespan_progress(remaining: Sequence[int], counts: np.ndarray, accepted: np.ndarray, share: float) -> np.ndarray:
     """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
-    the most tokens left are, the others, which get one token per step, must not become the last. `share`: see
-    `MakespanShare`."""
+    the most tokens left are, the others, which get one token per step, must not become the last. `share`: the
+    factor by which the gain is multiplied (`MakespanShare`)."""
     progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
     if not remaining:
         return progress

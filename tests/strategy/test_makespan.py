@@ -74,7 +74,7 @@ class Derailed(World):
 
 
 def test_what_the_last_response_did_not_gain_is_not_counted_on():
-    """Two tokens per step are counted of each step, and the last response gets one."""
+    """By the mean of all requests each step gains one token, but the request that finishes last gains none."""
     share, step = MakespanShare(), StepOutcome(Decision(Strategy.parse("eagle:d4w1v4"), expected_progress=2.0), 4, 0, 8, 1.0)
     share.see((500, 500, 500, 500))
     for left in range(499, 399, -1):

@@ -52,7 +52,7 @@ class WithoutMakespan(AutoSelector):
 
 
 class WithoutShare(AutoSelector):
-    """Does not compare what was counted with what the last response got."""
+    """Takes the mean gain of all requests for that of the request that finishes last."""
 
     def __init__(self) -> None:
         super().__init__()

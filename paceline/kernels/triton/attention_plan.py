@@ -109,8 +109,8 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
 
 
 def _padded_segments(count: int) -> int:
-    """The number of segments that a program looks through, which a kernel is compiled for: few sizes, because a prompt may come
-    at any batch size, and a step would wait for the compiler."""
+    """Pad the number of segments, which is a compile-time constant of the kernel, to one of few sizes. Steps with prompts are
+    not captured in advance, so each further size would be compiled in the middle of a run."""
     return 64 if count <= 64 else max(512, triton.next_power_of_2(count))
 
 

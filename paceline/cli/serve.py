@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import say
 from paceline.engine import Engine
-from paceline.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -76,6 +75,3 @@ def _warm_up(engine: Engine) -> None:
     shown = {"is_progress": True}
     logger.info("warm-up: measuring what steps cost", extra=shown)
     engine.warm_up(on_progress=lambda done, total: logger.info("warm-up: CUDA graph %d of %d", done, total, extra=shown))
-    prompt = [1 % engine.model.config.vocab_size] * 4
-    engine.generate([prompt], SamplingParams(max_new_tokens=8, raw_logprobs=True), 2)
-    engine.reset_stats()

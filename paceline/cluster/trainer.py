@@ -53,6 +53,8 @@ class TrainWorkerSpec:
         torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.cluster.workers))
         model, tokenizer = load_model(resolve_model(config.model), config.device, config.dtype)
         engine = engine_for(config, model, tokenizer, speculate=True)
+        if config.device.startswith("cuda"):
+            engine.warm_up(config.rollout.prompts * config.rollout.group_size)
         eagle, training = engine.drafting.eagle, None
         if eagle is not None and config.train_drafter and config.cluster.spot_training:
             training = DrafterTraining(engine, training_config(config, eagle.module))

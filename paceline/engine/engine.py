@@ -53,6 +53,9 @@ from paceline.types import (
     Strategy,
 )
 
+_WARM_UP_PROMPTS = 128
+"""Largest number of prompts in the steps of `Engine.warm_up`: more than 64 use other kernels than fewer."""
+
 
 class Engine:
     """Generates rollouts with continuous batching and speculative decoding. Tokens depend only on weights, prompt, seed and
@@ -334,16 +337,29 @@ class Engine:
 
     def warm_up(self, max_requests: int | None = None, seconds: float = float("inf"),
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
-        """Profile the engine if it has a drafter, and capture all graphs that `auto` may need for so many requests (None: for a
-        full batch), so that no later step has to wait for that. Profiling takes about two seconds. `seconds`: no further graph
-        is captured after that time. `on_progress` is called with the number of graphs done, and of all."""
+        """Profile the engine if it has a drafter, capture all graphs that `auto` may need for so many requests (None: for a full
+        batch), and run steps with prompts, so that no later step has to wait for a capture or a compilation. Profiling takes
+        about two seconds. `seconds`: no further graph is captured after that time. `on_progress` is called with the number of
+        graphs done, and of all."""
         if self.drafting.available and self.config.profile and not self.costs.profiled:
             self.profile()
         if self.drafting.suffix is not None:
             self.drafting.suffix.warm_up()
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
         self.dummy_steps.capture_all(requests, seconds, on_progress)
+        if not self.has_work:
+            self._run_prompts(min(requests, _WARM_UP_PROMPTS if self.state.device.type == "cuda" else 2))
         return self.graph_report()
+
+    def _run_prompts(self, num_requests: int) -> None:
+        """Generate a few tokens for so many short prompts. Selectors and statistics do not learn of it."""
+        own = self._control, self._counters
+        strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
+        self._control, self._counters = StrategyControl(strategy if self.drafting.available else Strategy.OFF), Counters()
+        try:
+            self.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)
+        finally:
+            self._control, self._counters = own
 
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
         """Capture the graphs that these strategies need at these batch sizes. `exact`: without padding to row sizes."""

@@ -114,7 +114,6 @@ class PacelineRollout:
         self._trainer, self._synced = trainer, state.global_step
         self._monitor_drafter()
         self.engine.warm_up(trainer.args.generation_batch_size)
-        self.engine.generate([[0, 0, 0, 0]], SamplingParams(max_new_tokens=8), 2)  # compiles what is not compiled yet
         # TRL computes its correction and metrics for log-probabilities of the sampler only if the sampler is vLLM's, and then
         # asks `vllm_generation` to follow the weights.
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, self, state.global_step

@@ -41,7 +41,7 @@ from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFai
 from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.summary import rollout_metrics
 from paceline.trainer.validation import check_config
-from paceline.types import RolloutGroup, SamplingParams, StepResult
+from paceline.types import RolloutGroup, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -229,10 +229,6 @@ class Trainer:
         requests = self.config.rollout.prompts * self.config.rollout.group_size
         engine.warm_up(requests, on_progress=lambda done, total: self._notify(
             lambda callback: callback.on_phase(f"capturing CUDA graphs, {done} of {total}")))
-        prompt = [1 % engine.model.config.vocab_size] * 4
-        many = min(requests, 128) if engine.state.device.type == "cuda" else 2  # kernels differ by the number of prompts
-        engine.generate([prompt], SamplingParams(max_new_tokens=8), many)
-        engine.reset_stats()
 
     # What the loop is handed
 

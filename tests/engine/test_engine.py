@@ -350,6 +350,34 @@ def test_a_warm_engine_that_is_deleted_is_freed():
     assert cache() is None
 
 
+@pytest.mark.parametrize("drafter", ["none", "suffix", "learned"])
+def test_warming_up_teaches_nothing(drafter):
+    """Its responses are made up. Their limit, for example, must not be taken for a sign that responses end at their limits."""
+    learned = eagle() if drafter == "learned" else drafter
+    made = Engine(model(), None, learned, "auto", EngineConfig(max_batch=4, max_context=64, profile=False))
+    for _ in range(30):  # on a CPU it generates two at a time
+        made.warm_up()
+    assert made.stats().steps == 0 and not made.stats().strategy_steps and not made.has_work
+    views, select = [], made.select.select
+    made.select.select = lambda view: (views.append(view), select(view))[1]
+    expected = Engine(model(), None, "none", "off").generate([[1, 2, 3]], SamplingParams(max_new_tokens=6), 2)
+    found = made.generate([[1, 2, 3]], SamplingParams(max_new_tokens=6), 2)
+    assert [r.token_ids for r in found[0].rollouts] == [r.token_ids for r in expected[0].rollouts]
+    assert views and not any(view.remaining for view in views)
+
+
+def test_warming_up_leaves_running_requests_alone():
+    made = Engine(model(), None, "suffix", "auto", EngineConfig(max_batch=4, max_context=64, profile=False))
+    ids = made.add([1, 2, 3], SamplingParams(max_new_tokens=6), 2)
+    made.step()
+    made.warm_up()
+    steps = made.stats().steps
+    finished = []
+    while made.has_work:
+        finished += made.step().finished
+    assert sorted(r.request_id for r in finished) == ids and made.stats().steps > steps > 0
+
+
 def test_the_suffix_drafter_reads_many_tokens_at_once():
     """Read token by token, at a batch size of 256 the text took longer than the step on a GPU."""
     engine, calls = Engine(fresh(), strategy="off"), []

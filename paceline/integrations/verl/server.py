@@ -16,7 +16,6 @@ from paceline.engine import Engine
 from paceline.engine.thread import Answer, EngineThread
 from paceline.integrations.verl.settings import ServerSettings, check_parallel, engine_config, sampling_params
 from paceline.models.weights import load_model
-from paceline.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +44,7 @@ class PacelineServer:
 
     async def ready(self) -> bool:
         """Return when the engine can generate without compiling or capturing anything first."""
-        def warm_up(engine: Engine) -> None:
-            engine.warm_up()
-            engine.generate([[0, 0, 0, 0]], SamplingParams(max_new_tokens=8), 2)
-            engine.reset_stats()
-
-        await self._thread.call(warm_up)
+        await self._thread.call(Engine.warm_up)
         return True
 
     # -- generation

@@ -32,7 +32,7 @@ from paceline.engine.prompts import Prompt, answer_seeds, check, encode
 from paceline.engine.request import Request
 from paceline.engine.runner import Download
 from paceline.engine.scheduler import StepPlan
-from paceline.engine.stats import Counters
+from paceline.engine.stats import CallerTime, Counters
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import PolicyWeights, copy_drafter, drafter_mismatch, offload, prepare_linears, restore
@@ -72,6 +72,7 @@ class Engine:
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
+        self._caller, self._returned_at, self._away_s = CallerTime(), 0.0, 0.0  # the last: from `step` to the next `step`
         self._reads_prompts = False  # whether the drafter still reads prompts on the device, which the next step waits for
         self._asleep = False
         self._weights = PolicyWeights(model)
@@ -111,10 +112,12 @@ class Engine:
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         self._weights.require_complete()
+        self._away_s = time.perf_counter() - self._returned_at
         decision = self._select() if strategy is None else Decision(strategy)
         self.drafting.check(decision.strategy)
         self._guarded(partial(self._advance, decision))
         self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
+        self._returned_at = time.perf_counter()
         return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, decision.strategy)
 
     def _advance(self, decision: Decision) -> None:
@@ -168,12 +171,14 @@ class Engine:
         tokens, ended, accepted = append_outputs(step, self.scheduler.max_length, self.tokenizer)
         self.scheduler.on_complete(step.plan, step.batch.most_accepted)
         self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens)
+        drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
+        done_at = time.perf_counter()
         finished = [self._rollout(request, reason) for request, reason in ended]
         for request, _ in ended:
             self.drafting.finish(request)
             self.scheduler.finish(request)
-        drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
         since, now = max(step.began, self._processed), self.graphs.now()
+        other_s = now.at - done_at + (self._away_s if self._pipelined else 0.0)
         self._processed = now
         seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
         result = StepResult(
@@ -188,7 +193,7 @@ class Engine:
             del self._requests[rollout.request_id]
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
-        regular = now.num_irregular == since.num_irregular and not self._reads_prompts
+        regular = not (self._caller.is_unusual(other_s) or now.num_irregular != since.num_irregular or self._reads_prompts)
         self._reads_prompts = self._pipelined and self.drafting.eagle is not None and result.num_prefill_rows > 0
         host_ms = 1e3 * (step.launch_seconds + now.at - read_at) if self._pipelined else 0.0
         self._control.record(StepOutcome(

@@ -48,18 +48,6 @@ class Download(NamedTuple):
         if self.event is not None:
             self.event.synchronize()
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the tensors are on the host."""
-        return self.event is None or self.event.query()
-
-    def host_tensor(self) -> Tensor:
-        """Wait, and return the only tensor, in ordinary memory: pinned memory is scarce, and reused for the next download."""
-        self.wait()
-        (tensor,) = self.tensors
-        assert tensor is not None
-        return tensor if self.event is None else tensor.clone()
-
     def arrays(self) -> list[np.ndarray]:
         """Wait, and return the tensors that are not None as arrays."""
         self.wait()

@@ -1,38 +1,79 @@
-"""Asynchronous copies of captured features from the engine's device to host memory.
+"""Copies of captured features from the engine's device to host memory, beside generation.
 
-A synchronous copy would wait for the step in flight, and the host has to launch the next step while that one runs.
+The thread that generates has to launch the next step while the last one runs. So it only notes which features are to be copied;
+another thread waits for them, copies them, and passes the records on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from paceline.engine.runner import Download
+import torch
+from torch import Tensor
+
 from paceline.types import FeatureRecord
+
+_STAGING_BYTES = 8 << 20
+"""Size of the pinned memory that features pass through. It is allocated once: allocating pinned memory stops the device."""
+_MAX_PENDING_BYTES = 4 << 30
+"""Device memory of features that are not copied yet; beyond it, generation waits."""
 
 
 class FeatureDownloads:
-    """A queue of copies in flight. Records are delivered in the order in which they were added."""
+    """Copies in flight. Records are delivered in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Download, FeatureRecord, Callable[[FeatureRecord], None]]] = deque()
+        self._pending: deque[tuple[Future[None], int]] = deque()  # with the number of bytes
+        self._thread: ThreadPoolExecutor | None = None
+        self._staging: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def add(self, record: FeatureRecord, on_arrival: Callable[[FeatureRecord], None]) -> None:
-        """Starts to copy a record's features. `on_arrival` is called with the record whose features are in host memory."""
-        self._pending.append((Download.start(record.features), record, on_arrival))
+        """Have a record's features copied. `on_arrival` is called with the record whose features are in host memory: at once if
+        they are there already, otherwise later and in another thread."""
+        features: Tensor = record.features
+        if features.device.type == "cpu":
+            on_arrival(record)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "feature-downloads")
+        while sum(size for _, size in self._pending) > _MAX_PENDING_BYTES:
+            self._pending.popleft()[0].result()
+        computed = torch.cuda.Event()
+        computed.record()
+        future = self._thread.submit(self._deliver, record, computed, on_arrival)
+        self._pending.append((future, features.numel() * features.element_size()))
 
     def poll(self) -> None:
-        """Delivers the records that have arrived, without waiting for others."""
-        while self._pending and self._pending[0][0].has_arrived:
-            self._deliver()
+        """Raise the error of a delivery that has failed, if there is one."""
+        while self._pending and self._pending[0][0].done():
+            self._pending.popleft()[0].result()
 
     def wait(self) -> None:
-        """Waits for all copies and delivers their records."""
+        """Wait until all records are delivered. Raises the first error of a delivery."""
         while self._pending:
-            self._deliver()
+            self._pending.popleft()[0].result()
 
-    def _deliver(self) -> None:
-        download, record, on_arrival = self._pending.popleft()
-        on_arrival(replace(record, features=download.host_tensor()))
+    def _deliver(self, record: FeatureRecord, computed: torch.cuda.Event, on_arrival: Callable[[FeatureRecord], None]) -> None:
+        on_arrival(replace(record, features=self._copy(record.features, computed)))
+
+    def _copy(self, features: Tensor, computed: torch.cuda.Event) -> Tensor:
+        """Copy features to ordinary memory, after the event `computed`. Called in the thread of the downloads."""
+        if self._staging is None or self._stream is None:
+            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._stream = torch.cuda.Stream(features.device)
+        found = torch.empty(features.shape, dtype=features.dtype)
+        target, staged = found.view(torch.uint8).view(-1).numpy(), self._staging.numpy()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(computed)
+            source, copied = features.contiguous().view(torch.uint8).view(-1), torch.cuda.Event()
+            for start in range(0, len(source), _STAGING_BYTES):
+                part = source[start : start + _STAGING_BYTES]
+                self._staging[: len(part)].copy_(part, non_blocking=True)
+                copied.record()
+                copied.synchronize()
+                target[start : start + len(part)] = staged[: len(part)]  # numpy copies in this thread alone, without the GIL
+        return found

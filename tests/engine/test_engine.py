@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 import weakref
 
 import pytest
@@ -13,11 +14,12 @@ from tiny import CONFIGS, VOCAB, eagle, model
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.engine.prompts import derive_seed
+from paceline.engine.stats import CallerTime
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
 from paceline.models.state_dict import export_state
-from paceline.types import Decision
+from paceline.types import Decision, StepOutcome
 
 
 def small(**options) -> EngineConfig:
@@ -364,6 +366,41 @@ def test_warming_up_teaches_nothing(drafter):
     found = made.generate([[1, 2, 3]], SamplingParams(max_new_tokens=6), 2)
     assert [r.token_ids for r in found[0].rollouts] == [r.token_ids for r in expected[0].rollouts]
     assert views and not any(view.remaining for view in views)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
+    """A trainer grades and stores responses between two steps. That takes longer than a step now and then, and `auto` took it for
+    the cost of the strategy in use."""
+    outcomes: list[StepOutcome] = []
+
+    class Off:
+        def select(self, view):
+            return Decision(Strategy.OFF)
+
+        def observe(self, outcome):
+            outcomes.append(outcome)
+
+    engine = Engine(model(), None, "none", Off(), EngineConfig(max_batch=4, max_context=64))
+    engine._pipelined = pipelined
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=40, ignore_eos=True), 2)
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        if steps % 10 == 0:
+            time.sleep(0.05)
+    timed = [outcome for outcome in outcomes if outcome.is_timed]
+    assert len(timed) >= 25 and max(outcome.ms for outcome in timed) < 40
+    assert sum(not outcome.is_timed and outcome.num_prefill_rows == 0 for outcome in outcomes) >= 3 * pipelined
+
+
+def test_a_caller_who_is_always_slow_is_usual():
+    caller = CallerTime()
+    assert [caller.is_unusual(1e-4) for _ in range(50)] == [False] * 50
+    assert caller.is_unusual(5e-3) and not caller.is_unusual(1e-4)
+    found = [caller.is_unusual(5e-3) for _ in range(200)]
+    assert found[0] and not any(found[100:])
 
 
 def test_warming_up_leaves_running_requests_alone():

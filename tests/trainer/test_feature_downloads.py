@@ -1,56 +1,91 @@
-"""Features are copied to host memory without waiting for the device, and are delivered in order."""
+"""Features on a device are copied to host memory by a thread, in order. A CPU stands in for the device here; tests/gpu has the
+real one."""
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 
-from paceline.engine.runner import Download
+from paceline.trainer import feature_downloads
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord
 
 
-class Copy:
-    """An event of the device that happens when `done` is set, or is waited for."""
+class DeviceTensor:
+    """Features that are not in host memory: `arrived` says when they are."""
 
-    def __init__(self, done: bool = False) -> None:
-        self.done, self.waited = done, False
+    def __init__(self, number: int, arrived: threading.Event, num_bytes: int = 8) -> None:
+        self.number, self.arrived, self.num_bytes = number, arrived, num_bytes
+        self.device = torch.device("cuda")
 
-    def query(self) -> bool:
-        return self.done
+    def numel(self) -> int:
+        return self.num_bytes
 
-    def synchronize(self) -> None:
-        self.done = self.waited = True
-
-
-def record(number: int) -> FeatureRecord:
-    return FeatureRecord([1, 2, 3], torch.full((2, 4), float(number)), (-1,), [0, 0], 1)
+    def element_size(self) -> int:
+        return 1
 
 
-def test_records_are_delivered_in_order_once_they_have_arrived(monkeypatch):
-    copies, kept = [Copy() for _ in range(4)], []
-    events = iter(copies)
-    monkeypatch.setattr(Download, "start", classmethod(lambda cls, tensor: cls((tensor,), next(events))))
-    downloads = FeatureDownloads()
-    for number in range(4):
-        downloads.add(record(number), lambda found: kept.append(int(found.features[0, 0])))
+@pytest.fixture
+def downloads(monkeypatch) -> FeatureDownloads:
+    def copy(self, features, computed):
+        assert threading.current_thread() is not threading.main_thread()
+        features.arrived.wait(10)
+        return torch.full((2, 4), float(features.number))
+
+    monkeypatch.setattr(FeatureDownloads, "_copy", copy)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
+    return FeatureDownloads()
+
+
+def record(features) -> FeatureRecord:
+    return FeatureRecord([1, 2, 3], features, (-1,), [0, 0], 1)
+
+
+def test_records_are_delivered_in_order_without_waiting_for_them(downloads):
+    kept, arrived = [], [threading.Event() for _ in range(4)]
+    for number, event in enumerate(arrived):
+        downloads.add(record(DeviceTensor(number, event)), lambda found: kept.append(int(found.features[0, 0])))
     downloads.poll()
     assert kept == []
-    copies[0].done = copies[2].done = True
-    downloads.poll()
-    assert kept == [0]
-    assert not any(copy.waited for copy in copies[1:])
+    for event in reversed(arrived):
+        event.set()
     downloads.wait()
     assert kept == [0, 1, 2, 3]
 
 
-def test_pinned_memory_is_not_kept():
-    pinned = torch.randn(2, 4)
-    found = Download((pinned,), Copy(done=True)).host_tensor()  # type: ignore[arg-type]
-    assert torch.equal(found, pinned) and found.data_ptr() != pinned.data_ptr()
+@pytest.mark.parametrize("notice", ["poll", "wait"])
+def test_a_failed_delivery_is_noticed(downloads, notice):
+    arrived, reached = threading.Event(), threading.Event()
+    arrived.set()
+
+    def fail(found):
+        reached.set()
+        raise OSError("no space left")
+
+    downloads.add(record(DeviceTensor(0, arrived)), fail)
+    assert reached.wait(10)
+    with pytest.raises(OSError, match="no space left"):
+        for _ in range(1000):
+            getattr(downloads, notice)()
+
+
+def test_generation_waits_if_too_much_of_the_device_is_held(downloads, monkeypatch):
+    monkeypatch.setattr(feature_downloads, "_MAX_PENDING_BYTES", 20)
+    kept, first, later = [], threading.Event(), threading.Event()
+    later.set()
+    for number, event in enumerate((first, later, later)):
+        downloads.add(record(DeviceTensor(number, event)), lambda found: kept.append(int(found.features[0, 0])))
+    assert kept == []
+    threading.Timer(0.05, first.set).start()
+    downloads.add(record(DeviceTensor(3, later)), lambda found: kept.append(int(found.features[0, 0])))
+    assert kept[:1] == [0]
+    downloads.wait()
+    assert kept == [0, 1, 2, 3]
 
 
 def test_features_in_host_memory_are_delivered_at_once_without_a_copy():
-    one, kept, downloads = record(5), [], FeatureDownloads()
-    downloads.add(one, kept.append)
-    downloads.poll()
+    one, kept = record(torch.randn(2, 4)), []
+    FeatureDownloads().add(one, kept.append)
     assert kept[0].features is one.features

@@ -373,7 +373,7 @@ class StepResult:
     finished: list[Rollout]
     """Rollouts of the requests that ended with this step."""
     ms: float
-    """Duration in milliseconds, without graph captures."""
+    """Duration in milliseconds, without graph captures and without what the caller of `Engine.step` did meanwhile."""
     drafts: DraftOutcomes | None = None
     """Outcomes of its draft tokens, if they were observed: regularly, and whenever the selector asks for it."""
     drafted_by_request: dict[int, int] = field(default_factory=dict)

@@ -30,9 +30,9 @@ from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, make
 from paceline.engine.profile import engine_identity, load_or_profile
 from paceline.engine.prompts import Prompt, answer_seeds, check, encode
 from paceline.engine.request import Request
-from paceline.engine.runner import Download
+from paceline.engine.runner import Download, record_event
 from paceline.engine.scheduler import StepPlan
-from paceline.engine.stats import CallerTime, Counters
+from paceline.engine.stats import Counters
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import PolicyWeights, copy_drafter, drafter_mismatch, offload, prepare_linears, restore
@@ -55,6 +55,8 @@ from paceline.types import (
 
 _WARM_UP_PROMPTS = 128
 """Largest number of prompts in the steps of `Engine.warm_up`: more than 64 use other kernels than fewer."""
+_NO_WAIT_S = 2e-5
+"""If the outputs of a step can be read within so many seconds, they were there before they were asked for."""
 
 
 class Engine:
@@ -72,7 +74,7 @@ class Engine:
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
-        self._caller, self._returned_at, self._away_s = CallerTime(), 0.0, 0.0  # the last: from `step` to the next `step`
+        self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
         self._reads_prompts = False  # whether the drafter still reads prompts on the device, which the next step waits for
         self._asleep = False
         self._weights = PolicyWeights(model)
@@ -112,12 +114,11 @@ class Engine:
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         self._weights.require_complete()
-        self._away_s = time.perf_counter() - self._returned_at
+        self._idle_s = time.perf_counter() - self._idle_from
         decision = self._select() if strategy is None else Decision(strategy)
         self.drafting.check(decision.strategy)
         self._guarded(partial(self._advance, decision))
         self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
-        self._returned_at = time.perf_counter()
         return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, decision.strategy)
 
     def _advance(self, decision: Decision) -> None:
@@ -129,9 +130,10 @@ class Engine:
             began = self.graphs.now()
             plan = self.scheduler.schedule(decision)
             if plan:
+                started = record_event(self.state.device)
                 self.runner.prepare(plan, self.scheduler.running)
                 drafted = self.drafting.draft(plan)
-                launched = self._launch(plan, drafted, began)
+                launched = self._launch(plan, drafted, began, started)
         if not self._results:
             self._process()
         self._in_flight = launched
@@ -145,7 +147,7 @@ class Engine:
         self._profile_if_needed()
         return self._control.select(self.scheduler, self.drafting.available)
 
-    def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp) -> InFlight:
+    def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp, started: torch.cuda.Event | None) -> InFlight:
         """Lay out the planned step and queue it on the device, without waiting for it."""
         batch = self.batches.build(plan, drafted)
         observed = ObservedDrafts.start(plan, batch) if self._control.observes(plan.decision) else None
@@ -158,13 +160,15 @@ class Engine:
         if output is not None:  # without draft tokens every request gets one token
             counts = output.num_drawn if batch.max_depth else None
             sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts)
-        return InFlight(plan, batch, sampled, self.version, began, observed, context, time.perf_counter() - began.at)
+        self._idle_from = time.perf_counter()
+        return InFlight(plan, batch, sampled, self.version, began, started, observed, context, self._idle_from - began.at)
 
     def _process(self) -> None:
         """Read the outputs of the step in flight, if there is one, append its tokens to their requests, and queue its result."""
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
+        asked_at = time.perf_counter()
         if step.sampled is not None:
             step.sampled.wait()
         read_at = time.perf_counter()
@@ -172,15 +176,16 @@ class Engine:
         self.scheduler.on_complete(step.plan, step.batch.most_accepted)
         self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens)
         drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
-        done_at = time.perf_counter()
+        since, now = max(step.began, self._processed), self.graphs.now()
+        self._processed, self._idle_from = now, now.at
+        seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
+        if self._pipelined and step.sampled is not None and read_at - asked_at < _NO_WAIT_S:
+            # The device was done before, because the host came late: what the caller did meanwhile is not part of the step.
+            seconds = max(step.sampled.device_seconds(step.started), seconds - self._idle_s)
         finished = [self._rollout(request, reason) for request, reason in ended]
         for request, _ in ended:
             self.drafting.finish(request)
             self.scheduler.finish(request)
-        since, now = max(step.began, self._processed), self.graphs.now()
-        other_s = now.at - done_at + (self._away_s if self._pipelined else 0.0)
-        self._processed = now
-        seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
             num_rows=step.batch.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
@@ -193,7 +198,7 @@ class Engine:
             del self._requests[rollout.request_id]
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
-        regular = not (self._caller.is_unusual(other_s) or now.num_irregular != since.num_irregular or self._reads_prompts)
+        regular = now.num_irregular == since.num_irregular and not self._reads_prompts
         self._reads_prompts = self._pipelined and self.drafting.eagle is not None and result.num_prefill_rows > 0
         host_ms = 1e3 * (step.launch_seconds + now.at - read_at) if self._pipelined else 0.0
         self._control.record(StepOutcome(

@@ -39,14 +39,17 @@ class Download(NamedTuple):
             return cls(tensors, None)
         copies = tuple(None if t is None else torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                        for t in tensors)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(copies, event)
+        return cls(copies, record_event(device))
 
     def wait(self) -> None:
         """Block until the tensors are on the host."""
         if self.event is not None:
             self.event.synchronize()
+
+    def device_seconds(self, started: torch.cuda.Event | None) -> float:
+        """Wait, and return the time that the device took since it reached the event `started`; 0 on a CPU."""
+        self.wait()
+        return 0.0 if started is None or self.event is None else started.elapsed_time(self.event) / 1e3
 
     def arrays(self) -> list[np.ndarray]:
         """Wait, and return the tensors that are not None as arrays."""
@@ -57,6 +60,15 @@ class Download(NamedTuple):
         """Wait, and return the tensors as lists; a tensor that was None gives an empty list."""
         self.wait()
         return [[] if t is None else t.numpy().tolist() for t in self.tensors]  # numpy's tolist is many times as fast as torch's
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event that happens when the device has done what is queued on it by now; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Runner:

@@ -1,4 +1,4 @@
-"""Counters of one engine, from which `Engine.stats` is made, and the time that its caller takes between two steps."""
+"""Counters of one engine, from which `Engine.stats` is made."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 
 from paceline.engine.scheduler import Scheduler
 from paceline.types import EngineStats, StepResult
-
-_UNUSUAL, _UNUSUAL_S, _NEWEST = 2.0, 2e-4, 0.05
-"""Constants of `CallerTime`: more than so many times the mean and so many seconds is unusual; weight of the newest step in the
-mean."""
 
 
 @dataclass(slots=True)
@@ -46,18 +42,3 @@ class Counters:
             verifications=self.verifications, preemptions=scheduler.num_preemptions, seconds=self.seconds,
             strategy_steps=dict(self.strategy_steps), num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
             free_pages=scheduler.pages.num_available, total_pages=scheduler.pages.num_pages, version=version)
-
-
-@dataclass(slots=True)
-class CallerTime:
-    """Tells whether the host was busy with something else for unusually long during a step: with responses that had finished, or
-    with whatever the caller of `Engine.step` does. Such a step takes longer for reasons that its strategy has no part in."""
-
-    usual_s: float = 0.0
-    """Running mean, in seconds."""
-
-    def is_unusual(self, seconds: float) -> bool:
-        """Whether so many seconds are unusual; they count in later calls."""
-        most = _UNUSUAL * self.usual_s + _UNUSUAL_S
-        self.usual_s += _NEWEST * (min(seconds, 2 * most) - self.usual_s)
-        return seconds > most

@@ -14,7 +14,6 @@ from tiny import CONFIGS, VOCAB, eagle, model
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.engine.prompts import derive_seed
-from paceline.engine.stats import CallerTime
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -370,8 +369,8 @@ def test_warming_up_teaches_nothing(drafter):
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
-    """A trainer grades and stores responses between two steps. That takes longer than a step now and then, and `auto` took it for
-    the cost of the strategy in use."""
+    """A trainer grades and stores responses between two steps. That may take longer than a step, and `auto` took it for the cost
+    of the strategy in use."""
     outcomes: list[StepOutcome] = []
 
     class Off:
@@ -390,17 +389,8 @@ def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
         steps += 1
         if steps % 10 == 0:
             time.sleep(0.05)
-    timed = [outcome for outcome in outcomes if outcome.is_timed]
-    assert len(timed) >= 25 and max(outcome.ms for outcome in timed) < 40
-    assert sum(not outcome.is_timed and outcome.num_prefill_rows == 0 for outcome in outcomes) >= 3 * pipelined
-
-
-def test_a_caller_who_is_always_slow_is_usual():
-    caller = CallerTime()
-    assert [caller.is_unusual(1e-4) for _ in range(50)] == [False] * 50
-    assert caller.is_unusual(5e-3) and not caller.is_unusual(1e-4)
-    found = [caller.is_unusual(5e-3) for _ in range(200)]
-    assert found[0] and not any(found[100:])
+    timed = [outcome.ms for outcome in outcomes if outcome.is_timed]
+    assert len(timed) >= 35 and max(timed) < 40
 
 
 def test_warming_up_leaves_running_requests_alone():

@@ -34,6 +34,8 @@ CHECKED = (1, 32, 128, 256, 8)
 """Batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`."""
 _DECAY = (1.0, 0.97, 0.96, 0.95, 0.94, 0.93, 0.91, 0.89)
 _SLOW_AFTER_PREFILL, _SLOW_AFTER_CHANGE, _STOPPED = 2.0, 0.15, 12.0
+_CATCH_UP_MS = 1e-3
+"""Milliseconds for each token that was generated without the learned drafter, when it drafts for that request again."""
 
 
 def h200_costs() -> CostCurve:
@@ -62,6 +64,8 @@ class Task(NamedTuple):
     """Whether the learned drafter is replaced by a useless one midway."""
     has_queue: bool = False
     """Whether requests wait: then tokens per second count, and the round ends with the first response."""
+    knows_lengths: bool = True
+    """Whether the selector is told how many tokens are left of each response."""
     derails: bool = False
     """Whether responses derail at some point, from which on nothing can be predicted, as they do at high temperatures."""
 
@@ -99,6 +103,8 @@ class H200(World):
     """How predictable each response is."""
     _derails_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Tokens that each response still has to get when it derails."""
+    _missing: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    """Tokens of each response that the learned drafter has not read."""
     _biases: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def skills(self, drafter: str, batch: int) -> np.ndarray:
@@ -114,6 +120,12 @@ class H200(World):
         ms = super().true_ms(strategy, drafted, rows)
         if strategy.drafter != "none":
             ms *= self._bias(strategy)
+        here = self.requests - self.num_requests
+        if strategy.drafter == "eagle":
+            ms += _CATCH_UP_MS * int(self._missing[here[:drafted]].sum())
+            self._missing[here[:drafted]] = 0
+            here = here[drafted:]
+        self._missing[here] += 1 + self.accepted[len(self.accepted) - len(here) :]
         self._slow = 1.0
         if self._last == "prefill":
             self._slow += self.draw.exponential(_SLOW_AFTER_PREFILL) * (self.draw.random() < 0.4)
@@ -149,6 +161,7 @@ class H200(World):
         self._last = "prefill"
         text = np.random.default_rng((self.seed, self.num_requests))  # the same for all selectors
         self._hardness, self._character = text.normal(0, 0.5, (2, self.batch))
+        self._missing = np.zeros(self.batch, int)
         self._derails_at = self.left * text.uniform(0.2, 1.0, self.batch) if task.derails else np.zeros(self.batch)
         view = replace(self.view(), num_running=0, num_prefill_rows=120 * self.batch)
         selector.observe(StepOutcome(selector.select(view), 0, 120 * self.batch, 0, 25.0, 8192, 0.0, 25.0))
@@ -162,7 +175,7 @@ def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
         selector.drafter_replaced()
     pending: StepOutcome | None = None
     while gpu.batch == len(task.lengths) if task.has_queue else gpu.batch:
-        decision = selector.select(gpu.view() if task.has_queue else gpu.known_lengths(gpu.left))
+        decision = selector.select(gpu.known_lengths(gpu.left) if task.knows_lengths and not task.has_queue else gpu.view())
         if pending is not None:
             selector.observe(pending)
         pending = gpu.play(decision)
@@ -174,6 +187,12 @@ def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
     if pending is not None:
         selector.observe(pending)
     return (gpu.ms - began) / 1e3 * (total / done if task.has_queue else 1.0)
+
+
+def rl_task(seed: int) -> Task:
+    """A step of RL: 256 responses, most of which end long before their limit of 640 tokens. Nobody knows where."""
+    lengths = np.random.default_rng(seed).lognormal(5.5, 0.45, 256)
+    return Task(tuple(np.clip(lengths, 40, 640).astype(int).tolist()), ORDINARY, knows_lengths=False)
 
 
 def checked_task(batch: int) -> Task:
@@ -222,6 +241,7 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
         for batch in CHECKED:
             seen += (checked_task(batch),) * (rounds + 1)
             found[f"{prefix}batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None), costs)
+    found["rl"] = Cell(tuple(rl_task(seed) for seed in range(rounds + 1)), costs=small_costs)
     ordinary, random = found["ordinary"].rounds, found["random"].rounds
     found |= {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
     return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}

@@ -15,13 +15,15 @@ on the workload, faster than all of them on `shrinking`, never below 0.97 of off
 
 The setting `simulated` needs no model and no quiet machine: time is virtual, and steps cost what they cost a 7B model on an H200.
 On top of the six workloads it has text that repeats itself and text that does not in turn (`alternating`), the batch sizes of
-`benchmarks/gpu/check.py` (of a 1.5B model, too) with requests that wait, two wrong profiles, and predictors that lie.
+`benchmarks/gpu/check.py` (of a 1.5B model, too) with requests that wait, steps of RL with a 1.5B model (`rl`), two wrong
+profiles, and predictors that lie.
 
 What each part of `auto` is worth: `auto-PART` is `auto` without the corrections by measured steps (`correct`), those by the
 shape of trees (`shapes`), the guard, the view of the remaining lengths (`makespan`), the measured gain of the request that
 finishes last (`share`), the early decisions after a surprise, the attention to new requests (`news`), the probes of known
-drafters, the drafters' own accounts in the guard, the quick forgetting of outdated acceptance (`change`), or the draft tokens
-that use the rows which a step is padded with (`filling`); its row says how fast it is, as a multiple of `auto`.
+drafters, the drafters' own accounts in the guard, those for large batches (`ranges`), the limit to what a step may lose
+(`limit`), the quick forgetting of outdated acceptance (`change`), or the draft tokens that use the rows which a step is padded
+with (`filling`); its row says how fast it is, as a multiple of `auto`.
 """
 
 from __future__ import annotations

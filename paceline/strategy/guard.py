@@ -1,10 +1,10 @@
 """Guard: speculation must not cost time, whatever was predicted. It looks at measured times only.
 
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
-of them has gained `progress - cost`. Each drafter has an account: a few steps at the start, a small share of all time, and its
-gains. It pays for its losses out of that. It is switched on only if the account has what that cost the last time, and off when
-the account is empty. So whatever strategies are proposed, a run loses little, and a drafter that pays is not stopped by one that
-does not.
+of them has gained `progress - cost`. Each drafter has an account, and another one for large batches: a few steps at the start, a
+small share of the time, and its gains. It pays for its losses out of that. It is switched on only if the account has what that
+cost the last time, and what a step may lose, and off when the account is empty. So whatever strategies are proposed, a run loses
+little, and a drafter that pays is not stopped by one that does not, or by what it lost in batches of another size.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.strategy.cost import CostCurve, bucket_of
-from paceline.types import DrafterName, StepOutcome, StepView
+from paceline.types import DrafterName, StepOutcome, StepView, Strategy
 
 _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
 steps that are needed at least to switch a drafter on."""
+_LARGE_BATCH = 64
 _SLACK, _CATCH_UP = 0.5, 2.5
 """A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
 first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next
@@ -79,7 +80,8 @@ class Guard:
     """The drafters' accounts, and the measured steps without speculation."""
 
     costs: CostCurve
-    accounts: dict[DrafterName, Account] = field(default_factory=dict)
+    accounts: dict[tuple[DrafterName, int], Account] = field(default_factory=dict)
+    """By drafter and range of batch sizes (`place`)."""
     lead: float = 1.0
     """Recent progress over cost of steps with speculation: above 1 it is faster than off."""
     _off: dict[int, _Off] = field(default_factory=dict)
@@ -114,8 +116,10 @@ class Guard:
         if bucket != self._bucket[0]:
             self._bucket = bucket, self._step
         drafter = outcome.decision.strategy.drafter
-        for account in self.accounts.values():
-            account.add(_SHARE)
+        place = self.place(drafter, outcome.num_requests)
+        for (_, size), account in self.accounts.items():
+            if size == place[1]:
+                account.add(_SHARE)
         if drafter == "none":
             if self._was_off:
                 self._measure_off(bucket, outcome)
@@ -124,9 +128,11 @@ class Guard:
             self._was_off, self._num_wanted = True, max(0, self._num_wanted - 1)
             return None
         self._was_off, was_on, self._on = False, self._on == drafter, drafter
-        if drafter not in self.accounts:  # its first step loads kernels
-            self.accounts[drafter] = Account()
-            return None
+        if place not in self.accounts:
+            is_new = all(name != drafter for name, _ in self.accounts)
+            self.accounts[place] = Account()
+            if is_new:
+                return None  # its first step loads kernels
         cost = outcome.ms / self.off_ms(outcome.num_requests, outcome.context)
         progress = outcome.progress
         if outcome.decision.expected_progress == 0:  # a probe of a few requests: the others gain nothing by it
@@ -136,7 +142,7 @@ class Guard:
         if self._was_stopped and not was_stopped:
             return None  # it is counted if it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
-        account = self.accounts[drafter]
+        account = self.accounts[place]
         account.count(progress - cost, bucket, is_first=not was_on)
         if self.allows(drafter, outcome.num_requests):
             return None
@@ -146,12 +152,20 @@ class Guard:
 
     def allows(self, drafter: DrafterName, requests: int) -> bool:
         """Whether a drafter may be used in the next step, which has so many requests."""
-        account = self.accounts.get(drafter)
+        account = self.accounts.get(self.place(drafter, requests))
         if account is None:
             return True
         if self._on == drafter:
             return account.steps > 0 or account.stretch > -_SLACK
         return account.steps >= account.needed.get(bucket_of(requests), _TRIAL) and self._step >= account.resting_until
+
+    def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
+        """Whether the drafter's account covers what a step with this strategy loses if no draft token is accepted."""
+        requests = view.num_running
+        ms = self.costs.ms(strategy.drafter, strategy.depth, strategy.width, requests, num_drafted_for,
+                           requests + num_drafted_for * strategy.budget, view.context)
+        account = self.accounts.get(self.place(strategy.drafter, requests))
+        return ms / self.costs.off_ms(requests, view.context) - 1 <= (_FIRST if account is None else account.steps)
 
     def allow_trial(self) -> None:
         """Most requests are new: what emptied an account may not hold for them."""
@@ -160,6 +174,11 @@ class Guard:
             for account in self.accounts.values():
                 account.add(max(0.0, _TRIAL - account.steps))
                 account.resting_until = 0
+
+    def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
+        """The key of a drafter's account for so many requests. Large batches have one of their own: catching up with all of their
+        responses takes long, and the few that remain in the end must not be without a drafter for that."""
+        return drafter, int(requests >= _LARGE_BATCH)
 
     def wants_off(self, view: StepView) -> bool:
         """Whether the next step should be one without speculation, to know what that costs."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from paceline.strategy import AutoSelector, Selector, make_selector
 from paceline.strategy.acceptance import Acceptance
 from paceline.strategy.correct import Corrections, MakespanShare
-from paceline.strategy.guard import Account, Guard
+from paceline.strategy.guard import Guard
 from paceline.strategy.predict import Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
@@ -88,7 +87,23 @@ class WithoutAccounts(AutoSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.guard = Guard(self.costs, _OneAccount())
+        self.guard = _OneAccount(self.costs)
+
+
+class WithoutRanges(AutoSelector):
+    """A drafter has one account for batches of all sizes: what it loses in a large one may stop it in a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = _OneRange(self.costs)
+
+
+class WithoutLimit(AutoSelector):
+    """A step may lose more than the drafter's account has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = _NoLimit(self.costs)
 
 
 class WithoutChange(AutoSelector):
@@ -110,7 +125,8 @@ class WithoutFilling(AutoSelector):
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-share": WithoutShare, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
-    "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-change": WithoutChange, "auto-filling": WithoutFilling,
+    "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-ranges": WithoutRanges, "auto-limit": WithoutLimit,
+    "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
@@ -138,21 +154,26 @@ class _WholeShare(MakespanShare):
 
 
 class _LenientGuard(Guard):
+    def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
+        return True
+
     def allows(self, drafter: DrafterName, requests: int) -> bool:
         return True
 
 
-class _OneAccount(dict[DrafterName, Account]):
-    """The account of whoever asks is that of the first."""
+class _OneAccount(Guard):
+    def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
+        return super().place("eagle", requests)
 
-    def __contains__(self, drafter: object) -> bool:
-        return len(self) > 0
 
-    def __getitem__(self, drafter: DrafterName) -> Account:
-        return next(iter(self.values()))
+class _OneRange(Guard):
+    def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
+        return drafter, 0
 
-    def get(self, drafter: DrafterName, default: Any = None) -> Any:
-        return next(iter(self.values()), default)
+
+class _NoLimit(Guard):
+    def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
+        return True
 
 
 class _GradualAcceptance(Acceptance):

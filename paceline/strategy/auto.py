@@ -110,7 +110,7 @@ class AutoSelector:
         for name, probes in self._probes.items():
             if name == "suffix" or self.decision is None or self.decision.strategy.drafter != name:
                 self.predictor.acceptance[name].discount()
-                probes.due, probes.pause = self._step + 1, _FIRST_PAUSE
+                probes.due = self._step + 1
 
     def _is_surprising(self, outcome: StepOutcome) -> bool:
         """Whether the strategy in use gives far less or far more than was predicted for it."""
@@ -140,9 +140,9 @@ class AutoSelector:
                  if self.guard.affords(each.strategy, each.num_drafted_for, view)]
         best = max(found, key=rate, default=off)
         if rate(best) < _AHEAD * off.progress / off.ms:
-            return off.decision(view)
+            return off.decision
         self._probes[best.strategy.drafter].pause = _FIRST_PAUSE
-        return best.decision(view)
+        return best.decision
 
     def _usable(self, view: StepView) -> list[DrafterName]:
         return [name for name in self._probes if name in view.available and self.guard.allows(name, view.num_running)]

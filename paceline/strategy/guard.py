@@ -20,7 +20,7 @@ _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
 steps that are needed at least to switch a drafter on."""
 _LARGE_BATCH = 64
-_SLACK, _CATCH_UP = 0.5, 2.5
+_SLACK, _CATCH_UP = 0.5, 6.0
 """A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
 first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next
 steps may earn it again."""

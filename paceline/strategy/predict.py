@@ -33,9 +33,12 @@ class Prediction(NamedTuple):
     worth: float = 1.0
     """See `Decision.worth`."""
 
-    def decision(self, view: StepView) -> Decision:
-        part = self.num_drafted_for if 0 < self.num_drafted_for < view.num_running else None
-        return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms, worth=self.worth)
+    @property
+    def decision(self) -> Decision:
+        """Names the number of requests even if it is all of them: more may start in the step, and trees for so many would be too
+        large."""
+        return Decision(self.strategy, self.num_drafted_for or None, expected_progress=self.progress, expected_ms=self.ms,
+                        worth=self.worth)
 
 
 class Predictor:
@@ -92,7 +95,7 @@ class Predictor:
         drafted = min(requests, MAX_OBSERVED)
         make = self._suffix_probe if drafter == "suffix" else self._learned_probe
         strategy = make(requests, drafted)
-        return Decision(strategy, None if drafted == requests else drafted, observe=True)
+        return Decision(strategy, drafted, observe=True)
 
     def _learned_probe(self, requests: int, drafted: int) -> Strategy:
         counts = np.arange(1, MAX_NODES + 1)

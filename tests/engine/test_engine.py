@@ -393,6 +393,26 @@ def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
     assert len(timed) >= 35 and max(timed) < 40
 
 
+def test_trees_are_for_as_many_requests_as_they_were_chosen_for():
+    """Seen on a GPU: while prompts were prefilled, trees of 20 draft tokens that were chosen for 8 requests went to 56 others, too,
+    whose prompts were in the cache: they started in the same step."""
+    engine = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=32, max_context=128, page_size=4, profile=False))
+    chosen, real = [], engine.select._decide
+    engine.select._decide = lambda view: (chosen.append(view.num_running), real(view))[1]
+    engine.generate([list(range(1, 30))], SamplingParams(max_new_tokens=30, ignore_eos=True), 1)
+    params, drafted = SamplingParams(max_new_tokens=40, ignore_eos=True), []
+    engine.add(list(range(1, 30)), params, 2)
+    for _ in range(12):
+        engine.step()
+    engine.add(list(range(1, 30)), params, 30)  # all of it is in the cache
+    for _ in range(40):
+        before = chosen[-1]
+        result = engine.step()
+        if result.strategy.drafter != "none":
+            drafted.append((len(result.drafted_by_request), max(before, chosen[-1])))
+    assert drafted and all(count <= most for count, most in drafted), drafted
+
+
 def test_warming_up_leaves_running_requests_alone():
     made = Engine(model(), None, "suffix", "auto", EngineConfig(max_batch=4, max_context=64, profile=False))
     ids = made.add([1, 2, 3], SamplingParams(max_new_tokens=6), 2)

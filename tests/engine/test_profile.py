@@ -75,4 +75,4 @@ def test_dummy_requests_read_pages_of_their_own_and_change_nothing():
             for _ in range(2):
                 steps.run_with_context(slots, strategy, 48)
     for was, now in zip(before, everything(), strict=True):
-        assert torch.equal(was, now)
+        assert torch.equal(was.view(torch.uint8), now.view(torch.uint8))  # memory that was never written may hold NaN

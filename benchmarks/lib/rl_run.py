@@ -181,7 +181,9 @@ class StepRecorder(TrainerCallback):
         self.steps.append({
             "seconds": metrics["time/step"], "rollout_seconds": rollout, "publish_seconds": publish,
             "update_seconds": metrics["time/infer"] + metrics["time/train"] - publish,
-            "drafter_seconds": metrics.get("time/drafter", 0.0), "tokens": sum(len(answer.token_ids) for answer in answers),
+            "drafter_seconds": metrics.get("time/drafter", 0.0), "drafter_training_seconds": metrics.get("drafter/seconds", 0.0),
+            "drafter_expected": metrics.get("drafter/expected_after", 0.0),
+            "tokens": sum(len(answer.token_ids) for answer in answers),
             "accept_length": metrics["accept_length"], "preemptions": metrics["preemptions"],
             "grad_norm": metrics["grad_norm"], "share_past_end": share_past_end(answers, shape.eos_token_ids),
             "share_off": self._strategies["off"] / max(1, steps),

@@ -28,6 +28,8 @@ from paceline.files import DamagedFile, damaged, save_tensors
 from paceline.types import FeatureRecord
 
 _ID_FILE = "id"
+_BEHIND = 2
+"""While records wait to be written, those in memory may take so many times `max_bytes`."""
 RECORD_SUFFIX = ".record"
 """Suffix of the file that holds one record."""
 
@@ -63,7 +65,7 @@ class FeatureBuffer:
         """Creates an empty buffer.
 
         Args:
-            max_bytes: Largest total size of the records in memory.
+            max_bytes: Largest total size of the records in memory; twice as much while the disk is behind.
             folder: Folder that all records are written to; memory then caches those used most recently. None keeps records in
                 memory only.
             max_disk_bytes: Largest total size of the records in `folder`; None means ten times `max_bytes`.
@@ -201,6 +203,8 @@ class FeatureBuffer:
         wait(waiting)
         for future in waiting:
             future.result()
+        with self._lock:
+            self._evict()
 
     def close(self) -> None:
         """Flushes the buffer and stops its writer thread."""
@@ -241,6 +245,8 @@ class FeatureBuffer:
             self._drop(_eviction_candidate(self._entries.values(), self.recent_answer_lengths()))
         while self.memory_bytes > self.max_bytes and len(self._memory) > 1:
             key = next(iter(self._memory))
+            if self.memory_bytes <= _BEHIND * self.max_bytes and not self._is_written(key):
+                break  # the disk is behind, and whoever adds records should not wait for it
             self._await_write(key)
             self._uncache(key)
 
@@ -253,6 +259,9 @@ class FeatureBuffer:
             self.disk_bytes -= entry.num_bytes
             self._await_write(entry.key)
             _record_path(self.folder, entry.key).unlink(missing_ok=True)
+
+    def _is_written(self, key: int) -> bool:
+        return key not in self._writing or self._writing[key].done()
 
     def _await_write(self, key: int) -> None:
         """Waits until the record's file is on disk. Raises the error of writing it, if there was one."""

@@ -61,8 +61,9 @@ class Always(NamedTuple):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("rows", [3, 8192])
 def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, seed, rows, monkeypatch):
-    """Trees of changing depth for all or some requests, all, some or none of their nodes accepted, pauses of the drafter, requests
-    that share a prompt; the host knows bounds only. Guesses are recorded, then replaced by what the policy will say, so that they are accepted."""
+    """Trees of changing depth for all or some requests, all, some or none of their nodes accepted, pauses of the drafter,
+    requests that share a prompt; the host knows bounds only. Guesses are recorded, then replaced by what the policy will say, so
+    that they are accepted."""
     monkeypatch.setattr("paceline.drafters.eagle_drafter.MAX_CATCH_UP_ROWS", rows)  # a pause is caught up in pieces
     rng, policy, drafter = random.Random(seed), model("qwen3"), eagle("qwen3", "eagle3")
     prompts, params = [[5, 6, 7, 8, 9, 10, 11], [1], [30, 31]], SamplingParams(temperature=0, max_new_tokens=40)

@@ -394,8 +394,8 @@ def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
 
 
 def test_trees_are_for_as_many_requests_as_they_were_chosen_for():
-    """Seen on a GPU: while prompts were prefilled, trees of 20 draft tokens that were chosen for 8 requests went to 56 others, too,
-    whose prompts were in the cache: they started in the same step."""
+    """Seen on a GPU: trees of 20 draft tokens that were chosen for 8 requests went to 56 others, too, which started in the same
+    step because their prompts were in the cache."""
     engine = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=32, max_context=128, page_size=4, profile=False))
     chosen, real = [], engine.select._decide
     engine.select._decide = lambda view: (chosen.append(view.num_running), real(view))[1]

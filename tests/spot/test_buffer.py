@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 
 import pytest
 import torch
 
+from paceline.spot import buffer as buffer_module
 from paceline.spot.buffer import FeatureBuffer, length_bin
 from paceline.types import FeatureRecord
 
@@ -112,6 +114,22 @@ def test_disk_is_bounded_and_what_left_memory_comes_back(tmp_path):
         else:
             assert record is None
         assert buffer.memory_bytes <= buffer.max_bytes
+    buffer.close()
+
+
+def test_whoever_adds_does_not_wait_for_the_disk_until_memory_is_twice_full(tmp_path, monkeypatch):
+    """The records of a step of RL arrive within seconds, and policy and drafter wait until all are in the buffer."""
+    held, real = threading.Event(), buffer_module._write_record
+    monkeypatch.setattr(buffer_module, "_write_record", lambda *args: (held.wait(10), real(*args)))
+    buffer = FeatureBuffer(4 * size(40), tmp_path)
+    for _ in range(8):
+        buffer.add(made(40), 0)
+    assert buffer.memory_bytes == 8 * size(40) and not held.is_set()
+    threading.Timer(0.05, held.set).start()
+    buffer.add(made(40), 0)  # this one waits
+    assert held.is_set() and buffer.memory_bytes <= 8 * size(40)
+    buffer.flush()
+    assert buffer.memory_bytes <= 4 * size(40) and len(buffer) == 9
     buffer.close()
 
 

@@ -70,7 +70,7 @@ class Account:
         self.add(gain)
         self.stretch = min(0.0, gain + _CATCH_UP if is_first else self.stretch + gain)
         if is_first:
-            self.needed[bucket] = min(max(_TRIAL, -gain), _MOST)
+            self.needed[bucket] = min(max(_TRIAL, -gain), _FIRST)
         if self.steps == _MOST:
             self.rest = 0
 

@@ -125,6 +125,22 @@ def test_losses_in_a_large_batch_do_not_stop_a_drafter_in_a_small_one():
     assert guard.allows("eagle", 40) and guard.allows("eagle", 1)
 
 
+def test_catching_up_with_a_large_batch_does_not_rule_a_drafter_out():
+    """A drafter that takes over with 128 responses may have to catch up for as long as six steps. It was then off for hundreds of
+    steps, although it would have been 1.3 times as fast."""
+    guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(128)), Strategy("eagle", 3, 1, 3)
+    plain = outcome(Strategy.OFF, 1.0, off, requests=128)
+    faster, first = (replace(outcome(eagle, 2.9, ms * off, requests=128), num_rows=512) for ms in (2.2, 9.0))
+    for _ in range(30):
+        guard.observe(faster)
+    for _ in range(2):
+        for _ in range(60):
+            guard.observe(plain)
+        assert guard.allows("eagle", 128)
+        assert guard.observe(first) is None
+        assert all(guard.observe(faster) is None for _ in range(30))
+
+
 def test_a_step_may_not_lose_more_than_the_account_has():
     """Seen in simulation: a single step of a predictor that says anything cost as much as nine steps."""
     guard, view = Guard(cpu_costs()), StepView(8, 0, ("eagle",))

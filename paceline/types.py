@@ -400,6 +400,7 @@ class EngineStats:
     """Number of verifications: one per request and step in which it got tokens."""
     preemptions: int
     seconds: float
+    """Time of all steps, without what their caller did between them."""
     strategy_steps: dict[str, int]
     num_running: int
     num_waiting: int

@@ -55,8 +55,6 @@ from paceline.types import (
 
 _WARM_UP_PROMPTS = 128
 """Largest number of prompts in the steps of `Engine.warm_up`: more than 64 use other kernels than fewer."""
-_NO_WAIT_S = 2e-5
-"""If the outputs of a step can be read within so many seconds, they were there before they were asked for."""
 
 
 class Engine:
@@ -159,16 +157,16 @@ class Engine:
         sampled = None
         if output is not None:  # without draft tokens every request gets one token
             counts = output.num_drawn if batch.max_depth else None
-            sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts)
+            sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
         self._idle_from = time.perf_counter()
-        return InFlight(plan, batch, sampled, self.version, began, started, observed, context, self._idle_from - began.at)
+        return InFlight(plan, batch, sampled, self.version, began, observed, context, self._idle_from - began.at)
 
     def _process(self) -> None:
         """Read the outputs of the step in flight, if there is one, append its tokens to their requests, and queue its result."""
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
-        asked_at = time.perf_counter()
+        came_late = self._pipelined and step.sampled is not None and step.sampled.has_arrived
         if step.sampled is not None:
             step.sampled.wait()
         read_at = time.perf_counter()
@@ -179,9 +177,9 @@ class Engine:
         since, now = max(step.began, self._processed), self.graphs.now()
         self._processed, self._idle_from = now, now.at
         seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
-        if self._pipelined and step.sampled is not None and read_at - asked_at < _NO_WAIT_S:
-            # The device was done before, because the host came late: what the caller did meanwhile is not part of the step.
-            seconds = max(step.sampled.device_seconds(step.started), seconds - self._idle_s)
+        if came_late and step.sampled is not None:  # what the caller did while the device was done is not part of the step
+            captured = now.num_irregular != step.began.num_irregular
+            seconds = max(0.0 if captured else step.sampled.device_seconds(), seconds - self._idle_s)
         finished = [self._rollout(request, reason) for request, reason in ended]
         for request, _ in ended:
             self.drafting.finish(request)
@@ -223,6 +221,7 @@ class Engine:
     def _drain(self) -> None:
         """Wait for the step in flight; its result is returned by the next call of `step`."""
         self._watchdog.observe(progress=True)  # what the caller interrupts does not stall by itself
+        self._idle_s = time.perf_counter() - self._idle_from
         self._guarded(self._process)
 
     # -- requests that cannot go on
@@ -349,27 +348,32 @@ class Engine:
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
         """Profile the engine if it has a drafter, capture all graphs that `auto` may need for so many requests (None: for a full
         batch), and run steps with prompts, so that no later step has to wait for a capture or a compilation. Profiling takes
-        about two seconds. `seconds`: no further graph is captured after that time. `on_progress` is called with the number of
-        graphs done, and of all."""
+        about two seconds. `seconds`: nothing more is done after that time. `on_progress` is called with the number of graphs
+        done, and of all."""
+        began = time.perf_counter()
         if self.drafting.available and self.config.profile and not self.costs.profiled:
             self.profile()
         if self.drafting.suffix is not None:
             self.drafting.suffix.warm_up()
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
         self.dummy_steps.capture_all(requests, seconds, on_progress)
-        if not self.has_work:
+        if not self.has_work and time.perf_counter() - began < seconds:
             self._run_prompts(min(requests, _WARM_UP_PROMPTS if self.state.device.type == "cuda" else 2))
         return self.graph_report()
 
     def _run_prompts(self, num_requests: int) -> None:
         """Generate a few tokens for so many short prompts. Selectors and statistics do not learn of it."""
-        own = self._control, self._counters
+        own, scheduler = (self._control, self._counters), self.scheduler
+        counts = scheduler.num_preemptions, scheduler.num_cached_tokens
         strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
         self._control, self._counters = StrategyControl(strategy if self.drafting.available else Strategy.OFF), Counters()
         try:
             self.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)
+            self._drain()
+            self._results.clear()
         finally:
             self._control, self._counters = own
+            scheduler.num_preemptions, scheduler.num_cached_tokens = counts
 
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
         """Capture the graphs that these strategies need at these batch sizes. `exact`: without padding to row sizes."""

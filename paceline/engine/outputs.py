@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from paceline.cache.store import PagedStore
 from paceline.engine.batch import StepBatch
 from paceline.engine.draft_outcomes import ObservedDrafts
@@ -32,8 +30,6 @@ class InFlight(NamedTuple):
     version: int
     """Version of the policy that the step was launched with."""
     began: Timestamp
-    started: torch.cuda.Event | None
-    """Happens when the device begins with the step; None on a CPU."""
     observed: ObservedDrafts | None
     """The step's draft tokens, if their outcomes are observed."""
     context: float

@@ -31,25 +31,32 @@ class Download(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     event: torch.cuda.Event | None
+    started: torch.cuda.Event | None = None
+    """An event before the work whose results are downloaded, if that is timed."""
 
     @classmethod
-    def start(cls, *tensors: Tensor | None) -> Download:
+    def start(cls, *tensors: Tensor | None, started: torch.cuda.Event | None = None) -> Download:
         device = next(t.device for t in tensors if t is not None)
         if device.type == "cpu":
             return cls(tensors, None)
         copies = tuple(None if t is None else torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                        for t in tensors)
-        return cls(copies, record_event(device))
+        return cls(copies, record_event(device), started)
 
     def wait(self) -> None:
         """Block until the tensors are on the host."""
         if self.event is not None:
             self.event.synchronize()
 
-    def device_seconds(self, started: torch.cuda.Event | None) -> float:
-        """Wait, and return the time that the device took since it reached the event `started`; 0 on a CPU."""
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the tensors are on the host."""
+        return self.event is None or self.event.query()
+
+    def device_seconds(self) -> float:
+        """Wait, and return the time that the device took since the event `started`; 0 on a CPU."""
         self.wait()
-        return 0.0 if started is None or self.event is None else started.elapsed_time(self.event) / 1e3
+        return 0.0 if self.started is None or self.event is None else self.started.elapsed_time(self.event) / 1e3
 
     def arrays(self) -> list[np.ndarray]:
         """Wait, and return the tensors that are not None as arrays."""

@@ -29,7 +29,7 @@ from paceline.types import FeatureRecord
 
 _ID_FILE = "id"
 _BEHIND = 2
-"""While records wait to be written, those in memory may take so many times `max_bytes`."""
+"""While records wait to be written, those in the host's memory may take so many times `max_bytes`."""
 RECORD_SUFFIX = ".record"
 """Suffix of the file that holds one record."""
 
@@ -65,7 +65,7 @@ class FeatureBuffer:
         """Creates an empty buffer.
 
         Args:
-            max_bytes: Largest total size of the records in memory; twice as much while the disk is behind.
+            max_bytes: Largest total size of the records in memory; on the host twice as much while the disk is behind.
             folder: Folder that all records are written to; memory then caches those used most recently. None keeps records in
                 memory only.
             max_disk_bytes: Largest total size of the records in `folder`; None means ten times `max_bytes`.
@@ -245,7 +245,8 @@ class FeatureBuffer:
             self._drop(_eviction_candidate(self._entries.values(), self.recent_answer_lengths()))
         while self.memory_bytes > self.max_bytes and len(self._memory) > 1:
             key = next(iter(self._memory))
-            if self.memory_bytes <= _BEHIND * self.max_bytes and not self._is_written(key):
+            most = _BEHIND * self.max_bytes if torch.device(self.device).type == "cpu" else self.max_bytes
+            if self.memory_bytes <= most and not self._is_written(key):
                 break  # the disk is behind, and whoever adds records should not wait for it
             self._await_write(key)
             self._uncache(key)

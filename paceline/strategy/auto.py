@@ -140,9 +140,9 @@ class AutoSelector:
                  if self.guard.affords(each.strategy, each.num_drafted_for, view)]
         best = max(found, key=rate, default=off)
         if rate(best) < _AHEAD * off.progress / off.ms:
-            return off.decision
+            return off.decision(view)
         self._probes[best.strategy.drafter].pause = _FIRST_PAUSE
-        return best.decision
+        return best.decision(view)
 
     def _usable(self, view: StepView) -> list[DrafterName]:
         return [name for name in self._probes if name in view.available and self.guard.allows(name, view.num_running)]

@@ -1,4 +1,4 @@
-"""Guard: speculation must not cost time, whatever was predicted. It looks at measured times only.
+"""Guard: speculation must not cost time, whatever was predicted. It looks at measured times, and at the profile.
 
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
 of them has gained `progress - cost`. Each drafter has an account, and another one for large batches: a few steps at the start, a
@@ -20,6 +20,7 @@ _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
 steps that are needed at least to switch a drafter on."""
 _LARGE_BATCH = 64
+"""Batches of so many requests have accounts of their own."""
 _SLACK, _CATCH_UP = 0.5, 6.0
 """A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
 first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next
@@ -55,7 +56,8 @@ class Account:
 
     steps: float = _FIRST
     needed: dict[int, float] = field(default_factory=dict)
-    """By batch bucket: steps that are needed to switch the drafter on, which is what its first step lost the last time."""
+    """By batch bucket: steps that are needed to switch the drafter on, which is what its first step lost the last time, within
+    limits."""
     stretch: float = 0.0
     """Losses, less later gains, since the drafter was switched on, without what it lost in its first step by catching up."""
     rest: int = 0
@@ -165,7 +167,10 @@ class Guard:
         ms = self.costs.ms(strategy.drafter, strategy.depth, strategy.width, requests, num_drafted_for,
                            requests + num_drafted_for * strategy.budget, view.context)
         account = self.accounts.get(self.place(strategy.drafter, requests))
-        return ms / self.costs.off_ms(requests, view.context) - 1 <= (_FIRST if account is None else account.steps)
+        room = _FIRST if account is None else account.steps
+        if account is not None and self._on == strategy.drafter and account.stretch > -_SLACK:
+            room = max(room, 1.0)  # it has caught up, and may earn that again
+        return ms / self.costs.off_ms(requests, view.context) - 1 <= room
 
     def allow_trial(self) -> None:
         """Most requests are new: what emptied an account may not hold for them."""

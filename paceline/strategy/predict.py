@@ -33,12 +33,12 @@ class Prediction(NamedTuple):
     worth: float = 1.0
     """See `Decision.worth`."""
 
-    @property
-    def decision(self) -> Decision:
-        """Names the number of requests even if it is all of them: more may start in the step, and trees for so many would be too
-        large."""
-        return Decision(self.strategy, self.num_drafted_for or None, expected_progress=self.progress, expected_ms=self.ms,
-                        worth=self.worth)
+    def decision(self, view: StepView) -> Decision:
+        """Names the number of requests even if it is all of them, and a few more, which make no new decision necessary: many more
+        may start in the step, and trees for all of those would be too large."""
+        drafted = self.num_drafted_for
+        part = drafted + drafted // 8 if drafted == view.num_running else drafted or None
+        return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms, worth=self.worth)
 
 
 class Predictor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import torch
@@ -53,9 +53,12 @@ class FeatureDownloads:
             self._pending.popleft()[0].result()
 
     def wait(self) -> None:
-        """Wait until all records are delivered. Raises the first error of a delivery."""
-        while self._pending:
-            self._pending.popleft()[0].result()
+        """Wait until all records are delivered. Raises the first error of a delivery afterwards."""
+        futures = [future for future, _ in self._pending]
+        wait(futures)
+        self._pending.clear()
+        for future in futures:
+            future.result()
 
     def _deliver(self, record: FeatureRecord, computed: torch.cuda.Event, on_arrival: Callable[[FeatureRecord], None]) -> None:
         on_arrival(replace(record, features=self._copy(record.features, computed)))

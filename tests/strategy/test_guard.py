@@ -138,6 +138,8 @@ def test_catching_up_with_a_large_batch_does_not_rule_a_drafter_out():
             guard.observe(plain)
         assert guard.allows("eagle", 128)
         assert guard.observe(first) is None
+        small = Strategy("eagle", 1, 1, 1)  # otherwise the next decision would be against the drafter
+        assert guard.affords(small, 128, StepView(128, 0, ("eagle",)))
         assert all(guard.observe(faster) is None for _ in range(30))
 
 

@@ -40,7 +40,7 @@ def test_equal_lengths_are_drafted_for_alike():
     world, selector = World(gpu_costs(), 16, {"eagle": 0.75}), AutoSelector(gpu_costs())
     time_to_finish(world, selector, [300] * 16)
     speculated = [decision for decision in world.chosen if decision.strategy.drafter == "eagle"]
-    assert sum(decision.num_requests == 16 for decision in speculated[:40]) > 30
+    assert sum(decision.num_requests >= 16 for decision in speculated[:40]) > 30
 
 
 def test_progress_is_that_of_the_request_that_finishes_last():

@@ -139,9 +139,10 @@ def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, trees: bool) -> 
 
 def default_splits(num_rows: int, num_kv_heads: int) -> int:
     """Number of splits in the grid. The device decides how many a tile really uses, since the rows may belong to one request's
-    tree. Adjacent numbers of rows have the same: a kernel that 65 rows alone would use is compiled in the middle of a run."""
-    programs = triton.cdiv(num_rows, 8) * 8 * num_kv_heads
-    return min(32, max(4, triton.next_power_of_2(triton.cdiv(2 * TARGET_PROGRAMS, programs))))
+    tree. Adjacent large numbers of rows have the same: a kernel that 65 rows alone use would be compiled in the middle of a
+    run."""
+    rows = num_rows if num_rows <= 64 else triton.cdiv(num_rows, 8) * 8
+    return min(32, max(4, triton.next_power_of_2(triton.cdiv(2 * TARGET_PROGRAMS, rows * num_kv_heads))))
 
 
 def prefill_chunks(first_row: int, chunks: list[tuple[int, int, int]], cache: PagedCache) -> Prefill:

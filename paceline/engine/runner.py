@@ -32,7 +32,7 @@ class Download(NamedTuple):
     tensors: tuple[Tensor | None, ...]
     event: torch.cuda.Event | None
     started: torch.cuda.Event | None = None
-    """An event before the work whose results are downloaded, if that is timed."""
+    """The CUDA event that was recorded before the work whose results are downloaded; None if that is not timed."""
 
     @classmethod
     def start(cls, *tensors: Tensor | None, started: torch.cuda.Event | None = None) -> Download:
@@ -70,7 +70,7 @@ class Download(NamedTuple):
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event that happens when the device has done what is queued on it by now; None on a CPU."""
+    """Record a CUDA event behind the work that is queued on the current stream; None on a CPU."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -162,7 +162,7 @@ class Guard:
         return account.steps >= account.needed.get(bucket_of(requests), _TRIAL) and self._step >= account.resting_until
 
     def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
-        """Whether the drafter's account covers what a step with this strategy loses if no draft token is accepted."""
+        """Return whether the drafter's account covers what a step with this strategy loses if no draft token is accepted."""
         requests = view.num_running
         ms = self.costs.ms(strategy.drafter, strategy.depth, strategy.width, requests, num_drafted_for,
                            requests + num_drafted_for * strategy.budget, view.context)
@@ -181,8 +181,9 @@ class Guard:
                 account.resting_until = 0
 
     def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
-        """The key of a drafter's account for so many requests. Large batches have one of their own: catching up with all of their
-        responses takes long, and the few that remain in the end must not be without a drafter for that."""
+        """Return the key of a drafter's account for so many requests. Large batches have an account of their own, because the
+        learned drafter has to catch up with all of their responses. What that costs must not keep it from the few that remain in
+        the end."""
         return drafter, int(requests >= _LARGE_BATCH)
 
     def wants_off(self, view: StepView) -> bool:

@@ -34,8 +34,9 @@ class Prediction(NamedTuple):
     """See `Decision.worth`."""
 
     def decision(self, view: StepView) -> Decision:
-        """Names the number of requests even if it is all of them, and a few more, which make no new decision necessary: many more
-        may start in the step, and trees for all of those would be too large."""
+        """Return the decision for the step. It limits the number of requests that are drafted for, even if that is all of them,
+        with room for an eighth more: many requests may be admitted in the same step, and draft trees for all of those would be
+        too large."""
         drafted = self.num_drafted_for
         part = drafted + drafted // 8 if drafted == view.num_running else drafted or None
         return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms, worth=self.worth)

@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.types import FeatureRecord
 
 _STAGING_BYTES = 8 << 20
-"""Size of the pinned memory that features pass through. It is allocated once: allocating pinned memory stops the device."""
+"""Size of the pinned memory that features are copied through. It is allocated once, because allocating pinned memory is slow."""
 _MAX_PENDING_BYTES = 4 << 30
-"""Device memory of features that are not copied yet; beyond it, generation waits."""
+"""Largest device memory of features that are not copied yet. If there are more, `FeatureDownloads.add` blocks."""
 
 
 class FeatureDownloads:

@@ -353,7 +353,8 @@ def test_a_warm_engine_that_is_deleted_is_freed():
 
 @pytest.mark.parametrize("drafter", ["none", "suffix", "learned"])
 def test_warming_up_teaches_nothing(drafter):
-    """Its responses are made up. Their limit, for example, must not be taken for a sign that responses end at their limits."""
+    """`Engine.warm_up` generates made-up responses, all of which end at `max_new_tokens`. `auto` must not conclude from them that
+    responses of the user's requests do, too."""
     learned = eagle() if drafter == "learned" else drafter
     made = Engine(model(), None, learned, "auto", EngineConfig(max_batch=4, max_context=64, profile=False))
     for _ in range(30):  # on a CPU it generates two at a time
@@ -395,8 +396,8 @@ def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
 
 
 def test_trees_are_for_as_many_requests_as_they_were_chosen_for():
-    """Seen on a GPU: trees of 20 draft tokens that were chosen for 8 requests went to 56 others, too, which started in the same
-    step because their prompts were in the cache."""
+    """A strategy that was chosen for a few decoding requests must not be applied to the many that are admitted in the same step
+    because their prompts are in the prefix cache: the step would have thousands of rows."""
     engine = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=32, max_context=128, page_size=4, profile=False))
     chosen, real = [], engine.select._decide
     engine.select._decide = lambda view: (chosen.append(view.num_running), real(view))[1]

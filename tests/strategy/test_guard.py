@@ -115,8 +115,8 @@ def test_a_step_that_is_only_measured_does_not_switch_a_drafter_off():
 
 
 def test_losses_in_a_large_batch_do_not_stop_a_drafter_in_a_small_one():
-    """Seen on a GPU: in a step of RL the learned drafter was tried with 250 responses. It had to catch up with all of them, which
-    took as long as ten steps, and so it was off until the last response, where it would have been 2.5 times as fast."""
+    """In a trace of an RL step on a GPU, the learned drafter was switched on with 250 responses, lost several steps, and was off
+    for the next 230 steps, while the batch shrank to sizes at which it is faster than no speculation."""
     guard, eagle = Guard(gpu_costs()), Strategy("eagle", 1, 1, 1)
     off = float(gpu_costs().off_ms(250))
     for times in (1.7, 3.5, 3.5, 3.5):  # what its rows cost, and so much more
@@ -126,8 +126,8 @@ def test_losses_in_a_large_batch_do_not_stop_a_drafter_in_a_small_one():
 
 
 def test_catching_up_with_a_large_batch_does_not_rule_a_drafter_out():
-    """A drafter that takes over with 128 responses may have to catch up for as long as six steps. It was then off for hundreds of
-    steps, although it would have been 1.3 times as fast."""
+    """A drafter that is switched on with 128 responses may have to catch up for as long as six steps. That alone must not switch
+    it off for hundreds of steps if its later steps are 1.3 times as fast as no speculation."""
     guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(128)), Strategy("eagle", 3, 1, 3)
     plain = outcome(Strategy.OFF, 1.0, off, requests=128)
     faster, first = (replace(outcome(eagle, 2.9, ms * off, requests=128), num_rows=512) for ms in (2.2, 9.0))
@@ -144,7 +144,7 @@ def test_catching_up_with_a_large_batch_does_not_rule_a_drafter_out():
 
 
 def test_a_step_may_not_lose_more_than_the_account_has():
-    """Seen in simulation: a single step of a predictor that says anything cost as much as nine steps."""
+    """In simulation, a single step that a random predictor chose cost as much as nine steps without speculation."""
     guard, view = Guard(cpu_costs()), StepView(8, 0, ("eagle",))
     cheap, dear = Strategy("eagle", 2, 1, 2), Strategy("eagle", 8, 4, 40)
     assert guard.affords(cheap, 8, view) and not guard.affords(dear, 8, view) and guard.affords(dear, 1, view)

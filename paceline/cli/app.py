@@ -245,8 +245,9 @@ def drafter_train(
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 1024,
     temperature: Annotated[float, typer.Option(
         help="Sampling temperature that the drafter will be used at.")] = _DEFAULT.temperature,
-    draft_vocab: Annotated[int, typer.Option(
-        min=0, help="Number of tokens that it can predict, the most frequent ones; 0: all.")] = 0,
+    draft_vocab: Annotated[int | None, typer.Option(
+        min=0, help="Number of tokens that it can predict, the most frequent ones; 0: all (default: 32768 if the policy has more "
+                    "than twice as many).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = _DEFAULT.seed,
     device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
@@ -276,12 +277,13 @@ def drafter_train(
     for option, value in (("--seconds", seconds), ("--checkpoint-every", checkpoint_every)):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{option}: {value} is not a finite number")
-    spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed)
+    spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed,
+                       draft_vocab=draft_vocab)
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     seconds = 120.0 if seconds is None and steps is None else seconds
     answers = answers or (512 if resolve_device(device) == "cpu" else 4096)
     return train_drafter(StandaloneDrafterOptions(
-        model, prompts, out, answers, n, params, spot, seconds, steps, draft_vocab, device, dtype, threads, report_every,
+        model, prompts, out, answers, n, params, spot, seconds, steps, device, dtype, threads, report_every,
         patience, checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))
 
 

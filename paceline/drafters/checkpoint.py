@@ -116,7 +116,7 @@ def drafter_config(module: Eagle) -> dict[str, Any]:
         "tie_word_embeddings": False, "torch_dtype": str(module.fc.weight.dtype).removeprefix("torch.")}
     if three:
         layers = list(config.feature_layers)
-        raw["draft_vocab_size"] = model.vocab_size if module.draft_ids is None else len(module.draft_ids)
+        raw["draft_vocab_size"] = module.draft_vocab_size
         raw["norm_before_residual"] = config.norm_before_residual
         raw["eagle_aux_hidden_state_layer_ids"] = layers  # layer i means the input of layer i
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # here its output

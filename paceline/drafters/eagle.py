@@ -70,8 +70,7 @@ class Eagle(nn.Module):
         self.norm = nn.Parameter(torch.ones(hidden)) if three else None
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", draft_ids)
-        vocabulary = model.vocab_size if draft_ids is None else len(draft_ids)
-        self.head = Linear(hidden, vocabulary, bias=False) if own_head else None
+        self.head = Linear(hidden, self.draft_vocab_size, bias=False) if own_head else None
         self._gathered: Tensor | None = None
         self.policy_fingerprint: PolicyFingerprint | None = None  # the policy it was trained for, if known
 
@@ -86,6 +85,11 @@ class Eagle(nn.Module):
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, std, generator=generator)
         return module.requires_grad_(False)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that it can predict."""
+        return self.config.model.vocab_size if self.draft_ids is None else len(self.draft_ids)
 
     def encode(self, features: Tensor, ops: Ops) -> Tensor:
         """Policy features [R, F] -> input state of the layer [R, H], in place of which later steps use the layer's own output."""

@@ -79,7 +79,7 @@ class EagleDrafter:
             width: Number of children per node, and of nodes expanded per level.
             budget: Number of nodes to keep.
         """
-        requests, width = view.requests, min(width, self._vocab_size())
+        requests, width = view.requests, min(width, self.module.draft_vocab_size)
         batch, device = len(requests.slots), requests.slots.device
         state = self._run_window(view, window)  # [B, H] of the roots
         tree = self._draft_fused(view, state, depth, width, budget)
@@ -159,10 +159,6 @@ class EagleDrafter:
         """Ranks the children of nodes with these states [N, H] and returns the first `width` of each."""
         logits = self.module.logits(state, self.policy, self.ops)
         return self.ops.draft_topk(logits, seed, position, temperature, self.tau, width, self.module.draft_ids)
-
-    def _vocab_size(self) -> int:
-        ids = self.module.draft_ids
-        return self.policy.config.vocab_size if ids is None else len(ids)
 
 
 def _fused_layer(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | None:

@@ -415,6 +415,8 @@ class Engine:
         own = self.drafting.eagle.module
         copy_drafter(drafter, into=own)
         self._prepare_weights()
+        if not self._asleep:  # otherwise `wake` does it
+            self.drafting.eagle.policy_changed()  # it may have another reduced vocabulary
         own.policy_fingerprint, self.drafter_version = drafter.policy_fingerprint, version
         self._control.drafter_replaced()
         self._check_drafter_origin(own)

@@ -174,9 +174,9 @@ def engine_identity(model: Decoder, drafter: Eagle | None, ops_name: str, config
     """Return everything that the step times of an engine depend on."""
     device = model.norm.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {os.cpu_count()}"
-    return [repr(model.config), name, str(model.norm.dtype), torch.get_num_threads(), torch.__version__,
-            None if drafter is None else repr(drafter.config), ops_name, config.deterministic, config.cuda_graphs,
-            config.pack_weights, max_batch, max_rows]
+    learned = None if drafter is None else [repr(drafter.config), drafter.draft_vocab_size]
+    return [repr(model.config), name, str(model.norm.dtype), torch.get_num_threads(), torch.__version__, learned, ops_name,
+            config.deterministic, config.cuda_graphs, config.pack_weights, max_batch, max_rows]
 
 
 def _cache_key(identity: Sequence[Any]) -> str:

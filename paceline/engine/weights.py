@@ -78,11 +78,11 @@ def prepare_linears(modules: Iterable[nn.Module], ops: Ops) -> None:
 
 
 def copy_drafter(new: Eagle, into: Eagle) -> None:
-    """Copy a learned drafter's weights in place into another one of the same form."""
-    if new.config != into.config or not _equal(new.draft_ids, into.draft_ids):
+    """Copy a learned drafter's weights, and the ids of a reduced vocabulary, in place into another one of the same form."""
+    if new.config != into.config or new.draft_vocab_size != into.draft_vocab_size:
         raise ValueError("update_drafter: this drafter is of another form or for another policy")
     with torch.no_grad():
-        for mine, theirs in zip(into.parameters(), new.parameters(), strict=True):
+        for mine, theirs in zip((*into.parameters(), *into.buffers()), (*new.parameters(), *new.buffers()), strict=True):
             mine.copy_(theirs)
 
 
@@ -97,6 +97,3 @@ def drafter_mismatch(drafter: Eagle, drafter_version: int, policy: Decoder, vers
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for module in modules for p in module.parameters()}.values())
 
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a.to(b.device), b))

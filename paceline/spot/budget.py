@@ -28,8 +28,8 @@ class TrainingBudgetConfig(Config):
     pause: int = Field(4, ge=1)
     """Number of RL steps with only the minimum of training after even the shortest training time was unprofitable."""
     upkeep: float = Field(0.15, ge=0)
-    """Minimum training time as a share of a step's generation time, but never more than the share that the drafter saves. It is
-    spent even when training looks unprofitable, because the policy keeps changing and the gain of a few steps is smaller than
+    """Minimum training time as a share of a step's generation time, but never more than a quarter of what the drafter saves. It
+    is spent even when training looks unprofitable, because the policy keeps changing and the gain of a few steps is smaller than
     the noise of measuring it on one step's answers."""
     warm_up_s: float = Field(60.0, ge=0)
     """Longest warm-up of a new drafter in seconds: so long it is trained in the first RL steps altogether, if a trained drafter
@@ -39,8 +39,8 @@ class TrainingBudgetConfig(Config):
     teach a drafter little."""
 
 
-_SAVED_PER_WARM_UP = 4.0
-"""Predicted savings of a warm-up must be this many times its length: the prediction may be wrong."""
+_SAVED_PER_SECOND = 4.0
+"""Predicted savings must be this many times the seconds of a warm-up or of upkeep: the prediction may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TrainingBudget:
         """Decides whether and how long a new drafter is warmed up. saved_share: Share of the generation time that a trained
         drafter is predicted to save. generation_s: Generation time of a step."""
         saved = saved_share * generation_s * self._steps_left
-        self._warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_WARM_UP)
+        self._warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_SECOND)
         predicted = (f"a trained drafter should save about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining "
                      f"{self._steps_left} steps")
         if self._warm_up_left < 2 * self.config.shortest_s:
@@ -98,7 +98,8 @@ class TrainingBudget:
         """Returns how many seconds to train in this step; 0 means not at all. generation_s: Usual generation time of a step, 0 if
         it is not known yet. saved_share: Share of it that the drafter saves now; None: not known."""
         self.measuring = not self._paused and self._steps_left > 0
-        least = generation_s * (self.config.upkeep if saved_share is None else min(self.config.upkeep, saved_share))
+        upkeep = self.config.upkeep
+        least = generation_s * (upkeep if saved_share is None else min(upkeep, saved_share / _SAVED_PER_SECOND))
         most = self._steps_left * (generation_s or self.config.longest_s)
         if self.warming_up:
             return self._warm_up_left

@@ -28,6 +28,7 @@ RECIPES: dict[TrainingForm, Recipe] = {
     "hass": Recipe(3, 1.0, 1.0, 0.1),
     "eagle3": Recipe(7, 0.8, 0.0, 1.0),
 }
+_DRAFT_VOCAB = 32768
 _AGREEMENT_WEIGHT = 1.0
 """Weight of the agreement objective. Unlike a cross-entropy it converges to zero, so it needs no support by the feature loss."""
 
@@ -49,6 +50,9 @@ class SpotConfig(Config):
     """Weight of the SmoothL1 loss to the policy's next features. None uses the form's default."""
     target_weight: float | None = Field(None, ge=0)
     """Weight of the objective. None uses the form's default."""
+    draft_vocab: int | None = Field(None, ge=0)
+    """Number of tokens that a new drafter can predict: the most frequent ones of the captured answers. 0: all. None: 32,768 if
+    the policy's vocabulary is more than twice as large, because most of a drafter's time would go into its head."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of the rollouts, at which both distributions are compared."""
     feature_noise: float = Field(0.0, ge=0)
@@ -96,6 +100,12 @@ class SpotConfig(Config):
         return self.model_copy(update={
             "lr": self.lr or 0.5 / hidden_size, "step_tokens": self.step_tokens or (12288 if on_gpu else 512),
             "micro_batch_tokens": self.micro_batch_tokens or (16384 if on_gpu else 1024)})
+
+    def draft_vocab_for(self, vocab_size: int) -> int:
+        """Number of tokens that a new drafter of a policy with this vocabulary can predict; 0: all."""
+        if self.draft_vocab is not None:
+            return self.draft_vocab
+        return _DRAFT_VOCAB if vocab_size > 2 * _DRAFT_VOCAB else 0
 
     @property
     def module_form(self) -> Form:

@@ -82,7 +82,7 @@ def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], 
     usable = [record for record in records if len(record.token_ids) > max(2, record.prompt_length)]
     if not usable:
         raise ValueError("records: none has an answer to evaluate on")
-    most = min(max(widths), policy.config.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids))
+    most = min(max(widths), drafter.draft_vocab_size)
     device = policy.norm.device
     drafter.gather_head(policy)
     ranks = _Ranks(drafter, policy, tau, temperature, most, torch.Generator(device).manual_seed(seed))

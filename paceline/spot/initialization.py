@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
 from paceline.drafters.eagle import Eagle, EagleConfig, Form
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.spot.scaling import measure_scales, to_plain_scale
 from paceline.types import FeatureRecord
@@ -36,7 +38,7 @@ def fresh_eagle(policy: Decoder, form: Form = "eagle", records: Sequence[Feature
     """
     config = EagleConfig.for_policy(policy.config, form)
     device, hidden = policy.norm.device, policy.config.hidden_size
-    ids = draft_vocabulary(records, draft_vocab, policy.config.vocab_size)
+    ids = draft_vocabulary(records, draft_vocab, policy.config)
     dtype = torch.promote_types(torch.float32, policy.norm.dtype)
     module = Eagle.random(config, seed, hidden**-0.5, dtype, device, None if ids is None else ids.to(device))
     with torch.no_grad():
@@ -53,12 +55,17 @@ def fresh_eagle(policy: Decoder, form: Form = "eagle", records: Sequence[Feature
     return to_plain_scale(module, dict(module.named_parameters()), scales, config, policy.norm.dtype)
 
 
-def draft_vocabulary(records: Sequence[FeatureRecord], size: int, vocab_size: int) -> Tensor | None:
-    """Returns the sorted ids [size] of a reduced vocabulary; None means all tokens. They are the most frequent tokens of the
-    records, filled up with the lowest ids, because tokenizers usually number merges in the order of their frequency."""
-    if size == 0 or size >= vocab_size:
+def is_untrained(drafter: Eagle) -> bool:
+    """Whether the drafter is as `fresh_eagle` made it: its layer adds nothing yet."""
+    return not bool(drafter.attention.o.weight.any())
+
+
+def draft_vocabulary(records: Sequence[FeatureRecord], size: int, policy: ModelConfig) -> Tensor | None:
+    """Returns the sorted ids [size] of a reduced vocabulary; None means all tokens. They are the tokens that end an answer, the
+    most frequent ones of the records, and then the lowest ids, because tokenizers usually number merges in the order of their
+    frequency."""
+    if size == 0 or size >= policy.vocab_size:
         return None
     counts = Counter(token for record in records for token in record.token_ids)
-    best = [token for token, _ in counts.most_common(size)]
-    rest = (token for token in range(vocab_size) if token not in counts)
-    return torch.tensor(sorted([*best, *(next(rest) for _ in range(size - len(best)))]))
+    ranked = chain(policy.eos_token_ids, (token for token, _ in counts.most_common()), range(policy.vocab_size))
+    return torch.tensor(sorted(islice(dict.fromkeys(ranked), size)))

@@ -7,6 +7,7 @@ state at i + 1, which predicts the same token. A record of N tokens has N - 2 su
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,18 @@ def truncate(record: FeatureRecord, max_tokens: int) -> FeatureRecord:
     kept = max(0, max_tokens - record.prompt_length)
     return FeatureRecord(record.token_ids[:max_tokens], record.features[: max_tokens - 1], record.layers, record.versions[:kept],
                          record.prompt_length)
+
+
+def excerpt(record: FeatureRecord, max_answer_tokens: int, rng: random.Random) -> FeatureRecord:
+    """Returns the record with at most so many tokens of its answer, a random stretch: what comes before belongs to the prompt,
+    what comes after is cut off."""
+    spare = len(record.token_ids) - record.prompt_length - max_answer_tokens
+    if spare <= 0:
+        return record
+    skipped = rng.randint(0, spare)
+    start, versions = record.prompt_length + skipped, record.versions[skipped : skipped + max_answer_tokens]
+    end = start + max_answer_tokens
+    return FeatureRecord(record.token_ids[:end], record.features[: end - 1], record.layers, versions, start)
 
 
 def pack(records: Sequence[FeatureRecord], layers: tuple[int, ...], hidden: int,

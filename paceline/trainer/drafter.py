@@ -12,6 +12,7 @@ engine gets the result before the next step. Tokens do not depend on the drafter
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -37,15 +38,22 @@ from paceline.spot.background import BackgroundProcess, BackgroundReport, Backgr
 from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
 from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
+from paceline.spot.initialization import is_untrained
+from paceline.spot.packing import excerpt
 from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _RECORDS = "records"
 """Subfolder of the drafter's folder for captured answers."""
-_MAX_HELD_OUT, _HELD_OUT_EVERY = 12, 6
-"""The answers to every sixth prompt of a step, at most twelve, are held out to measure what training gained; afterwards they are
-trained on as well. Whole prompts are held out because answers to the same prompt are alike."""
+_HELD_OUT_EVERY = 6
+"""The answers to every sixth prompt of a step are held out to measure what training gained; afterwards they are trained on as
+well. Whole prompts are held out because answers to the same prompt are alike."""
+_MAX_MEASURED, _MEASURED_TOKENS = 12, 256
+"""So many of the held-out answers are measured, short and long ones alike, and so many tokens of each: that takes a fraction of a
+second, and a drafter is compared with itself on the same tokens."""
+_VOCABULARY_RECORDS = 512
+"""Number of records that a reduced vocabulary is chosen by."""
 _MEASURED_DEPTH = 6
 """Depth of the draft that training's gain is measured with."""
 _LOADED_HEAD_START = 500
@@ -56,9 +64,13 @@ _TAIL_SHARE = 0.25
 """`cuda_stream` begins to train when at most this share of a step's answers is still being generated."""
 
 
-def new_drafter(policy: Decoder, options: dict[str, Any]) -> Eagle:
-    """An untrained drafter for this policy. `options` are fields of `SpotConfig`."""
-    return fresh_eagle(policy, SpotConfig(**options).module_form)
+def new_drafter(config: TrainConfig, policy: Decoder) -> Eagle:
+    """An untrained drafter for this policy. Which tokens a reduced vocabulary has is decided when there are answers to train on;
+    several workers and a background process cannot exchange it, so there the drafter can predict all tokens."""
+    spot = SpotConfig(**config.spot)
+    is_fixed = config.cluster.needs_ray or config.drafter_mode == "background_process"
+    size = 0 if is_fixed and spot.draft_vocab is None else spot.draft_vocab_for(policy.config.vocab_size)
+    return fresh_eagle(policy, spot.module_form, draft_vocab=size)
 
 
 def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
@@ -99,7 +111,7 @@ class OnlineDrafterTrainer:
         """Why the drafter is no longer trained; None: it is."""
         self._profile = RolloutProfile(engine)
         self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
-        self._is_new = self._start.policy_fingerprint is None and load_snapshot(folder) is None
+        self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
@@ -128,7 +140,7 @@ class OnlineDrafterTrainer:
         if self.failure is not None:
             return {}
         try:
-            metrics = self._train(held_out[:_MAX_HELD_OUT])
+            metrics = self._train(_to_measure(held_out, step))
         except NonFiniteError as error:
             self.failure = str(error)
             return {"drafter/failed": 1.0}
@@ -166,8 +178,16 @@ class OnlineDrafterTrainer:
     def _spot_trainer(self) -> SpotTrainer:
         """The trainer, made when it is first needed: its scales are measured on the records that the buffer has by then."""
         if self._trainer is None:
-            self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config)
+            self._trainer = SpotTrainer(self._initial_drafter(), self.engine.model, self.buffer, self.config)
         return self._trainer
+
+    def _initial_drafter(self) -> Eagle:
+        """The engine's drafter; if it is new and has a reduced vocabulary, one with the most frequent tokens of the answers."""
+        if self._start.draft_ids is None or not is_untrained(self._start):
+            return self._start
+        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_VOCABULARY_RECORDS])
+        records = [record for record in found if record is not None]
+        return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size)
 
     def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
         """Takes the captured features from the rollouts and starts to copy them to host memory, for the held-out records or for
@@ -230,6 +250,12 @@ class OnlineDrafterTrainer:
         return found.accept_length[1][-1]
 
 
+def _to_measure(held_out: Sequence[FeatureRecord], seed: int) -> list[FeatureRecord]:
+    """Excerpts of the held-out answers, which come in the order in which they finished, from the first to the last."""
+    every, rng = max(1, math.ceil(len(held_out) / _MAX_MEASURED)), random.Random(seed)
+    return [excerpt(record, _MEASURED_TOKENS, rng) for record in held_out[::-every]]
+
+
 class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
     """Trains in a thread while the last answers of a step are generated, on the features of earlier steps and of this step's
     finished answers (`cuda_stream`). On a GPU the thread uses a low-priority stream."""
@@ -260,7 +286,7 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
         if self._trainer is None:
             device = self.engine.model.norm.device
             stream = low_priority_stream(device) if device.type == "cuda" else None
-            self._trainer = SpotTrainer(self._start, self.engine.model, self.buffer, self.config, stream)
+            self._trainer = SpotTrainer(self._initial_drafter(), self.engine.model, self.buffer, self.config, stream)
         return self._trainer
 
     def _training_thread(self) -> BackgroundThread:

@@ -124,4 +124,4 @@ def make_drafter(config: TrainConfig, policy: Decoder) -> Eagle | str:
         return load_eagle(config.drafter, policy)
     if not config.train_drafter:
         raise ValueError("train_drafter: false, but an untrained drafter must be trained; set `drafter` to a folder")
-    return new_drafter(policy, config.spot)
+    return new_drafter(config, policy)

@@ -72,8 +72,6 @@ class StandaloneDrafterOptions:
     """Seconds of training. None: `steps` decides."""
     steps: int | None
     """Number of optimizer steps. None: `seconds` decides."""
-    draft_vocab: int
-    """Number of tokens, the most frequent ones, that the drafter can predict. 0: all."""
     device: str
     """Device, such as `cpu` or `cuda`; `auto`: a GPU if there is one."""
     dtype: str
@@ -191,7 +189,8 @@ class StandaloneDrafterTrainer:
     def _train(self, stopped: Callable[[], bool]) -> None:
         options, capture = self.options, self._capture
         capture.require_enough()
-        start = fresh_eagle(self._model, options.spot.module_form, capture.some(), options.draft_vocab, options.spot.seed)
+        size = options.spot.draft_vocab_for(self._model.config.vocab_size)
+        start = fresh_eagle(self._model, options.spot.module_form, capture.some(), size, options.spot.seed)
         trainer = SpotTrainer(start, self._model, capture.buffer, standalone_config(options.spot, options.steps, options.seconds))
         every = options.checkpoint_every if options.checkpoint_every is not None else 5.0 if self._on_gpu else 0.0
         training = CheckpointedTraining(trainer, self._folder.path / "checkpoint", every)
@@ -328,7 +327,7 @@ def _settings(options: StandaloneDrafterOptions, prompts: list[NamedPrompt]) -> 
     """Everything that must not change from one run in a folder to the next. More answers and longer training are allowed."""
     generation = GenerationOptions(options.model, options.prompts, options.out, options.n, options.params,
                                    "auto", "suffix", options.dtype, options.device)
-    return {**sampling_settings(generation), "prompts": digest(prompts), "draft_vocab": options.draft_vocab,
+    return {**sampling_settings(generation), "prompts": digest(prompts),
             "training": options.spot.model_dump(mode="json")}
 
 

@@ -124,3 +124,16 @@ def test_a_distrusted_drafter_is_not_offered_until_a_new_one_comes():
 
 def test_json_that_is_no_fingerprint_gives_none():
     assert PolicyFingerprint.from_json(None) is None and PolicyFingerprint.from_json({"shape": "x"}) is None
+
+
+def test_a_new_drafter_may_have_another_reduced_vocabulary_of_the_same_size():
+    first, second = (deepcopy(eagle("llama", seed=seed, draft_vocab=20)) for seed in (1, 2))
+    assert set(first.draft_ids.tolist()) != set(second.draft_ids.tolist())
+    params, runs = SamplingParams(max_new_tokens=30, seed=1), []
+    for replaced in (False, True):
+        engine = Engine(model("llama"), drafter=deepcopy(first if replaced else second), strategy="eagle:d3w2v6")
+        if replaced:
+            engine.update_drafter(second, 0)
+        found = engine.generate([[1, 2, 3]], params, 4)[0].rollouts
+        runs.append(([rollout.token_ids for rollout in found], engine.stats().tokens_per_verification))
+    assert runs[0] == runs[1], "it drafts as if it had been there from the start"

@@ -48,7 +48,7 @@ def test_a_drafter_that_saves_nothing_gets_no_upkeep_and_the_pause_is_said():
     assert not budget.update(TrainingOutcome(1.5, 1.0, 1.2, saved_share=0.0), 20.0), "nobody uses it at these batch sizes"
     assert notes == ["drafter training pauses for 2 steps: 1.5 s of it (1.00 → 1.20 tokens per verification) would save 0.0 s"]
     assert budget.next_seconds(20.0, saved_share=0.0) == 0.0
-    assert budget.next_seconds(20.0, saved_share=0.04) == pytest.approx(0.8), "no more than it saves"
+    assert budget.next_seconds(20.0, saved_share=0.04) == pytest.approx(0.2), "a quarter of what it saves"
     assert budget.next_seconds(20.0, saved_share=0.5) == 2.0, "the pause is over"
     budget.update(TrainingOutcome(2.0, 1.2, 1.2, saved_share=0.0), 20.0)
     budget.end_pause()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 from spot.answers import OPS, answers, features_of, sampled
@@ -10,6 +13,7 @@ from tiny import eagle, model
 
 from paceline.spot.coverage import coverage, posterior_noise
 from paceline.spot.initialization import capture_layers
+from paceline.spot.packing import excerpt
 from paceline.types import FeatureRecord
 
 
@@ -68,3 +72,20 @@ def test_nothing_to_evaluate_on_is_said():
     prompt_only = FeatureRecord([1, 2, 3], features_of(policy, [1, 2, 3], (-1,)), (-1,), [], 3)
     with pytest.raises(ValueError, match="records"):
         coverage(eagle("qwen3"), policy, [prompt_only])
+
+
+def test_an_excerpt_is_measured_as_the_part_of_the_answer_that_it_is():
+    policy, drafter = model("qwen3"), eagle("qwen3")
+    (whole,) = sampled(policy, [80])
+    whole = replace(whole, prompt_length=3, versions=list(range(77)))
+    for seed in range(4):
+        part = excerpt(whole, 20, random.Random(seed))
+        start = part.prompt_length
+        assert part.token_ids == whole.token_ids[: start + 20] and len(part.features) == start + 19
+        assert part.versions == list(range(start - 3, start + 17))
+        found = coverage(drafter, policy, [part], tau=0.0, depth=1)
+        reference = coverage(drafter, policy, [replace(whole, prompt_length=start, versions=whole.versions[start - 3 :])],
+                             tau=0.0, depth=1)
+        first = sum(share.covered * share.rows for version, share in reference.by_version.items() if version < start + 17)
+        assert found.by_depth[1][0] * 20 == pytest.approx(first)
+    assert excerpt(whole, 77, random.Random(0)) is whole

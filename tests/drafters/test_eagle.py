@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from drafters.long_context import drafts_behind_long_prompts
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, eagle, greedy_chain, model
 
@@ -146,3 +147,10 @@ def test_damaged_drafters_are_one_clear_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({})[:-1])
     with pytest.raises(ValueError, match="damaged"):
         load_eagle(tmp_path, policy)
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_drafts_behind_long_prompts_equal_those_of_the_reference_kernels(form):
+    reference, other = (drafts_behind_long_prompts([2000, 700, 50], "cpu", torch.float64, "torch", form, seed) for seed in (1, 2))
+    found = drafts_behind_long_prompts([2000, 700, 50], "cpu", torch.float32, "auto", form)
+    assert float((found - reference).abs().max()) < 1e-4 and float((other - reference).abs().mean()) > 0.02

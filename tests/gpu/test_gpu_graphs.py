@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from drafters.long_context import Observing, drafts_behind_long_prompts
 from tiny import eagle, model
 
 from benchmarks.lib.graph_memory import compare_graph_memory
@@ -15,7 +16,7 @@ from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.engine.graphs import GraphPool
 from paceline.models.decoder import Decoder
-from paceline.types import Decision, StepOutcome, StepView
+from paceline.types import StepView
 
 PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40, [50, 51] * 9]
 PARAMS = SamplingParams(max_new_tokens=64, seed=3, temperature=0.5)
@@ -57,22 +58,6 @@ def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab):
     assert results[0][2] > 0 and results[0][0] == tokens(made("off"))
 
 
-class Observing:
-    """A fixed strategy, every step of which is observed."""
-
-    def __init__(self, strategy: str) -> None:
-        self.decision = Decision(Strategy.parse(strategy), observe=True)
-
-    def select(self, view: StepView) -> Decision:
-        return self.decision
-
-    def observe(self, outcome: StepOutcome) -> None:
-        pass
-
-    def drafter_replaced(self) -> None:
-        pass
-
-
 def test_observed_drafts_are_what_the_drafter_estimated():
     """Not what verification, whose graph may have been captured in the same memory, wrote there afterwards."""
     strategy, seen = Observing("eagle:d3w2v6"), []
@@ -91,6 +76,15 @@ def test_observed_drafts_are_what_the_drafter_estimated():
     assert sum(len(step) > 0 for step in seen[0]) > 10
     for captured, plain in zip(*seen, strict=True):
         assert captured == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)], ids=str)
+def test_drafts_behind_long_prompts_equal_those_of_the_reference_kernels(dtype, most, form):
+    lengths = [7000, 2500, 700, 50]
+    reference = drafts_behind_long_prompts(lengths, "cpu", torch.float64, "torch", form)
+    found = drafts_behind_long_prompts(lengths, "cuda", dtype, form=form)
+    assert float((found - reference).abs().mean()) < most, (found, reference)
 
 
 def test_any_mix_of_strategies_gives_the_same_tokens():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.kernels import Ops
-from paceline.models.attend import Attend
+from paceline.models.attend import Attend, PagedAttend
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import MLP, Attention, Decoder, Linear
 
@@ -98,18 +98,28 @@ class Eagle(nn.Module):
     def forward(self, embedded: Tensor, state: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Embedding of the next token [R, H] and state (encoded features or the layer's own output) [R, H] -> output [R, H]. With
         `rows` [T] it is the output [T, H] of these rows alone, and `attend` returns only theirs; the others serve as keys."""
-        ops, eps = attend.ops, self.config.model.rms_eps
-        if self.config.form == "eagle":
-            residual = self.fc(torch.cat([embedded, state], dim=-1), ops)
-            x = residual
-        else:
-            assert self.input_norm is not None and self.hidden_norm is not None
-            normed = ops.rms_norm(state, self.hidden_norm, eps)
-            residual = normed if self.config.norm_before_residual else state
-            x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), normed], dim=-1)
+        ops = attend.ops
+        x, residual = self._layer_input(embedded, state, ops)
         residual = residual if rows is None else residual.index_select(0, rows)
-        x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, eps)
+        x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, self.config.model.rms_eps)
         return self.mlp(x, ops) + residual
+
+    def write_keys(self, embedded: Tensor, state: Tensor, attend: PagedAttend) -> None:
+        """Writes the keys and values of these rows, see `forward`, into the cache. With one layer they depend on no other row and
+        on no attention."""
+        x, _ = self._layer_input(embedded, state, attend.ops)
+        attend.write_keys(self.attention, self.attention.qkv(x, attend.ops))
+
+    def _layer_input(self, embedded: Tensor, state: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Input of the attention's projections and residual stream of each row."""
+        if self.config.form == "eagle":
+            x = self.fc(torch.cat([embedded, state], dim=-1), ops)
+            return x, x
+        assert self.input_norm is not None and self.hidden_norm is not None
+        eps = self.config.model.rms_eps
+        normed = ops.rms_norm(state, self.hidden_norm, eps)
+        x = torch.cat([ops.rms_norm(embedded, self.input_norm, eps), normed], dim=-1)
+        return x, normed if self.config.norm_before_residual else state
 
     def logits(self, out: Tensor, policy: Decoder, ops: Ops) -> Tensor:
         """Output of the layer [R, H] -> logits [R, V], or [R, DV] over a reduced vocabulary."""

@@ -103,20 +103,24 @@ class EagleDrafter:
         return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
 
     def catch_up(self, view: DraftView, missing: list[int]) -> None:
-        """Fills in the drafter's KV cache for committed positions. missing: Upper bound of their number, per request."""
+        """Fills in the drafter's KV cache for committed positions, without attention or MLP: nobody needs the outputs there.
+        missing: Upper bound of their number, per request."""
         chunk = max(1, MAX_CATCH_UP_ROWS // len(missing))
         bounds, device = np.array(missing), view.requests.slots.device
-        for behind in range((max(missing) - 1) // chunk * chunk, -1, -chunk):  # oldest positions first
+        for behind in range(0, max(missing), chunk):
             counts = np.clip(bounds - behind, 0, chunk)
             request = np.repeat(np.arange(len(counts)), counts)
             back = np.cumsum(counts)[request] - np.arange(len(request))
-            rows = upload(np.stack([request, back]), device)
-            self._run_committed(_rewind(view, behind), rows[0], rows[1], upload(counts, device), least=0)
+            places = upload(np.stack([request, back]), device)
+            rows, state = self._committed(_rewind(view, behind), places[0], places[1], upload(counts, device), least=0)
+            cos, sin = self.rope(rows.positions)
+            attend = PagedAttend(self.ops, [view.cache], cos, sin, rows.write, rows.segments)
+            self.module.write_keys(self.policy.embed(rows.tokens), state, attend)
 
     def _run_window(self, view: DraftView, window: int) -> Tensor:
         """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
-        rows = self.window_rows(len(view.requests.slots), window)
-        return self._run_committed(view, *rows, least=1)[window - 1 :: window].contiguous()
+        rows, state = self._committed(view, *self.window_rows(len(view.requests.slots), window), least=1)
+        return self._run(rows, state, None, view.cache)[window - 1 :: window].contiguous()
 
     def window_rows(self, batch: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
         """The last `window` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never
@@ -128,13 +132,14 @@ class EagleDrafter:
                 torch.arange(window, 0, -1, device=device).repeat(batch), torch.full((batch,), window, device=device))
         return self._windows[batch, window]
 
-    def _run_committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor, least: int) -> Tensor:
-        """Runs the drafter over committed positions, see `Ops.catch_up_rows` for the arguments. Returns its outputs [R, H]."""
+    def _committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor,
+                   least: int) -> tuple[DraftRows, Tensor]:
+        """Returns the rows of committed positions and their states [R, H]. See `Ops.catch_up_rows` for the arguments."""
         rows = self.ops.catch_up_rows(view.requests, view.tokens, view.cache, request, back, counts, least, view.spare)
         features = view.features.index_select(0, rows.write)
         if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):
             features = features[:, self._columns]
-        return self._run(rows, self.module.encode(features, self.ops), None, view.cache)
+        return rows, self.module.encode(features, self.ops)
 
     def _draft_fused(self, view: DraftView, state: Tensor, depth: int, width: int,
                      budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

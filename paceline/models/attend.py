@@ -57,6 +57,12 @@ class PagedAttend:
         q = self.ops.rope_write(qkv, layer.num_heads, layer.q_norm, layer.k_norm, layer.eps, cos, sin, self.write, cache)
         return self.ops.attention(q, cache, self.segments, layer.head_dim**-0.5, self.plan).flatten(1)
 
+    def write_keys(self, layer: AttentionShape, qkv: Tensor) -> None:
+        """Writes keys and values into the cache without attending to anything."""
+        cos, sin = self._angles()
+        self.ops.rope_write(qkv, layer.num_heads, layer.q_norm, layer.k_norm, layer.eps, cos, sin, self.write,
+                            self.layers[layer.index])
+
     def from_normed(self, layer: AttentionShape, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Projection to qkv and attention in fused kernels: x [R, hidden] -> [R, H D]. For models without q and k norms."""
         cache = self.layers[layer.index]

@@ -21,9 +21,9 @@ profiles, and predictors that lie.
 What each part of `auto` is worth: `auto-PART` is `auto` without the corrections by measured steps (`correct`), those by the
 shape of trees (`shapes`), the guard, the view of the remaining lengths (`makespan`), the measured gain of the request that
 finishes last (`share`), the early decisions after a surprise, the attention to new requests (`news`), the probes of known
-drafters, the drafters' own accounts in the guard, those for large batches (`ranges`), the limit to what a step may lose
-(`limit`), the quick forgetting of outdated acceptance (`change`), or the draft tokens that use the rows which a step is padded
-with (`filling`); its row says how fast it is, as a multiple of `auto`.
+drafters, the drafters' own accounts in the guard, those for large batches (`ranges`), the quick forgetting of outdated acceptance
+(`change`), or the draft tokens that use the rows which a step is padded with (`filling`); its row says how fast it is, as a
+multiple of `auto`.
 """
 
 from __future__ import annotations

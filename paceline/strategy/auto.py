@@ -136,8 +136,7 @@ class AutoSelector:
 
         self.makespan.update()
         off = self.predictor.off(view)
-        found = [each for drafter in self._usable(view) for each in self.predictor.best(drafter, view, self.makespan.share)
-                 if self.guard.affords(each.strategy, each.num_drafted_for, view)]
+        found = [each for drafter in self._usable(view) for each in self.predictor.best(drafter, view, self.makespan.share)]
         best = max(found, key=rate, default=off)
         if rate(best) < _AHEAD * off.progress / off.ms:
             return off.decision(view)

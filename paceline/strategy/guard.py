@@ -3,8 +3,8 @@
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
 of them has gained `progress - cost`. Each drafter has an account, and another one for large batches: a few steps at the start, a
 small share of the time, and its gains. It pays for its losses out of that. It is switched on only if the account has what that
-cost the last time, and what a step may lose, and off when the account is empty. So whatever strategies are proposed, a run loses
-little, and a drafter that pays is not stopped by one that does not, or by what it lost in batches of another size.
+cost the last time, and off when the account is empty. So whatever strategies are proposed, a run loses little, and a drafter that
+pays is not stopped by one that does not, or by what it lost in batches of another size.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.strategy.cost import CostCurve, bucket_of
-from paceline.types import DrafterName, StepOutcome, StepView, Strategy
+from paceline.types import DrafterName, StepOutcome, StepView
 
 _FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
 steps that are needed at least to switch a drafter on."""
 _LARGE_BATCH = 64
 """Batches of so many requests have accounts of their own."""
-_SLACK, _CATCH_UP = 0.5, 6.0
-"""A drafter that is in use is stopped when its account is empty and it has lost so many steps since it was switched on. In its
-first step it catches up with what was generated without it: so much of a loss is paid for, but does not stop it, as the next
-steps may earn it again."""
 _STOPPED = 4.0
 """A single step that takes so many times as long as its rows should was stopped by something else, such as a compiler."""
 _FIRST_REST, _LONGEST_REST = 64, 4096
@@ -58,8 +54,6 @@ class Account:
     needed: dict[int, float] = field(default_factory=dict)
     """By batch bucket: steps that are needed to switch the drafter on, which is what its first step lost the last time, within
     limits."""
-    stretch: float = 0.0
-    """Losses, less later gains, since the drafter was switched on, without what it lost in its first step by catching up."""
     rest: int = 0
     """Steps of the drafter's last rest."""
     resting_until: int = 0
@@ -70,7 +64,6 @@ class Account:
     def count(self, gain: float, bucket: int, is_first: bool) -> None:
         """Count a step of the drafter. `is_first`: whether the step before was without it."""
         self.add(gain)
-        self.stretch = min(0.0, gain + _CATCH_UP if is_first else self.stretch + gain)
         if is_first:
             self.needed[bucket] = min(max(_TRIAL, -gain), _FIRST)
         if self.steps == _MOST:
@@ -158,19 +151,8 @@ class Guard:
         if account is None:
             return True
         if self._on == drafter:
-            return account.steps > 0 or account.stretch > -_SLACK
+            return account.steps > 0
         return account.steps >= account.needed.get(bucket_of(requests), _TRIAL) and self._step >= account.resting_until
-
-    def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
-        """Return whether the drafter's account covers what a step with this strategy loses if no draft token is accepted."""
-        requests = view.num_running
-        ms = self.costs.ms(strategy.drafter, strategy.depth, strategy.width, requests, num_drafted_for,
-                           requests + num_drafted_for * strategy.budget, view.context)
-        account = self.accounts.get(self.place(strategy.drafter, requests))
-        room = _FIRST if account is None else account.steps
-        if account is not None and self._on == strategy.drafter and account.stretch > -_SLACK:
-            room = max(room, 1.0)  # it has caught up, and may earn that again
-        return ms / self.costs.off_ms(requests, view.context) - 1 <= room
 
     def allow_trial(self) -> None:
         """Most requests are new: what emptied an account may not hold for them."""
@@ -181,9 +163,8 @@ class Guard:
                 account.resting_until = 0
 
     def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
-        """Return the key of a drafter's account for so many requests. Large batches have an account of their own, because the
-        learned drafter has to catch up with all of their responses. What that costs must not keep it from the few that remain in
-        the end."""
+        """Return the key of a drafter's account for so many requests. What a drafter loses in large batches must not keep it from
+        the few requests that remain in the end."""
         return drafter, int(requests >= _LARGE_BATCH)
 
     def wants_off(self, view: StepView) -> bool:

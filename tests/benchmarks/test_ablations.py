@@ -7,7 +7,7 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.lib.selection.ablations import ABLATIONS, selector_named
-from benchmarks.lib.selection.liars import Random, SuffixIsFiveTimes
+from benchmarks.lib.selection.liars import SuffixIsFiveTimes
 from benchmarks.lib.selection.simulated import cells, figures, h200_costs
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points
@@ -152,19 +152,6 @@ def test_without_ranges_what_is_lost_in_a_large_batch_stops_a_drafter_in_a_small
             guard.observe(StepOutcome(Decision(eagle), 200, 0, 200, 4 * off, 200))
         allowed[name] = guard.allows("eagle", 200), guard.allows("eagle", 4)
     assert allowed == {"auto": (False, True), "auto-ranges": (False, False)}
-
-
-def test_without_the_limit_a_single_step_may_lose_a_lot():
-    dearest = {}
-    for name in ("auto", "auto-limit"):
-        world, selector = World(cpu_costs(), 128, {"eagle": 0.05, "suffix": 0.02}, noise=0.0), fresh(name, cpu_costs())
-        selector.predictor = Random(cpu_costs())
-        dearest[name] = 0.0
-        for _ in range(300):
-            began = world.ms
-            world.run(selector, 1)
-            dearest[name] = max(dearest[name], (world.ms - began) / float(cpu_costs().off_ms(128)))
-    assert dearest["auto"] < 5 < dearest["auto-limit"], dearest
 
 
 def test_without_quick_forgetting_estimates_change_gradually():

@@ -98,14 +98,6 @@ class WithoutRanges(AutoSelector):
         self.guard = _OneRange(self.costs)
 
 
-class WithoutLimit(AutoSelector):
-    """A step may lose more than the drafter's account has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guard = _NoLimit(self.costs)
-
-
 class WithoutChange(AutoSelector):
     """Estimates of acceptance change gradually, however improbable the new outcomes are."""
 
@@ -125,7 +117,7 @@ class WithoutFilling(AutoSelector):
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-share": WithoutShare, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
-    "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-ranges": WithoutRanges, "auto-limit": WithoutLimit,
+    "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-ranges": WithoutRanges,
     "auto-change": WithoutChange, "auto-filling": WithoutFilling,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
@@ -154,9 +146,6 @@ class _WholeShare(MakespanShare):
 
 
 class _LenientGuard(Guard):
-    def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
-        return True
-
     def allows(self, drafter: DrafterName, requests: int) -> bool:
         return True
 
@@ -169,11 +158,6 @@ class _OneAccount(Guard):
 class _OneRange(Guard):
     def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
         return drafter, 0
-
-
-class _NoLimit(Guard):
-    def affords(self, strategy: Strategy, num_drafted_for: int, view: StepView) -> bool:
-        return True
 
 
 class _GradualAcceptance(Acceptance):

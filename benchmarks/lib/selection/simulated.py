@@ -34,7 +34,7 @@ CHECKED = (1, 32, 128, 256, 8)
 """Batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`."""
 _DECAY = (1.0, 0.97, 0.96, 0.95, 0.94, 0.93, 0.91, 0.89)
 _SLOW_AFTER_PREFILL, _SLOW_AFTER_CHANGE, _STOPPED = 2.0, 0.15, 12.0
-_CATCH_UP_MS = 1e-3
+_CATCH_UP_MS = 1.5e-4
 """Milliseconds for each token that was generated without the learned drafter, when it drafts for that request again."""
 
 

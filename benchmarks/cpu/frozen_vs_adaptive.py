@@ -33,7 +33,7 @@ from paceline.bundled import resolve_model
 from paceline.cli.train import TerminalView
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import save_eagle
-from paceline.drafters.eagle import Eagle
+from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.generation import plain_prompt
 from paceline.models.weights import load_model, parse_dtype
 from paceline.report import RunFigures, read_metrics
@@ -121,8 +121,8 @@ def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> 
     """Trains a drafter for the policy that the run starts with, on responses to other problems, and writes it to `folder`."""
     policy, tokenizer = load_model(resolve_model(config.model), config.device, parse_dtype(config.dtype) or torch.float32)
     options = SpotConfig(**{"temperature": config.rollout.temperature, **config.spot})
-    start = fresh_eagle(policy, options.module_form)
-    engine = Engine(policy, tokenizer, "none", "off", config.engine.model_copy(update={"capture": capture_layers(start.config)}))
+    layers = capture_layers(EagleConfig.for_policy(policy.config, options.module_form))
+    engine = Engine(policy, tokenizer, "none", "off", config.engine.model_copy(update={"capture": layers}))
     problems = PromptStream(make_task(config.task, **config.task_options), config.seed + 1, None).take(0, prompts)
     params = SamplingParams(temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens,
                             seed=config.seed + 1)
@@ -135,6 +135,7 @@ def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> 
     for record in records:
         if not any(record is other for other in held_out):
             buffer.add(record, 0)
+    start = fresh_eagle(policy, options.module_form, records, options.draft_vocab_for(policy.config.vocab_size))
     trainer = SpotTrainer(start, policy, buffer, options)
     found = trainer.run(seconds)
     drafter: Eagle = trainer.drafter()

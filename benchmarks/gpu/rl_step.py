@@ -85,7 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=8192)
     parser.add_argument("--prompts-per-step", type=int, default=32)
     parser.add_argument("--group", type=int, default=8, help="number of answers per prompt")
-    parser.add_argument("--steps", type=int, default=3, help="number of steps with auto; off has one less")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps with auto; off has at most two")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--kv-gb", type=float, default=30.0)
     parser.add_argument("--prompt-room", type=int, default=4096, help="longest prompt, in tokens")
@@ -160,7 +160,7 @@ def measure(side: str, args: argparse.Namespace, setting: Setting, steps: Sequen
     prompts: list[Any] = texts if args.tiny else [[{"role": "user", "content": text}] for text in texts]
     task = GivenLengthsTask(prompts, [group for _, groups in steps for group in groups])
     trainer = GivenLengthsTrainer(train_config(side, args, setting, out), task=task)
-    return run_steps(trainer, args.steps if side == "auto" else max(1, args.steps - 1), budget)
+    return run_steps(trainer, args.steps if side == "auto" else min(args.steps, 2), budget)
 
 
 def train_config(side: str, args: argparse.Namespace, setting: Setting, out: Path) -> TrainConfig:

@@ -55,7 +55,8 @@ def greedy_chain(policy: Decoder, drafter: Eagle, tokens: list[int], depth: int)
 
     fed = torch.tensor(tokens[:-1])
     features = policy(fed, attend(len(fed), rope), drafter.config.feature_layers).features
-    state, follow, guesses = drafter.encode(features, OPS), tokens[1:], []
+    near = 0 if drafter.config.window is None else max(0, len(fed) - drafter.config.window)  # positions matter only relatively
+    state, follow, guesses = drafter.encode(features, OPS)[near:], tokens[1 + near :], []
     for _ in range(depth):
         out = drafter(policy.embed(torch.tensor(follow)), state, attend(len(follow), drafter_rope))
         logits = drafter.logits(out[-1:], policy, OPS)

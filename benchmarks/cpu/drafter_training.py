@@ -188,7 +188,7 @@ class Bench:
 
     def trainer(self, config: SpotConfig) -> SpotTrainer:
         draft_vocab = self.args.draft_vocab if self.args.draft_vocab < self.policy.config.vocab_size else 0
-        eagle = fresh_eagle(self.policy, config.module_form, self.captured.some(), draft_vocab)
+        eagle = fresh_eagle(self.policy, config.module_form, self.captured.some(), draft_vocab, window=config.window)
         return SpotTrainer(eagle, self.policy, self.captured.buffer, config)
 
     # --- packing and checkpoints

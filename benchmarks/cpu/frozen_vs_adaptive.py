@@ -135,7 +135,8 @@ def warm_up(config: TrainConfig, folder: Path, seconds: float, prompts: int) -> 
     for record in records:
         if not any(record is other for other in held_out):
             buffer.add(record, 0)
-    start = fresh_eagle(policy, options.module_form, records, options.draft_vocab_for(policy.config.vocab_size))
+    start = fresh_eagle(policy, options.module_form, records, options.draft_vocab_for(policy.config.vocab_size),
+                        window=options.window)
     trainer = SpotTrainer(start, policy, buffer, options)
     found = trainer.run(seconds)
     drafter: Eagle = trainer.drafter()

@@ -158,7 +158,7 @@ def make_trainer(policy: Decoder, records: list[FeatureRecord], config: SpotConf
     buffer = FeatureBuffer(_BUFFER_BYTES, device=policy.norm.device)
     for record in records:
         buffer.add(record, 0)
-    drafter = fresh_eagle(policy, config.module_form, records, draft_vocab)
+    drafter = fresh_eagle(policy, config.module_form, records, draft_vocab, window=config.window)
     return SpotTrainer(drafter, policy, buffer, config)
 
 

@@ -87,6 +87,7 @@ def upscale_drafter(drafter: Eagle, twin: ModelConfig) -> Eagle:
     """The drafter of a policy as a drafter of the policy's twin, whose config is `twin`: the same draft tokens at the larger
     cost. The twin's features are the policy's followed by zeros, so only the sizes and the norms change."""
     config = EagleConfig.for_policy(twin, drafter.config.form, drafter.config.feature_layers)
+    config = replace(config, window=drafter.config.window)
     fit, three = Fit(drafter.config.model, config.model), config.form == "eagle3"
     ids = drafter.draft_ids
     module = Eagle(config, None if ids is None else ids.clone(), drafter.head is not None)

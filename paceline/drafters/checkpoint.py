@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.drafters.eagle import Eagle, EagleConfig, Form
+from paceline.drafters.eagle import MIN_WINDOW, Eagle, EagleConfig, Form
 from paceline.drafters.fingerprint import PolicyFingerprint, shape_of
 from paceline.files import DamagedFile, atomic_write, damaged, load_tensors, read_json, save_tensors
 from paceline.models.config import ModelConfig
@@ -39,7 +39,7 @@ _NAMES = {
     **{f"mlp.gate_up.{kind}": [f"{_MLP}.{x}_proj.{kind}" for x in ("gate", "up")] for kind in ("weight", "bias")},
     **{f"mlp.down.{kind}": [f"{_MLP}.down_proj.{kind}"] for kind in ("weight", "bias")}}
 """Names of the checkpoint's tensors that make up each parameter of the drafter, one above the other."""
-_FINGERPRINT_KEY, _SHARED_HEAD_KEY = "paceline_policy", "paceline_shared_head"
+_FINGERPRINT_KEY, _SHARED_HEAD_KEY, _WINDOW_KEY = "paceline_policy", "paceline_shared_head", "paceline_window"
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 """Variants of EAGLE-3 that add or move norms."""
 
@@ -122,6 +122,8 @@ def drafter_config(module: Eagle) -> dict[str, Any]:
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}  # here its output
         if model.qk_norm:
             raw |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if config.window is not None:
+        raw[_WINDOW_KEY] = config.window
     if module.policy_fingerprint is not None:
         raw[_FINGERPRINT_KEY] = module.policy_fingerprint.as_json()
     return raw
@@ -184,7 +186,10 @@ def _parse_config(raw: dict[str, Any], tensors: dict[str, Tensor], policy: Model
     beyond = [i for i in config.feature_layers if not -1 <= i < policy.num_layers]
     if beyond:
         raise ValueError(f"this drafter reads layer {beyond[0]}, this policy has {policy.num_layers}")
-    return replace(config, model=layer, fc_bias="fc.bias" in tensors,
+    window = raw.get(_WINDOW_KEY)
+    if window is not None and (not isinstance(window, int) or window < MIN_WINDOW):
+        raise ValueError(f"{_WINDOW_KEY}: {window} is not a whole number from {MIN_WINDOW} on")
+    return replace(config, model=layer, fc_bias="fc.bias" in tensors, window=window,
                    norm_before_residual=form == "eagle3" and bool(raw.get("norm_before_residual")))
 
 

@@ -20,6 +20,8 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import MLP, Attention, Decoder, Linear
 
 Form = Literal["eagle", "eagle3"]
+MIN_WINDOW = 32
+"""Smallest `EagleConfig.window`: a step can commit as many tokens as a draft is deep, and all of them must be within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class EagleConfig:
     """Whether the input projection has a bias."""
     norm_before_residual: bool = False
     """Whether an EAGLE-3 drafter's residual stream starts from the normed features instead of the features themselves."""
+    window: int | None = None
+    """Number of committed tokens that draft tokens attend to, the last ones, up to one page more. So it makes no difference how
+    much longer an answer is than those that the drafter was trained on. None: all of them."""
 
     @classmethod
     def for_policy(cls, policy: ModelConfig, form: Form = "eagle", feature_layers: tuple[int, ...] = ()) -> EagleConfig:

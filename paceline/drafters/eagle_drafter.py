@@ -22,6 +22,8 @@ from paceline.models.decoder import Decoder, Rope
 
 MAX_CATCH_UP_ROWS = 8192
 """Number of rows of one forward pass of `EagleDrafter.catch_up`."""
+MAX_TREE_POSITIONS = 128
+"""Number of positions behind the context that a tree uses at most: the bits of `Segments.mask`."""
 
 
 class DraftView(NamedTuple):
@@ -32,6 +34,24 @@ class DraftView(NamedTuple):
     features: Tensor  # [T, F] the policy's hidden states of every token slot
     cache: PagedCache  # KV cache of the drafter's layer
     spare: int  # a token slot that is never read, for writes of padding rows
+
+
+class RecentContext(NamedTuple):
+    """The last part of the requests' contexts, as far as draft tokens attend to it."""
+
+    cache: PagedCache  # its page table has a line for each request, which begins at `start`
+    line: Tensor  # [B] int32
+    start: Tensor  # [B] int32 position
+    context: Tensor  # [B] int32 number of committed tokens from there on
+
+    def of_committed(self, rows: DraftRows) -> DraftRows:
+        """Rows that lie within this part of the context."""
+        segments = rows.segments
+        return rows._replace(segments=segments._replace(slot=self.line, context=segments.context - self.start))
+
+    def of_tree(self, rows: DraftRows) -> DraftRows:
+        """Rows behind the context."""
+        return rows._replace(segments=rows.segments._replace(slot=self.line, context=self.context))
 
 
 def draft_requests(slots: Tensor, state: SlotTensors) -> DraftRequests:
@@ -60,6 +80,7 @@ class EagleDrafter:
         self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
         self._layer = _fused_layer(module, policy, rope)  # the parameters are updated in place
         self._windows: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._recent_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.policy_changed()
 
     @torch.inference_mode()
@@ -81,8 +102,9 @@ class EagleDrafter:
         """
         requests, width = view.requests, min(width, self.module.draft_vocab_size)
         batch, device = len(requests.slots), requests.slots.device
-        state = self._run_window(view, window)  # [B, H] of the roots
-        tree = self._draft_fused(view, state, depth, width, budget)
+        recent = self._recent_context(view)
+        state = self._run_window(view, window, recent)  # [B, H] of the roots
+        tree = None if recent is not None else self._draft_fused(view, state, depth, width, budget)
         if tree is not None:
             tokens, parents, depths, survival = tree
             return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
@@ -95,7 +117,8 @@ class EagleDrafter:
         for d in range(1, depth):
             beam = self.ops.select_beam(found, first, bits, requests, view.cache, d, width)
             bits = beam.rows.segments.mask.view(batch, width, 2)
-            state = self._run(beam.rows, state, beam.above, view.cache)  # [B * W, H]
+            rows, cache = (beam.rows, view.cache) if recent is None else (recent.of_tree(beam.rows), recent.cache)
+            state = self._run(rows, state, beam.above, cache)  # [B * W, H]
             ranked = self._rank(state, beam.seed, beam.next_position, beam.temperature, width)
             first += width if d == 1 else width * width
             self.ops.add_candidates(ranked, beam.scores, beam.origin, self.module.draft_ids, found, first)
@@ -117,10 +140,28 @@ class EagleDrafter:
             attend = PagedAttend(self.ops, [view.cache], cos, sin, rows.write, rows.segments)
             self.module.write_keys(self.policy.embed(rows.tokens), state, attend)
 
-    def _run_window(self, view: DraftView, window: int) -> Tensor:
+    def _run_window(self, view: DraftView, window: int, recent: RecentContext | None) -> Tensor:
         """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
         rows, state = self._committed(view, *self.window_rows(len(view.requests.slots), window), least=1)
-        return self._run(rows, state, None, view.cache)[window - 1 :: window].contiguous()
+        rows, cache = (rows, view.cache) if recent is None else (recent.of_committed(rows), recent.cache)
+        return self._run(rows, state, None, cache)[window - 1 :: window].contiguous()
+
+    def _recent_context(self, view: DraftView) -> RecentContext | None:
+        """The part of the contexts that draft tokens attend to; None if that is all of them."""
+        window, cache, requests = self.module.config.window, view.cache, view.requests
+        batch, columns = len(requests.slots), cache.page_table.shape[1]
+        if window is None or columns * cache.page_size <= window:
+            return None
+        if requests.context.device.type == "cpu" and not bool((requests.context > window).any()):
+            return None  # there the kernel for whole trees, which attends to everything, is faster
+        if (batch, columns) not in self._recent_tables:  # never freed, because captured CUDA graphs read them
+            size = min(columns, -(-(window + MAX_TREE_POSITIONS) // cache.page_size) + 1)
+            device = cache.page_table.device
+            self._recent_tables[batch, columns] = (torch.zeros(batch, size, dtype=torch.int32, device=device),
+                                                   torch.arange(batch, dtype=torch.int32, device=device))
+        table, line = self._recent_tables[batch, columns]
+        start, context = self.ops.recent_pages(requests, cache, window, table)
+        return RecentContext(cache._replace(page_table=table), line, start, context)
 
     def window_rows(self, batch: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
         """The last `window` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never

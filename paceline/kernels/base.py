@@ -373,6 +373,12 @@ class Ops(Protocol):
         of the text, are padding and write to cache index `spare`; the last `least` rows of a request are always computed."""
         ...
 
+    def recent_pages(self, requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the pages of each request from the one on that holds the token `window` before the end of its context (the first
+        page if the context is shorter) into a line of `into` [B, P] int32. Returns the position [B] int32 at which each line
+        begins, and the number [B] int32 of committed tokens from there on."""
+        ...
+
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:
         """Run the drafter's layer over these rows in one call -> [R, H], or return None if the caller has to run it operation by

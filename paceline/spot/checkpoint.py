@@ -94,9 +94,9 @@ def restore(trainer: SpotTrainer, found: Snapshot) -> None:
     plan = progress.pop("plan")
     if fingerprint is not None:
         trainer.set_policy_fingerprint(fingerprint)
+    micro_batches = tuple(tuple((key, part) for key, part in each) for each in plan["micro_batches"])
     if metadata.get("buffer") == trainer.buffer.id:
-        trainer.progress = TrainingProgress(
-            **progress, plan=StepPlan(tuple(map(tuple, plan["micro_batches"])), tuple(plan["shares"])))
+        trainer.progress = TrainingProgress(**progress, plan=StepPlan(micro_batches, tuple(plan["shares"])))
     else:  # the records that the plan names are gone, and their keys name others: the optimizer step begins anew
         trainer.progress = TrainingProgress(**{**progress, "cursor": 0})
         trainer.optimizer.zero_grad(set_to_none=True)

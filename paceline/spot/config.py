@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from paceline.config import Config
-from paceline.drafters.eagle import Form
+from paceline.drafters.eagle import MIN_WINDOW, Form
 from paceline.optim import Schedule
 
 TrainingForm = Literal["eagle", "hass", "eagle3"]
@@ -53,6 +53,10 @@ class SpotConfig(Config):
     draft_vocab: int | None = Field(None, ge=0)
     """Number of tokens that a new drafter can predict: the most frequent ones of the captured answers. 0: all. None: 32,768 if
     the policy's vocabulary is more than twice as large, because most of a drafter's time would go into its head."""
+    window: int | None = Field(1024, ge=MIN_WINDOW)
+    """Number of tokens before its draft that a new drafter attends to. None: all of them. A drafter predicts worse where it
+    attends to more tokens than in training, and the policy's hidden states know what was said before. Longer answers are trained
+    on in parts."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of the rollouts, at which both distributions are compared."""
     feature_noise: float = Field(0.0, ge=0)
@@ -91,7 +95,7 @@ class SpotConfig(Config):
     """Number of tokens that answers are packed up to in one micro-batch; a longer answer gets a micro-batch of its own. Training
     can be interrupted between micro-batches. None means 1024 on a CPU and 16384 on a GPU, which is one for most steps."""
     max_length: int | None = Field(None, ge=3)
-    """Answers are truncated to this many tokens, prompt included. None: they are not truncated."""
+    """Answers are truncated to this many tokens, prompt included. None: they are not."""
     seed: int = 0
     """Seed of drawing records and of the feature noise."""
 

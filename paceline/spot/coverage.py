@@ -21,7 +21,7 @@ from paceline.kernels.reference.drafting import rank_tokens
 from paceline.models.decoder import Decoder, Rope
 from paceline.packing import first_fit_decreasing
 from paceline.spot.attention import UnrolledAttend
-from paceline.spot.packing import PackedRecords, num_rows, pack, unroll
+from paceline.spot.packing import PackedRecords, num_rows, pack, stretches, unroll
 from paceline.types import FeatureRecord
 
 _MAX_LOGITS = 2**24
@@ -88,14 +88,24 @@ def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], 
     ranks = _Ranks(drafter, policy, tau, temperature, most, torch.Generator(device).manual_seed(seed))
     rope = Rope(drafter.config.model, max(len(r.token_ids) for r in usable) + depth, policy.norm.dtype, device)
     counts = _Counts(depth, most)
-    for members in first_fit_decreasing([num_rows(len(record.token_ids)) for record in usable], max_tokens):
-        chosen = [usable[i] for i in members]
-        packed = pack(chosen, drafter.config.feature_layers, policy.config.hidden_size, device)
+    parts = [_Part(part.of(record), part.start - record.prompt_length, len(record.token_ids) - record.prompt_length)
+             for record in usable for part in stretches(len(record.token_ids), record.prompt_length, drafter.config.window)]
+    for members in first_fit_decreasing([num_rows(len(part.record.token_ids)) for part in parts], max_tokens):
+        chosen = [parts[i] for i in members]
+        packed = pack([part.record for part in chosen], drafter.config.feature_layers, policy.config.hidden_size, device)
         attend = UnrolledAttend(ranks.ops, rope, packed)
         state = drafter.encode(packed.features, ranks.ops)
         outputs = unroll(drafter, policy.embed(packed.next_tokens), state, attend, packed.answers, depth)
         counts.add(packed, chosen, [ranks(out, packed, k) for k, out in enumerate(outputs)])
     return counts.result(tau, [min(k, most) for k in widths])
+
+
+class _Part(NamedTuple):
+    """A part of a record as a record of its own, its place in the answer, and the answer's length."""
+
+    record: FeatureRecord
+    offset: int
+    answer_length: int
 
 
 class _Ranks:
@@ -154,7 +164,7 @@ class _Counts:
         self._reach: list[Tensor] = []  # per answer [k, rows]: number of covered tokens of the path that starts at each row
         self._tokens: list[Tensor] = []  # [4, rows]: first candidate correct, position in the answer, answer length, version
 
-    def add(self, packed: PackedRecords, records: Sequence[FeatureRecord], ranks: Sequence[Tensor]) -> None:
+    def add(self, packed: PackedRecords, parts: Sequence[_Part], ranks: Sequence[Tensor]) -> None:
         """Adds one micro-batch. ranks: For each unroll step [T], by path."""
         # Number of rows from the start of a path to the end of its record.
         left = torch.cat([torch.arange(n, 0, -1) for n in packed.answer_lengths]).to(packed.answers.device)
@@ -169,9 +179,9 @@ class _Counts:
             reach += alive
         rows = packed.answers
         self._reach += reach.cpu().split(list(packed.answer_lengths), dim=1)
-        token = (packed.positions - packed.first)[rows]
-        length = torch.tensor([len(r.token_ids) - r.prompt_length for r in records], device=rows.device)[packed.record[rows]]
-        version = torch.tensor([v for r in records for v in _versions(r)], device=rows.device)
+        offset, length = torch.tensor([part[1:] for part in parts], device=rows.device)[packed.record[rows]].T
+        token = (packed.positions - packed.first)[rows] + offset
+        version = torch.tensor([v for part in parts for v in _versions(part.record)], device=rows.device)
         self._tokens.append(torch.stack([(ranks[0] == 0).long(), token, length, version]).cpu())
 
     def result(self, tau: float, widths: Sequence[int]) -> Coverage:

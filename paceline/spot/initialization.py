@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 import torch
@@ -23,7 +24,7 @@ def capture_layers(config: EagleConfig) -> tuple[int, ...]:
 
 
 def fresh_eagle(policy: Decoder, form: Form = "eagle", records: Sequence[FeatureRecord] = (), draft_vocab: int = 0,
-                seed: int = 0) -> Eagle:
+                seed: int = 0, window: int | None = None) -> Eagle:
     """Returns a new drafter for the policy, in its dtype and on its device.
 
     A new EAGLE drafter predicts that the next hidden state equals the current one: its layer adds nothing yet.
@@ -35,8 +36,9 @@ def fresh_eagle(policy: Decoder, form: Form = "eagle", records: Sequence[Feature
             its tokens.
         draft_vocab: Number of tokens that the drafter can predict; 0 means all of the policy's.
         seed: Seed of the random weights.
+        window: Number of committed tokens that its draft tokens attend to; None means all of them.
     """
-    config = EagleConfig.for_policy(policy.config, form)
+    config = replace(EagleConfig.for_policy(policy.config, form), window=window)
     device, hidden = policy.norm.device, policy.config.hidden_size
     ids = draft_vocabulary(records, draft_vocab, policy.config)
     dtype = torch.promote_types(torch.float32, policy.norm.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -51,25 +52,39 @@ def answer_rows(num_tokens: int, prompt_length: int, step: int) -> int:
     return max(0, num_tokens - 2 - max(0, prompt_length - 2) - step)
 
 
-def truncate(record: FeatureRecord, max_tokens: int) -> FeatureRecord:
-    """Returns the record's first `max_tokens` tokens."""
-    if len(record.token_ids) <= max_tokens:
-        return record
-    kept = max(0, max_tokens - record.prompt_length)
-    return FeatureRecord(record.token_ids[:max_tokens], record.features[: max_tokens - 1], record.layers, record.versions[:kept],
-                         record.prompt_length)
+class Stretch(NamedTuple):
+    """A part of a record: its tokens first..end, of which those before `start` only serve as context."""
+
+    first: int
+    start: int
+    end: int
+
+    def of(self, record: FeatureRecord) -> FeatureRecord:
+        """Returns the part as a record of its own."""
+        if self == (0, record.prompt_length, len(record.token_ids)):
+            return record
+        versions = record.versions[self.start - record.prompt_length : self.end - record.prompt_length]
+        return FeatureRecord(record.token_ids[self.first : self.end], record.features[self.first : self.end - 1], record.layers,
+                             versions, self.start - self.first)
 
 
-def excerpt(record: FeatureRecord, max_answer_tokens: int, rng: random.Random) -> FeatureRecord:
-    """Returns the record with at most so many tokens of its answer, a random stretch: what comes before belongs to the prompt,
-    what comes after is cut off."""
-    spare = len(record.token_ids) - record.prompt_length - max_answer_tokens
-    if spare <= 0:
-        return record
-    skipped = rng.randint(0, spare)
-    start, versions = record.prompt_length + skipped, record.versions[skipped : skipped + max_answer_tokens]
-    end = start + max_answer_tokens
-    return FeatureRecord(record.token_ids[:end], record.features[: end - 1], record.layers, versions, start)
+def stretches(num_tokens: int, prompt_length: int, window: int | None) -> list[Stretch]:
+    """Divides a record into parts that a drafter with this window is trained and measured on. A part has at most `window` tokens
+    of the answer and as many before them, so its draft tokens attend to between one and two windows, or to all there is; a record
+    that is no longer than a part stays whole."""
+    if window is None or num_tokens <= 2 * window:
+        return [Stretch(0, prompt_length, num_tokens)]
+    count = max(1, -(-(num_tokens - prompt_length) // window))
+    bounds = [prompt_length + (num_tokens - prompt_length) * i // count for i in range(count + 1)]
+    return [Stretch(max(0, start - window), start, end) for start, end in pairwise(bounds)]
+
+
+def random_stretch(record: FeatureRecord, num_tokens: int, window: int | None, rng: random.Random) -> Stretch:
+    """Chooses a part with at most so many tokens of the answer, behind those that a drafter with this window sees."""
+    spare = max(0, len(record.token_ids) - record.prompt_length - num_tokens)
+    start = record.prompt_length + rng.randint(0, spare)
+    end = len(record.token_ids) if not spare else start + num_tokens
+    return Stretch(0 if window is None else max(0, start - window), start, end)
 
 
 def pack(records: Sequence[FeatureRecord], layers: tuple[int, ...], hidden: int,

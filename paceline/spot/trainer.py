@@ -25,7 +25,7 @@ from paceline.packing import first_fit_decreasing
 from paceline.spot.buffer import FeatureBuffer
 from paceline.spot.config import SpotConfig
 from paceline.spot.losses import DrafterLoss, LossSums
-from paceline.spot.packing import num_rows, pack, truncate
+from paceline.spot.packing import Stretch, num_rows, pack, stretches
 from paceline.spot.scaling import Scales, measure_scales, to_plain_scale, to_training_scale, training_config
 from paceline.types import FeatureRecord
 
@@ -39,8 +39,8 @@ _MAX_SKIPPED = 20
 class StepPlan:
     """Micro-batches of one optimizer step."""
 
-    micro_batches: tuple[tuple[int, ...], ...] = ()
-    """Keys of the records of each micro-batch."""
+    micro_batches: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """What each micro-batch trains on: the key of a record and the number of one of its parts (`packing.stretches`)."""
     shares: tuple[float, ...] = ()
     """Weight of one row at each unroll step."""
 
@@ -200,12 +200,17 @@ class SpotTrainer:
         assert config.step_tokens is not None and config.micro_batch_tokens is not None, "resolved"
         rng = random.Random(f"{config.seed}/{progress.step}/{progress.skipped}")
         drawn = self.buffer.draw(rng, config.step_tokens, lengths)
-        sizes = [min(entry.num_tokens, self._max_length) for entry in drawn]
-        bins = first_fit_decreasing([num_rows(size) for size in sizes], config.micro_batch_tokens)
-        shares = self._loss.row_weights([(size, entry.prompt_length) for size, entry in zip(sizes, drawn, strict=True)])
-        progress.plan = StepPlan(tuple(tuple(drawn[i].key for i in members) for members in bins), tuple(shares))
+        parts = [(entry.key, i, part) for entry in drawn
+                 for i, part in enumerate(self._stretches(entry.num_tokens, entry.prompt_length))]
+        sizes = [(part.end - part.first, part.start - part.first) for _, _, part in parts]
+        bins = first_fit_decreasing([num_rows(size) for size, _ in sizes], config.micro_batch_tokens)
+        shares = self._loss.row_weights(sizes)
+        progress.plan = StepPlan(tuple(tuple(parts[i][:2] for i in members) for members in bins), tuple(shares))
         progress.cursor = 0
         return bool(bins)
+
+    def _stretches(self, num_tokens: int, prompt_length: int) -> list[Stretch]:
+        return stretches(min(num_tokens, self._max_length), prompt_length, self.plain_config.window)
 
     def _run_micro_batch(self) -> tuple[int, LossSums | None]:
         """Runs the forward and backward pass of the next micro-batch, and after the last one of the plan the optimizer step, once
@@ -220,8 +225,9 @@ class SpotTrainer:
 
     def _accumulate(self) -> tuple[int, LossSums | None]:
         progress, device = self.progress, self.policy.norm.device
-        found = [self.buffer.get(key) for key in progress.plan.micro_batches[progress.cursor]]
-        records = [truncate(record, self._max_length) for record in found if record is not None]  # None: dropped since
+        found = [(self.buffer.get(key), i) for key, i in progress.plan.micro_batches[progress.cursor]]
+        records = [self._stretches(len(record.token_ids), record.prompt_length)[i].of(record) for record, i in found
+                   if record is not None]  # None: dropped since
         loss, rows = None, 0
         if records:
             packed = pack(records, self.module.config.feature_layers, self.policy.config.hidden_size, device)

@@ -39,7 +39,7 @@ from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingO
 from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
 from paceline.spot.initialization import is_untrained
-from paceline.spot.packing import excerpt
+from paceline.spot.packing import random_stretch
 from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
@@ -70,7 +70,7 @@ def new_drafter(config: TrainConfig, policy: Decoder) -> Eagle:
     spot = SpotConfig(**config.spot)
     is_fixed = config.cluster.needs_ray or config.drafter_mode == "background_process"
     size = 0 if is_fixed and spot.draft_vocab is None else spot.draft_vocab_for(policy.config.vocab_size)
-    return fresh_eagle(policy, spot.module_form, draft_vocab=size)
+    return fresh_eagle(policy, spot.module_form, draft_vocab=size, window=spot.window)
 
 
 def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
@@ -140,7 +140,7 @@ class OnlineDrafterTrainer:
         if self.failure is not None:
             return {}
         try:
-            metrics = self._train(_to_measure(held_out, step))
+            metrics = self._train(_to_measure(held_out, self._start.config.window, step))
         except NonFiniteError as error:
             self.failure = str(error)
             return {"drafter/failed": 1.0}
@@ -187,7 +187,8 @@ class OnlineDrafterTrainer:
             return self._start
         found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_VOCABULARY_RECORDS])
         records = [record for record in found if record is not None]
-        return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size)
+        return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size,
+                           window=self._start.config.window)
 
     def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
         """Takes the captured features from the rollouts and starts to copy them to host memory, for the held-out records or for
@@ -250,10 +251,10 @@ class OnlineDrafterTrainer:
         return found.accept_length[1][-1]
 
 
-def _to_measure(held_out: Sequence[FeatureRecord], seed: int) -> list[FeatureRecord]:
-    """Excerpts of the held-out answers, which come in the order in which they finished, from the first to the last."""
+def _to_measure(held_out: Sequence[FeatureRecord], window: int | None, seed: int) -> list[FeatureRecord]:
+    """Parts of the held-out answers, which come in the order in which they finished, from the first to the last."""
     every, rng = max(1, math.ceil(len(held_out) / _MAX_MEASURED)), random.Random(seed)
-    return [excerpt(record, _MEASURED_TOKENS, rng) for record in held_out[::-every]]
+    return [random_stretch(record, _MEASURED_TOKENS, window, rng).of(record) for record in held_out[::-every]]
 
 
 class CudaStreamDrafterTrainer(OnlineDrafterTrainer):

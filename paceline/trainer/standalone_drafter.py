@@ -190,7 +190,7 @@ class StandaloneDrafterTrainer:
         options, capture = self.options, self._capture
         capture.require_enough()
         size = options.spot.draft_vocab_for(self._model.config.vocab_size)
-        start = fresh_eagle(self._model, options.spot.module_form, capture.some(), size, options.spot.seed)
+        start = fresh_eagle(self._model, options.spot.module_form, capture.some(), size, options.spot.seed, options.spot.window)
         trainer = SpotTrainer(start, self._model, capture.buffer, standalone_config(options.spot, options.steps, options.seconds))
         every = options.checkpoint_every if options.checkpoint_every is not None else 5.0 if self._on_gpu else 0.0
         training = CheckpointedTraining(trainer, self._folder.path / "checkpoint", every)

@@ -35,12 +35,12 @@ class Observing:
 
 
 def drafts_behind_long_prompts(lengths: Sequence[int], device: str, dtype: torch.dtype, kernels: str = "auto",
-                               form: Form = "eagle", seed: int = 1) -> torch.Tensor:
+                               form: Form = "eagle", seed: int = 1, window: int | None = None) -> torch.Tensor:
     """The probabilities [prompts, 4] that the drafter gave the first draft tokens behind random prompts of these lengths."""
     plain = Decoder.random(SHAPE, 0, 0.35, torch.float64)
     policy = Decoder(SHAPE).to(device, dtype)
     policy.load_state_dict(plain.state_dict())
-    drafter = fresh_eagle(plain, form)
+    drafter = fresh_eagle(plain, form, window=window)
     with torch.no_grad():  # the layer reads its context
         drafter.attention.qkv.weight *= 2
         drafter.attention.o.weight.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(2))

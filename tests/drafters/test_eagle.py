@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +17,7 @@ from tiny import VOCAB, eagle, greedy_chain, model
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
+from paceline.drafters.eagle import MIN_WINDOW, Eagle
 from paceline.kernels import TorchOps
 from paceline.types import Decision
 
@@ -44,6 +47,39 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
     assert len(made) > 5
     for tokens, guesses in made:
         assert guesses == greedy_chain(policy, drafter, tokens, 4)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
+    """Behind contexts shorter and longer than the window, with shared prompts, and after pauses."""
+    policy, plain = model("qwen3"), eagle("qwen3", form)
+    drafter = Eagle(replace(plain.config, window=MIN_WINDOW), None).to(torch.float64).requires_grad_(False)
+    drafter.load_state_dict(plain.state_dict())
+    strategies = iter(["eagle:d4w1v4", "eagle:d3w1v3", "off", "off", "eagle:d4w1v4"] * 20)
+    config = EngineConfig(page_size=1, max_rows=64, max_batch=4, kernels=kernels)
+    engine = Engine(policy, drafter=drafter, strategy="off", config=config)
+    made, real = [], engine.drafting.eagle.draft
+
+    def spy(view, missing, *sizes):
+        drafts = real(view, missing, *sizes)
+        for line, slot in enumerate(view.requests.slots.tolist()):
+            (request,) = [r for r in engine.scheduler.running if r.slot == slot]
+            made.append((list(request.tokens), drafts.tokens[line].tolist()))
+        return drafts
+
+    engine.drafting.eagle.draft = spy
+    rng, params = random.Random(0), SamplingParams(temperature=0, max_new_tokens=25)
+    for length in (10, 60):
+        engine.add([rng.randrange(VOCAB) for _ in range(length)], params, 2)
+    while engine.has_work:
+        engine.step(Strategy.parse(next(strategies)))
+    assert any(len(tokens) < MIN_WINDOW for tokens, _ in made) and any(len(tokens) > 70 for tokens, _ in made)
+    different = 0
+    for tokens, guesses in made:
+        assert guesses == greedy_chain(policy, drafter, tokens, len(guesses))
+        different += guesses != greedy_chain(policy, plain, tokens, len(guesses))
+    assert different > 3, "without the window it would have guessed otherwise"
 
 
 class Always(NamedTuple):
@@ -106,12 +142,14 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
 @pytest.mark.parametrize("draft_vocab", [0, 20])
 def test_a_checkpoint_comes_back_as_it_was(form, draft_vocab, tmp_path):
-    original = eagle("llama", form, draft_vocab=draft_vocab)
+    original = deepcopy(eagle("llama", form, draft_vocab=draft_vocab))
+    original.config = replace(original.config, window=64 if draft_vocab else None)
     save_eagle(original, tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert "embed_tokens.weight" not in names, "the policy's tensors are not the drafter's"
     assert {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"} <= names
     loaded = load_eagle(tmp_path, model("llama"))
+    assert loaded.config.window == original.config.window
     for name, tensor in original.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     engine = Engine(model("llama"), drafter=tmp_path, strategy="eagle:d3w2v6")

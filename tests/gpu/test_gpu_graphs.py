@@ -78,12 +78,12 @@ def test_observed_drafts_are_what_the_drafter_estimated():
         assert captured == pytest.approx(plain, rel=1e-2)
 
 
-@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("form", "window"), [("eagle", None), ("eagle", 1024), ("eagle3", 100)])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)], ids=str)
-def test_drafts_behind_long_prompts_equal_those_of_the_reference_kernels(dtype, most, form):
+def test_drafts_behind_long_prompts_equal_those_of_the_reference_kernels(dtype, most, form, window):
     lengths = [7000, 2500, 700, 50]
-    reference = drafts_behind_long_prompts(lengths, "cpu", torch.float64, "torch", form)
-    found = drafts_behind_long_prompts(lengths, "cuda", dtype, form=form)
+    reference = drafts_behind_long_prompts(lengths, "cpu", torch.float64, "torch", form, window=window)
+    found = drafts_behind_long_prompts(lengths, "cuda", dtype, form=form, window=window)
     assert float((found - reference).abs().mean()) < most, (found, reference)
 
 

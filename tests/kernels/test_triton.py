@@ -137,6 +137,15 @@ def test_catch_up_rows(ops: TritonOps, counts: list[int], least: int) -> None:
     assert_same_rows(ops.catch_up_rows(*args), TORCH.catch_up_rows(*args))
 
 
+@pytest.mark.parametrize("window", [1, 40, 100, 4096])
+def test_recent_pages(ops: TritonOps, window: int) -> None:
+    """Contexts shorter and longer than the window, and lines that reach beyond the page table."""
+    requests, cache = random_requests(5, 6), random_cache(8, slots=6)
+    tables = [torch.zeros(5, 7, dtype=torch.int32) for _ in range(2)]
+    found = [each.recent_pages(requests, cache, window, into) for each, into in zip((ops, TORCH), tables, strict=True)]
+    assert torch.equal(*tables) and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize(("depth", "width", "budget", "reduced"), [
     (4, 3, 12, True), (1, 1, 1, False), (5, 1, 5, True), (3, 20, 127, False), (2, 40, 99, True), (18, 7, 50, False)])
 def test_a_tree_grows_and_is_chosen(ops: TritonOps, depth: int, width: int, budget: int, reduced: bool) -> None:

@@ -11,9 +11,10 @@ from spot.answers import OPS, answers, features_of, sampled
 from spot.test_unroll import slow_path
 from tiny import eagle, model
 
+from paceline.drafters.eagle import Eagle
 from paceline.spot.coverage import coverage, posterior_noise
 from paceline.spot.initialization import capture_layers
-from paceline.spot.packing import excerpt
+from paceline.spot.packing import random_stretch, stretches
 from paceline.types import FeatureRecord
 
 
@@ -74,12 +75,12 @@ def test_nothing_to_evaluate_on_is_said():
         coverage(eagle("qwen3"), policy, [prompt_only])
 
 
-def test_an_excerpt_is_measured_as_the_part_of_the_answer_that_it_is():
+def test_a_part_of_an_answer_is_measured_as_what_it_is():
     policy, drafter = model("qwen3"), eagle("qwen3")
     (whole,) = sampled(policy, [80])
     whole = replace(whole, prompt_length=3, versions=list(range(77)))
     for seed in range(4):
-        part = excerpt(whole, 20, random.Random(seed))
+        part = random_stretch(whole, 20, None, random.Random(seed)).of(whole)
         start = part.prompt_length
         assert part.token_ids == whole.token_ids[: start + 20] and len(part.features) == start + 19
         assert part.versions == list(range(start - 3, start + 17))
@@ -88,4 +89,24 @@ def test_an_excerpt_is_measured_as_the_part_of_the_answer_that_it_is():
                              tau=0.0, depth=1)
         first = sum(share.covered * share.rows for version, share in reference.by_version.items() if version < start + 17)
         assert found.by_depth[1][0] * 20 == pytest.approx(first)
-    assert excerpt(whole, 77, random.Random(0)) is whole
+        near = random_stretch(whole, 20, 8, random.Random(seed))
+        assert near == (max(0, start - 8), start, start + 20) and len(near.of(whole).token_ids) == near.end - near.first
+    assert random_stretch(whole, 77, None, random.Random(0)).of(whole) is whole
+
+
+def test_a_long_answer_is_measured_in_parts_with_its_positions():
+    policy, drafter = model("qwen3"), eagle("qwen3")
+    windowed = Eagle(replace(drafter.config, window=32), None).to(torch.float64)
+    windowed.load_state_dict(drafter.state_dict())
+    (record,) = sampled(policy, [200])
+    record = replace(record, prompt_length=3, versions=[1] * 100 + [2] * 97)
+    found = coverage(windowed, policy, [record], tau=0.0, depth=2)
+    assert [(edge, share.rows) for edge, share in found.by_position] == [(0, 32), (32, 32), (64, 64), (128, 69)]
+    assert {version: share.rows for version, share in found.by_version.items()} == {1: 100, 2: 97}
+    assert sum(share.rows for share in found.by_quarter) == 197
+    parts = stretches(200, 3, 32)
+    assert [part.start for part in parts[1:]] == [part.end for part in parts[:-1]] and (parts[0].start, parts[-1].end) == (3, 200)
+    assert all(part.end - part.start <= 32 and part.first == max(0, part.start - 32) for part in parts)
+    by_hand = [coverage(drafter, policy, [part.of(record)], tau=0.0, depth=1) for part in parts]
+    assert found.by_depth[1][0] == pytest.approx(sum(
+        each.by_depth[1][0] * (part.end - part.start) for each, part in zip(by_hand, parts, strict=True)) / 197)

@@ -17,7 +17,7 @@ from paceline.models.decoder import Decoder, Rope
 from paceline.packing import first_fit_decreasing
 from paceline.spot.attention import CpuCausalAttention, ReferenceCausalAttention, UnrolledAttend
 from paceline.spot.initialization import capture_layers
-from paceline.spot.packing import align, answer_rows, pack, truncate, unroll
+from paceline.spot.packing import Stretch, align, answer_rows, pack, stretches, unroll
 
 
 def unrolled(policy: Decoder, drafter: Eagle, records, steps):
@@ -169,6 +169,6 @@ def test_a_layer_that_was_not_captured_is_named():
 
 def test_cut_records_stay_whole():
     (r,) = answers(model("llama"), [20])
-    short = truncate(r, 8)
+    short = Stretch(0, r.prompt_length, 8).of(r)
     assert len(short.token_ids) == 8 and len(short.features) == 7 and len(short.versions) == 5
-    assert truncate(r, 20) is r
+    assert [part.of(r) for part in stretches(20, r.prompt_length, None)] == [r]

@@ -52,6 +52,16 @@ def catch_up_rows(requests: DraftRequests, stored: Tensor, cache: PagedCache, re
     return DraftRows(tokens, position, write, segments)
 
 
+def recent_pages(requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
+    """See `base.Ops.recent_pages`."""
+    first = torch.div((requests.context - window).clamp_min(0), cache.page_size, rounding_mode="floor")
+    columns = first[:, None] + torch.arange(into.shape[1], device=into.device)
+    table = cache.page_table.index_select(0, requests.slots)
+    into.copy_(table.gather(1, columns.clamp_max(table.shape[1] - 1)))
+    start = first * cache.page_size
+    return start.int(), (requests.context - start).int()
+
+
 def add_candidates(ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,
                    first: int) -> None:
     """See `base.Ops.add_candidates`."""

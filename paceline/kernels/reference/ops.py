@@ -154,6 +154,9 @@ class TorchOps:
                     cache: PagedCache) -> Tensor | None:
         return None
 
+    def recent_pages(self, requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
+        return drafting.recent_pages(requests, cache, window, into)
+
     def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
                    width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         return None

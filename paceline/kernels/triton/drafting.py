@@ -70,6 +70,17 @@ def catch_up_rows(requests: DraftRequests, stored: Tensor, cache: PagedCache, re
     return DraftRows(tokens, positions, write, segments)
 
 
+def recent_pages(requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
+    """See `base.Ops.recent_pages`."""
+    batch, columns = into.shape
+    start, context = (torch.empty(batch, dtype=torch.int32, device=into.device) for _ in range(2))
+    if batch:
+        _recent_pages_kernel[(batch,)](requests.slots, requests.context, cache.page_table, into, start, context, window,
+                                       cache.page_size, cache.page_table.shape[1], columns,
+                                       BLOCK=triton.next_power_of_2(columns), num_warps=1)
+    return start, context
+
+
 def add_candidates(ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,
                    first: int) -> None:
     """See `base.Ops.add_candidates`."""
@@ -246,6 +257,21 @@ def _catch_up_kernel(slots, context, last_token, shared, stored, page_table, req
     zero = tl.zeros([BLOCK], tl.int64)
     tl.store(out_mask + 2 * i, zero, mask=inside)
     tl.store(out_mask + 2 * i + 1, zero, mask=inside)
+
+
+@triton.jit(do_not_specialize=["window", "page_size", "table_columns", "columns"],
+            do_not_specialize_on_alignment=["slots", "context"])
+def _recent_pages_kernel(slots, context, page_table, out_table, out_start, out_context, window, page_size, table_columns, columns,
+                         BLOCK: tl.constexpr):
+    """Program: one request."""
+    b = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    count = tl.load(context + b)
+    first = tl.maximum(count - window, 0) // page_size
+    page = tl.load(page_table + tl.load(slots + b) * table_columns + tl.minimum(first + c, table_columns - 1), mask=c < columns)
+    tl.store(out_table + b * columns + c, page, mask=c < columns)
+    tl.store(out_start + b, (first * page_size).to(tl.int32))
+    tl.store(out_context + b, (count - first * page_size).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["count", "nodes", "width", "first", "total", "shrink"])

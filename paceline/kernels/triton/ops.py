@@ -300,6 +300,9 @@ class TritonOps(TorchOps):
                       counts: Tensor, least: int, spare: int) -> DraftRows:
         return drafting.catch_up_rows(requests, stored, cache, request, back, counts, least, spare)
 
+    def recent_pages(self, requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
+        return drafting.recent_pages(requests, cache, window, into)
+
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:
         """See `base.Ops.draft_layer`. The products are fused, which takes eight kernel launches instead of sixteen; for many rows

@@ -142,28 +142,38 @@ class EagleDrafter:
 
     def _run_window(self, view: DraftView, window: int, recent: RecentContext | None) -> Tensor:
         """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
-        rows, state = self._committed(view, *self.window_rows(len(view.requests.slots), window), least=1)
+        rows, state = self._committed(view, *self._window_rows(len(view.requests.slots), window), least=1)
         rows, cache = (rows, view.cache) if recent is None else (recent.of_committed(rows), recent.cache)
         return self._run(rows, state, None, cache)[window - 1 :: window].contiguous()
 
     def _recent_context(self, view: DraftView) -> RecentContext | None:
         """The part of the contexts that draft tokens attend to; None if that is all of them."""
         window, cache, requests = self.module.config.window, view.cache, view.requests
-        batch, columns = len(requests.slots), cache.page_table.shape[1]
-        if window is None or columns * cache.page_size <= window:
+        if window is None or cache.page_table.shape[1] * cache.page_size <= window:
             return None
-        if requests.context.device.type == "cpu" and not bool((requests.context > window).any()):
-            return None  # there the kernel for whole trees, which attends to everything, is faster
-        if (batch, columns) not in self._recent_tables:  # never freed, because captured CUDA graphs read them
-            size = min(columns, -(-(window + MAX_TREE_POSITIONS) // cache.page_size) + 1)
-            device = cache.page_table.device
-            self._recent_tables[batch, columns] = (torch.zeros(batch, size, dtype=torch.int32, device=device),
-                                                   torch.arange(batch, dtype=torch.int32, device=device))
-        table, line = self._recent_tables[batch, columns]
+        if self.ops.name == "cpu" and not bool((requests.context > window).any()):
+            return None  # these have a kernel for whole trees, which attends to everything
+        table, line = self._recent_table(len(requests.slots), cache, window)
         start, context = self.ops.recent_pages(requests, cache, window, table)
         return RecentContext(cache._replace(page_table=table), line, start, context)
 
-    def window_rows(self, batch: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _recent_table(self, batch: int, cache: PagedCache, window: int) -> tuple[Tensor, Tensor]:
+        """A page table [B, P] for the last pages of so many requests, and the numbers [B] of its lines. They are made once and
+        never freed, because captured CUDA graphs read them."""
+        columns, device = cache.page_table.shape[1], cache.page_table.device
+        if (batch, columns) not in self._recent_tables:
+            size = min(columns, -(-(window + MAX_TREE_POSITIONS) // cache.page_size) + 1)
+            self._recent_tables[batch, columns] = (torch.zeros(batch, size, dtype=torch.int32, device=device),
+                                                   torch.arange(batch, dtype=torch.int32, device=device))
+        return self._recent_tables[batch, columns]
+
+    def allocate(self, batch: int, cache: PagedCache, window: int) -> None:
+        """Makes the tensors that are kept for all later drafts of this size. window: As in `draft`."""
+        self._window_rows(batch, window)
+        if self.module.config.window is not None:
+            self._recent_table(batch, cache, self.module.config.window)
+
+    def _window_rows(self, batch: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
         """The last `window` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never
         freed, because captured CUDA graphs read them."""
         if (batch, window) not in self._windows:

@@ -178,8 +178,9 @@ class Drafting:
         """Return a function that runs the learned drafter, uncaptured, for so many padding requests. All tensors that are kept
         for later steps exist when it is called."""
         assert self.eagle is not None
-        self.eagle.window_rows(num_requests, _window(strategy))
-        return partial(self._draft, upload([self._state.padding] * num_requests, self._state.device), strategy)
+        slots = upload([self._state.padding] * num_requests, self._state.device)
+        self.eagle.allocate(num_requests, self._view(slots).cache, _window(strategy))
+        return partial(self._draft, slots, strategy)
 
     def catch_up_dummy(self, num_requests: int, missing: int) -> None:
         """Let the learned drafter process so many tokens of each of so many padding requests. Such steps are not captured, but

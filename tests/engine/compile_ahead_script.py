@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import tiny
@@ -53,7 +54,9 @@ class Compiler:
 def engine(sizes):
     paceline.engine.build.ops_for = lambda device, dtype, *rest: TritonOps("cpu")
     config = EngineConfig(max_batch=16, max_context=240, profile=False, cuda_graphs=False, row_sizes=sizes)
-    return Engine(tiny.model().to(torch.bfloat16), None, tiny.eagle().to(torch.bfloat16), "auto", config)
+    drafter = tiny.eagle().to(torch.bfloat16)
+    drafter.config = replace(drafter.config, window=64)
+    return Engine(tiny.model().to(torch.bfloat16), None, drafter, "auto", config)
 
 
 def tensors(made):

@@ -162,7 +162,8 @@ class EagleDrafter:
         never freed, because captured CUDA graphs read them."""
         columns, device = cache.page_table.shape[1], cache.page_table.device
         if (batch, columns) not in self._recent_tables:
-            size = min(columns, -(-(window + MAX_TREE_POSITIONS) // cache.page_size) + 1)
+            pages = 1 + -(-(window + MAX_TREE_POSITIONS) // cache.page_size)
+            size = min(columns, -(-pages // 16) * 16)  # kernels are faster with such strides
             self._recent_tables[batch, columns] = (torch.zeros(batch, size, dtype=torch.int32, device=device),
                                                    torch.arange(batch, dtype=torch.int32, device=device))
         return self._recent_tables[batch, columns]

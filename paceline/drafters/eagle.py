@@ -20,8 +20,8 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import MLP, Attention, Decoder, Linear
 
 Form = Literal["eagle", "eagle3"]
-MIN_WINDOW = 32
-"""Smallest `EagleConfig.window`: a step can commit as many tokens as a draft is deep, and all of them must be within it."""
+MIN_WINDOW = 65
+"""Smallest `EagleConfig.window`: a step commits up to one token more than a draft is deep, and all of them must be within it."""
 
 
 @dataclass(frozen=True, slots=True)

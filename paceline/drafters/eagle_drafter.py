@@ -160,13 +160,14 @@ class EagleDrafter:
     def _recent_table(self, batch: int, cache: PagedCache, window: int) -> tuple[Tensor, Tensor]:
         """A page table [B, P] for the last pages of so many requests, and the numbers [B] of its lines. They are made once and
         never freed, because captured CUDA graphs read them."""
-        columns, device = cache.page_table.shape[1], cache.page_table.device
-        if (batch, columns) not in self._recent_tables:
+        lines, columns, device = 1 << (batch - 1).bit_length(), cache.page_table.shape[1], cache.page_table.device
+        if (lines, columns) not in self._recent_tables:
             pages = 1 + -(-(window + MAX_TREE_POSITIONS) // cache.page_size)
             size = min(columns, -(-pages // 16) * 16)  # kernels are faster with such strides
-            self._recent_tables[batch, columns] = (torch.zeros(batch, size, dtype=torch.int32, device=device),
-                                                   torch.arange(batch, dtype=torch.int32, device=device))
-        return self._recent_tables[batch, columns]
+            self._recent_tables[lines, columns] = (torch.zeros(lines, size, dtype=torch.int32, device=device),
+                                                   torch.arange(lines, dtype=torch.int32, device=device))
+        table, line = self._recent_tables[lines, columns]
+        return table[:batch], line[:batch]
 
     def allocate(self, batch: int, cache: PagedCache, window: int) -> None:
         """Makes the tensors that are kept for all later drafts of this size. window: As in `draft`."""

@@ -19,8 +19,8 @@ from paceline.types import Strategy
 
 logger = logging.getLogger(__name__)
 _CATCH_UP_ROWS = (8, 16, 32, 64, 128)
-"""Numbers of tokens that the learned drafter processes at once when an engine is warmed up. Each is the largest of a range of
-row counts that share compiled kernels; more than 64 rows use kernels that nothing else of the drafter uses."""
+"""Numbers of tokens that the learned drafter catches up with at once when an engine is warmed up. Each is the largest of a range
+of row counts that share compiled kernels."""
 
 
 class DummySteps:

@@ -46,7 +46,8 @@ def snapshot(trainer: SpotTrainer) -> Snapshot:
     if trainer.module.draft_ids is not None:
         tensors["draft_ids"] = trainer.module.draft_ids
     metadata = {"progress": asdict(trainer.progress), "embedding": trainer.scales.embedding, "stream": trainer.scales.residual,
-                "form": trainer.config.form, "buffer": trainer.buffer.id, "policy": trainer.policy_fingerprint.as_json()}
+                "form": trainer.config.form, "buffer": trainer.buffer.id, "parts": _division(trainer),
+                "policy": trainer.policy_fingerprint.as_json()}
     return Snapshot(tensors, metadata)
 
 
@@ -94,12 +95,17 @@ def restore(trainer: SpotTrainer, found: Snapshot) -> None:
     plan = progress.pop("plan")
     if fingerprint is not None:
         trainer.set_policy_fingerprint(fingerprint)
-    micro_batches = tuple(tuple((key, part) for key, part in each) for each in plan["micro_batches"])
-    if metadata.get("buffer") == trainer.buffer.id:
+    if metadata.get("buffer") == trainer.buffer.id and metadata.get("parts") == _division(trainer):
+        micro_batches = tuple(tuple((key, part) for key, part in each) for each in plan["micro_batches"])
         trainer.progress = TrainingProgress(**progress, plan=StepPlan(micro_batches, tuple(plan["shares"])))
-    else:  # the records that the plan names are gone, and their keys name others: the optimizer step begins anew
+    else:  # the plan names other records, or other parts of them: the optimizer step begins anew
         trainer.progress = TrainingProgress(**{**progress, "cursor": 0})
         trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def _division(trainer: SpotTrainer) -> list[int | None]:
+    """What the parts depend on that records are divided into."""
+    return [trainer.plain_config.window, trainer.config.max_length]
 
 
 def _restore_moments(trainer: SpotTrainer, tensors: dict[str, Tensor]) -> None:

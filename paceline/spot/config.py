@@ -92,7 +92,7 @@ class SpotConfig(Config):
     step_tokens: int | None = Field(None, ge=1)
     """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 12288 on a GPU."""
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Number of tokens that answers are packed up to in one micro-batch; a longer answer gets a micro-batch of its own. Training
+    """Number of tokens that answers are packed up to in one micro-batch; a longer one, or part, has one of its own. Training
     can be interrupted between micro-batches. None means 1024 on a CPU and 16384 on a GPU, which is one for most steps."""
     max_length: int | None = Field(None, ge=3)
     """Answers are truncated to this many tokens, prompt included. None: they are not."""

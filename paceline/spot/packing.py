@@ -63,7 +63,7 @@ class Stretch(NamedTuple):
         """Returns the part as a record of its own."""
         if self == (0, record.prompt_length, len(record.token_ids)):
             return record
-        versions = record.versions[self.start - record.prompt_length : self.end - record.prompt_length]
+        versions = record.versions[self.start - record.prompt_length : max(0, self.end - record.prompt_length)]
         return FeatureRecord(record.token_ids[self.first : self.end], record.features[self.first : self.end - 1], record.layers,
                              versions, self.start - self.first)
 

@@ -191,6 +191,11 @@ class SpotTrainer:
         self.scales = self._loss.scales = scales
         self.module.config = training_config(self.plain_config, scales)
 
+    def rows_per_pass(self) -> int:
+        """Number of rows that training on every record of the buffer once takes."""
+        return sum(num_rows(part.end - part.first) for entry in self.buffer.entries()
+                   for part in self._stretches(entry.num_tokens, entry.prompt_length))
+
     def _plan_step(self, lengths: Sequence[int] | None) -> bool:
         """Plans the next optimizer step if the current one is done. Returns whether there is a micro-batch to run."""
         progress = self.progress
@@ -201,7 +206,7 @@ class SpotTrainer:
         rng = random.Random(f"{config.seed}/{progress.step}/{progress.skipped}")
         drawn = self.buffer.draw(rng, config.step_tokens, lengths)
         parts = [(entry.key, i, part) for entry in drawn
-                 for i, part in enumerate(self._stretches(entry.num_tokens, entry.prompt_length))]
+                 for i, part in enumerate(self._stretches(entry.num_tokens, entry.prompt_length)) if part.end > part.start]
         sizes = [(part.end - part.first, part.start - part.first) for _, _, part in parts]
         bins = first_fit_decreasing([num_rows(size) for size, _ in sizes], config.micro_batch_tokens)
         shares = self._loss.row_weights(sizes)

@@ -52,8 +52,8 @@ well. Whole prompts are held out because answers to the same prompt are alike.""
 _MAX_MEASURED, _MEASURED_TOKENS = 12, 256
 """So many of the held-out answers are measured, short and long ones alike, and so many tokens of each: that takes a fraction of a
 second, and a drafter is compared with itself on the same tokens."""
-_VOCABULARY_RECORDS = 512
-"""Number of records that a reduced vocabulary is chosen by."""
+_SCALE_RECORDS = 64
+"""Number of records that a new drafter measures the scale of its inputs on."""
 _MEASURED_DEPTH = 6
 """Depth of the draft that training's gain is measured with."""
 _LOADED_HEAD_START = 500
@@ -68,9 +68,13 @@ def new_drafter(config: TrainConfig, policy: Decoder) -> Eagle:
     """An untrained drafter for this policy. Which tokens a reduced vocabulary has is decided when there are answers to train on;
     several workers and a background process cannot exchange it, so there the drafter can predict all tokens."""
     spot = SpotConfig(**config.spot)
-    is_fixed = config.cluster.needs_ray or config.drafter_mode == "background_process"
-    size = 0 if is_fixed and spot.draft_vocab is None else spot.draft_vocab_for(policy.config.vocab_size)
+    size = spot.draft_vocab_for(policy.config.vocab_size) if can_choose_vocabulary(config) else 0
     return fresh_eagle(policy, spot.module_form, draft_vocab=size, window=spot.window)
+
+
+def can_choose_vocabulary(config: TrainConfig) -> bool:
+    """Whether the tokens of a new drafter's reduced vocabulary can be chosen during the run."""
+    return not config.cluster.needs_ray and config.drafter_mode != "background_process"
 
 
 def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
@@ -112,6 +116,8 @@ class OnlineDrafterTrainer:
         self._profile = RolloutProfile(engine)
         self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
         self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
+        self._texts: list[list[int]] | None = [] if self._is_new else None
+        """Answers of a run whose drafter has not been trained yet: a reduced vocabulary is chosen by them."""
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
@@ -183,12 +189,13 @@ class OnlineDrafterTrainer:
 
     def _initial_drafter(self) -> Eagle:
         """The engine's drafter; if it is new and has a reduced vocabulary, one with the most frequent tokens of the answers."""
-        if self._start.draft_ids is None or not is_untrained(self._start):
+        texts, self._texts = self._texts, None
+        if not texts or self._start.draft_ids is None:
             return self._start
-        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_VOCABULARY_RECORDS])
+        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_SCALE_RECORDS])
         records = [record for record in found if record is not None]
         return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size,
-                           window=self._start.config.window)
+                           window=self._start.config.window, texts=texts)
 
     def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
         """Takes the captured features from the rollouts and starts to copy them to host memory, for the held-out records or for
@@ -197,6 +204,8 @@ class OnlineDrafterTrainer:
             record, rollout.features = rollout.features, None
             if record is None:
                 continue
+            if self._texts is not None:
+                self._texts.append(rollout.token_ids)
             is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0
             self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
 
@@ -213,7 +222,7 @@ class OnlineDrafterTrainer:
             return {}
         began, trainer = time.perf_counter(), self._spot_trainer()
         trainer.policy_changed()
-        enough = self.budget.config.warm_up_passes * self.buffer.num_tokens if self.budget.warming_up else math.inf
+        enough = self.budget.config.warm_up_passes * trainer.rows_per_pass() if self.budget.warming_up else math.inf
         report = trainer.run(lambda: time.perf_counter() - began >= seconds or trainer.progress.tokens >= enough)
         if not report.micro_batches:
             return {}

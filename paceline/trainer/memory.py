@@ -20,6 +20,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.weights import open_checkpoint, parse_dtype, resolve_device
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
+from paceline.spot import SpotConfig
 
 _GB = 2**30
 _RESERVED = 0.05
@@ -168,7 +169,8 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
         yield MemoryItem("merging of adapters", 2 * largest * master, "generation", is_later=True)
     if config.drafter not in ("suffix", "none"):
         layer = _layer_parameters(shape) + 2 * shape.hidden_size**2
-        yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)))
+        heads = 2 * SpotConfig(**config.spot).draft_vocab_for(shape.vocab_size) * shape.hidden_size * width  # gathered rows
+        yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)) + heads)
 
 
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:

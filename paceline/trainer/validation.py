@@ -18,6 +18,7 @@ from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import Task, WeightedRewards, make_task
 from paceline.trainer.config_files import check_drafter_settings
+from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
 from paceline.trainer.run_folder import holds_no_step, not_empty
 from paceline.types import SamplingParams
@@ -61,6 +62,9 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
     if config.sleep_during_update and config.cluster.needs_ray:
         yield "sleep_during_update", lambda: _refuse("engines of several workers do not sleep")
     yield "device", lambda: check_device(config.device)
+    if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
+        yield "spot.draft_vocab", lambda: _refuse("with several workers, or in a background process, a new drafter predicts all "
+                                                  "tokens; train it beforehand (paceline drafter train)")
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
     if not resume:

@@ -35,8 +35,10 @@ class Observing:
 
 
 def drafts_behind_long_prompts(lengths: Sequence[int], device: str, dtype: torch.dtype, kernels: str = "auto",
-                               form: Form = "eagle", seed: int = 1, window: int | None = None) -> torch.Tensor:
-    """The probabilities [prompts, 4] that the drafter gave the first draft tokens behind random prompts of these lengths."""
+                               form: Form = "eagle", seed: int = 1, window: int | None = None,
+                               strategy: str = "eagle:d1w4v4") -> torch.Tensor:
+    """The probabilities [prompts, 4] that the drafter gave the likeliest of the first draft tokens behind random prompts of these
+    lengths."""
     plain = Decoder.random(SHAPE, 0, 0.35, torch.float64)
     policy = Decoder(SHAPE).to(device, dtype)
     policy.load_state_dict(plain.state_dict())
@@ -50,6 +52,6 @@ def drafts_behind_long_prompts(lengths: Sequence[int], device: str, dtype: torch
     found = []
     for length in lengths:
         prompt, steps = torch.randint(0, SHAPE.vocab_size, (length,), generator=generator).tolist(), []
-        engine.generate([prompt], params, 1, strategy=Observing("eagle:d1w4v4"), on_step=steps.append)
+        engine.generate([prompt], params, 1, strategy=Observing(strategy), on_step=steps.append)
         found.append(next(step.drafts.survival[:4] for step in steps if step.drafts is not None and len(step.drafts.survival)))
     return torch.stack([torch.as_tensor(each).double() for each in found])

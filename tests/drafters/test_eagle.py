@@ -50,6 +50,17 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_deepest_draft_fits_into_the_smallest_window(kernels):
+    drafter = deepcopy(eagle("qwen3"))
+    drafter.config = replace(drafter.config, window=MIN_WINDOW)
+    engine = Engine(model("qwen3"), drafter=drafter, strategy="eagle:d64w1v64", config=EngineConfig(kernels=kernels))
+    off = Engine(model("qwen3"), drafter=None, strategy="off", config=EngineConfig(kernels=kernels))
+    params = SamplingParams(max_new_tokens=30, seed=2)
+    found, expected = (each.generate([[1, 2, 3] * 40], params)[0].rollouts[0].token_ids for each in (engine, off))
+    assert found == expected and engine.stats().drafted > 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
 def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
     """Behind contexts shorter and longer than the window, with shared prompts, and after pauses."""
@@ -57,7 +68,7 @@ def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
     drafter = Eagle(replace(plain.config, window=MIN_WINDOW), None).to(torch.float64).requires_grad_(False)
     drafter.load_state_dict(plain.state_dict())
     strategies = iter(["eagle:d4w1v4", "eagle:d3w1v3", "off", "off", "eagle:d4w1v4"] * 20)
-    config = EngineConfig(page_size=1, max_rows=64, max_batch=4, kernels=kernels)
+    config = EngineConfig(page_size=1, max_rows=160, max_batch=4, kernels=kernels)
     engine = Engine(policy, drafter=drafter, strategy="off", config=config)
     made, real = [], engine.drafting.eagle.draft
 
@@ -70,11 +81,11 @@ def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
 
     engine.drafting.eagle.draft = spy
     rng, params = random.Random(0), SamplingParams(temperature=0, max_new_tokens=25)
-    for length in (10, 60):
+    for length in (10, 120):
         engine.add([rng.randrange(VOCAB) for _ in range(length)], params, 2)
     while engine.has_work:
         engine.step(Strategy.parse(next(strategies)))
-    assert any(len(tokens) < MIN_WINDOW for tokens, _ in made) and any(len(tokens) > 70 for tokens, _ in made)
+    assert any(len(tokens) < MIN_WINDOW for tokens, _ in made) and any(len(tokens) > 120 for tokens, _ in made)
     different = 0
     for tokens, guesses in made:
         assert guesses == greedy_chain(policy, drafter, tokens, len(guesses))
@@ -143,7 +154,7 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
 @pytest.mark.parametrize("draft_vocab", [0, 20])
 def test_a_checkpoint_comes_back_as_it_was(form, draft_vocab, tmp_path):
     original = deepcopy(eagle("llama", form, draft_vocab=draft_vocab))
-    original.config = replace(original.config, window=64 if draft_vocab else None)
+    original.config = replace(original.config, window=80 if draft_vocab else None)
     save_eagle(original, tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert "embed_tokens.weight" not in names, "the policy's tensors are not the drafter's"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from benchmarks.lib.graph_memory import compare_graph_memory
 from benchmarks.lib.interruptions import Interruptions
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
+from paceline.drafters.eagle import MIN_WINDOW
 from paceline.engine.graphs import GraphPool
 from paceline.models.decoder import Decoder
 from paceline.types import StepView
@@ -29,10 +32,12 @@ def moved(kind: str, dtype: torch.dtype) -> Decoder:
     return decoder.requires_grad_(False)
 
 
-def made(strategy: str, dtype: torch.dtype = torch.bfloat16, draft_vocab: int = 0, **options) -> Engine:
+def made(strategy: str, dtype: torch.dtype = torch.bfloat16, draft_vocab: int = 0, window: int | None = None,
+         **options) -> Engine:
     settings = {"max_batch": 16, "kv_memory_gb": 0.25, "deterministic": dtype == torch.bfloat16} | options
-    return Engine(moved("qwen3", dtype), drafter=eagle("qwen3", "eagle3", draft_vocab=draft_vocab), strategy=strategy,
-                  config=EngineConfig(**settings))
+    drafter = deepcopy(eagle("qwen3", "eagle3", draft_vocab=draft_vocab))
+    drafter.config = replace(drafter.config, window=window)
+    return Engine(moved("qwen3", dtype), drafter=drafter, strategy=strategy, config=EngineConfig(**settings))
 
 
 def tokens(engine: Engine, n: int = 2) -> list[list[int]]:
@@ -45,13 +50,13 @@ def test_float64_drafting_gives_the_tokens_of_a_cpu(strategy):
     assert tokens(made(strategy, torch.float64)) == tokens(cpu)
 
 
-@pytest.mark.parametrize("draft_vocab", [0, 20])
+@pytest.mark.parametrize(("draft_vocab", "window"), [(0, None), (20, None), (20, MIN_WINDOW)])
 @pytest.mark.parametrize("strategy", STRATEGIES[1:4])
-def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab):
+def test_captured_drafts_are_the_uncaptured_ones(strategy, draft_vocab, window):
     """Deterministic bfloat16: the same tokens, and as many of them guessed."""
     results = []
     for graphs in (True, False):
-        engine = made(strategy, draft_vocab=draft_vocab, cuda_graphs=graphs)
+        engine = made(strategy, draft_vocab=draft_vocab, window=window, cuda_graphs=graphs)
         results.append((tokens(engine), engine.stats().drafted, engine.stats().accepted, engine.stats().steps))
         assert (engine.graph_report().num_graphs > 0) is graphs
     assert results[0] == results[1]
@@ -78,12 +83,13 @@ def test_observed_drafts_are_what_the_drafter_estimated():
         assert captured == pytest.approx(plain, rel=1e-2)
 
 
-@pytest.mark.parametrize(("form", "window"), [("eagle", None), ("eagle", 1024), ("eagle3", 100)])
+@pytest.mark.parametrize(("form", "window", "strategy"), [
+    ("eagle", None, "eagle:d1w4v4"), ("eagle", 1024, "eagle:d3w2v4"), ("eagle3", 100, "eagle:d4w3v12")])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 0.02)], ids=str)
-def test_drafts_behind_long_prompts_equal_those_of_the_reference_kernels(dtype, most, form, window):
+def test_drafts_behind_long_prompts_equal_those_of_the_reference_kernels(dtype, most, form, window, strategy):
     lengths = [7000, 2500, 700, 50]
-    reference = drafts_behind_long_prompts(lengths, "cpu", torch.float64, "torch", form, window=window)
-    found = drafts_behind_long_prompts(lengths, "cuda", dtype, form=form, window=window)
+    reference = drafts_behind_long_prompts(lengths, "cpu", torch.float64, "torch", form, window=window, strategy=strategy)
+    found = drafts_behind_long_prompts(lengths, "cuda", dtype, form=form, window=window, strategy=strategy)
     assert float((found - reference).abs().mean()) < most, (found, reference)
 
 

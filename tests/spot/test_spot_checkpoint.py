@@ -45,6 +45,25 @@ def test_a_resumed_trainer_equals_an_unbroken_one(form, stop, tmp_path):
     assert torch.equal(again.drafter().fc.weight, unbroken.drafter().fc.weight)
 
 
+@pytest.mark.parametrize("earlier", [{"parts": [66, None]}, {"parts": None}])
+def test_a_step_that_was_planned_with_other_parts_begins_anew(earlier, tmp_path):
+    """Because the window or the longest record is another one, or because the checkpoint is of an earlier version, whose plans
+    named records only."""
+    buffer = filled(LENGTHS, folder=tmp_path / "buffer")
+    first = made(buffer)
+    first.run(micro_batches(2))
+    assert first.progress.cursor > 0
+    found = snapshot(first)
+    plan = found.metadata["progress"]["plan"]
+    if earlier["parts"] is None:
+        plan["micro_batches"] = [[key for key, _ in each] for each in plan["micro_batches"]]
+    again = made(FeatureBuffer.open(tmp_path / "buffer", 10**9))
+    restore(again, Snapshot(found.tensors, found.metadata | earlier))
+    assert again.progress.step == first.progress.step and again.progress.cursor == 0 and not again.progress.plan.micro_batches
+    again.run(micro_batches(4))
+    assert again.progress.step > first.progress.step
+
+
 def test_with_a_checkpoint_behind_each_micro_batch_a_kill_loses_no_more_than_one(tmp_path):
     trainer, checkpoints, seen = made(filled(LENGTHS)), SpotCheckpoints(tmp_path), []
 

@@ -19,7 +19,7 @@ from paceline.spot.config import SpotConfig
 from paceline.spot.coverage import coverage
 from paceline.spot.initialization import capture_layers, fresh_eagle
 from paceline.spot.losses import DrafterLoss
-from paceline.spot.packing import pack
+from paceline.spot.packing import pack, stretches
 from paceline.spot.scaling import measure_scales, to_plain_scale, to_training_scale
 from paceline.spot.trainer import SpotTrainer
 
@@ -250,3 +250,31 @@ def test_answers_may_arrive_while_it_trains():
     done.set()
     thread.join(timeout=60)
     assert not thread.is_alive() and reports[0].steps > 0 and buffer.dropped > 0 and trainer.progress.skipped == 0
+
+
+def test_long_answers_are_trained_in_parts():
+    """Every token of the answer is predicted once per pass, behind at most a window; short answers stay whole."""
+    policy = model("qwen3")
+    buffer = FeatureBuffer(10**9)
+    for record in answers(policy, [200, 40], LAYERS):
+        buffer.add(record, 0)
+    trainer = SpotTrainer(fresh_eagle(policy, window=66), policy, buffer, SpotConfig(**SMALL | {"step_tokens": 500}))
+    lengths = []
+    real = trainer._loss.__call__
+
+    class Loss:
+        def __getattr__(self, name):
+            return getattr(trainer_loss, name)
+
+        def __call__(self, module, packed, *rest):
+            lengths.extend(zip(packed.lengths, packed.answer_lengths, strict=True))
+            return real(module, packed, *rest)
+
+    trainer_loss, trainer._loss = trainer._loss, Loss()
+    while trainer.progress.step == 0:
+        trainer.run(micro_batches(1))
+    assert max(rows for rows, _ in lengths) <= 2 * 66 and {66, 65} & {count for _, count in lengths}
+    parts = [stretches(n, 3, 66) for n in (200, 40)]
+    assert trainer.rows_per_pass() == sum(part.end - part.first - 2 for each in parts for part in each)
+    assert [part.end - part.start for part in parts[0]] == [65, 66, 66] and parts[1] == [(0, 3, 40)]
+    assert stretches(4, 10, 66) == [(0, 10, 4)] and stretches(200, 300, 66)[0].end <= 300

@@ -53,5 +53,6 @@ def drafts_behind_long_prompts(lengths: Sequence[int], device: str, dtype: torch
     for length in lengths:
         prompt, steps = torch.randint(0, SHAPE.vocab_size, (length,), generator=generator).tolist(), []
         engine.generate([prompt], params, 1, strategy=Observing(strategy), on_step=steps.append)
-        found.append(next(step.drafts.survival[:4] for step in steps if step.drafts is not None and len(step.drafts.survival)))
+        drafted = [step.drafts for step in steps if step.num_requests and step.drafts is not None]  # without the last prompt's
+        found.append(next(drafts.survival[:4] for drafts in drafted if len(drafts.survival)))
     return torch.stack([torch.as_tensor(each).double() for each in found])

@@ -18,6 +18,7 @@ revision and a hash of the sources that they depend on. Run it after every chang
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -58,10 +59,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--speculate-on", choices=["twin", "policy"], default="twin", help="model of speculate and long_tail")
     parser.add_argument("--parts", nargs="+", choices=list(MINUTES), default=list(MINUTES), help="parts to run (default: all)")
     parser.add_argument("--keep-drafter", type=Path, metavar="FOLDER", help="keep the trained drafter here, for other benchmarks")
+    parser.add_argument("--continue", dest="earlier", type=Path, metavar="FILE",
+                        help="result of an earlier check of the same sources, whose parts count where they are not run again")
     parser.add_argument("--partial", action="store_true", help="parts that are skipped are no failure")
     args = parser.parse_args(arguments)
     if not args.tiny and (args.model is None or args.prompts is None):
         parser.error("--model and --prompts are needed, unless the run is --tiny")
+    if args.earlier is not None and json.loads(args.earlier.read_text())["sources"] != sources_hash():
+        parser.error(f"{args.earlier} was measured with other sources")
     args.out = args.out or (SMOKE_RESULTS if args.tiny else RESULTS) / "gpu_check.json"
     return args
 

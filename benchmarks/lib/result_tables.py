@@ -44,6 +44,8 @@ def _check_sentences(content: Content) -> Iterator[str]:
     yield "The check passes." if content["passed"] else f"The check fails: {'; '.join(failed)}."
     if left_out := content.get("skipped"):
         yield f"This run left out: {', '.join(left_out)}."
+    if earlier := content.get("earlier_parts"):
+        yield f"Of revision {next(iter(earlier.values()))[:7]}, with the same sources: {', '.join(earlier)}."
     if "tests" in parts:
         yield f"{parts['tests']['passed']} tests pass on the GPU."
     rates = {batch: cell["tokens_per_s"] for batch, cell in parts.get("decode", {}).get("batches", {}).items()}

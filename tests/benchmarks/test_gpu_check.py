@@ -198,3 +198,17 @@ def test_a_tiny_check_runs_all_parts(tmp_path, monkeypatch):
     assert len(parts["rl"]["steps"]) == 2
     for step in parts["rl"]["steps"]:
         assert step["accept_length"] >= 1 and 0 <= step["share_off"] <= 1 and step["tokens_per_s"] > 0
+
+
+def test_parts_of_an_earlier_check_count_if_the_sources_are_the_same(tmp_path):
+    earlier, out = tmp_path / "earlier.json", tmp_path / "out.json"
+    content = figures() | {"sources": sources_hash(), "revision": "abcdef0123"}
+    earlier.write_text(json.dumps(content))
+    arguments = ["--tiny", "--allow-dirty", "--parts", "decode", "--continue", str(earlier), "--out", str(out)]
+    check.main(arguments)
+    found = json.loads(out.read_text())
+    assert found["passed"] and set(found["earlier_parts"]) == set(content["parts"]) - {"decode"}
+    assert found["parts"]["rl"] == content["parts"]["rl"] and found["parts"]["decode"] != content["parts"]["decode"]
+    earlier.write_text(json.dumps(content | {"sources": "others"}))
+    with pytest.raises(SystemExit):
+        check.main(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ class GpuCheck:
         asked, training = trained_drafter.split_questions(args)
         held = len(training) // 4  # the long tail has problems that neither the drafter nor an engine has seen
         self._asked, self._training, self._tail = asked, training[held:], training[:held]
+        self._earlier = {} if args.earlier is None else json.loads(args.earlier.read_text())
         report.content |= {"parts": {}, "skipped": {}, "errors": {}}
 
     def run(self) -> None:
@@ -74,6 +76,9 @@ class GpuCheck:
         for name, until in self._deadlines():
             if name in self._args.parts:
                 self._run_part(name, self._budget.until(until))
+            elif name in self._earlier.get("parts", {}):
+                self._report.content["parts"][name] = self._earlier["parts"][name]
+                self._report.content.setdefault("earlier_parts", {})[name] = self._earlier["revision"]
             else:
                 self._report.content["skipped"][name] = "not asked for"
             self._report.content["seconds"] = self._budget.used

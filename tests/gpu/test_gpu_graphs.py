@@ -168,7 +168,7 @@ def test_new_weights_reach_captured_drafting():
 def test_a_sleeping_engine_has_given_its_memory_back(weights):
     gc.collect()  # what other tests left would be freed together with the engine's memory, or lie in the same segments
     torch.cuda.empty_cache()
-    engine = made("eagle:d3w2v6", kv_tokens=1_000_000, max_batch=512)  # each tensor is too large for a segment of other tests
+    engine = made("eagle:d3w2v6", kv_tokens=1_000_000, max_batch=4096)  # each tensor is too large for a segment of other tests
     before = tokens(engine), engine.stats().accepted
     held = sum(tensor.numel() * tensor.element_size() for tensor in engine.store.tensors())
     reserved = torch.cuda.memory_reserved()

@@ -242,14 +242,19 @@ def drafter_training(content: Content, device: str) -> Table:
 
 def frozen_vs_adaptive(content: Content, device: str) -> Table:
     quarter = max(1, len(content["frozen"]) // 4)
+    waited = content.get("drafter_s", content["trained_s"])  # older files have the training alone
     rows = [(name, f"{fmean(content[name][:quarter]):.2f}", f"{fmean(content[name][-quarter:]):.2f}",
-             f"{sum(content[f'generate_s_{name}']):.1f}", f"{sum(content['trained_s']):.1f}" if name == "adaptive" else "0")
+             f"{sum(content[f'generate_s_{name}']):.1f}", *((f"{sum(waited):.1f}", f"{sum(content['trained_s']):.1f}")
+                                                            if name == "adaptive" else ("0", "0")))
             for name in ("frozen", "adaptive")]
+    saved = sum(content["generate_s_frozen"]) - sum(content["generate_s_adaptive"]) - sum(waited)
     return Table(f"Frozen against adaptive drafter over an RL run on a {device}",
                  f"In the last quarter of {len(content['frozen'])} steps the adaptive drafter gives "
                  f"{content['adaptive_at_end']:.2f} tokens per verification and the frozen one {content['frozen_at_end']:.2f}, "
-                 f"on the same {content['rollouts']:,} rollouts.",
-                 ("drafter", "tokens/verification, first quarter", "last quarter", "generation s", "drafter training s"), rows)
+                 f"on the same {content['rollouts']:,} rollouts. With the seconds that the run waited for its training, it "
+                 f"{'saves' if saved > 0 else 'costs'} {abs(saved):.1f} s.",
+                 ("drafter", "tokens/verification, first quarter", "last quarter", "generation s", "waited for its training, s",
+                  "of which training s"), rows)
 
 
 def background_training(content: Content, device: str) -> Table:

@@ -147,6 +147,9 @@ class StepRecorder(TrainerCallback):
     _strategies: Counter[str] = field(default_factory=Counter)
     _stages: defaultdict[int, Stage] = field(default_factory=lambda: defaultdict(Stage))
     """By number of running requests: at most so many, and more than half of it."""
+    _runs: list[list[Any]] = field(default_factory=list)
+    """What was used from engine step to engine step: drafter, requests at the beginning, steps, tokens, seconds, and what the
+    guard's accounts had at the beginning."""
     _last_result: float | None = None
     interruptions: Interruptions = field(default_factory=Interruptions)
 
@@ -166,12 +169,24 @@ class StepRecorder(TrainerCallback):
         self._last_result = now
         if result.num_requests:
             self._strategies[str(result.strategy)] += 1
+            self._add_to_run(result, now - before if before is not None else 0.0)
             stage = self._stages[1 << (result.num_requests - 1).bit_length()]
             stage.steps += 1
             stage.seconds += now - before if before is not None else 0.0
             stage.off += str(result.strategy) == "off"
             stage.requests += result.num_requests
             stage.tokens += sum(map(len, result.tokens.values()))
+
+    def _add_to_run(self, result: StepResult, seconds: float) -> None:
+        assert self.trainer is not None
+        drafter = result.strategy.drafter
+        if not self._runs or self._runs[-1][0] != drafter:
+            guard = getattr(self.trainer.engine.select, "guard", None)
+            found = {} if guard is None else guard.accounts
+            accounts = {f"{name} {size}": round(account.steps, 2) for (name, size), account in found.items()}
+            self._runs.append([drafter, result.num_requests, 0, 0, 0.0, accounts])
+        last = self._runs[-1]
+        last[2:5] = last[2] + 1, last[3] + sum(map(len, result.tokens.values())), last[4] + seconds
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         assert self.trainer is not None
@@ -182,6 +197,8 @@ class StepRecorder(TrainerCallback):
             "seconds": metrics["time/step"], "rollout_seconds": rollout, "publish_seconds": publish,
             "update_seconds": metrics["time/infer"] + metrics["time/train"] - publish,
             "drafter_seconds": metrics.get("time/drafter", 0.0), "drafter_training_seconds": metrics.get("drafter/seconds", 0.0),
+            "drafter_wait_seconds": metrics.get("drafter/wait_seconds", 0.0),
+            "drafter_measure_seconds": metrics.get("drafter/measure_seconds", 0.0),
             "drafter_expected": metrics.get("drafter/expected_after", 0.0),
             "tokens": sum(len(answer.token_ids) for answer in answers),
             "accept_length": metrics["accept_length"], "preemptions": metrics["preemptions"],
@@ -190,11 +207,12 @@ class StepRecorder(TrainerCallback):
             "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers]),
             "nats_by_position": nats_by_position(answers),
             "stages": {str(most): stage.figures() for most, stage in sorted(self._stages.items())},
-            "interruptions": self.interruptions.found})
+            "runs": self._runs, "interruptions": self.interruptions.found})
         if step == 1:
             self.first_answers = [answer.token_ids for answer in answers]
         self._strategies.clear()
         self._stages.clear()
+        self._runs = []
         self.interruptions.found = []
         self._last_result = None
         print(f"step {step}: {metrics['time/step']:.2f} s, rollout {rollout:.2f} s, accept length "

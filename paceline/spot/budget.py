@@ -26,11 +26,11 @@ class TrainingBudgetConfig(Config):
     horizon: int = Field(32, ge=1)
     """Number of RL steps that a better drafter is expected to keep saving time, if the run lasts that long."""
     pause: int = Field(4, ge=1)
-    """Number of RL steps with only the minimum of training after even the shortest training time was unprofitable."""
-    upkeep: float = Field(0.15, ge=0)
+    """Number of RL steps without training (but for `upkeep`) after even the shortest training time was unprofitable. Each further
+    pause is twice as long, up to 16 times, until training is profitable again or acceptance falls."""
+    upkeep: float = Field(0.0, ge=0)
     """Minimum training time as a share of a step's generation time, but never more than a quarter of what the drafter saves. It
-    is spent even when training looks unprofitable, because the policy keeps changing and the gain of a few steps is smaller than
-    the noise of measuring it on one step's answers."""
+    is spent even when training looks unprofitable. It has not paid in any run so far."""
     warm_up_s: float = Field(60.0, ge=0)
     """Longest warm-up of a new drafter in seconds: so long it is trained in the first RL steps altogether, if a trained drafter
     is predicted to save four times as much in the rest of the run. 0: no warm-up."""
@@ -39,6 +39,8 @@ class TrainingBudgetConfig(Config):
     teach a drafter little."""
 
 
+_LONGEST_PAUSE = 16
+"""Length of the longest pause, as a multiple of the first."""
 _SAVED_PER_SECOND = 4.0
 """Predicted savings must be this many times the seconds of a warm-up or of upkeep: the prediction may be wrong."""
 
@@ -71,6 +73,7 @@ class TrainingBudget:
         """num_steps: Number of RL steps of the run."""
         self.config, self._steps_left, self._num_steps = config, num_steps, num_steps
         self._seconds, self._paused, self._warm_up_left = config.shortest_s, 0, 0.0
+        self._next_pause = config.pause
         self.measuring = True
         """Whether the effect of this step's training should be measured and passed to `update`."""
         self.on_note: Callable[[str], None] = logging.getLogger(__name__).info
@@ -112,7 +115,7 @@ class TrainingBudget:
         """Resumes training at once, for example because the accept length has dropped."""
         if self._paused:
             self.on_note("drafter training resumes: its alarms ended the pause")
-        self._paused = 0
+        self._paused, self._next_pause = 0, self.config.pause
 
     def set_step(self, step: int) -> None:
         """Sets the current RL step; a drafter trained now serves the steps after it."""
@@ -126,13 +129,13 @@ class TrainingBudget:
         if self.warming_up:
             self._update_warm_up(outcome, profitable)
         elif profitable:
-            self._seconds = min(config.longest_s, 2 * self._seconds)
+            self._seconds, self._next_pause = min(config.longest_s, 2 * self._seconds), config.pause
         elif self._seconds > config.shortest_s:
             self._seconds = max(config.shortest_s, self._seconds / 2)
         else:
-            self._paused = config.pause
+            self._paused, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE * config.pause)
             gain = f"{outcome.before:.2f} → {outcome.after:.2f} tokens per verification"
-            self.on_note(f"drafter training pauses for {config.pause} steps: {outcome.seconds:.1f} s of it ({gain}) would save "
+            self.on_note(f"drafter training pauses for {self._paused} steps: {outcome.seconds:.1f} s of it ({gain}) would save "
                          f"{max(0.0, saved):.1f} s")
         return profitable
 

@@ -136,8 +136,10 @@ class OnlineDrafterTrainer:
         """Called once per training step, after generation and before the policy changes: the captured features and the policy's
         head belong together. `generation_s` is how long the step's generation took. Returns metrics, with `drafter/failed` in
         the step in which training failed: the engine then keeps the drafter it has."""
+        began = time.perf_counter()
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
         self._downloads.wait()
+        waited = time.perf_counter() - began
         held_out, self._held_out = self._held_out, []
         self._prompts.clear()
         self._generation_s[step] = generation_s
@@ -152,7 +154,7 @@ class OnlineDrafterTrainer:
             return {"drafter/failed": 1.0}
         for record in held_out:
             self._add(record, step)
-        return metrics
+        return {**metrics, "drafter/wait_seconds": waited}
 
     def end_pause(self) -> None:
         """Acceptance has fallen: train in the next step even if training did not pay last time."""
@@ -223,7 +225,8 @@ class OnlineDrafterTrainer:
         began, trainer = time.perf_counter(), self._spot_trainer()
         trainer.policy_changed()
         enough = self.budget.config.warm_up_passes * trainer.rows_per_pass() if self.budget.warming_up else math.inf
-        report = trainer.run(lambda: time.perf_counter() - began >= seconds or trainer.progress.tokens >= enough)
+        until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
+        report = trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
         if not report.micro_batches:
             return {}
         metrics = self._replace_drafter(trainer.drafter(), held_out, began)
@@ -240,11 +243,13 @@ class OnlineDrafterTrainer:
         it to the budget, against the seconds that the run has waited since `began`, this measurement included."""
         metrics = {}
         if self.budget.measuring and held_out:
+            measuring = time.perf_counter()
             before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
             old, new = (self._profile.relative_time(expected, _MEASURED_DEPTH) for expected in (before, after))
             outcome = TrainingOutcome(time.perf_counter() - began, before, after, 1 - new / old)
             paid, self._expected = self.budget.update(outcome, self._usual_generation_s), after
-            metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid)}
+            metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid),
+                       "drafter/measure_seconds": time.perf_counter() - measuring}
         self._publish(drafter)
         return metrics
 

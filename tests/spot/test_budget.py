@@ -26,6 +26,19 @@ def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
     assert budget.next_seconds() == 1
     assert not budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
     assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "tried again after a while"
+    assert not budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
+    assert [budget.next_seconds() for _ in range(7)] == [0] * 6 + [1], "a pause twice as long"
+    assert budget.update(TrainingOutcome(1, 2.0, 2.5), 20.0) and budget.next_seconds() == 2
+    for _ in range(2):
+        budget.update(TrainingOutcome(2, 2.0, 2.0), 20.0)
+    assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "a short one, because training paid in between"
+    for _ in range(9):
+        budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
+    assert [budget.next_seconds() for _ in range(49)] == [0] * 48 + [1], "at most sixteen times as long"
+    budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
+    budget.end_pause()
+    budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
+    assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "an alarm has ended the pauses"
 
 
 def test_a_share_of_generation_is_always_spent():
@@ -58,7 +71,7 @@ def test_a_drafter_that_saves_nothing_gets_no_upkeep_and_the_pause_is_said():
 def test_a_new_drafter_is_warmed_up_where_the_rest_of_the_run_pays_for_it():
     """Steps of 5 s of which a trained drafter saves a fifth: 99 s in 99 steps, a quarter of which may be spent."""
     def budget(steps):
-        made, notes = TrainingBudget(TrainingBudgetConfig(warm_up_s=60), steps), []
+        made, notes = TrainingBudget(TrainingBudgetConfig(warm_up_s=60, upkeep=0.15), steps), []
         made.on_note = notes.append
         made.set_step(1)
         made.plan_warm_up(0.2, 5.0)

@@ -62,7 +62,8 @@ def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):
     drafter = fresh_eagle(policy, "eagle", [record], size - 3)
     drafter.policy_fingerprint = fingerprint_of(policy)
     save_eagle(drafter, folder / "start")
-    assert run(settings(folder, "follow", **EAGLE, drafter=str(folder / "start"), steps=3)) == 0
+    changes = {"drafter": str(folder / "start"), "steps": 3, "drafter_budget.upkeep": 0.15}
+    assert run(settings(folder, "follow", **EAGLE, **changes)) == 0
     records = read_metrics(folder / "follow")
     assert records[0]["drafter/tokens"] > 0 and "drafter/expected_after" in records[0] and len(records) == 3
     assert "drafter/tokens" not in records[-1], "nobody would have used it"

@@ -30,7 +30,7 @@ class TrainingBudgetConfig(Config):
     pause is twice as long, up to 16 times, until training is profitable again or acceptance falls."""
     upkeep: float = Field(0.0, ge=0)
     """Minimum training time as a share of a step's generation time, but never more than a quarter of what the drafter saves. It
-    is spent even when training looks unprofitable. It has not paid in any run so far."""
+    is spent even when training looks unprofitable. In benchmarks/gpu/frozen_vs_adaptive.py it cost more than it saved."""
     warm_up_s: float = Field(60.0, ge=0)
     """Longest warm-up of a new drafter in seconds: so long it is trained in the first RL steps altogether, if a trained drafter
     is predicted to save four times as much in the rest of the run. 0: no warm-up."""

@@ -104,7 +104,7 @@ def restore(trainer: SpotTrainer, found: Snapshot) -> None:
 
 
 def _division(trainer: SpotTrainer) -> list[int | None]:
-    """What the parts depend on that records are divided into."""
+    """Returns the settings that decide how records are divided into parts (`packing.stretches`)."""
     return [trainer.plain_config.window, trainer.config.max_length]
 
 

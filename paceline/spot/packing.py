@@ -80,7 +80,7 @@ def stretches(num_tokens: int, prompt_length: int, window: int | None) -> list[S
 
 
 def random_stretch(record: FeatureRecord, num_tokens: int, window: int | None, rng: random.Random) -> Stretch:
-    """Chooses a part with at most so many tokens of the answer, behind those that a drafter with this window sees."""
+    """Chooses a random part of at most `num_tokens` answer tokens, with the `window` tokens before them as context."""
     spare = max(0, len(record.token_ids) - record.prompt_length - num_tokens)
     start = record.prompt_length + rng.randint(0, spare)
     end = len(record.token_ids) if not spare else start + num_tokens

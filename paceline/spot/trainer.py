@@ -29,7 +29,7 @@ from paceline.spot.packing import Stretch, num_rows, pack, stretches
 from paceline.spot.scaling import Scales, measure_scales, to_plain_scale, to_training_scale, training_config
 from paceline.types import FeatureRecord
 
-_SCALE_RECORDS = 64
+SCALE_RECORDS = 64
 """Number of records that the input scales are measured on."""
 _MAX_SKIPPED = 20
 """Number of consecutive optimizer steps with a gradient that is not finite after which training is given up."""
@@ -279,7 +279,7 @@ class SpotTrainer:
         return torch.Generator(self.policy.norm.device).manual_seed(seed)
 
     def _first_records(self) -> list[FeatureRecord]:
-        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_SCALE_RECORDS])
+        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:SCALE_RECORDS])
         return [record for record in found if record is not None]
 
     def _on_cuda_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:

@@ -40,6 +40,7 @@ from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
 from paceline.spot.initialization import is_untrained
 from paceline.spot.packing import random_stretch
+from paceline.spot.trainer import SCALE_RECORDS
 from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
@@ -50,10 +51,8 @@ _HELD_OUT_EVERY = 6
 """The answers to every sixth prompt of a step are held out to measure what training gained; afterwards they are trained on as
 well. Whole prompts are held out because answers to the same prompt are alike."""
 _MAX_MEASURED, _MEASURED_TOKENS = 12, 256
-"""So many of the held-out answers are measured, short and long ones alike, and so many tokens of each: that takes a fraction of a
-second, and a drafter is compared with itself on the same tokens."""
-_SCALE_RECORDS = 64
-"""Number of records that a new drafter measures the scale of its inputs on."""
+"""Maximum number of held-out answers that the gain of training is measured on, and of tokens per answer. Measuring whole answers
+of thousands of tokens would take longer than training."""
 _MEASURED_DEPTH = 6
 """Depth of the draft that training's gain is measured with."""
 _LOADED_HEAD_START = 500
@@ -194,7 +193,7 @@ class OnlineDrafterTrainer:
         texts, self._texts = self._texts, None
         if not texts or self._start.draft_ids is None:
             return self._start
-        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:_SCALE_RECORDS])
+        found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:SCALE_RECORDS])
         records = [record for record in found if record is not None]
         return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size,
                            window=self._start.config.window, texts=texts)
@@ -266,7 +265,8 @@ class OnlineDrafterTrainer:
 
 
 def _to_measure(held_out: Sequence[FeatureRecord], window: int | None, seed: int) -> list[FeatureRecord]:
-    """Parts of the held-out answers, which come in the order in which they finished, from the first to the last."""
+    """Returns a random part of each of at most `_MAX_MEASURED` held-out answers. They are evenly spaced in the order in which
+    the answers finished, so short and long answers are measured alike."""
     every, rng = max(1, math.ceil(len(held_out) / _MAX_MEASURED)), random.Random(seed)
     return [random_stretch(record, _MEASURED_TOKENS, window, rng).of(record) for record in held_out[::-every]]
 

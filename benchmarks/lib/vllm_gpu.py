@@ -90,6 +90,16 @@ class Vllm:
         self._connection.send((prompts, list(new_tokens)))
         return self._connection.recv()["seconds"]
 
+    def measure(self, prompts: list[list[int]], new_tokens: Sequence[int], warm: list[list[int]], warm_tokens: Sequence[int],
+                timeout: float) -> dict[str, Any]:
+        """What `wait` returns, and the seconds of a rollout after a warm-up with other prompts. Disconnects afterwards."""
+        found = self.wait(timeout)
+        if "error" not in found:
+            self.seconds(warm, warm_tokens)
+            found["seconds"] = [self.seconds(prompts, new_tokens)]
+        self.hang_up()
+        return found
+
     def hang_up(self) -> None:
         """Disconnects, so that another client may connect."""
         if self._connection is not None:

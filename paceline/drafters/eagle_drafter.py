@@ -15,13 +15,14 @@ from torch import Tensor
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
 from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, Ops, PagedCache, SlotTensors
-from paceline.kernels.base import RankedTokens, cache_index
+from paceline.kernels.base import RankedTokens
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
-MAX_CATCH_UP_ROWS = 8192
-"""Number of rows of one forward pass of `EagleDrafter.catch_up`."""
+MAX_CATCH_UP_BYTES = 128 << 20
+"""Size of the hidden states of one forward pass of `EagleDrafter.catch_up`. Preparing one takes the host 0.7 ms, so on a GPU many
+small ones would take longer than what they compute."""
 MAX_TREE_POSITIONS = 128
 """Number of positions behind the context that a tree uses at most: the bits of `Segments.mask`."""
 
@@ -45,12 +46,13 @@ class RecentContext(NamedTuple):
     context: Tensor  # [B] int32 number of committed tokens from there on
 
     def of_committed(self, rows: DraftRows) -> DraftRows:
-        """Rows that lie within this part of the context."""
+        """Returns rows of committed positions, which lie within this part of the context, as rows that attend to this part
+        alone."""
         segments = rows.segments
         return rows._replace(segments=segments._replace(slot=self.line, context=segments.context - self.start))
 
     def of_tree(self, rows: DraftRows) -> DraftRows:
-        """Rows behind the context."""
+        """Returns rows of a draft tree, which lies behind the context, as rows that attend to this part of the context alone."""
         return rows._replace(segments=rows.segments._replace(slot=self.line, context=self.context))
 
 
@@ -79,7 +81,7 @@ class EagleDrafter:
         self._columns = columns
         self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
         self._layer = _fused_layer(module, policy, rope)  # the parameters are updated in place
-        self._windows: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._newest: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._recent_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.policy_changed()
 
@@ -88,14 +90,14 @@ class EagleDrafter:
         """Must be called after the policy's weights changed."""
         self.module.gather_head(self.policy)
 
-    def draft(self, view: DraftView, window: int, depth: int, width: int, budget: int) -> Drafts:
+    def draft(self, view: DraftView, max_missing: int, depth: int, width: int, budget: int) -> Drafts:
         """Returns draft trees of min(budget, number of candidates) nodes.
 
         Shapes follow from the arguments alone and nothing is read back from the device, so a CUDA graph can capture it.
 
         Args:
             view: The requests and their state.
-            window: Upper bound, at least 1, of the committed positions per request that are missing from the drafter's KV cache.
+            max_missing: Upper bound, at least 1, of the committed positions per request that the drafter's KV cache lacks.
             depth: Depth of the trees.
             width: Number of children per node, and of nodes expanded per level.
             budget: Number of nodes to keep.
@@ -103,7 +105,7 @@ class EagleDrafter:
         requests, width = view.requests, min(width, self.module.draft_vocab_size)
         batch, device = len(requests.slots), requests.slots.device
         recent = self._recent_context(view)
-        state = self._run_window(view, window, recent)  # [B, H] of the roots
+        state = self._run_newest(view, max_missing, recent)  # [B, H] of the roots
         tree = None if recent is not None else self._draft_fused(view, state, depth, width, budget)
         if tree is not None:
             tokens, parents, depths, survival = tree
@@ -128,23 +130,23 @@ class EagleDrafter:
     def catch_up(self, view: DraftView, missing: list[int]) -> None:
         """Fills in the drafter's KV cache for committed positions, without attention or MLP: nobody needs the outputs there.
         missing: Upper bound of their number, per request."""
-        chunk = max(1, MAX_CATCH_UP_ROWS // len(missing))
-        bounds, device = np.array(missing), view.requests.slots.device
-        for behind in range(0, max(missing), chunk):
-            counts = np.clip(bounds - behind, 0, chunk)
-            request = np.repeat(np.arange(len(counts)), counts)
-            back = np.cumsum(counts)[request] - np.arange(len(request))
-            places = upload(np.stack([request, back]), device)
-            rows, state = self._committed(_rewind(view, behind), places[0], places[1], upload(counts, device), least=0)
-            cos, sin = self.rope(rows.positions)
-            attend = PagedAttend(self.ops, [view.cache], cos, sin, rows.write, rows.segments)
-            self.module.write_keys(self.policy.embed(rows.tokens), state, attend)
+        counts, device = np.array(missing), view.requests.slots.device
+        request = np.repeat(np.arange(len(counts)), counts)
+        rows = np.stack([request, np.cumsum(counts)[request] - np.arange(len(request))])
+        bounds = upload(counts, device)
+        size = max(1, MAX_CATCH_UP_BYTES // (self.module.config.model.hidden_size * view.features.element_size()))
+        for start in range(0, len(request), size):
+            places = upload(np.ascontiguousarray(rows[:, start : start + size]), device)
+            committed, state = self._committed(view, places[0], places[1], bounds, least=0)
+            cos, sin = self.rope(committed.positions)
+            attend = PagedAttend(self.ops, [view.cache], cos, sin, committed.write, committed.segments)
+            self.module.write_keys(self.policy.embed(committed.tokens), state, attend)
 
-    def _run_window(self, view: DraftView, window: int, recent: RecentContext | None) -> Tensor:
-        """Runs the drafter over the last `window` positions of every request. Returns its output at the last one."""
-        rows, state = self._committed(view, *self._window_rows(len(view.requests.slots), window), least=1)
+    def _run_newest(self, view: DraftView, count: int, recent: RecentContext | None) -> Tensor:
+        """Runs the drafter over the last `count` positions of every request. Returns its output at the last one."""
+        rows, state = self._committed(view, *self._places_of_newest(len(view.requests.slots), count), least=1)
         rows, cache = (rows, view.cache) if recent is None else (recent.of_committed(rows), recent.cache)
-        return self._run(rows, state, None, cache)[window - 1 :: window].contiguous()
+        return self._run(rows, state, None, cache)[count - 1 :: count].contiguous()
 
     def _recent_context(self, view: DraftView) -> RecentContext | None:
         """The part of the contexts that draft tokens attend to; None if that is all of them."""
@@ -169,21 +171,21 @@ class EagleDrafter:
         table, line = self._recent_tables[lines, columns]
         return table[:batch], line[:batch]
 
-    def allocate(self, batch: int, cache: PagedCache, window: int) -> None:
-        """Makes the tensors that are kept for all later drafts of this size. window: As in `draft`."""
-        self._window_rows(batch, window)
+    def allocate(self, batch: int, cache: PagedCache, max_missing: int) -> None:
+        """Makes the tensors that are kept for all later drafts of this size. max_missing: As in `draft`."""
+        self._places_of_newest(batch, max_missing)
         if self.module.config.window is not None:
             self._recent_table(batch, cache, self.module.config.window)
 
-    def _window_rows(self, batch: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The last `window` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never
+    def _places_of_newest(self, batch: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last `count` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never
         freed, because captured CUDA graphs read them."""
-        if (batch, window) not in self._windows:
+        if (batch, count) not in self._newest:
             device = self.policy.norm.device
-            self._windows[batch, window] = (
-                torch.arange(batch, device=device).repeat_interleave(window),
-                torch.arange(window, 0, -1, device=device).repeat(batch), torch.full((batch,), window, device=device))
-        return self._windows[batch, window]
+            self._newest[batch, count] = (
+                torch.arange(batch, device=device).repeat_interleave(count),
+                torch.arange(count, 0, -1, device=device).repeat(batch), torch.full((batch,), count, device=device))
+        return self._newest[batch, count]
 
     def _committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor,
                    least: int) -> tuple[DraftRows, Tensor]:
@@ -242,13 +244,3 @@ def _head(module: Eagle, policy: Decoder) -> Tensor | None:
 def _empty_candidates(batch: int, count: int, device: torch.device) -> Candidates:
     tokens, parents = (torch.empty(batch, count, dtype=torch.int64, device=device) for _ in range(2))
     return Candidates(tokens, parents, torch.empty(batch, count, device=device))
-
-
-def _rewind(view: DraftView, steps: int) -> DraftView:
-    """Returns the view of the same requests as they were `steps` tokens ago."""
-    if steps == 0:
-        return view
-    requests = view.requests
-    context = (requests.context - steps).clamp_min(0)
-    last = view.tokens[cache_index(view.cache, requests.slots, context)]
-    return view._replace(requests=requests._replace(context=context, last_token=last))

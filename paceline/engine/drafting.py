@@ -179,7 +179,7 @@ class Drafting:
         for later steps exist when it is called."""
         assert self.eagle is not None
         slots = upload([self._state.padding] * num_requests, self._state.device)
-        self.eagle.allocate(num_requests, self._view(slots).cache, _window(strategy))
+        self.eagle.allocate(num_requests, self._view(slots).cache, _max_new(strategy))
         return partial(self._draft, slots, strategy)
 
     def catch_up_dummy(self, num_requests: int, missing: int) -> None:
@@ -257,8 +257,7 @@ class Drafting:
         request for several steps, it first processes the tokens that it missed."""
         assert self.eagle is not None
         self._set_tau(self.eagle, requests)
-        window = _window(strategy)
-        late = [request for request in requests if self._max_missing[request.id] > window]
+        late = [request for request in requests if self._max_missing[request.id] > _max_new(strategy)]
         if late:
             view = self._view(upload([request.slot for request in late], self._state.device))
             self.eagle.catch_up(view, [self._max_missing[request.id] for request in late])
@@ -281,7 +280,7 @@ class Drafting:
 
     def _draft(self, slots: Tensor, strategy: Strategy) -> Drafts:
         assert self.eagle is not None
-        return self.eagle.draft(self._view(slots), _window(strategy), strategy.depth, strategy.width, _num_chosen(strategy))
+        return self.eagle.draft(self._view(slots), _max_new(strategy), strategy.depth, strategy.width, _num_chosen(strategy))
 
     def _view(self, slots: Tensor) -> DraftView:
         state, store = self._state.tensors, self._store
@@ -290,8 +289,8 @@ class Drafting:
         return DraftView(draft_requests(slots, state), store.tokens, store.features, cache, store.spare_page * store.page_size)
 
 
-def _window(strategy: Strategy) -> int:
-    """Return the number of positions that may be new after one step of this strategy."""
+def _max_new(strategy: Strategy) -> int:
+    """Return the largest number of positions that may be new after one step of this strategy."""
     return strategy.depth + 1
 
 

@@ -33,6 +33,7 @@ from paceline.engine.request import Request
 from paceline.engine.runner import Download, record_event
 from paceline.engine.scheduler import StepPlan
 from paceline.engine.stats import Counters
+from paceline.engine.step_timer import StepTimer
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import PolicyWeights, copy_drafter, drafter_mismatch, offload, prepare_linears, restore
@@ -65,15 +66,14 @@ class Engine:
                  strategy: AnyStrategy = "auto", config: EngineConfig | None = None) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.version = self.drafter_version = 0
+        self.reports_features = True
+        """Whether rollouts come with the features of `EngineConfig.capture`, if there are any: reading them takes time."""
         self._control = StrategyControl(strategy)
         self._counters, self._ids, self._groups = Counters(), count(), count()
         self._requests: dict[int, Request] = {}
         self._in_flight: InFlight | None = None
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
-        self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
-        self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
-        self._reads_prompts = False  # whether the drafter still reads prompts on the device, which the next step waits for
         self._asleep = False
         self._weights = PolicyWeights(model)
         self._eos = frozenset(model.config.eos_token_ids)
@@ -81,6 +81,7 @@ class Engine:
         (self.ops, self.scheduler, self.store, self.state, self.graphs, self.batches, self.runner, self.drafting,
          self._feature_columns, self._pipelined) = parts
         self._watchdog = Watchdog(self.scheduler)
+        self._timer = StepTimer(self.graphs, self.drafting.eagle is not None)
         self.dummy_steps = DummySteps(self.runner, self.batches, self.drafting, self.scheduler)
         self.migration = Migration(self._requests, self.scheduler, self.store, self.state, self.drafting,
                                    lambda: next(self._ids), self._stop_ids, self._drain)
@@ -112,7 +113,7 @@ class Engine:
         if self._asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         self._weights.require_complete()
-        self._idle_s = time.perf_counter() - self._idle_from
+        self._timer.resume()
         decision = self._select() if strategy is None else Decision(strategy)
         self.drafting.check(decision.strategy)
         self._guarded(partial(self._advance, decision))
@@ -158,28 +159,19 @@ class Engine:
         if output is not None:  # without draft tokens every request gets one token
             counts = output.num_drawn if batch.max_depth else None
             sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
-        self._idle_from = time.perf_counter()
-        return InFlight(plan, batch, sampled, self.version, began, observed, context, self._idle_from - began.at)
+        return InFlight(plan, batch, sampled, self.version, began, observed, context, self._timer.launched(began))
 
     def _process(self) -> None:
         """Read the outputs of the step in flight, if there is one, append its tokens to their requests, and queue its result."""
         step, self._in_flight = self._in_flight, None
         if step is None:
             return
-        came_late = self._pipelined and step.sampled is not None and step.sampled.has_arrived
-        if step.sampled is not None:
-            step.sampled.wait()
-        read_at = time.perf_counter()
+        self._timer.wait_for(step, self._pipelined)
         tokens, ended, accepted = append_outputs(step, self.scheduler.max_length, self.tokenizer)
         self.scheduler.on_complete(step.plan, step.batch.most_accepted)
         self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens)
         drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
-        since, now = max(step.began, self._processed), self.graphs.now()
-        self._processed, self._idle_from = now, now.at
-        seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
-        if came_late and step.sampled is not None:  # what the caller did while the device was done is not part of the step
-            captured = now.num_irregular != step.began.num_irregular
-            seconds = max(0.0 if captured else step.sampled.device_seconds(), seconds - self._idle_s)
+        timed = self._timer.processed(step)
         finished = [self._rollout(request, reason) for request, reason in ended]
         for request, _ in ended:
             self.drafting.finish(request)
@@ -188,7 +180,7 @@ class Engine:
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
             num_rows=step.batch.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
             drafted=sum(step.batch.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=max(0.0, seconds) * 1e3, drafts=drafts,
+            ms=timed.ms, drafts=drafts,
             drafted_by_request={request.id: nodes for request, nodes in
                                 zip(step.plan.decode, step.batch.num_nodes, strict=False) if nodes})
         self._results.append(result)
@@ -196,17 +188,15 @@ class Engine:
             del self._requests[rollout.request_id]
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
-        regular = now.num_irregular == since.num_irregular and not self._reads_prompts
-        self._reads_prompts = self._pipelined and self.drafting.eagle is not None and result.num_prefill_rows > 0
-        host_ms = 1e3 * (step.launch_seconds + now.at - read_at) if self._pipelined else 0.0
         self._control.record(StepOutcome(
-            step.plan.decision, result.num_requests, result.num_prefill_rows, num_tokens, result.ms if regular else 0.0,
-            result.num_rows, step.context, host_ms, drafts), finished)
+            step.plan.decision, result.num_requests, result.num_prefill_rows, num_tokens, timed.ms if timed.is_usual else 0.0,
+            result.num_rows, step.context, timed.host_ms, drafts), finished)
 
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""
         request.finish_reason = reason
-        features = read_features(request, self.store, self.config.capture, self._feature_columns)
+        layers = self.config.capture if self.reports_features else ()
+        features = read_features(request, self.store, layers, self._feature_columns)
         return make_rollout(request, reason, self.tokenizer, features)
 
     def _finish(self, request: Request, reason: FinishReason) -> Rollout:
@@ -221,7 +211,7 @@ class Engine:
     def _drain(self) -> None:
         """Wait for the step in flight; its result is returned by the next call of `step`."""
         self._watchdog.observe(progress=True)  # what the caller interrupts does not stall by itself
-        self._idle_s = time.perf_counter() - self._idle_from
+        self._timer.resume()
         self._guarded(self._process)
 
     # -- requests that cannot go on

@@ -84,6 +84,11 @@ class TrainingBudget:
         """Whether the drafter is being warmed up."""
         return self._warm_up_left > 0
 
+    @property
+    def wants_answers(self) -> bool:
+        """Whether answers of the coming step are needed: training takes place in this step or in the next one."""
+        return self._paused <= 1 or self.config.upkeep > 0
+
     def plan_warm_up(self, saved_share: float, generation_s: float) -> None:
         """Decides whether and how long a new drafter is warmed up. saved_share: Share of the generation time that a trained
         drafter is predicted to save. generation_s: Generation time of a step."""

@@ -112,9 +112,8 @@ class Guard:
             self._bucket = bucket, self._step
         drafter = outcome.decision.strategy.drafter
         place = self.place(drafter, outcome.num_requests)
-        for (_, size), account in self.accounts.items():
-            if size == place[1]:
-                account.add(_SHARE)
+        for account in self.accounts.values():
+            account.add(_SHARE)
         if drafter == "none":
             if self._was_off:
                 self._measure_off(bucket, outcome)
@@ -163,7 +162,7 @@ class Guard:
                 account.resting_until = 0
 
     def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:
-        """Return the key of a drafter's account for so many requests. What a drafter loses in large batches must not keep it from
+        """Return the key of a drafter's account for so many requests. A drafter that loses in large batches can still be used for
         the few requests that remain in the end."""
         return drafter, int(requests >= _LARGE_BATCH)
 

@@ -120,9 +120,10 @@ class OnlineDrafterTrainer:
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
-        """Called once per training step, before generation begins."""
+        """Called once per training step, before generation begins. During a pause of training no features are read."""
         self._step = step
         self._profile.begin_step()
+        self.engine.reports_features = self.failure is None and self.budget.wants_answers
 
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
         """Called after every engine step: `num_finished` of `num_total` requested answers are finished. Their features leave the

@@ -107,12 +107,12 @@ class Always(NamedTuple):
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("rows", [3, 8192])
-def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, seed, rows, monkeypatch):
+@pytest.mark.parametrize("num_bytes", [768, 1 << 20])
+def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, seed, num_bytes, monkeypatch):
     """Trees of changing depth for all or some requests, all, some or none of their nodes accepted, pauses of the drafter,
     requests that share a prompt; the host knows bounds only. Guesses are recorded, then replaced by what the policy will say, so
     that they are accepted."""
-    monkeypatch.setattr("paceline.drafters.eagle_drafter.MAX_CATCH_UP_ROWS", rows)  # a pause is caught up in pieces
+    monkeypatch.setattr("paceline.drafters.eagle_drafter.MAX_CATCH_UP_BYTES", num_bytes)  # a pause is caught up in pieces
     rng, policy, drafter = random.Random(seed), model("qwen3"), eagle("qwen3", "eagle3")
     prompts, params = [[5, 6, 7, 8, 9, 10, 11], [1], [30, 31]], SamplingParams(temperature=0, max_new_tokens=40)
     texts = {}  # slot -> text
@@ -122,8 +122,8 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
     made = []
     real = engine.drafting.eagle.draft
 
-    def spy(view, window, *sizes):
-        drafts = real(view, window, *sizes)
+    def spy(view, max_missing, *sizes):
+        drafts = real(view, max_missing, *sizes)
         for line, (slot, context) in enumerate(zip(view.requests.slots.tolist(), view.requests.context.tolist(), strict=True)):
             text = texts[slot]
             made.append((text[: context + 1], drafts.tokens[line].tolist()))

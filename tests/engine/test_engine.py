@@ -18,6 +18,7 @@ from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
 from paceline.models.state_dict import export_state
+from paceline.strategy.guard import Guard
 from paceline.types import Decision, StepOutcome
 
 
@@ -395,9 +396,10 @@ def test_what_the_caller_does_is_not_blamed_on_a_strategy(pipelined):
     assert len(timed) >= 35 and max(timed) < 40
 
 
-def test_trees_are_for_as_many_requests_as_they_were_chosen_for():
+def test_trees_are_for_as_many_requests_as_they_were_chosen_for(monkeypatch):
     """A strategy that was chosen for a few decoding requests must not be applied to the many that are admitted in the same step
     because their prompts are in the prefix cache: the step would have thousands of rows."""
+    monkeypatch.setattr(Guard, "allows", lambda self, drafter, requests: True)  # on a busy machine it stops the drafters
     engine = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=32, max_context=128, page_size=4, profile=False))
     chosen, real = [], engine.select._decide
     engine.select._decide = lambda view: (chosen.append(view.num_running), real(view))[1]

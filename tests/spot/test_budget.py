@@ -41,6 +41,21 @@ def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
     assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "an alarm has ended the pauses"
 
 
+def test_answers_are_wanted_until_the_step_before_training():
+    budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=3), 100)
+    budget.update(TrainingOutcome(1.0, 2.0, 2.0), 20.0)
+    wanted = []
+    for _ in range(4):
+        wanted.append(budget.wants_answers)
+        budget.next_seconds(20.0)
+    assert wanted == [False, False, True, True]
+    budget.update(TrainingOutcome(1.0, 2.0, 2.0), 20.0)
+    assert not budget.wants_answers
+    budget.end_pause()
+    assert budget.wants_answers, "an alarm ends the pause"
+    assert TrainingBudget(TrainingBudgetConfig(upkeep=0.1), 100).wants_answers
+
+
 def test_a_share_of_generation_is_always_spent():
     """What does not pay is tried again after a while; until then upkeep, which nobody measures."""
     budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=2, upkeep=0.1), 100)

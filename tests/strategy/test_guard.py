@@ -125,6 +125,19 @@ def test_losses_in_a_large_batch_do_not_stop_a_drafter_in_a_small_one():
     assert guard.allows("eagle", 40) and guard.allows("eagle", 1)
 
 
+def test_what_the_last_responses_of_a_rollout_cost_is_forgotten_by_the_end_of_the_next():
+    """In an RL run on a GPU the last responses of some rollouts derailed, which emptied the account for small batches. While the
+    next rollout began with a large batch, that account earned nothing, and speculation was off in its long tail as well, where it
+    would have been 1.5 times as fast."""
+    guard, eagle = Guard(gpu_costs()), Strategy("eagle", 4, 1, 4)
+    few, many = (float(gpu_costs().off_ms(requests)) for requests in (8, 128))
+    while guard.observe(outcome(eagle, 1.0, 2 * few)) is None:
+        pass
+    for _ in range(600):
+        guard.observe(outcome(Strategy.OFF, 1.0, many, requests=128))
+    assert guard.allows("eagle", 8) and guard.accounts["eagle", 0].steps > 1.5
+
+
 def test_catching_up_with_a_large_batch_does_not_rule_a_drafter_out():
     """A drafter that is switched on with 128 responses has to catch up. What that takes must not switch it off for hundreds of
     steps if its later steps are 1.3 times as fast as no speculation."""

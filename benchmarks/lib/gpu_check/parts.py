@@ -21,6 +21,7 @@ from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting
 from benchmarks.lib.speculation import BatchBench, fixed_strategies, num_parts, select_long, show
 from benchmarks.lib.upscale import upscale, upscale_drafter
+from benchmarks.lib.vllm_gpu import Vllm
 from paceline import Engine
 from paceline.drafters.eagle import Eagle
 from paceline.models.decoder import Decoder
@@ -43,8 +44,8 @@ class Sizes(NamedTuple):
 
 FULL = Sizes((1, 32, 128), (1, 32, 128, 256, 8), 160, 2, 256, 2048)
 TINY = Sizes((1, 2), (1, 2), 10, 1, 8, 48)
-TAIL_FIXED = ("eagle:d3w2v4",)
-MINUTES = {"drafter": 2.5, "decode": 0.25, "speculate": 1.6, "long_tail": 0.6, "rl": 0.55, "tests": 2.5}
+TAIL_FIXED = ("eagle:d3w2v4", "eagle:d4w2v8")
+MINUTES = {"drafter": 3.15, "decode": 0.25, "speculate": 1.4, "long_tail": 0.75, "rl": 0.6, "tests": 1.85}
 """Parts in the order in which they run, and their minutes of a check of eight minutes. What a part leaves, later ones may use."""
 
 
@@ -162,8 +163,12 @@ class GpuCheck:
         lengths = self._lengths()
         names = ["auto", "off", *TAIL_FIXED]
         prompts = chat(self._tokenizer, long_tail.compose(self._tail, lengths, 0))
-        long_tail.warm_up(engine, names, chat(self._tokenizer, long_tail.compose(self._training, lengths, 99)), lengths)
+        warm = chat(self._tokenizer, long_tail.compose(self._training, lengths, 99))
+        long_tail.warm_up(engine, names, warm, lengths)
         found |= {"requests": sizes.requests, "max_length": sizes.max_length, "rollout": {}}
+        peer = None if self._setting.tiny else Vllm.of(self._args, "7B")
+        if peer is not None:
+            found["vllm"] = peer.measure(prompts, lengths, warm, long_tail.shortened(lengths), timeout=budget.left)
         longest = 0.0
         for name in names:
             if budget.left < longest:

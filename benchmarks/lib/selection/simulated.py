@@ -34,7 +34,7 @@ CHECKED = (1, 32, 128, 256, 8)
 """Batch sizes that one selector sees one after the other, as in `benchmarks/gpu/check.py`."""
 _DECAY = (1.0, 0.97, 0.96, 0.95, 0.94, 0.93, 0.91, 0.89)
 _SLOW_AFTER_PREFILL, _SLOW_AFTER_CHANGE, _STOPPED = 2.0, 0.15, 12.0
-_CATCH_UP_MS = 1.5e-4
+_CATCH_UP_MS = 5e-5
 """Milliseconds for each token that was generated without the learned drafter, when it drafts for that request again."""
 
 
@@ -66,8 +66,9 @@ class Task(NamedTuple):
     """Whether requests wait: then tokens per second count, and the round ends with the first response."""
     knows_lengths: bool = True
     """Whether the selector is told how many tokens are left of each response."""
-    derails: bool = False
-    """Whether responses derail at some point, from which on nothing can be predicted, as they do at high temperatures."""
+    num_derailing: int = 0
+    """Number of responses, beginning with the longest one, that derail at some point, from which on nothing can be predicted. At
+    high temperatures all of them do."""
 
 
 ORDINARY = Text(0.84, 0.2)
@@ -78,7 +79,7 @@ TEXTS = {"repetitive": Text(0.85, 0.9), "ordinary": ORDINARY, "random": Text(0.0
 def tasks(name: str, rounds: int) -> list[Task]:
     """The rounds of a workload; the first one is a warm-up."""
     lengths = tuple(long_tailed_lengths(None, 64, 512)) if name == "shrinking" else (192,) * 16
-    usual = Task(lengths, TEXTS[name], name == "stale", derails=name == "high_temperature")
+    usual = Task(lengths, TEXTS[name], name == "stale", num_derailing=16 if name == "high_temperature" else 0)
     return [usual._replace(text=Text(0.85, 0.3)) if name == "repetitive" else usual, *[usual] * rounds]
 
 
@@ -162,7 +163,7 @@ class H200(World):
         text = np.random.default_rng((self.seed, self.num_requests))  # the same for all selectors
         self._hardness, self._character = text.normal(0, 0.5, (2, self.batch))
         self._missing = np.zeros(self.batch, int)
-        self._derails_at = self.left * text.uniform(0.2, 1.0, self.batch) if task.derails else np.zeros(self.batch)
+        self._derails_at = self.left * text.uniform(0.2, 1.0, self.batch) * (np.arange(self.batch) < task.num_derailing)
         view = replace(self.view(), num_running=0, num_prefill_rows=120 * self.batch)
         selector.observe(StepOutcome(selector.select(view), 0, 120 * self.batch, 0, 25.0, 8192, 0.0, 25.0))
 
@@ -231,8 +232,8 @@ class Cell(NamedTuple):
 
 def cells(rounds: int = 2) -> dict[str, Cell]:
     """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
-    the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; ordinary text with profiles that are wrong; and
-    random text with predictors that lie."""
+    the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; steps of RL, also ones whose four longest
+    responses derail; ordinary text with profiles that are wrong; and random text with predictors that lie."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
@@ -242,6 +243,9 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
             seen += (checked_task(batch),) * (rounds + 1)
             found[f"{prefix}batch {batch}"] = Cell(seen, slice(len(seen) - rounds, None), costs)
     found["rl"] = Cell(tuple(rl_task(seed) for seed in range(rounds + 1)), costs=small_costs)
+    long_tail = Task(tuple(long_tailed_lengths(None, 256, 640)), ORDINARY, knows_lengths=False, num_derailing=4)
+    found["long tail, 4 derail"] = Cell((long_tail,) * (rounds + 1), costs=small_costs)
+    found["rl, 4 derail"] = found["rl"]._replace(rounds=tuple(task._replace(num_derailing=4) for task in found["rl"].rounds))
     ordinary, random = found["ordinary"].rounds, found["random"].rounds
     found |= {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
     return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}

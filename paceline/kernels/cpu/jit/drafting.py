@@ -20,7 +20,7 @@ from paceline.kernels.cpu.jit.sampling import exp_block, scale_logits
 
 @inlined
 def follow_rows(block):  # type: ignore[no-untyped-def]
-    """See `Ops.follow_rows`: the drafter's rows for committed positions that it has not seen."""
+    """See `Ops.catch_up_rows`: the drafter's rows for committed positions that it has not seen."""
     if next_item(block):
         return  # one thread does it
     a = carray(block, 1, FOLLOW_ROWS)[0]
@@ -52,7 +52,7 @@ def follow_rows(block):  # type: ignore[no-untyped-def]
 
 @inlined
 def collect(block):  # type: ignore[no-untyped-def]
-    """See `Ops.collect`: ranked children become candidates. `wide_values`: values and logsumexp are float64."""
+    """See `Ops.add_candidates`: ranked children become candidates. `wide_values`: values and logsumexp are float64."""
     if next_item(block):
         return  # one thread does it
     a = carray(block, 1, COLLECT)[0]
@@ -77,7 +77,7 @@ def collect(block):  # type: ignore[no-untyped-def]
 
 @inlined
 def grow(block):  # type: ignore[no-untyped-def]
-    """See `Ops.grow`: the best candidates of a level become the drafter's next rows."""
+    """See `Ops.select_beam`: the best candidates of a level become the drafter's next rows."""
     if next_item(block):
         return  # one thread does it
     a = carray(block, 1, GROW)[0]
@@ -111,7 +111,7 @@ def grow(block):  # type: ignore[no-untyped-def]
 
 @inlined
 def choose(block):  # type: ignore[no-untyped-def]
-    """See `Ops.choose`: the best candidates of all levels, parents before children."""
+    """See `Ops.select_nodes`: the best candidates of all levels, parents before children."""
     if next_item(block):
         return  # one thread does it
     a = carray(block, 1, CHOOSE)[0]

@@ -26,7 +26,7 @@ def set_bit(mask, row, i):  # type: ignore[no-untyped-def]
 
 @inlined
 def flatten(block):  # type: ignore[no-untyped-def]
-    """See `Ops.flatten`: drafted nodes become the rows of a `DraftTree`."""
+    """See `Ops.flatten_drafts`: drafted nodes become the rows of a `DraftTree`."""
     if next_item(block):
         return  # one thread does it
     a = carray(block, 1, FLATTEN)[0]
@@ -89,7 +89,7 @@ def copy_element(source, wide, at, target, place):  # type: ignore[no-untyped-de
 
 @inlined
 def advance(block):  # type: ignore[no-untyped-def]
-    """See `Ops.advance`: where tokens are accepted. The walk goes from each root through children that equal the policy's sample.
+    """See `Ops.verify`: where tokens are accepted. The walk goes from each root through children that equal the policy's sample.
     `wide_logprobs`, `wide_raw`: elements of eight bytes, else four."""
     if next_item(block):
         return  # one thread does it

@@ -1,0 +1,66 @@
+"""How long steps take, as selectors are told.
+
+On a GPU a step is launched before the outputs of the one before are read, so its time counts from when those were processed. What
+must not count are captures, and what the caller did while the device had nothing left to do.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from paceline.engine.graphs import CudaGraphs, Timestamp
+from paceline.engine.outputs import InFlight
+
+
+class StepTime(NamedTuple):
+    """The time of one step."""
+
+    ms: float
+    is_usual: bool
+    """Whether it says something about other steps of this kind: nothing was captured meanwhile, and the device did not have to
+    finish something else first."""
+    host_ms: float
+    """Time of the host's own work, in milliseconds; 0 where the host does not work while the device does."""
+
+
+class StepTimer:
+    """Measures the steps of one engine, in the order of their launches."""
+
+    def __init__(self, graphs: CudaGraphs, has_learned_drafter: bool) -> None:
+        self._graphs, self._has_learned_drafter = graphs, has_learned_drafter
+        self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
+        self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
+        self._read_at = 0.0  # when the outputs that are being processed had arrived
+        self._pipelined = False  # whether the step was launched before the outputs of the one before were read
+        self._came_late = False  # whether the outputs had arrived before the engine asked for them
+        self._waits_for_drafter = False  # whether the learned drafter reads the prompts of the last step on the device
+
+    def resume(self) -> None:
+        """The caller lets the engine work again."""
+        self._idle_s = time.perf_counter() - self._idle_from
+
+    def launched(self, began: Timestamp) -> float:
+        """A step was launched. Returns the seconds that the host took for it."""
+        self._idle_from = time.perf_counter()
+        return self._idle_from - began.at
+
+    def wait_for(self, step: InFlight, pipelined: bool) -> None:
+        """Wait for the outputs of a step. pipelined: Whether steps are launched before the outputs of the last one are read."""
+        self._pipelined, self._came_late = pipelined, pipelined and step.sampled is not None and step.sampled.has_arrived
+        if step.sampled is not None:
+            step.sampled.wait()
+        self._read_at = time.perf_counter()
+
+    def processed(self, step: InFlight) -> StepTime:
+        """The outputs of the step were processed. Returns its time."""
+        since, now = max(step.began, self._processed), self._graphs.now()
+        self._processed, self._idle_from = now, now.at
+        seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
+        if self._came_late and step.sampled is not None:
+            captured = now.num_irregular != step.began.num_irregular
+            seconds = max(0.0 if captured else step.sampled.device_seconds(), seconds - self._idle_s)
+        is_usual = now.num_irregular == since.num_irregular and not self._waits_for_drafter
+        self._waits_for_drafter = self._pipelined and self._has_learned_drafter and step.plan.num_prefill_rows > 0
+        host_seconds = step.launch_seconds + now.at - self._read_at if self._pipelined else 0.0
+        return StepTime(1e3 * max(0.0, seconds), is_usual, 1e3 * host_seconds)

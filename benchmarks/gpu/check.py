@@ -5,10 +5,10 @@
 FOLDER holds Qwen2.5-1.5B (Coder, Instruct, …), and the prompts are those of GSM8K with their answers. The parts: `drafter`
 (trained here for 120 s on responses of the policy), `decode` (tokens per second without speculation), `speculate` (auto, off and
 fixed strategies at batch 1 to 256, on the policy's upscaled twin with the cost of a 7B model), `long_tail` (a whole rollout of
-256 responses, with `--vllm-at` also by vLLM), `rl` (two steps of GRPO on the policy with that drafter), `tests` (tests/gpu,
-without clusters of processes). Each has a share of `--minutes` and may use what earlier ones left; what no time was left for is
-listed as skipped. That is to be expected of the first check on a machine, which has to compile all kernels: give it eleven
-minutes, or run it twice.
+256 responses; with `--vllm-at`, which takes half a minute more, also by vLLM), `rl` (two steps of GRPO on the policy with that
+drafter), `tests` (tests/gpu, without clusters of processes). Each has a share of `--minutes` and may use what earlier ones left;
+what no time was left for is listed as skipped. That is to be expected of the first check on a machine, which has to compile all
+kernels: give it eleven minutes, or run it twice.
 
 The exit status is 1 where a test fails, a part fails or is skipped (unless `--partial`), or `auto` has less than 0.97 of the
 speed of off or 0.93 of that of the best fixed strategy; one line says why. benchmarks/results/gpu_check.json has the figures, the
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, "gpu/check", 8.0)
     trained_drafter.add_arguments(parser, can_load=False)
     parser.set_defaults(answers=10240, train_seconds=120)
-    add_vllm_arguments(parser)
+    add_vllm_arguments(parser, can_start=False)
     parser.add_argument("--lengths", type=Path, help="CSV with output_tokens and probability (default: a made-up heavy tail)")
     parser.add_argument("--speculate-on", choices=["twin", "policy"], default="twin", help="model of speculate and long_tail")
     parser.add_argument("--parts", nargs="+", choices=list(MINUTES), default=list(MINUTES), help="parts to run (default: all)")

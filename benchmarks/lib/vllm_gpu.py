@@ -63,7 +63,8 @@ class Vllm:
         here."""
         if args.vllm_at is not None:
             return cls(args.vllm_at.resolve() / shape, None)
-        return None if args.vllm_path is None else cls.start(args.vllm_path, shape, Path(tempfile.mkdtemp()), **options)
+        site = getattr(args, "vllm_path", None)
+        return None if site is None else cls.start(site, shape, Path(tempfile.mkdtemp()), **options)
 
     @property
     def is_alive(self) -> bool:
@@ -84,20 +85,26 @@ class Vllm:
         said = self._log.read_text(errors="replace")[-1500:] if self._log is not None else ""
         return {"error": f"not there after {timeout:.0f} s {said}"}
 
-    def seconds(self, prompts: list[list[int]], new_tokens: Sequence[int]) -> float:
+    def seconds(self, prompts: list[list[int]], new_tokens: Sequence[int], timeout: float = 600) -> float:
         """Seconds that vLLM takes to generate `new_tokens[i]` tokens for prompt i."""
         assert self._connection is not None, "call wait() first"
         self._connection.send((prompts, list(new_tokens)))
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"vLLM: no answer after {timeout:.0f} s")
         return self._connection.recv()["seconds"]
 
     def measure(self, prompts: list[list[int]], new_tokens: Sequence[int], warm: list[list[int]], warm_tokens: Sequence[int],
                 timeout: float) -> dict[str, Any]:
         """What `wait` returns, and the seconds of a rollout after a warm-up with other prompts. Disconnects afterwards."""
         found = self.wait(timeout)
-        if "error" not in found:
-            self.seconds(warm, warm_tokens)
-            found["seconds"] = [self.seconds(prompts, new_tokens)]
-        self.hang_up()
+        try:
+            if "error" not in found:
+                self.seconds(warm, warm_tokens)
+                found["seconds"] = [self.seconds(prompts, new_tokens)]
+        except (EOFError, OSError) as error:  # it has ended, or does not answer
+            found["error"] = f"{type(error).__name__}: {error}"
+        finally:
+            self.hang_up()
         return found
 
     def hang_up(self) -> None:
@@ -115,8 +122,10 @@ class Vllm:
             self._process.wait()
 
 
-def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--vllm-path", type=Path, help="a folder in which vLLM is installed: start it for this run")
+def add_vllm_arguments(parser: argparse.ArgumentParser, can_start: bool = True) -> None:
+    """Adds the arguments that `Vllm.of` reads. can_start: Whether the benchmark may start vLLM itself."""
+    if can_start:
+        parser.add_argument("--vllm-path", type=Path, help="a folder in which vLLM is installed: start it for this run")
     parser.add_argument("--vllm-at", type=Path, help="folder of a running benchmarks/lib/vllm_gpu.py, which has started vLLM")
 
 

@@ -20,9 +20,9 @@ from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
 
-MAX_CATCH_UP_BYTES = 128 << 20
-"""Size of the hidden states of one forward pass of `EagleDrafter.catch_up`. Preparing one takes the host 0.7 ms, so on a GPU many
-small ones would take longer than what they compute."""
+MAX_CATCH_UP_BYTES = 512 << 20
+"""Memory that one forward pass of `EagleDrafter.catch_up` takes. Launching one takes the host 0.7 ms, so on a GPU many small ones
+would take longer than the computation itself."""
 MAX_TREE_POSITIONS = 128
 """Number of positions behind the context that a tree uses at most: the bits of `Segments.mask`."""
 
@@ -134,7 +134,8 @@ class EagleDrafter:
         request = np.repeat(np.arange(len(counts)), counts)
         rows = np.stack([request, np.cumsum(counts)[request] - np.arange(len(request))])
         bounds = upload(counts, device)
-        size = max(1, MAX_CATCH_UP_BYTES // (self.module.config.model.hidden_size * view.features.element_size()))
+        width = view.features.shape[1] + 6 * self.module.config.model.hidden_size  # of all tensors that are alive at once
+        size = max(1, MAX_CATCH_UP_BYTES // (width * view.features.element_size()))
         for start in range(0, len(request), size):
             places = upload(np.ascontiguousarray(rows[:, start : start + size]), device)
             committed, state = self._committed(view, places[0], places[1], bounds, least=0)

@@ -1,4 +1,4 @@
-"""How long steps take, as selectors are told.
+"""Step times as they are reported to selectors.
 
 On a GPU a step is launched before the outputs of the one before are read, so its time counts from when those were processed. What
 must not count are captures, and what the caller did while the device had nothing left to do.

@@ -370,8 +370,8 @@ class Ops(Protocol):
         """The drafter's rows for committed tokens that are not in its KV cache yet. Row i belongs to the request request[i] [R]
         and lies back[i] [R] positions before the end of its context; rows are in order, counts [B] rows per request. Its input is
         the token after its position; stored [T] is the token at every cache index. Rows on shared pages, or before the beginning
-        of the text, are padding and write to cache index `spare`; the last `least` rows of a request are always computed. If some
-        of the rows are left out, the others are the same, but there are no valid segments."""
+        of the text, are padding and write to cache index `spare`; the last `least` rows of a request are always computed. A
+        caller may pass only some of the rows; the segments are then invalid."""
         ...
 
     def recent_pages(self, requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,9 @@ class AlarmConfig(Config):
     """Number of preceding steps whose median the current step is compared with."""
     pays: float = Field(1.15, ge=1)
     """Tokens per verification below which drafting is taken to be unprofitable, used where the cost was not measured."""
-    max_age: int = Field(12, ge=1)
-    """Number of policy versions that a drafter may lag behind. It exceeds the pauses of unprofitable training."""
+    max_age: int = Field(80, ge=1)
+    """Number of policy versions that a drafter may lag behind. It exceeds the longest pause of unprofitable training, 64 steps by
+    default: a drafter that is good enough is not trained."""
     calibration: float = Field(0.15, gt=0)
     """Largest difference between the predicted and the observed share of accepted draft tokens."""
 

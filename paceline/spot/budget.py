@@ -86,7 +86,8 @@ class TrainingBudget:
 
     @property
     def wants_answers(self) -> bool:
-        """Whether answers of the coming step are needed: training takes place in this step or in the next one."""
+        """Whether the answers of the step that begins are needed, because the drafter is trained in it or in the one after.
+        Must be read before `next_seconds`, which counts the pause down."""
         return self._paused <= 1 or self.config.upkeep > 0
 
     def plan_warm_up(self, saved_share: float, generation_s: float) -> None:

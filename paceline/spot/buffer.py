@@ -30,6 +30,9 @@ from paceline.types import FeatureRecord
 _ID_FILE = "id"
 _BEHIND = 2
 """While records wait to be written, those in the host's memory may take so many times `max_bytes`."""
+_MAX_AGE = 8
+"""Number of policy versions after which a run no longer trains on an answer. Usually newer ones are drawn anyway; after a long
+pause of training there are few."""
 RECORD_SUFFIX = ".record"
 """Suffix of the file that holds one record."""
 
@@ -80,7 +83,7 @@ class FeatureBuffer:
         self.dropped = self.memory_bytes = self.disk_bytes = 0
         self._entries: dict[int, RecordInfo] = {}
         self._memory: OrderedDict[int, FeatureRecord] = OrderedDict()  # the most recently used one is last
-        self._answer_lengths: dict[int, list[int]] = {}  # by step, for the two newest steps; outlives dropped records
+        self._answer_lengths: dict[int, list[int]] = {}  # by step, for the two newest that have any; outlives dropped records
         self._pools: tuple[tuple[int, ...] | None, LengthPools] | None = None  # cached with its `lengths` until records change
         self._next_key = 0
         self._lock = threading.RLock()
@@ -221,7 +224,7 @@ class FeatureBuffer:
         self._next_key = max(self._next_key, entry.key + 1)
         self.newest_step, self.newest_version = max(self.newest_step, entry.step), max(self.newest_version, entry.version)
         self._answer_lengths.setdefault(entry.step, []).append(entry.answer_length)
-        for old in [step for step in self._answer_lengths if step < self.newest_step - 1]:
+        for old in sorted(self._answer_lengths)[:-2]:
             del self._answer_lengths[old]
 
     def _cache(self, key: int, record: FeatureRecord) -> None:
@@ -235,8 +238,8 @@ class FeatureBuffer:
     def _evict(self) -> None:
         """Drops stale records, then enforces the byte budgets. The most recently used record always stays in memory."""
         if self.max_age is not None:
-            for entry in [e for e in self._entries.values() if self.newest_version - e.version > self.max_age]:
-                self._drop(entry)
+            while self._entries and self.newest_version - (oldest := next(iter(self._entries.values()))).version > self.max_age:
+                self._drop(oldest)
         if self.folder is None:
             while self.memory_bytes > self.max_bytes and len(self._entries) > 1:
                 self._drop(_eviction_candidate(self._entries.values(), self.recent_answer_lengths()))
@@ -282,8 +285,8 @@ class BufferLimits(NamedTuple):
 def open_buffer(folder: Path, limits: BufferLimits, last_step: int) -> FeatureBuffer:
     """Opens a run's feature buffer, with the records that an earlier process has left up to RL step `last_step`."""
     if not limits.disk:
-        return FeatureBuffer(limits.memory)
-    return FeatureBuffer.open(folder, limits.memory, limits.disk, last_step=last_step)
+        return FeatureBuffer(limits.memory, max_age=_MAX_AGE)
+    return FeatureBuffer.open(folder, limits.memory, limits.disk, _MAX_AGE, last_step=last_step)
 
 
 def _eviction_candidate(entries: Iterable[RecordInfo], lengths: Sequence[int]) -> RecordInfo:

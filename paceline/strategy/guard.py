@@ -2,9 +2,9 @@
 
 Gains and losses are counted in steps without speculation: a step that is worth `progress` such steps and took as long as `cost`
 of them has gained `progress - cost`. Each drafter has an account, and another one for large batches: a few steps at the start, a
-small share of the time, and its gains. It pays for its losses out of that. It is switched on only if the account has what that
-cost the last time, and off when the account is empty. So whatever strategies are proposed, a run loses little, and a drafter that
-pays is not stopped by one that does not, or by what it lost in batches of another size.
+small share of all steps, whatever their batch size, and its gains. It pays for its losses out of that. It is switched on only if
+the account has what that cost the last time, and off when the account is empty. So whatever strategies are proposed, a run loses
+little, and a drafter that pays is not stopped by one that does not, or by what it lost in batches of another size.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class Guard:
         if bucket != self._bucket[0]:
             self._bucket = bucket, self._step
         drafter = outcome.decision.strategy.drafter
-        place = self.place(drafter, outcome.num_requests)
         for account in self.accounts.values():
             account.add(_SHARE)
         if drafter == "none":
@@ -122,6 +121,7 @@ class Guard:
             self._was_off, self._num_wanted = True, max(0, self._num_wanted - 1)
             return None
         self._was_off, was_on, self._on = False, self._on == drafter, drafter
+        place = self.place(drafter, outcome.num_requests)
         if place not in self.accounts:
             is_new = all(name != drafter for name, _ in self.accounts)
             self.accounts[place] = Account()

@@ -120,7 +120,8 @@ class OnlineDrafterTrainer:
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
-        """Called once per training step, before generation begins. During a pause of training no features are read."""
+        """Called once per training step, before generation begins. During a pause of training the features of finished answers
+        are not read."""
         self._step = step
         self._profile.begin_step()
         self.engine.reports_features = self.failure is None and self.budget.wants_answers
@@ -138,6 +139,7 @@ class OnlineDrafterTrainer:
         the step in which training failed: the engine then keeps the drafter it has."""
         began = time.perf_counter()
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
+        self.engine.reports_features = False  # evaluations need none
         self._downloads.wait()
         waited = time.perf_counter() - began
         held_out, self._held_out = self._held_out, []
@@ -167,6 +169,7 @@ class OnlineDrafterTrainer:
 
     def close(self) -> None:
         """Ends training and waits for the last records and the last checkpoint."""
+        self.engine.reports_features = True
         try:
             self._downloads.wait()
         finally:
@@ -349,6 +352,7 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
         """Does nothing: the process writes its own checkpoints while it trains."""
 
     def close(self) -> None:
+        self.engine.reports_features = True
         self._process.close()
 
     def _add(self, record: FeatureRecord, step: int) -> None:

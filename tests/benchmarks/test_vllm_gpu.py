@@ -51,6 +51,19 @@ def test_scripts_take_turns_at_one_peer(site, tmp_path):
     assert not peer.is_alive
 
 
+def test_a_rollout_is_measured_and_a_peer_that_ends_is_an_error(site, tmp_path):
+    peer = Vllm.start(site, "0.5B", tmp_path / "peers")
+    try:
+        assert peer.wait(60)["version"] == "0"
+        peer.hang_up()
+        client = Vllm(tmp_path / "peers/0.5B", None)
+        assert client.measure([[1]], [2], [[1]], [1], timeout=20)["seconds"][0] >= 0
+        assert "error" in client.measure([[1]], ["no number"], [[1]], [1], timeout=20), "the peer has ended on the way"
+    finally:
+        peer.close()
+    assert "not there" in client.measure([[1]], [2], [[1]], [1], timeout=0.3)["error"]
+
+
 def test_a_long_context_is_the_models_own(site, tmp_path):
     peer = Vllm.start(site, "0.5B", tmp_path / "peers", max_context=12288)
     try:

@@ -211,7 +211,7 @@ def test_a_drafter_that_never_hit_is_no_measure_of_itself():
 def test_age_ends_trust_in_a_drafter_that_should_have_followed():
     for is_trained in (True, False):
         engine = FakeEngine()
-        engine.version = 20
+        engine.version = 100
         _, (alarm,) = DrafterMonitor(engine, AlarmConfig(), is_trained).end_step()
         assert alarm.name == "age" and engine.distrusted == (["eagle"] if is_trained else [])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.spot import buffer as buffer_module
-from paceline.spot.buffer import FeatureBuffer, length_bin
+from paceline.spot.buffer import BufferLimits, FeatureBuffer, length_bin, open_buffer
 from paceline.types import FeatureRecord
 
 HIDDEN, PROMPT = 4, 3
@@ -97,6 +97,26 @@ def test_memory_is_bounded_and_the_last_steps_long_answers_stay():
         assert buffer.memory_bytes <= buffer.max_bytes
     assert (1, 400) in {(e.step, e.answer_length) for e in buffer.entries()}
     assert sum(e.step == 2 for e in buffer.entries()) == 5
+
+
+def test_the_last_steps_long_answers_stay_after_a_pause_in_which_none_were_added():
+    buffer = FeatureBuffer(size(400) + 6 * size(20))
+    for length in (20, 400, 20, 20):
+        buffer.add(made(length), step=1)
+    buffer.add(made(20), step=9)
+    assert buffer.recent_answer_lengths() == [20, 400, 20, 20], "the newest step has fewer finished answers"
+    for _ in range(4):
+        buffer.add(made(20), step=9)
+    assert (1, 400) in {(e.step, e.answer_length) for e in buffer.entries()}
+
+
+def test_a_run_does_not_train_on_answers_of_long_ago(tmp_path):
+    for folder in (None, tmp_path):
+        buffer = open_buffer(tmp_path, BufferLimits(10**9, 10**9 if folder else 0), last_step=0)
+        for version in (0, 1, 8, 9):
+            buffer.add(made(10, version), step=version)
+        assert {e.version for e in buffer.entries()} == {1, 8, 9}
+        buffer.close()
 
 
 def test_disk_is_bounded_and_what_left_memory_comes_back(tmp_path):

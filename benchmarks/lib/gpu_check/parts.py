@@ -166,9 +166,6 @@ class GpuCheck:
         warm = chat(self._tokenizer, long_tail.compose(self._training, lengths, 99))
         long_tail.warm_up(engine, names, warm, lengths)
         found |= {"requests": sizes.requests, "max_length": sizes.max_length, "rollout": {}}
-        peer = None if self._setting.tiny else Vllm.of(self._args, "7B")
-        if peer is not None:
-            found["vllm"] = peer.measure(prompts, lengths, warm, long_tail.shortened(lengths), timeout=budget.left)
         longest = 0.0
         for name in names:
             if budget.left < longest:
@@ -179,6 +176,13 @@ class GpuCheck:
             found["rollout"][name] = long_tail.summary([run])
             found |= long_tail.conclusions(found, names)
             print(f"{name}: {run.seconds:.2f} s", flush=True)
+        peer = None if self._setting.tiny else Vllm.of(self._args, "7B" if self._args.speculate_on == "twin" else "1.5B")
+        if peer is not None:
+            found["vllm"] = theirs = peer.measure(prompts, lengths, warm, long_tail.shortened(lengths), timeout=10)
+            found |= long_tail.conclusions(found, names)
+            print(f"vllm: {theirs}", flush=True)
+            if "error" in theirs:
+                self._report.content["skipped"]["long_tail, vLLM"] = theirs["error"]
 
     def _rl(self, budget: Budget, found: dict[str, Any]) -> None:
         """Steps of RL on the policy itself with the drafter that was trained here."""

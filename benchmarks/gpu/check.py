@@ -61,7 +61,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=Path, help="CSV with output_tokens and probability (default: a made-up heavy tail)")
     parser.add_argument("--speculate-on", choices=["twin", "policy"], default="twin", help="model of speculate and long_tail")
     parser.add_argument("--parts", nargs="+", choices=list(MINUTES), default=list(MINUTES), help="parts to run (default: all)")
-    parser.add_argument("--keep-drafter", type=Path, metavar="FOLDER", help="keep the trained drafter here, for other benchmarks")
+    parser.add_argument("--keep-drafter", type=Path, metavar="FOLDER",
+                        help="keep the trained drafter here, for other benchmarks and for --continue")
     parser.add_argument("--continue", dest="earlier", type=Path, metavar="FILE",
                         help="result of an earlier check of the same sources, whose parts count where they are not run again")
     parser.add_argument("--partial", action="store_true", help="parts that are skipped are no failure")

@@ -46,6 +46,8 @@ def _check_sentences(content: Content) -> Iterator[str]:
         yield f"This run left out: {', '.join(left_out)}."
     if earlier := content.get("earlier_parts"):
         yield f"Of revision {next(iter(earlier.values()))[:7]}, with the same sources: {', '.join(earlier)}."
+    for name, why in content.get("apart", {}).items():
+        yield f"Part {name} was measured in a process of its own, because {why}."
     if "tests" in parts:
         yield f"{parts['tests']['passed']} tests pass on the GPU."
     rates = {batch: cell["tokens_per_s"] for batch, cell in parts.get("decode", {}).get("batches", {}).items()}
@@ -57,6 +59,9 @@ def _check_sentences(content: Content) -> Iterator[str]:
     if parts.get("speculate", {}).get("batches"):
         yield (f"The table is of the {parts['speculate']['model']}, with a drafter trained for "
                f"{parts['drafter']['train_seconds']:.0f} s in the same process.")
+    if full := parts.get("drafter", {}).get("full_tree_tokens_per_verification"):
+        width = max(full, key=int)
+        yield f"Full trees of depth 6 with {width} children would give it {full[width]:.2f} tokens per verification (held out)."
 
 
 def _check_rl(rl: Content) -> Table | None:

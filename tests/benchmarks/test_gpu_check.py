@@ -186,7 +186,8 @@ def test_the_page_shows_the_check_and_whether_sources_have_changed(changed, tmp_
 @pytest.mark.slow  # its parts are benchmarks that `test_gpu_benchmarks.py` runs
 def test_a_tiny_check_runs_all_parts(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    check.main(["--tiny", "--allow-dirty", "--out", str(tmp_path / "out.json")])
+    arguments = ["--tiny", "--allow-dirty", "--keep-drafter", str(tmp_path / "kept")]
+    check.main([*arguments, "--out", str(tmp_path / "out.json")])
     text = (tmp_path / "out.json").read_text()
     found = json.loads(text)
     assert found["passed"] and not found["errors"] and not found["skipped"] and found["parts"].keys() == MINUTES.keys()
@@ -194,10 +195,13 @@ def test_a_tiny_check_runs_all_parts(tmp_path, monkeypatch):
     parts = found["parts"]
     assert parts["drafter"]["steps"] > 0 and "loaded" not in parts["drafter"]
     assert parts["speculate"]["batches"].keys() == parts["decode"]["batches"].keys() == {"1", "2"}
-    assert parts["long_tail"]["rollout"].keys() == {"auto", "off", "eagle:d3w2v4"}
+    assert parts["long_tail"]["rollout"].keys() == {"auto", "off", "eagle:d3w2v4", "eagle:d4w2v8"}
     assert len(parts["rl"]["steps"]) == 2
     for step in parts["rl"]["steps"]:
         assert step["accept_length"] >= 1 and 0 <= step["share_off"] <= 1 and step["tokens_per_s"] > 0
+    check.main([*arguments, "--parts", "rl", "--continue", str(tmp_path / "out.json"), "--out", str(tmp_path / "again.json")])
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["passed"] and again["earlier_parts"].keys() == MINUTES.keys() - {"rl"} and len(again["parts"]["rl"]["steps"]) == 2
 
 
 def test_parts_of_an_earlier_check_count_if_the_sources_are_the_same(tmp_path):

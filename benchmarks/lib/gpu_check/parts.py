@@ -23,6 +23,7 @@ from benchmarks.lib.speculation import BatchBench, fixed_strategies, num_parts, 
 from benchmarks.lib.upscale import upscale, upscale_drafter
 from benchmarks.lib.vllm_gpu import Vllm
 from paceline import Engine
+from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.models.decoder import Decoder
 
@@ -215,6 +216,9 @@ class GpuCheck:
         return self._policy
 
     def _trained_drafter(self) -> Eagle:
+        kept = self._args.keep_drafter
+        if self._drafter is None and kept is not None and "drafter" in self._earlier.get("parts", {}):
+            self._args.drafter, self._drafter = kept, load_eagle(kept, self._loaded_policy())
         if self._drafter is None:
             raise Skipped("no drafter was trained")
         return self._drafter

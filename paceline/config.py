@@ -45,7 +45,8 @@ class EngineConfig(Config):
     kv_tokens: int | None = Field(None, ge=1)
     """Number of tokens that the KV cache holds. None: as many as fit into `kv_memory_gb`."""
     kv_memory_gb: float | None = Field(None, gt=0)
-    """Memory for the KV cache in GiB. None: 2 on a CPU, 85 % of the free memory on a GPU."""
+    """Memory for the KV cache in GiB. None: 2 on a CPU, 85 % of the free memory on a GPU; in a training run what its memory plan
+    leaves."""
     max_context: int | None = Field(None, ge=2)
     """Maximum number of prompt and answer tokens of one request together. None: the model's own limit."""
     row_sizes: tuple[int, ...] = ()

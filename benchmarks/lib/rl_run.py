@@ -82,7 +82,7 @@ class GivenLengths(RolloutCollector):
 
     def _add(self, engine: Engine, problem: Problem, key: str) -> list[int]:
         params = SamplingParams(temperature=self.params.temperature, max_new_tokens=self.params.max_new_tokens,
-                                seed=self.params.seed, ignore_eos=True)
+                                seed=self.params.seed)
         return engine.add(engine.encode(problem.prompt), params, self.group_size, key)
 
 
@@ -103,6 +103,7 @@ class GivenLengthsTrainer(Trainer):
 
     def _load(self) -> None:
         super()._load()
+        self.engine._eos = frozenset()  # with `ignore_eos`, `auto` would take the limit for the length of every answer
         assert self._task is not None
         self.collector = GivenLengths(self.engine, None, InOrder(self._task, 0, None), self.pool, self.config.rollout,
                                       self.config.seed, self._on_engine_step)

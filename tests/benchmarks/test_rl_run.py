@@ -17,6 +17,7 @@ from benchmarks.lib.rl_run import nats_by_position, share_past_end, update_flops
 from benchmarks.lib.rl_tables import gpu_rl_step
 from benchmarks.lib.setup import Budget, Setting, free_memory
 from paceline.config import LearnerConfig, OptimizerConfig
+from paceline.engine.strategy_control import StrategyControl
 from paceline.rl import Learner, make_algorithm
 from paceline.rl.batch import Sample
 from paceline.types import Rollout
@@ -78,6 +79,19 @@ def test_a_run_gives_its_memory_back(tmp_path, monkeypatch):
     assert len(found["steps"]) == 1 and found["phases"]["train"]["peak_gib"] > 0
     free_memory()
     assert made[0]() is None
+
+
+def test_the_engine_does_not_know_where_answers_end(tmp_path, monkeypatch):
+    """As in a run of its users: with known lengths `auto` would draft for the request that finishes last."""
+    seen, real = [], StrategyControl._remaining
+    monkeypatch.setattr(StrategyControl, "_remaining", lambda self, decoding: seen.append(real(self, decoding)) or seen[-1])
+    config = memory.train_config
+    monkeypatch.setattr(memory, "train_config", lambda *args: config(*args).model_copy(
+        update={"strategy": "auto", "drafter": "suffix"}))
+    args = Namespace(group=2, max_new_tokens=16, tiny=True, optimizer="adamw", micro_batch_tokens=64, lengths=None, max_length=4,
+                     steps=1)
+    memory.run_case(memory.TINY_CASES["full weights"], args, Setting(torch.device("cpu"), True), Budget(5.0), tmp_path)
+    assert seen and not any(seen)
 
 
 class Peer:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.strategy import AutoSelector, Selector, make_selector
 from paceline.strategy.acceptance import Acceptance
+from paceline.strategy.auto import _AHEAD
 from paceline.strategy.correct import Corrections, MakespanShare
 from paceline.strategy.guard import Guard
 from paceline.strategy.predict import Predictor
@@ -114,11 +115,24 @@ class WithoutFilling(AutoSelector):
         self.predictor = _PlainPredictor(self.costs)
 
 
+class WithoutHysteresis(AutoSelector):
+    """Decides anew in every step, and speculates as soon as that is predicted to be faster than off, however little."""
+
+    def _must_decide(self, view: StepView) -> bool:
+        return True
+
+    def _decide(self, view: StepView) -> Decision:
+        own, self.corrections = self.corrections, _NoMargin(_sums=self.corrections._sums)
+        decision = super()._decide(view)
+        self.corrections = own
+        return decision
+
+
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
     "auto-makespan": WithoutMakespan, "auto-share": WithoutShare, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
     "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-ranges": WithoutRanges,
-    "auto-change": WithoutChange, "auto-filling": WithoutFilling,
+    "auto-change": WithoutChange, "auto-filling": WithoutFilling, "auto-hysteresis": WithoutHysteresis,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
@@ -138,6 +152,11 @@ class _CorrectionsByDrafter(Corrections):
         if strategy.drafter == "none":
             return 1.0
         return super().factor(Strategy(strategy.drafter, 16, 5, 16), requests)  # of such trees nothing is known
+
+
+class _NoMargin(Corrections):
+    def factor(self, strategy: Strategy, requests: int) -> float:
+        return super().factor(strategy, requests) / (1.0 if strategy.drafter == "none" else _AHEAD)
 
 
 class _WholeShare(MakespanShare):

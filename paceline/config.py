@@ -307,10 +307,10 @@ class TrainConfig(Config):
     """When to warn that the learned drafter no longer fits its policy: fields of `spot.alarms.AlarmConfig`."""
     drafter_buffer_gb: float = Field(1.0, gt=0)
     """Memory of the host, in GiB, for captured answers that the learned drafter is trained on; up to twice as much while they
-    are written to disk."""
+    are written to disk. With several workers: memory of each worker's device."""
     drafter_disk_gb: float = Field(4.0, ge=0)
     """Disk space in the run folder, in GiB, for such answers: what does not fit into memory is read from there, and a resumed run
-    finds them again. 0: memory only."""
+    finds them again. 0: memory only, as it always is with several workers."""
     spot: dict[str, Any] = Field(default_factory=dict)
     """How the learned drafter is trained: fields of `spot.SpotConfig`."""
     reward_model: str | None = None

@@ -57,7 +57,7 @@ class TrainWorkerSpec:
             engine.warm_up(config.rollout.prompts * config.rollout.group_size)
         eagle, training = engine.drafting.eagle, None
         if eagle is not None and config.train_drafter and config.cluster.spot_training:
-            training = DrafterTraining(engine, training_config(config, eagle.module))
+            training = DrafterTraining(engine, training_config(config, eagle.module), int(config.drafter_buffer_gb * 2**30))
         learner = RankLearner(config, worker_id) if config.cluster.shard_training else None
         return Worker(worker_id, engine, send, training, learner=learner, gpu=gpu_of(engine.model.norm.device))
 
@@ -69,6 +69,8 @@ class ClusterTrainer(Trainer):
     _coordinator: Coordinator | None = None
 
     def run(self) -> TrainResult:
+        if self.config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
+            raise ValueError("drafter_disk_gb: several workers keep captured answers in memory only (drafter_buffer_gb)")
         try:
             return super().run()
         finally:

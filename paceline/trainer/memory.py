@@ -1,5 +1,5 @@
 """The memory plan of a run: what takes how much of the device's memory, what is left for the KV cache, and what would help. It is
-an estimate from shapes alone: nothing is loaded."""
+an estimate from shapes alone: no weights are put on the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ import torch
 from paceline.bundled import resolve_model
 from paceline.cache.store import PagedStore
 from paceline.config import TrainConfig
+from paceline.drafters.checkpoint import _parse_config, _read
+from paceline.drafters.eagle import EagleConfig
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import open_checkpoint, parse_dtype, resolve_device
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
-from paceline.spot import SpotConfig
+from paceline.spot import SpotConfig, capture_layers
+from paceline.trainer.feature_downloads import _MAX_PENDING_BYTES
 
 _GB = 2**30
 _RESERVED = 0.05
@@ -43,10 +46,11 @@ class MemoryItem(NamedTuple):
 
     what: str
     num_bytes: int
-    phase: Literal["always", "update", "generation"] = "always"
-    """When it is needed. If the engine sleeps during updates, nothing else is held."""
+    phase: Literal["always", "update", "engine", "generation"] = "always"
+    """When it is held. `engine`: always, except during updates if the engine sleeps then. `generation`: only while answers are
+    generated, so its memory is free again for the update."""
     is_later: bool = False
-    """Whether it is allocated only when the policy is first updated, after the engine has been made."""
+    """Whether it is allocated only after the engine has been made, whose KV cache must leave room for it."""
 
 
 class MemoryPlan(NamedTuple):
@@ -66,17 +70,20 @@ class MemoryPlan(NamedTuple):
     @property
     def update_bytes(self) -> int:
         """Bytes of everything but the KV cache while the policy is updated."""
-        return sum(item.num_bytes for item in self.items if not (self.sleeps and item.phase == "generation"))
+        return self._bytes("always", "update") if self.sleeps else self._bytes("always", "update", "engine")
 
     @property
     def generation_bytes(self) -> int:
-        """Bytes of everything but the KV cache while the engine holds one: always, or only during generation if it sleeps."""
-        return sum(item.num_bytes for item in self.items if not (self.sleeps and item.phase == "update"))
+        """Bytes of everything but the KV cache while the engine holds one: during generation, and during updates as well unless
+        it sleeps then."""
+        generating = self._bytes("always", "engine", "generation")
+        return generating if self.sleeps else max(generating, self.update_bytes)
 
     @property
     def later_bytes(self) -> int:
         """Bytes that are allocated after the engine has been made, and that its KV cache must leave room for."""
-        return sum(item.num_bytes for item in self.items if item.is_later and not (self.sleeps and item.phase == "update"))
+        later = self._replace(items=tuple(item for item in self.items if item.is_later))
+        return later.generation_bytes
 
     @property
     def left_bytes(self) -> int | None:
@@ -88,6 +95,9 @@ class MemoryPlan(NamedTuple):
         if self.capacity is None or self.left_bytes is None:
             return True
         return self.update_bytes <= (1 - _RESERVED) * self.capacity and self.left_bytes >= tokens * self.kv_bytes_per_token
+
+    def _bytes(self, *phases: str) -> int:
+        return sum(item.num_bytes for item in self.items if item.phase in phases)
 
     def __str__(self) -> str:
         whole = self.kv_tokens * self.kv_bytes_per_token
@@ -111,10 +121,13 @@ def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan 
 
 
 def check_memory(config: TrainConfig) -> None:
-    """ValueError with the memory plan if the run cannot fit on its GPU, not even with a KV cache for a single answer."""
-    plan = memory_plan(config) if resolve_device(config.device).startswith("cuda") else None
+    """ValueError with the memory plan, in one line, if the run cannot fit on its GPU, not even with a KV cache for a single
+    answer."""
+    device = resolve_device(config.device)
+    plan = memory_plan(config) if device.startswith("cuda") else None
     if plan is not None and not plan.fits(config.rollout.max_new_tokens):
-        raise ValueError(f"device: the run does not fit on {config.device}\n{plan}")
+        items = "; ".join(" ".join(line.split()) for line in str(plan).splitlines())
+        raise ValueError(f"device: the run does not fit on {device}: {items}")
 
 
 def kv_budget(config: TrainConfig, shape: ModelConfig, free: int) -> float:
@@ -138,11 +151,24 @@ def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = Non
 
 
 def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None) -> MemoryPlan:
-    width = (parse_dtype(config.dtype) or torch.float32).itemsize
-    layers = [(shape.num_kv_heads, shape.head_dim)] * (shape.num_layers + (config.drafter not in ("suffix", "none")))
-    per_token = PagedStore.bytes_per_token(layers, 0, torch.bfloat16) * width // 2
+    dtype = parse_dtype(config.dtype) or torch.float32
+    layers, drafter = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
+    if drafter is not None:
+        layers.append((drafter.model.num_kv_heads, drafter.model.head_dim))
+    feature_size = _feature_size(config, shape, drafter)
+    per_token = PagedStore.bytes_per_token(layers, feature_size, dtype)
     answers = config.rollout.prompts * config.rollout.group_size * config.rollout.max_new_tokens
-    return MemoryPlan(tuple(_items(config, shape, width)), per_token, answers, capacity, config.sleep_during_update)
+    return MemoryPlan((*_items(config, shape, dtype.itemsize), *_captured_items(config, feature_size * dtype.itemsize, answers)),
+                      per_token, answers, capacity, config.sleep_during_update)
+
+
+def _feature_size(config: TrainConfig, shape: ModelConfig, drafter: EagleConfig | None) -> int:
+    """Number of captured features per token that the engine stores: hidden states of the layers that the run asks for, that the
+    learned drafter reads, and that it is trained on."""
+    layers = set(config.engine.capture)
+    if drafter is not None:
+        layers.update(capture_layers(drafter) if config.train_drafter else drafter.feature_layers)
+    return len(layers) * shape.hidden_size
 
 
 def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
@@ -163,14 +189,49 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
         yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
         yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
-    yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "generation")
+    yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "engine")
     if rank:
         largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
-        yield MemoryItem("merging of adapters", 2 * largest * master, "generation", is_later=True)
+        yield MemoryItem("merging of adapters", 2 * largest * master, "engine", is_later=True)
+    if config.reward_model is not None:
+        yield _reward_model_item(config.reward_model, width)
     if config.drafter not in ("suffix", "none"):
         layer = _layer_parameters(shape) + 2 * shape.hidden_size**2
         heads = 2 * SpotConfig(**config.spot).draft_vocab_for(shape.vocab_size) * shape.hidden_size * width  # gathered rows
         yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)) + heads)
+
+
+def _reward_model_item(source: str, width: int) -> MemoryItem:
+    path = Path(resolve_model(source)).expanduser()
+    if not path.exists():
+        return MemoryItem("reward model (not on this machine yet)", 0)
+    shape = open_checkpoint(path).config
+    trunk = num_parameters(replace(shape, tie_embeddings=True))  # it has no vocabulary to predict
+    return MemoryItem("reward model", trunk * width + shape.hidden_size * max(4, width))  # its one output is in float32 or better
+
+
+def _captured_items(config: TrainConfig, bytes_per_token: int, answer_tokens: int) -> Iterator[MemoryItem]:
+    """Features of finished answers on the device, if a learned drafter is trained on them. Several workers keep them there; one
+    process copies them to the host, and only those that wait for it take memory."""
+    if config.drafter in ("suffix", "none") or not config.train_drafter:
+        return
+    if not config.cluster.needs_ray:
+        waiting = min(answer_tokens * bytes_per_token, _MAX_PENDING_BYTES)
+        yield MemoryItem("features that wait to be copied", waiting, "generation", is_later=True)
+    elif config.cluster.spot_training:
+        yield MemoryItem("answers that the drafter is trained on", int(config.drafter_buffer_gb * _GB), is_later=True)
+
+
+def _drafter_config(config: TrainConfig, shape: ModelConfig) -> EagleConfig | None:
+    """Architecture of the run's learned drafter; None if it has none."""
+    if config.drafter in ("suffix", "none"):
+        return None
+    if config.drafter == "learned":
+        return EagleConfig.for_policy(shape, SpotConfig(**config.spot).module_form)
+    try:
+        return _parse_config(*_read(Path(config.drafter).expanduser()), shape)
+    except ValueError as error:
+        raise ValueError(f"drafter {config.drafter}: {error}") from None
 
 
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:

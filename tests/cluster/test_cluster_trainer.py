@@ -123,6 +123,22 @@ def test_unfinished_answers_continue_in_the_next_step(tmp_path):
     assert trainer.mixed, "some answers were written by two versions of the policy"
 
 
+@pytest.mark.parametrize("gigabytes", [1.0, 0.25])
+def test_a_worker_keeps_as_many_captured_answers_as_the_run_says(tmp_path, gigabytes):
+    settings = config(tmp_path, drafter="learned", drafter_buffer_gb=gigabytes, cluster={"workers": 2, "shard_training": False})
+    worker = TrainWorkerSpec(settings).build(0, lambda worker, message: None)
+    assert worker.training._buffer.max_bytes == gigabytes * 2**30
+
+
+def test_captured_answers_on_disk_are_refused(tmp_path):
+    cluster = {"workers": 2, "shard_training": False}
+    with pytest.raises(ValueError, match=r"^drafter_disk_gb: several workers keep captured answers in memory only"):
+        LocalTrainer(config(tmp_path / "disk", drafter_disk_gb=8.0, cluster=cluster)).run()
+    assert not (tmp_path / "disk").exists()
+    settings = config(tmp_path / "memory", steps=1, drafter_disk_gb=0.0, cluster=cluster)
+    assert LocalTrainer(settings).run().status is RunStatus.COMPLETED
+
+
 class Killer(TrainerCallback):
     """Kills worker 1 twice: while answers are generated, and while the policy is trained."""
 

@@ -14,7 +14,7 @@ from paceline.models.save import save_model
 from paceline.models.weights import load_model
 from paceline.rl import Learner, NonFiniteError, make_algorithm, pack
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore
-from paceline.rl.models import Policy, Scorer, load_reward_model
+from paceline.rl.models import HEAD_ROWS, Policy, Scorer, load_reward_model
 
 
 def make_learner(name="grpo", lr=1e-3, kind="llama", steps=10, temperature=1.0, compute=torch.float64, options=None, model=None,
@@ -43,6 +43,31 @@ def test_logprobs_equal_one_sequence_at_a_time(kind):
             alone = [policy.logprobs(pack([samples[i]], 30)[0], 0.7) for i in batch.members]
             torch.testing.assert_close(packed, torch.cat([p for p, _ in alone]))
             torch.testing.assert_close(entropy, torch.cat([e for _, e in alone]))
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_rows_of_the_head_in_chunks_equal_all_at_once(exact, entropy_gradient, monkeypatch):
+    """Log-probabilities, entropy and gradients of more answer tokens than logits may exist for at the same time."""
+    learner, temperature, rows = make_learner(exact_logprobs=exact), 0.7, []
+    learner.warm_up()
+    policy, parameters = learner.policy, list(learner.policy.parameters())
+    (batch,) = pack(random_samples(8, 12, longest=60), 10_000)
+    scaled = policy.model.logits(policy.hidden(batch)[batch.rows], policy.ops) / temperature
+    distribution = scaled.log_softmax(dim=-1)
+    expected = distribution.gather(1, batch.targets[:, None])[:, 0], -(distribution.exp() * distribution).sum(dim=-1)
+    of_logits = policy._of_logits
+    monkeypatch.setattr(policy, "_of_logits", lambda logits, *rest: (rows.append(len(logits)), of_logits(logits, *rest))[1])
+    found = policy.logprobs(batch, temperature, entropy_gradient=entropy_gradient)
+    assert set(rows) == {HEAD_ROWS, len(batch.rows) % HEAD_ROWS} and len(batch.rows) > 2 * HEAD_ROWS
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, len(batch.rows), generator=draw, dtype=torch.float64) * torch.tensor([[1], [entropy_gradient]])
+    gradients = [torch.autograd.grad(sum((w * part).sum() for w, part in zip(weights, parts, strict=True)), parameters)
+                 for parts in (expected, found)]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients[1], gradients[0])
+    with torch.no_grad():
+        torch.testing.assert_close(policy.logprobs(batch, temperature), tuple(part.detach() for part in expected))
 
 
 def test_packing_is_tight_and_complete():

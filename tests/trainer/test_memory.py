@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from e2e import toy
 from trainer.test_trainer_library import make_config
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from paceline.config import LearnerConfig, TrainConfig
+from paceline.drafters.checkpoint import save_eagle
+from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.weights import load_model
 from paceline.rl import pack
 from paceline.rl.adapters import add_lora
 from paceline.rl.batch import Sample
 from paceline.rl.learner import Learner
+from paceline.rl.models import load_reward_model
 from paceline.trainer import Trainer
-from paceline.trainer.memory import _activation_bytes, kv_budget, num_adapter_parameters, num_parameters, plan_for
-from paceline.trainer.parts import learner_for
+from paceline.trainer.memory import (
+    MemoryItem,
+    MemoryPlan,
+    _activation_bytes,
+    check_memory,
+    kv_budget,
+    memory_plan,
+    num_adapter_parameters,
+    num_parameters,
+    plan_for,
+)
+from paceline.trainer.parts import engine_for, learner_for
 
 QWEN_7B = ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, max_context=32768, qkv_bias=True)
 H200 = 140 * 2**30
@@ -143,3 +159,115 @@ def test_a_dry_run_prints_the_plan_beside_the_configuration(tmp_path, capsys):
     assert toy.run([*toy.settings(tmp_path, "run"), "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["steps"] == 5 and "policy in training" in printed.err and "KV cache" in printed.err
+
+
+# What a learned drafter and a reward model add
+
+
+@pytest.mark.parametrize("changes", [
+    {"drafter": "suffix"}, {"drafter": "suffix", "engine": {"capture": (0, 1)}}, {"drafter": "learned"},
+    {"drafter": "learned", "spot": {"form": "eagle3"}}, {"drafter": "learned", "engine": {"capture": (0, -1)}},
+    {"drafter": "folder"}, {"drafter": "folder", "train_drafter": False}], ids=str)
+def test_the_kv_cache_stores_per_token_what_the_plan_says(tmp_path, changes):
+    """Also the features that a learned drafter reads, and its own keys and values, of which a loaded one may have more heads."""
+    toy.make_folder(tmp_path)
+    model, tokenizer = load_model(tmp_path / "model", dtype="float64")
+    if changes["drafter"] == "folder":
+        eagle = EagleConfig.for_policy(model.config, "eagle3", (0, 1))
+        eagle = replace(eagle, model=replace(eagle.model, num_kv_heads=eagle.model.num_heads))
+        save_eagle(Eagle.random(eagle, dtype=torch.float64), tmp_path / "drafter", model)
+        changes = {**changes, "drafter": str(tmp_path / "drafter")}
+    engine = {"kv_tokens": 64, **changes.get("engine", {})}
+    settings = make_config(tmp_path, **{**changes, "strategy": "off", "engine": engine})
+    tokens, *stored = engine_for(settings, model, tokenizer, speculate=True).store.tensors()
+    assert plan_for(settings, model.config).kv_bytes_per_token == sum(tensor.nbytes for tensor in stored) / len(tokens)
+
+
+def test_features_that_wait_to_be_copied_are_planned_up_to_a_bound():
+    """At most those of one step's answers. The policy's update can use their memory again."""
+    what = "features that wait to be copied"
+    hidden_bytes = 2 * QWEN_7B.hidden_size
+    short = {"prompts": 2, "group_size": 4, "max_new_tokens": 256}
+    assert gigabytes(plan_for(config(drafter="learned", rollout=short), QWEN_7B))[what] == 2048 * hidden_bytes / 2**30
+    assert gigabytes(plan_for(config(drafter="learned"), QWEN_7B))[what] == 4
+    eagle3 = config(drafter="learned", rollout=short, spot={"form": "eagle3"})
+    assert gigabytes(plan_for(eagle3, QWEN_7B))[what] == 4 * 2048 * hidden_bytes / 2**30
+    for other in ({}, {"drafter": "learned", "train_drafter": False}, {"drafter": "learned", "cluster": {"workers": 2}}):
+        assert what not in gigabytes(plan_for(config(**other), QWEN_7B))
+    asleep, awake = (plan_for(config(drafter="learned", sleep_during_update=sleeps), QWEN_7B) for sleeps in (True, False))
+    assert asleep.later_bytes == pytest.approx((gigabytes(asleep)["AdamW"] + 4) * 2**30)
+    assert awake.later_bytes == sum(item.num_bytes for item in awake.items if item.is_later and item.what != what)
+
+
+@pytest.mark.parametrize(("sleeps", "waiting", "update", "generation", "later"), [
+    (False, 8, 7, 13, 9), (False, 1, 7, 7, 3), (True, 8, 3, 13, 9), (True, 1, 3, 6, 2)])
+def test_what_is_held_in_one_phase_alone_shares_its_memory(sleeps, waiting, update, generation, later):
+    items = (MemoryItem("moments", 1, "always", is_later=True), MemoryItem("gradients", 2, "update", is_later=True),
+             MemoryItem("engine", 4, "engine"), MemoryItem("waiting", waiting, "generation", is_later=True))
+    plan = MemoryPlan(items, 1, 1, None, sleeps)
+    assert (plan.update_bytes, plan.generation_bytes, plan.later_bytes) == (update, generation, later)
+
+
+def test_several_workers_hold_the_answers_that_the_drafter_is_trained_on():
+    what = "answers that the drafter is trained on"
+    workers = {"drafter": "learned", "cluster": {"workers": 2}, "drafter_buffer_gb": 3.0}
+    assert gigabytes(plan_for(config(**workers), QWEN_7B))[what] == 3
+    for other in ({"cluster": {"workers": 2, "spot_training": False}}, {"train_drafter": False}, {"cluster": {}}):
+        assert what not in gigabytes(plan_for(config(**{**workers, **other}), QWEN_7B))
+
+
+def test_a_reward_model_is_planned_as_it_is_loaded(tmp_path):
+    Qwen2ForSequenceClassification(Qwen2Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_labels=1, pad_token_id=60)).save_pretrained(tmp_path / "rewards")
+    loaded = load_reward_model(tmp_path / "rewards", "cpu", torch.bfloat16, torch.bfloat16)
+    plan = plan_for(config(reward_model=str(tmp_path / "rewards")), QWEN_7B)
+    assert {item.what: item.num_bytes for item in plan.items}["reward model"] == sum(p.nbytes for p in loaded.parameters())
+    assert not any(item.what.startswith("reward model") for item in plan_for(config(), QWEN_7B).items)
+    unknown = plan_for(config(reward_model="someone/not-downloaded"), QWEN_7B)
+    assert gigabytes(unknown)["reward model (not on this machine yet)"] == 0
+
+
+# Runs that cannot fit
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A GPU of 1 MiB, which is free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**20, 2**20))
+
+
+def said(message: str, folder) -> bool:
+    """Whether a message says in one line what the run needs, what there is, and which settings would help."""
+    plan = memory_plan(make_config(folder), 2**20)
+    wanted = ["does not fit on cuda", "KV cache of a whole step at full length", "left for the KV cache 0.00 GiB of 0.0",
+              *(item.what for item in plan.items), *(f"saved by {setting}" for setting, _ in plan.savings)]
+    assert len(plan.items) >= 5 and len(plan.savings) >= 2
+    return all(words in message for words in wanted) and "\n" not in message.strip()
+
+
+def test_a_run_that_cannot_fit_is_refused_with_its_plan(tmp_path, small_gpu):
+    toy.make_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"^device: ") as raised:
+        Trainer(make_config(tmp_path)).run()
+    assert said(str(raised.value), tmp_path) and not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=r"^device: "):
+        check_memory(make_config(tmp_path, device="cuda:0"))
+
+
+def test_a_dry_run_that_cannot_fit_says_so(tmp_path, small_gpu, capsys):
+    toy.make_folder(tmp_path)
+    assert toy.run([*toy.settings(tmp_path, "run"), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert said(printed.err, tmp_path) and not printed.out
+
+
+def test_a_run_that_fits_is_not_refused(tmp_path, small_gpu, monkeypatch):
+    toy.make_folder(tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 2**30))  # what others hold now may be free later
+    check_memory(make_config(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
+    check_memory(make_config(tmp_path))

@@ -1,5 +1,6 @@
-"""Equal bits in bfloat16 on a CUDA device: tokens and log-probabilities are those of one request at a time without a drafter,
-whatever the strategy, the batch, the order of arrival, pages, prompt chunks, pre-emption, shared prefixes, sleep and graphs."""
+"""Equal bits in bfloat16 and float32 on a CUDA device: tokens and log-probabilities are those of one request at a time without a
+drafter, whatever the strategy, the batch, arrival among others, pages, prompt chunks, pre-emption, shared prefixes, sleep and
+graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ SHAPES = {
     "qwen2": ModelConfig("qwen2", 1021, 224, 600, 3, 7, 1, 64, max_context=1024, qkv_bias=True),
     "qwen3": ModelConfig("qwen3", 509, 256, 320, 3, 6, 2, 48, max_context=1024, qk_norm=True),
     "llama": ModelConfig("llama", 777, 320, 512, 2, 8, 8, 128, max_context=1024, tie_embeddings=True),
+    "one head": ModelConfig("llama", 1021, 96, 160, 2, 1, 1, 48, max_context=6400),
+    "forty heads": ModelConfig("qwen2", 509, 512, 640, 2, 40, 8, 64, max_context=6400, qkv_bias=True),
 }
+USUAL = ("qwen2", "qwen3", "llama")
+LONG_PROMPTS = {100: 5900, 101: 3000, 102: 2047}
+"""Length of a few prompts, by number."""
+DEVICE = "cuda"
 NUM_PROMPTS, NEW_TOKENS = 40, 24
 TIGHT = 560
 """Tokens of a KV cache in which requests are pre-empted."""
@@ -36,22 +43,22 @@ Answer = tuple[list[int], list[float]]
 
 
 @cache
-def policy(shape: str) -> Decoder:
-    model = Decoder.random(SHAPES[shape], seed=1, std=0.12, dtype=torch.bfloat16, device="cuda")
+def policy(shape: str, dtype: torch.dtype) -> Decoder:
+    model = Decoder.random(SHAPES[shape], seed=1, std=0.12, dtype=dtype, device=DEVICE)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
-            parameter.data.normal_(0, 0.2, generator=torch.Generator("cuda").manual_seed(2))
+            parameter.data.normal_(0, 0.2, generator=torch.Generator(DEVICE).manual_seed(2))
     return model
 
 
-def drafter(shape: str) -> Eagle:
-    return Eagle.random(EagleConfig.for_policy(SHAPES[shape], "eagle"), 3, 0.1, torch.bfloat16, "cuda")
+def drafter(shape: str, dtype: torch.dtype) -> Eagle:
+    return Eagle.random(EagleConfig.for_policy(SHAPES[shape], "eagle"), 3, 0.1, dtype, DEVICE)
 
 
 def prompt(shape: str, number: int) -> list[int]:
     """Every third prompt begins like another one; lengths are 1 to 400."""
     generator = torch.Generator().manual_seed(number // 3 if number % 3 == 0 else 1000 + number)
-    length = [1, 17, 33, 64, 130, 400][number % 6] + number % 5
+    length = LONG_PROMPTS.get(number, [1, 17, 33, 64, 130, 400][number % 6] + number % 5)
     tokens = torch.randint(0, SHAPES[shape].vocab_size, (length,), generator=generator).tolist()
     return tokens + [number % 7] * (number % 3)
 
@@ -61,23 +68,42 @@ def params(number: int) -> SamplingParams:
 
 
 @cache
-def engine(shape: str, with_drafter: bool, page_size: int, max_rows: int, kv_tokens: int, graphs: bool) -> Engine:
-    config = EngineConfig(max_batch=16, kv_tokens=kv_tokens, page_size=page_size, max_rows=max_rows, cuda_graphs=graphs,
+def engine(shape: str, with_drafter: bool, page_size: int, max_rows: int, kv_tokens: int, graphs: bool,
+           dtype: torch.dtype = torch.bfloat16, max_batch: int = 16) -> Engine:
+    config = EngineConfig(max_batch=max_batch, kv_tokens=kv_tokens, page_size=page_size, max_rows=max_rows, cuda_graphs=graphs,
                           profile=False)
-    return Engine(policy(shape), None, drafter(shape) if with_drafter else None, "off", config)
+    return Engine(policy(shape, dtype), None, drafter(shape, dtype) if with_drafter else None, "off", config)
 
 
-def answers(engine: Engine, shape: str, numbers: list[int], strategy: str) -> dict[int, Answer]:
-    groups = engine.generate([prompt(shape, number) for number in numbers], [params(number) for number in numbers],
-                             keys=[str(number) for number in numbers], strategy=strategy)
-    rollouts = [group.rollouts[0] for group in groups]
-    return {number: (each.token_ids, each.logprobs) for number, each in zip(numbers, rollouts, strict=True)}
+def answers(engine: Engine, shape: str, numbers: list[int], strategy: str, apart: int = 0,
+            nap_after: int = 0) -> dict[int, Answer]:
+    """The answers of these prompts. `apart`: a request arrives so many steps after the one before. `nap_after`: the engine sleeps
+    once, after so many steps."""
+    own, engine.select = engine.select, engine.selector(strategy)
+    coming, ids, found, steps = list(numbers), {}, {}, 0
+    try:
+        while coming or engine.has_work:
+            while coming and (not apart or steps % apart == 0):
+                number = coming.pop(0)
+                ids[engine.add(prompt(shape, number), params(number), key=str(number))[0]] = number
+                if apart:
+                    break
+            for each in engine.step().finished:
+                assert each.error is None, each.error
+                found[ids[each.request_id]] = (each.token_ids, each.logprobs)
+            steps += 1
+            if steps == nap_after:
+                engine.sleep()
+                engine.wake()
+    finally:
+        engine.select = own
+    return found
 
 
 @cache
-def alone(shape: str, number: int) -> Answer:
+def alone(shape: str, number: int, dtype: torch.dtype = torch.bfloat16) -> Answer:
     """One request at a time, no drafter, no graphs, no shared prefix, the prompt in one chunk."""
-    plain = engine(shape, False, 16, 2048, 4096, False)
+    plain = engine(shape, False, 16, 6400, 6400 + 512, False, dtype)
     plain.scheduler.drop_prefixes()
     return answers(plain, shape, [number], "off")[number]
 
@@ -86,11 +112,11 @@ CASES = st.fixed_dictionaries({
     "strategy": st.sampled_from(STRATEGIES),
     "numbers": st.lists(st.integers(0, NUM_PROMPTS - 1), min_size=1, max_size=14, unique=True),
     "page_size": st.sampled_from([4, 16]), "max_rows": st.sampled_from([48, 2048]), "kv_tokens": st.sampled_from([TIGHT, 8192]),
-    "sleeps": st.booleans(), "forgets": st.booleans(),
+    "apart": st.sampled_from([0, 0, 1, 5]), "nap_after": st.sampled_from([0, 0, 7]), "forgets": st.booleans(),
 })
 
 
-EVERY_SHAPE = pytest.mark.parametrize(("shape", "graphs"), [(shape, graphs) for shape in SHAPES for graphs in (False, True)])
+EVERY_SHAPE = pytest.mark.parametrize(("shape", "graphs"), [(shape, graphs) for shape in USUAL for graphs in (False, True)])
 
 
 def cases(count: int):
@@ -114,14 +140,32 @@ def test_tokens_and_logprobs_are_those_of_one_request_alone_thoroughly(shape, gr
     check_case(shape, graphs, case)
 
 
-def check_case(shape: str, graphs: bool, case: dict) -> None:
-    one = engine(shape, True, case["page_size"], case["max_rows"], case["kv_tokens"], graphs)
-    if case["sleeps"]:
-        one.sleep()
-        one.wake()
+@cases(12)
+@given(case=CASES)
+def test_float32_has_the_same_bits_too(case):
+    check_case("qwen2", True, case, torch.float32)
+
+
+def check_case(shape: str, graphs: bool, case: dict, dtype: torch.dtype = torch.bfloat16) -> None:
+    one = engine(shape, True, case["page_size"], case["max_rows"], case["kv_tokens"], graphs, dtype)
     if case["forgets"]:
         one.scheduler.drop_prefixes()
-    for number, got in answers(one, shape, case["numbers"], case["strategy"]).items():
+    found = answers(one, shape, case["numbers"], case["strategy"], case["apart"], case["nap_after"])
+    assert len(found) == len(case["numbers"])
+    for number, got in found.items():
+        assert got == alone(shape, number, dtype), f"prompt {number}"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("strategy", ["off", "suffix:d4w2v8", "eagle:d6w4v32", "auto"])
+@pytest.mark.parametrize("shape", ["one head", "forty heads"])
+def test_long_contexts_in_steps_of_a_thousand_rows(shape, strategy, graphs):
+    """Contexts up to 5,900 tokens beside 33 short ones, 1 and 40 heads, up to 36 × 33 rows in a step, captured or not."""
+    one = engine(shape, True, 16, 2048, 24_000, graphs, max_batch=36)
+    numbers = [*LONG_PROMPTS, *range(33)]
+    found = answers(one, shape, numbers, strategy, apart=1)
+    assert len(found) == len(numbers)
+    for number, got in found.items():
         assert got == alone(shape, number), f"prompt {number}"
 
 

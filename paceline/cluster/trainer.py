@@ -69,8 +69,6 @@ class ClusterTrainer(Trainer):
     _coordinator: Coordinator | None = None
 
     def run(self) -> TrainResult:
-        if self.config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
-            raise ValueError("drafter_disk_gb: several workers keep captured answers in memory only (drafter_buffer_gb)")
         try:
             return super().run()
         finally:

@@ -24,6 +24,7 @@ from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine import Engine
 from paceline.files import atomic_write
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, restore, snapshot
+from paceline.spot.buffer import MAX_AGE
 from paceline.spot.checkpoint import Snapshot
 from paceline.spot.trainer import StepPlan
 from paceline.types import FeatureRecord
@@ -41,7 +42,7 @@ class DrafterTraining:
         """`publish_s`: seconds of training between two reports of the drafter."""
         assert engine.drafting.eagle is not None, "the engine has a learned drafter"
         self._engine, self._config, self._publish_s = engine, config, publish_s
-        self._buffer = FeatureBuffer(buffer_bytes, device=engine.model.norm.device)
+        self._buffer = FeatureBuffer(buffer_bytes, max_age=MAX_AGE, device=engine.model.norm.device)
         self._trainer: SpotTrainer | None = None
         self._known: TrainedDrafter | None = None
         """The drafter that this worker reported last."""

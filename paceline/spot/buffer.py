@@ -30,7 +30,7 @@ from paceline.types import FeatureRecord
 _ID_FILE = "id"
 _BEHIND = 2
 """While records wait to be written, those in the host's memory may take so many times `max_bytes`."""
-_MAX_AGE = 8
+MAX_AGE = 8
 """Number of policy versions after which a run no longer trains on an answer. Usually newer ones are drawn anyway; after a long
 pause of training there are few."""
 RECORD_SUFFIX = ".record"
@@ -285,8 +285,8 @@ class BufferLimits(NamedTuple):
 def open_buffer(folder: Path, limits: BufferLimits, last_step: int) -> FeatureBuffer:
     """Opens a run's feature buffer, with the records that an earlier process has left up to RL step `last_step`."""
     if not limits.disk:
-        return FeatureBuffer(limits.memory, max_age=_MAX_AGE)
-    return FeatureBuffer.open(folder, limits.memory, limits.disk, _MAX_AGE, last_step=last_step)
+        return FeatureBuffer(limits.memory, max_age=MAX_AGE)
+    return FeatureBuffer.open(folder, limits.memory, limits.disk, MAX_AGE, last_step=last_step)
 
 
 def _eviction_candidate(entries: Iterable[RecordInfo], lengths: Sequence[int]) -> RecordInfo:

@@ -61,6 +61,8 @@ def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[
     yield "", lambda: _check_sampling(config)
     if config.sleep_during_update and config.cluster.needs_ray:
         yield "sleep_during_update", lambda: _refuse("engines of several workers do not sleep")
+    if config.cluster.needs_ray and config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
+        yield "drafter_disk_gb", lambda: _refuse("several workers keep captured answers in memory only (drafter_buffer_gb)")
     yield "device", lambda: check_device(config.device)
     if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
         yield "spot.draft_vocab", lambda: _refuse("with several workers, or in a background process, a new drafter predicts all "

@@ -11,8 +11,10 @@ from benchmarks.lib.selection.liars import SuffixIsFiveTimes
 from benchmarks.lib.selection.simulated import cells, figures, h200_costs
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, time_to_finish
 from paceline.strategy import AutoSelector, BegSelector, CostCurve, Points
+from paceline.strategy.predict import Prediction, Predictor
 from paceline.types import Decision, StepOutcome, StepView, Strategy
 
+EAGLE = Strategy("eagle", 2, 1, 2)
 FREE_ROWS = CostCurve(Points.through([(1, 4.0), (512, 4.1)]), Points.through([(1, 0.1)]), Points.through([(1, 0.1)]))
 """A profile in which draft tokens cost nothing."""
 
@@ -129,6 +131,43 @@ def test_without_filling_rows_that_steps_are_padded_with_stay_empty():
         used = [decision.strategy for decision in world.chosen if decision.expected_ms > 0]
         empty[name] = sum(h200_costs().padded(1 + strategy.budget) - 1 - strategy.budget for strategy in used) / len(used)
     assert empty["auto"] < 0.5 < empty["auto-filling"], empty
+
+
+class OnePerCent(Predictor):
+    """Predicts that the learned drafter makes steps 1 % faster."""
+
+    def best(self, drafter, view, share=1.0):
+        return [Prediction(EAGLE, view.num_running, 1.01, self.off(view).ms)] if drafter == "eagle" else []
+
+
+def test_without_hysteresis_a_gain_of_one_per_cent_is_enough():
+    used = {}
+    for name in ("auto", "auto-hysteresis"):
+        world, selector = World(gpu_costs(), 8, {"eagle": 0.6}, noise=0.0), fresh(name, gpu_costs())
+        selector.predictor = OnePerCent(gpu_costs())
+        world.run(selector, 40)
+        used[name] = share_of(world, "eagle", 30)
+    assert used["auto"] == 0 and used["auto-hysteresis"] > 0.8, used
+
+
+def test_without_hysteresis_every_step_is_decided():
+    kept = {}
+    for name in ("auto", "auto-hysteresis"):
+        world, selector = World(gpu_costs(), 8, {"eagle": 0.6}, noise=0.0), fresh(name, gpu_costs())
+        world.run(selector, 100)
+        steps = []
+        for _ in range(100):
+            world.run(selector, 1)
+            steps.append(selector._decided == selector._step)
+        kept[name] = steps.count(False)
+    assert kept["auto"] > 80 and kept["auto-hysteresis"] < 10, kept  # probes and steps that are only measured do not decide
+
+
+def test_a_drafter_that_is_not_allowed_is_off_without_hysteresis_too():
+    """No strategy is left then: off must not seem faster than itself."""
+    selector = fresh("auto-hysteresis", gpu_costs())
+    selector.predictor = OnePerCent(gpu_costs())
+    assert selector._decide(StepView(num_running=8, available=("suffix",))).strategy == Strategy.OFF
 
 
 def test_without_accounts_of_their_own_a_drafter_stops_the_others():

@@ -72,6 +72,27 @@ def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monk
     assert set(graphs.steps) == known and not graphs.asked
 
 
+@pytest.mark.parametrize(("strategy", "requests", "rows"), [
+    ("eagle:d6w4v20", 32, {768}),  # 32 * 21 rows, padded
+    ("eagle:d8w4v31", 64, {2048}),  # the largest row size
+    ("eagle:d8w5v32", 64, set()),  # 64 * 33 rows are more than that
+])
+def test_fixed_strategies_are_captured_up_to_the_largest_row_size(strategy, requests, rows):
+    """`auto` has 512 rows at most with draft trees; a fixed strategy may have four times as many."""
+    params, found = SamplingParams(max_new_tokens=5, temperature=0.7, ignore_eos=True), []
+    for name in ("off", strategy):
+        engine = Engine(model("qwen3"), None, eagle("qwen3"), name, EngineConfig(
+            max_batch=64, max_rows=4096, kv_tokens=16384, kernels="torch", profile=False))
+        graphs = captured(engine, GRAPH_SIZES)
+        used: list[int] = []
+        (group,) = engine.generate([[1, 2, 3]], params, requests, on_step=lambda result, used=used: used.append(result.num_rows))
+        found.append([rollout.token_ids for rollout in group.rollouts])
+    assert max(used) == max(rows, default=64 * 33)
+    assert {key[0] for key in graphs.steps if key[0] != "draft" and key[0] > 512} == rows
+    assert ("draft", requests) in {key[:2] for key in graphs.steps}  # the drafter's rows are its requests
+    assert found[0] == found[1]
+
+
 def test_a_warmed_up_engine_is_freed():
     """Engines contain reference cycles: whoever replaces one needs the garbage collector to find the KV cache of the old one."""
     engine = Engine(model("qwen3", dtype=torch.float32), None, eagle("qwen3", dtype=torch.float32), "auto",

@@ -332,7 +332,8 @@ class StepOutcome:
     def progress(self) -> float:
         """How many steps without speculation the step is worth, by the mean number of draft tokens that were accepted of the
         requests that may have had some."""
-        return 1 + self.decision.worth * (self.num_tokens - self.num_requests) / max(1, self.num_drafted_for)
+        worth = min(1.0, self.decision.worth)  # it is predicted, and must not make more of a step than was measured
+        return 1 + worth * (self.num_tokens - self.num_requests) / max(1, self.num_drafted_for)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,5 +39,14 @@ class Random(Predictor):
         return [Prediction(s, view.num_running, draw.uniform(1, 6), draw.uniform(1, 8)) for s in names]
 
 
-LIARS = (SuffixIsFiveTimes, OffIsSlow, Random)
+class Threefold(Predictor):
+    """Says that every step with speculation is worth three times what it is, also afterwards (`Decision.worth`)."""
+
+    def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
+        found = super().best(drafter, view, share)
+        return [each._replace(progress=3 * each.progress,
+                              worth=each.worth * (3 * each.progress - 1) / max(each.progress - 1, 1e-9)) for each in found]
+
+
+LIARS = (SuffixIsFiveTimes, OffIsSlow, Random, Threefold)
 """Whatever they say, a run must lose at most 3 % against off."""

@@ -18,7 +18,7 @@ from paceline.types import FeatureRecord
 
 _STAGING_BYTES = 8 << 20
 """Size of the pinned memory that features are copied through. It is allocated once, because allocating pinned memory is slow."""
-_MAX_PENDING_BYTES = 4 << 30
+MAX_PENDING_BYTES = 4 << 30
 """Largest device memory of features that are not copied yet. If there are more, `FeatureDownloads.add` blocks."""
 
 
@@ -40,7 +40,7 @@ class FeatureDownloads:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "feature-downloads")
-        while sum(size for _, size in self._pending) > _MAX_PENDING_BYTES:
+        while sum(size for _, size in self._pending) > MAX_PENDING_BYTES:
             self._pending.popleft()[0].result()
         computed = torch.cuda.Event()
         computed.record()

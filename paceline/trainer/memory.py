@@ -23,7 +23,7 @@ from paceline.models.weights import open_checkpoint, parse_dtype, resolve_device
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
 from paceline.spot import SpotConfig, capture_layers
-from paceline.trainer.feature_downloads import _MAX_PENDING_BYTES
+from paceline.trainer.feature_downloads import MAX_PENDING_BYTES
 
 _GB = 2**30
 _RESERVED = 0.05
@@ -216,7 +216,7 @@ def _captured_items(config: TrainConfig, bytes_per_token: int, answer_tokens: in
     if config.drafter in ("suffix", "none") or not config.train_drafter:
         return
     if not config.cluster.needs_ray:
-        waiting = min(answer_tokens * bytes_per_token, _MAX_PENDING_BYTES)
+        waiting = min(answer_tokens * bytes_per_token, MAX_PENDING_BYTES)
         yield MemoryItem("features that wait to be copied", waiting, "generation", is_later=True)
     elif config.cluster.spot_training:
         yield MemoryItem("answers that the drafter is trained on", int(config.drafter_buffer_gb * _GB), is_later=True)

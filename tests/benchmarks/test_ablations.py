@@ -164,7 +164,7 @@ def test_without_hysteresis_every_step_is_decided():
 
 
 def test_a_drafter_that_is_not_allowed_is_off_without_hysteresis_too():
-    """No strategy is left then: off must not seem faster than itself."""
+    """If the predictor proposes no strategy, only off is compared, and the missing margin must not apply to it."""
     selector = fresh("auto-hysteresis", gpu_costs())
     selector.predictor = OnePerCent(gpu_costs())
     assert selector._decide(StepView(num_running=8, available=("suffix",))).strategy == Strategy.OFF

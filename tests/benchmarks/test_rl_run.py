@@ -82,7 +82,8 @@ def test_a_run_gives_its_memory_back(tmp_path, monkeypatch):
 
 
 def test_the_engine_does_not_know_where_answers_end(tmp_path, monkeypatch):
-    """As in a run of its users: with known lengths `auto` would draft for the request that finishes last."""
+    """In `paceline train` answer lengths are not known. If they were known here, `auto` would draft for the request that finishes
+    last, and the benchmark would measure another mode."""
     seen, real = [], StrategyControl._remaining
     monkeypatch.setattr(StrategyControl, "_remaining", lambda self, decoding: seen.append(real(self, decoding)) or seen[-1])
     config = memory.train_config

@@ -177,7 +177,8 @@ def test_every_shape_and_dtype_is_checked_once(products, ops, caplog):
 
 
 def test_a_product_next_to_a_norm_does_without_the_library_as_well(products, ops):
-    """Its K is long, so the library would sum shares of it."""
+    """The weight has many more columns than rows. For such a shape `linear_norm` adds up several shares of K, and each share is
+    a product of the library until the self-check fails."""
     weight, norm = weight_of(64, 384), torch.ones(64).half()
     x, residual = torch.randn(80, 384).half() / 8, torch.zeros(80, 64).half()
     assert linear.shares_of(64, 384) > 1

@@ -59,7 +59,8 @@ def test_answers_are_wanted_until_the_step_before_training():
 
 
 def test_a_pause_does_not_make_a_drafter_too_old():
-    """Its age raised an alarm in the middle of a pause: the drafter was not used until the next step had trained it."""
+    """A drafter that is not trained during a pause grows older by one policy version per step. The limit of the age alarm was 12
+    versions, less than a long pause, and the alarm stops speculation with the drafter until it has been trained again."""
     budget = TrainingBudget(TrainingBudgetConfig(), 10_000)
     longest = 0
     for _ in range(8):

@@ -71,7 +71,7 @@ def test_a_failed_delivery_is_noticed(downloads, notice):
 
 
 def test_generation_waits_if_too_much_of_the_device_is_held(downloads, monkeypatch):
-    monkeypatch.setattr(feature_downloads, "_MAX_PENDING_BYTES", 20)
+    monkeypatch.setattr(feature_downloads, "MAX_PENDING_BYTES", 20)
     kept, first, later = [], threading.Event(), threading.Event()
     later.set()
     for number, event in enumerate((first, later, later)):

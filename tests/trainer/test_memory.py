@@ -169,7 +169,8 @@ def test_a_dry_run_prints_the_plan_beside_the_configuration(tmp_path, capsys):
     {"drafter": "learned", "spot": {"form": "eagle3"}}, {"drafter": "learned", "engine": {"capture": (0, -1)}},
     {"drafter": "folder"}, {"drafter": "folder", "train_drafter": False}], ids=str)
 def test_the_kv_cache_stores_per_token_what_the_plan_says(tmp_path, changes):
-    """Also the features that a learned drafter reads, and its own keys and values, of which a loaded one may have more heads."""
+    """The plan counts the policy's keys and values, the features that a learned drafter reads or is trained on, and the drafter's
+    own keys and values, for which a loaded drafter may have another number of heads."""
     toy.make_folder(tmp_path)
     model, tokenizer = load_model(tmp_path / "model", dtype="float64")
     if changes["drafter"] == "folder":
@@ -184,7 +185,8 @@ def test_the_kv_cache_stores_per_token_what_the_plan_says(tmp_path, changes):
 
 
 def test_features_that_wait_to_be_copied_are_planned_up_to_a_bound():
-    """At most those of one step's answers. The policy's update can use their memory again."""
+    """Features that wait to be copied to the host are at most those of one step's answers, and their memory is free again when
+    the policy is updated."""
     what = "features that wait to be copied"
     hidden_bytes = 2 * QWEN_7B.hidden_size
     short = {"prompts": 2, "group_size": 4, "max_new_tokens": 256}

@@ -1,23 +1,29 @@
-"""`paceline generate`, `serve` and `train` warm their engine up before the work begins, for as many requests as there are, and
-show how far that is."""
+"""`paceline generate` and `train` warm their engine up before the work begins, for as many requests as there are, and show how
+far that is; `serve` does so while it has no request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from e2e import toy
-from tiny import captured
+from tiny import captured, model
 
 import paceline.generation.generator
 import paceline.server.run
+from paceline import SamplingParams
 from paceline.cli import main
+from paceline.config import EngineConfig
 from paceline.engine import Engine
 from paceline.engine.graphs import GraphReport
+from paceline.engine.thread import EngineThread
 
-NUM_GRAPHS = 7
+NUM_PARTS = 7
 ARGS = ["--dtype", "float64", "--strategy", "off", "--threads", "1", "--max-batch", "8"]
 
 
@@ -43,8 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[WarmUp]:
     def warm_up(engine: Engine, max_requests: int | None = None, seconds: float = float("inf"),
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
         found.append(WarmUp(max_requests, seconds, engine.stats().steps))
-        for done in range(1, NUM_GRAPHS + 1):
-            on_progress(done, NUM_GRAPHS)
+        for done in range(1, NUM_PARTS + 1):
+            on_progress(done, NUM_PARTS)
         return engine.graph_report()
 
     monkeypatch.setattr(Engine, "warm_up", warm_up)
@@ -87,8 +93,8 @@ def test_generate_warms_up_for_the_rollouts_of_the_file(folder, calls, capsys):
     (call,) = calls
     assert call.max_requests == 6 * 3 and call.steps_before == 0
     assert call.seconds == pytest.approx(0.05 * 6 * 3 * 20 / 10_000)  # 5 % of the time at 10 000 tokens/s
-    shown = progress_lines(capsys.readouterr().err, "capturing CUDA graphs")
-    assert shown == [f"capturing CUDA graphs, {done} of {NUM_GRAPHS}" for done in range(1, NUM_GRAPHS + 1)]
+    shown = progress_lines(capsys.readouterr().err, "warm-up, ")
+    assert shown == [f"warm-up, {done} of {NUM_PARTS}" for done in range(1, NUM_PARTS + 1)]
     assert len((folder / "out.jsonl").read_text().splitlines()) == 18
 
 
@@ -105,26 +111,82 @@ def test_generate_does_not_warm_up_where_nothing_is_captured(folder, calls):
     assert not calls
 
 
-def test_serve_warms_up_for_a_full_batch_before_it_listens(folder, calls, monkeypatch, capsys):
-    num_calls = []
-
-    def run_server(*_: object) -> bool:
-        num_calls.append(len(calls))
-        return True
-
-    monkeypatch.setattr(paceline.server.run, "run_server", run_server)
-    assert run("serve", "--model", folder / "model", "--port", "0", *ARGS) == 0
-    assert num_calls == [1] and calls == [WarmUp(None, float("inf"), 0)]  # None: the engine's largest batch
-    shown = progress_lines(capsys.readouterr().err, "warm-up: ")
-    assert shown == ["warm-up: measuring what steps cost",
-                     *(f"warm-up: CUDA graph {done} of {NUM_GRAPHS}" for done in range(1, NUM_GRAPHS + 1))]
-
-
 @pytest.mark.parametrize("compare_off", [False, True])
 def test_train_warms_every_engine_up_for_the_answers_of_a_step(folder, calls, capsys, compare_off):
     """`compare_off` has a second engine, without speculation."""
     assert run(*toy.settings(folder, "run", steps=1, compare_off=compare_off)) == 0
     num_engines = 1 + compare_off
     assert calls == [WarmUp(3 * 4, float("inf"), 0)] * num_engines
-    shown = progress_lines(capsys.readouterr().err, "capturing CUDA graphs")
-    assert shown == [f"capturing CUDA graphs, {done} of {NUM_GRAPHS}" for done in range(1, NUM_GRAPHS + 1)] * num_engines
+    shown = progress_lines(capsys.readouterr().err, "warm-up, ")
+    assert shown == [f"warm-up, {done} of {NUM_PARTS}" for done in range(1, NUM_PARTS + 1)] * num_engines
+
+
+def test_a_warm_up_that_is_stopped_early_does_not_say_that_it_is_complete():
+    engine = Engine(model(), drafter="suffix", config=EngineConfig(profile=False))
+    captured(engine, (1, 2, 4, 8))
+    shown: list[tuple[int, int]] = []
+    engine.warm_up(seconds=0, on_progress=lambda done, total: shown.append((done, total)))
+    ((done, total),) = shown
+    assert done == 1 < total
+    engine.warm_up(on_progress=lambda done, total: shown.append((done, total)))
+    assert shown[1:] == [(done, total) for done in range(1, total + 1)]
+    assert engine.graph_report().num_graphs > 3
+
+
+def test_serve_answers_at_once_and_warms_up_when_it_has_no_request(folder, monkeypatch, capsys):
+    """The first request arrives in the middle of a warm-up of which every part takes long."""
+    parts: list[int] = []
+    allowed = threading.Semaphore(2)
+
+    def warming_up(engine: Engine, max_requests: int | None = None) -> Iterator[tuple[int, int]]:
+        for done in range(1, NUM_PARTS + 1):
+            assert allowed.acquire(timeout=60) and not engine.has_work
+            parts.append(engine.stats().generated_tokens)
+            yield done, NUM_PARTS
+
+    def run_server(app: Any, *_: object) -> bool:
+        thread = app.state.thread
+        thread.start()
+        until(lambda: len(parts) == 2)
+        answered = asyncio.new_event_loop()
+        answer = answered.create_task(thread.generate([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True)))
+        answered.call_later(0.1, allowed.release)  # the part that the request waits for
+        assert len(answered.run_until_complete(answer).rollout.token_ids) == 9
+        assert not thread.is_warm and len(parts) == 3
+        for _ in range(NUM_PARTS):
+            allowed.release()
+        until(lambda: thread.is_warm)
+        thread.close()
+        return True
+
+    monkeypatch.setattr(Engine, "warming_up", warming_up)
+    monkeypatch.setattr(paceline.server.run, "run_server", run_server)
+    monkeypatch.setattr("paceline.engine.thread._PROGRESS_EVERY_S", 0.0)
+    assert run("serve", "--model", folder / "model", "--port", "0", *ARGS) == 0
+    assert parts == [0] * 3 + [9] * (NUM_PARTS - 3)
+    shown = capsys.readouterr().err
+    assert progress_lines(shown, "warm-up: ") == [f"warm-up: {n + 1} of {NUM_PARTS}" for n in range(NUM_PARTS)]
+    assert "the engine is warmed up" in shown
+
+
+def test_a_warm_up_that_fails_leaves_a_server_that_answers(caplog):
+    def warming_up() -> Iterator[tuple[int, int]]:
+        yield 1, 2
+        raise RuntimeError("out of memory")
+
+    engine = Engine(model(), drafter="none", strategy="off")
+    engine.warming_up = lambda: warming_up()
+    thread = EngineThread(engine, warm_up=True)
+    thread.start()
+    until(lambda: thread.is_warm)
+    assert "the warm-up failed" in caplog.text
+    answer = asyncio.run(thread.generate([1, 2, 3], SamplingParams(max_new_tokens=5, ignore_eos=True)))
+    thread.close()
+    assert len(answer.rollout.token_ids) == 5
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -3,11 +3,12 @@ memory, and how far trainer and engine are apart.
 
     python benchmarks/gpu/exact_logprobs.py --shapes 1.5B 7B
 
-An engine with random bfloat16 weights of each shape generates answers, which fill one micro-batch. Three learners in turn compute
-their log-probabilities and gradients: an ordinary one, one that recomputes activations (`gradient_checkpointing`), and an exact
-one, which recomputes them, too. 7B is trained with LoRA adapters: its gradients in float32 would leave no room for three rounds.
+An engine with random bfloat16 weights of each shape generates answers, which fill one micro-batch. Four learners in turn compute
+their log-probabilities and gradients: one whose products the library may split along K, an ordinary one, which sums K in one pass
+as the engine does, one that recomputes activations (`gradient_checkpointing`), and an exact one, which recomputes them, too. 7B is
+trained with LoRA adapters: its gradients in float32 would leave no room for three rounds.
 `price` is the time of forward and backward over that of the ordinary learner; `price_recomputing` over that of the one that
-recomputes.
+recomputes; `price_one_pass` is the time of the ordinary learner over that of the one that splits K.
 
 Goals: a difference of exactly 0 with `exact_logprobs`; 1.15 times the time of gradient checkpointing at most.
 """
@@ -19,8 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if not __package__:  # run as a file: the repository's root takes the place of this folder in the path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -33,12 +36,14 @@ from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting, make_parser
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig, LearnerConfig, OptimizerConfig
+from paceline.kernels.reference.ops import TorchOps
 from paceline.models.config import ModelConfig
 from paceline.rl import Learner, make_algorithm, pack, samples_of
 from paceline.rl.batch import MicroBatch
+from paceline.rl.models import train_ops
 
 LEARNERS: dict[str, dict[str, bool]] = {
-    "ordinary": {}, "recomputing": {"gradient_checkpointing": True}, "exact": {"exact_logprobs": True}}
+    "split K": {}, "ordinary": {}, "recomputing": {"gradient_checkpointing": True}, "exact": {"exact_logprobs": True}}
 
 
 def main() -> None:
@@ -75,11 +80,14 @@ def measure(shape: ModelConfig, args: argparse.Namespace, setting: Setting, lora
     setting.free()
     found: dict[str, Any] = {"lora": lora, "rows": len(batch.tokens), "learners": {}}
     for name, options in LEARNERS.items():
-        found["learners"][name] = measure_learner(shape, {**options, "lora_rank": 16 if lora else 0}, batch, args, setting)
+        products = mock.patch.object(type(train_ops(setting.device.type)), "linear", TorchOps.linear)
+        with products if name == "split K" else nullcontext():
+            found["learners"][name] = measure_learner(shape, {**options, "lora_rank": 16 if lora else 0}, batch, args, setting)
         setting.free()
     seconds = {name: figures["seconds"] for name, figures in found["learners"].items()}
     return found | {"price": seconds["exact"] / seconds["ordinary"],
-                    "price_recomputing": seconds["exact"] / seconds["recomputing"]}
+                    "price_recomputing": seconds["exact"] / seconds["recomputing"],
+                    "price_one_pass": seconds["ordinary"] / seconds["split K"]}
 
 
 def generate(shape: ModelConfig, args: argparse.Namespace, setting: Setting) -> MicroBatch:

@@ -9,6 +9,8 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.lib.long_tail import compose
 from benchmarks.lib.prompts import chat, questions
 from benchmarks.lib.results import Report
@@ -21,6 +23,7 @@ from paceline.models.decoder import Decoder
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
 from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.drafter_eval import coverage_record, held_out_coverage
+from paceline.trainer.memory import drafter_training_bytes
 from paceline.trainer.standalone_drafter import has_plateaued, standalone_config
 from paceline.types import FeatureRecord
 
@@ -94,7 +97,12 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
     setting.free()
     seconds = min(args.train_seconds, max(1.0, budget.left))
     trainer = make_trainer(policy, captured.records, standalone_config(config, seconds=seconds), args.draft_vocab)
+    on_gpu = setting.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if on_gpu else 0
     log = train(trainer, seconds, captured.held_out)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     drafter = trainer.drafter()
     if args.drafter is not None:
         save_eagle(drafter, args.drafter)
@@ -105,6 +113,8 @@ def obtain(setting: Setting, policy: Decoder, tokenizer: Any, texts: list[str], 
         "capture_seconds": captured.seconds, "capture_tokens_per_s": captured.tokens_per_s,
         "train_seconds": sum(entry["seconds"] for entry in log), "steps": trainer.progress.step, "form": args.form,
         "objective": args.objective, "draft_vocab": args.draft_vocab, "log": log, "coverage_by_depth": found.by_depth,
+        "memory_gib": {"peak": (peak - held) / 2**30, "planned": drafter_training_bytes(
+            config, drafter.config, policy.norm.dtype, setting.device.type) / 2**30},
         "full_tree_tokens_per_verification": {k: values[-1] for k, values in found.accept_length.items()}}
     if captured.long_held_out:
         found = held_out_coverage(drafter, policy, captured.long_held_out, EngineConfig().tau, config.temperature)

@@ -47,6 +47,8 @@ def gpu_exact_logprobs(content: Content, _: str) -> Table:
             for shape, found in content["shapes"].items() for name, figures in found["learners"].items()]
     prices = "; ".join(f"{shape}: {times(found['price'])} the time of an ordinary forward and backward pass, "
                        f"{times(found['price_recomputing'])} that of gradient checkpointing"
+                       + (f" (products in one pass over K cost the ordinary learner {times(found['price_one_pass'])})"
+                          if "price_one_pass" in found else "")
                        for shape, found in content["shapes"].items())
     return Table("Log-probabilities with the engine's bits", f"`learner.exact_logprobs` takes {prices}.",
                  ("shape", "learner", "forward s", "forward and backward s", "peak GiB", "mean difference to the engine",

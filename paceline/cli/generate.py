@@ -45,7 +45,7 @@ class _GenerationView(GenerationCallback):
         self.progress = self._stack.enter_context(ProgressView("generate", num_rollouts))
 
     def on_warm_up(self, done: int, total: int) -> None:
-        self.progress.show(f"capturing CUDA graphs, {done} of {total}")
+        self.progress.show(f"warm-up, {done} of {total}")
 
     def on_engine_ready(self, engine: Engine) -> None:
         freeze_until_exit(self._stack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from types import TracebackType
@@ -22,7 +23,7 @@ class ProgressView:
 
     def __init__(self, what: str, total: int | None, console: Console | None = None, unit: str = "rollouts") -> None:
         self.console = console or Console(stderr=True)
-        self._what, self._unit, self._done, self._began, self._shown = what, unit, 0, time.perf_counter(), time.perf_counter()
+        self._what, self._unit, self._done, self._began, self._shown = what, unit, 0, time.perf_counter(), -math.inf
         self._live = self.console.is_terminal
         self._done_before = 0
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import say
 from paceline.engine import Engine
 
-logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -49,7 +47,6 @@ def serve(options: ServeOptions) -> int:
         say(f"{options.host}: anybody who reaches this address can use the server; --api-key restricts it")
     engine = Engine.load(options.model, options.device, options.dtype, options.drafter, options.strategy,
                          **options.engine)
-    _warm_up(engine)
     with ExitStack() as stack:
         freeze_until_exit(stack)
         started = run_server(create_app(engine, config), options.host, options.port,
@@ -68,10 +65,3 @@ def _check_address(host: str, port: int) -> None:
             found.bind(address)
     except OSError as error:
         raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
-
-
-def _warm_up(engine: Engine) -> None:
-    """Compile kernels and capture graphs before the first request."""
-    shown = {"is_progress": True}
-    logger.info("warm-up: measuring what steps cost", extra=shown)
-    engine.warm_up(on_progress=lambda done, total: logger.info("warm-up: CUDA graph %d of %d", done, total, extra=shown))

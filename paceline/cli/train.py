@@ -89,7 +89,7 @@ class TerminalView(TrainerCallback):
 
     def on_phase(self, phase: str) -> None:
         self._view.phase(phase)
-        if phase.startswith("capturing"):
+        if phase.startswith("warm-up"):
             self._line(phase)
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:

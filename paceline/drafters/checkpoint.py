@@ -70,6 +70,16 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     return module
 
 
+def read_eagle_config(folder: str | Path, policy: ModelConfig) -> EagleConfig:
+    """Returns the architecture of a drafter for a policy of this shape. ValueError if they do not fit."""
+    folder = Path(folder).expanduser()
+    raw, tensors = _read(folder)
+    try:
+        return _parse_config(raw, tensors, policy)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
 def save_eagle(module: Eagle, folder: str | Path, policy: Decoder | None = None) -> None:
     """Saves a drafter, with its `policy_fingerprint` if it has one. Each file is replaced atomically. NonFiniteError, and nothing
     is written, if a weight is not finite. `policy`: the policy whose head an EAGLE-3 drafter shares; without it the checkpoint

@@ -74,6 +74,7 @@ class DummySteps:
         that fails, they are compiled when they are first launched, one after the other."""
         if self._runner.ops.name != "triton":
             return
+        logger.info("compiling kernels, up to a minute, once per model and machine", extra={"is_progress": True})
         began = time.perf_counter()
         try:
             from paceline.kernels.triton.compile_ahead import compiling_ahead, shapes_only
@@ -106,11 +107,11 @@ class DummySteps:
                     self.run_drafter(num_requests, strategy)
                     self.run_step(num_requests, strategy, padded)
 
-    def capture_all(self, max_requests: int, seconds: float, on_progress: Callable[[int, int], None]) -> None:
-        """Capture all graphs that `auto` may need for so many requests, unless that takes longer than so many seconds: the rest
-        is then captured when it is needed. `on_progress` is called with the number of graphs done, and of all."""
+    def captures(self, max_requests: int) -> Sequence[Callable[[], None]]:
+        """Return functions that each capture one of the graphs that `auto` may need for so many requests, if it is not captured
+        yet."""
         if not self._graphs.enabled:
-            return
+            return []
         batches, trees = self._graphs.row_sizes, self._graphs.tree_sizes
         largest = next((size for size in batches if size >= max_requests), self.max_batch)
         jobs = [partial(self.run_step, rows, Strategy.OFF) for rows in batches if rows <= largest]
@@ -120,10 +121,4 @@ class DummySteps:
             jobs += [partial(self.run_drafter, requests, strategy) for requests in trees if requests <= largest
                      for strategy in drafts_at(requests)]
             jobs += [partial(self.run_catch_up, *size) for size in (*((1, rows) for rows in _CATCH_UP_ROWS), (largest, 2))]
-        began = time.perf_counter()
-        for done, job in enumerate(jobs):
-            if time.perf_counter() - began > seconds:
-                break
-            on_progress(done, len(jobs))
-            job()
-        on_progress(len(jobs), len(jobs))
+        return jobs

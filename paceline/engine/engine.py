@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -143,7 +143,8 @@ class Engine:
 
     def _select(self) -> Decision:
         """Ask the selector about the next step."""
-        self._profile_if_needed()
+        if self._control.needs_profile:
+            self._profile_if_possible()
         return self._control.select(self.scheduler, self.drafting.available)
 
     def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp, started: torch.cuda.Event | None) -> InFlight:
@@ -330,29 +331,40 @@ class Engine:
         self._control.set_costs(load_or_profile(self.dummy_steps, identity, seconds, folder))
         return self.costs
 
-    def _profile_if_needed(self) -> None:
-        if self._control.needs_profile and self.config.profile and self.drafting.available:
+    def _profile_if_possible(self) -> None:
+        if not self.costs.profiled and self.config.profile and self.drafting.available:
             self.profile()
 
     def warm_up(self, max_requests: int | None = None, seconds: float = float("inf"),
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
-        """Profile the engine if it has a drafter, capture all graphs that `auto` may need for so many requests (None: for a full
-        batch), and run steps with prompts, so that no later step has to wait for a capture or a compilation. Profiling takes
-        about two seconds. `seconds`: nothing more is done after that time. `on_progress` is called with the number of graphs
-        done, and of all."""
+        """Do all of `warming_up`. `seconds`: no further part is begun after that time. `on_progress` is called with the number of
+        parts done, and of all."""
         began = time.perf_counter()
-        if self.drafting.available and self.config.profile and not self.costs.profiled:
-            self.profile()
-        if self.drafting.suffix is not None:
-            self.drafting.suffix.warm_up()
-        requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
-        self.dummy_steps.capture_all(requests, seconds, on_progress)
-        if not self.has_work and time.perf_counter() - began < seconds:
-            self._run_prompts(min(requests, _WARM_UP_PROMPTS if self.state.device.type == "cuda" else 2))
+        for done, total in self.warming_up(max_requests):
+            on_progress(done, total)
+            if time.perf_counter() - began > seconds:
+                break
         return self.graph_report()
 
+    def warming_up(self, max_requests: int | None = None) -> Iterator[tuple[int, int]]:
+        """Profile the engine if it has a drafter, capture all graphs that `auto` may need for so many requests (None: for a full
+        batch), and run steps with prompts, so that no later step has to wait for a capture or a compilation. Every iteration
+        does one part and yields the number of parts done, and of all. Between two of them the engine may be used."""
+        requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
+        prompts = min(requests, _WARM_UP_PROMPTS if self.state.device.type == "cuda" else 2)
+        parts: list[Callable[[], object]] = [self._profile_if_possible, *self.dummy_steps.captures(requests),
+                                             partial(self._run_prompts, prompts)]
+        if self.drafting.suffix is not None:
+            parts.insert(0, self.drafting.suffix.warm_up)
+        for done, run in enumerate(parts, 1):
+            run()
+            yield done, len(parts)
+
     def _run_prompts(self, num_requests: int) -> None:
-        """Generate a few tokens for so many short prompts. Selectors and statistics do not learn of it."""
+        """Generate a few tokens for so many short prompts, unless there are requests. Selectors and statistics do not learn of
+        it."""
+        if self.has_work:
+            return
         own, scheduler = (self._control, self._counters), self.scheduler
         counts = scheduler.num_preemptions, scheduler.num_cached_tokens
         strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
@@ -453,7 +465,7 @@ class Engine:
         self._asleep = False
 
     def _prepare_weights(self) -> None:
-        if self.config.pack_weights:
+        if self.config.pack_weights or self.state.device.type != "cpu":  # only CPU kernels keep a copy
             prepare_linears(self._modules(), self.ops)
 
     def _modules(self) -> list[nn.Module]:

@@ -48,9 +48,9 @@ def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, 
     try:
         return CostCurve.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is measured anew
+        steps.compile_ahead()
         logger.info("measuring step times for strategy selection, about %.0f s, once per model and machine", seconds,
                     extra={"is_progress": True})
-        steps.compile_ahead()
         costs = profile(steps, seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_FAILURES = 3
 """Number of engine steps in a row that may raise before the engine is given up."""
+_PROGRESS_EVERY_S = 5.0
 
 
 class Overloaded(Exception):
@@ -95,10 +97,12 @@ class EngineThread:
     """Runs an engine in a thread. Its methods are called in an asyncio loop, but for `start` and `close`, which any thread may
     call."""
 
-    def __init__(self, engine: Engine, max_pending: int | None = None) -> None:
+    def __init__(self, engine: Engine, max_pending: int | None = None, warm_up: bool = False) -> None:
         """The engine belongs to the thread from `start` to `close`. `max_pending`: largest number of answers that wait or are
-        generated. None: no limit."""
+        generated. None: no limit. `warm_up`: warm the engine up, part by part, while there is no request."""
         self._engine, self._max_pending = engine, max_pending
+        self._warming_up = engine.warming_up() if warm_up else None
+        self._warm_up_shown = time.perf_counter()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[int, _Running] = {}  # by request id
         self._paused = self._closed = False
@@ -110,6 +114,11 @@ class EngineThread:
         """Why no requests are accepted; None if they are."""
         self.stats: EngineStats = engine.stats()
         """The engine's figures when something last happened to a request."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is nothing left of the warm-up."""
+        return self._warming_up is None
 
     def start(self) -> None:
         """Start the thread."""
@@ -240,11 +249,14 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._closed:
-            idle = self._paused or self.problem is not None or not self._engine.has_work
+            stopped, has_work = self._paused or self.problem is not None, self._engine.has_work
             try:
-                job = self._jobs.get(block=idle)
+                job = self._jobs.get(block=stopped or (not has_work and self.is_warm))
             except queue.Empty:
-                self._step()
+                if has_work:
+                    self._step()
+                else:
+                    self._continue_warm_up()
             else:
                 job()
         with suppress(queue.Empty):  # calls that came after the end
@@ -267,6 +279,22 @@ class EngineThread:
             return
         self._num_failures = 0
         self._send(self._new_tokens(result) + self._ended(result.finished))
+
+    def _continue_warm_up(self) -> None:
+        """Do one more part of the warm-up. If it fails, requests are served without it."""
+        assert self._warming_up is not None
+        try:
+            done, total = next(self._warming_up)
+        except StopIteration:
+            logger.info("the engine is warmed up", extra={"is_notice": True})
+            self._warming_up = None
+        except Exception:
+            logger.exception("the warm-up failed")
+            self._warming_up = None
+        else:
+            if time.perf_counter() - self._warm_up_shown > _PROGRESS_EVERY_S:
+                self._warm_up_shown = time.perf_counter()
+                logger.info("warm-up: %d of %d", done, total, extra={"is_progress": True})
 
     def _abort(self, request_ids: Iterable[int]) -> None:
         self._send(self._ended(self._engine.abort(request_ids)))

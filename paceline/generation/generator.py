@@ -79,7 +79,7 @@ class GenerationCallback:
         """The input and output are open. `num_rollouts` are wanted in total; None: the input's length is unknown."""
 
     def on_warm_up(self, done: int, total: int) -> None:
-        """On a GPU, before generation: so many CUDA graphs have been captured, of all."""
+        """On a GPU, before generation: so many parts of the warm-up are done, of all."""
 
     def on_engine_ready(self, engine: Engine) -> None:
         """The engine is loaded and generation begins."""

@@ -43,7 +43,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
 class _Server:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine, self.config = engine, config
-        self.thread = EngineThread(engine, config.max_pending)
+        self.thread = EngineThread(engine, config.max_pending, config.warm_up)
         self.metrics = ServerMetrics(engine, self.thread)
         self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenizer")  # a long prompt must not hold up the others' answers
         routes = [Route("/health", self.health), Route("/metrics", self.show_metrics),
@@ -64,7 +64,7 @@ class _Server:
 
     async def health(self, request: Request) -> Response:
         problem = self.thread.problem
-        return JSONResponse({"status": "ok"} if problem is None else {"status": problem}, 200 if problem is None else 503)
+        return JSONResponse({"status": problem or "ok", "warm": self.thread.is_warm}, 200 if problem is None else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)

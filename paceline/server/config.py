@@ -20,5 +20,7 @@ class ServerConfig(Config):
     """Maximum number of answers to one request (`n` times the number of prompts)."""
     max_body_bytes: int = Field(4 << 20, ge=1)
     """Maximum size of a request's body. Larger ones are refused with status 413."""
+    warm_up: bool = True
+    """Measure step times and capture CUDA graphs while there is no request; otherwise the first requests wait for it."""
     timeout_s: float = Field(600.0, gt=0)
     """Maximum number of seconds for one request, waiting included. After that its answers are dropped, with status 504."""

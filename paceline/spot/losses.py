@@ -28,6 +28,9 @@ from paceline.spot.config import SpotConfig
 from paceline.spot.packing import PackedRecords, align, answer_rows, unroll
 from paceline.spot.scaling import Scales
 
+MAX_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+"""Number of the drafter's logits that exist at the same time, by type of device."""
+
 
 class LossSums(NamedTuple):
     """Loss of one or more micro-batches. Everything but `total` is a weighted sum over rows for each of J unroll steps, without
@@ -213,7 +216,7 @@ def target_loss(own: Tensor, wanted: Tensor, weight: Tensor, heads: Heads, objec
         fused: Whether to use the Triton kernel; None uses it where it is available.
     """
     if max_logits is None:
-        max_logits = 2**22 if own.device.type == "cpu" else 2**27
+        max_logits = MAX_LOGITS.get(own.device.type, MAX_LOGITS["cuda"])
     if fused is None:
         fused = own.is_cuda and heads.policy.dtype in (torch.bfloat16, torch.float16) and find_spec("triton") is not None
     compute = partial(_fused if fused else _plain, temperature=heads.temperature, objective=objective)

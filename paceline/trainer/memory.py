@@ -15,14 +15,15 @@ import torch
 from paceline.bundled import resolve_model
 from paceline.cache.store import PagedStore
 from paceline.config import TrainConfig
-from paceline.drafters.checkpoint import _parse_config, _read
-from paceline.drafters.eagle import EagleConfig
+from paceline.drafters.checkpoint import read_eagle_config
+from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import open_checkpoint, parse_dtype, resolve_device
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
 from paceline.spot import SpotConfig, capture_layers
+from paceline.spot.losses import MAX_LOGITS
 from paceline.trainer.feature_downloads import MAX_PENDING_BYTES
 
 _GB = 2**30
@@ -58,6 +59,7 @@ class MemoryPlan(NamedTuple):
 
     items: tuple[MemoryItem, ...]
     kv_bytes_per_token: int
+    """Bytes of a token in the KV caches of all engines."""
     kv_tokens: int
     """Number of tokens that all answers of a step can have together."""
     capacity: int | None
@@ -130,10 +132,15 @@ def check_memory(config: TrainConfig) -> None:
         raise ValueError(f"device: the run does not fit on {device}: {items}")
 
 
-def kv_budget(config: TrainConfig, shape: ModelConfig, free: int) -> float:
+def kv_budget(config: TrainConfig, shape: ModelConfig, free: int, speculate: bool = True) -> float:
     """Memory in GiB for the KV cache of an engine that is about to be made, of the `free` bytes that its device has now: what
-    the policy's optimizer does not need later, nor its update unless the engine sleeps then."""
-    return max(0.85 * (free - _plan(config, shape, None).later_bytes), 0.1 * free) / _GB
+    the policy's optimizer does not need later, nor its update unless the engine sleeps then, nor the second engine of
+    `compare_off`, which is made after the one that speculates."""
+    room = float(free - _plan(config, shape, None).later_bytes)
+    if config.compare_off and speculate:
+        first, second = _kv_bytes(config, shape)
+        room = (room - _engine_bytes(config, shape)) * first / (first + second)
+    return max(0.85 * room, 0.1 * free) / _GB
 
 
 def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = None) -> MemoryPlan:
@@ -151,21 +158,34 @@ def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = Non
 
 
 def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None) -> MemoryPlan:
-    dtype = parse_dtype(config.dtype) or torch.float32
-    layers, drafter = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
-    if drafter is not None:
-        layers.append((drafter.model.num_kv_heads, drafter.model.head_dim))
-    feature_size = _feature_size(config, shape, drafter)
-    per_token = PagedStore.bytes_per_token(layers, feature_size, dtype)
     answers = config.rollout.prompts * config.rollout.group_size * config.rollout.max_new_tokens
-    return MemoryPlan((*_items(config, shape, dtype.itemsize), *_captured_items(config, feature_size * dtype.itemsize, answers)),
-                      per_token, answers, capacity, config.sleep_during_update)
+    return MemoryPlan((*_items(config, shape, _dtype(config).itemsize), *_drafter_items(config, shape, answers)),
+                      sum(_kv_bytes(config, shape)), answers, capacity, config.sleep_during_update)
 
 
-def _feature_size(config: TrainConfig, shape: ModelConfig, drafter: EagleConfig | None) -> int:
+def _dtype(config: TrainConfig) -> torch.dtype:
+    return parse_dtype(config.dtype) or torch.float32
+
+
+def _kv_bytes(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
+    """Bytes of a token in the KV cache of the engine that speculates, and in that of the second one, if there is one."""
+    plain, drafter = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
+    layers = plain if drafter is None else [*plain, (drafter.model.num_kv_heads, drafter.model.head_dim)]
+    second = PagedStore.bytes_per_token(plain, len(set(config.engine.capture)) * shape.hidden_size, _dtype(config))
+    return PagedStore.bytes_per_token(layers, _feature_size(config, shape), _dtype(config)), second if config.compare_off else 0
+
+
+def _engine_bytes(config: TrainConfig, shape: ModelConfig) -> int:
+    """Bytes of an engine's own weights. Those that are not trained are shared with the learner."""
+    learner = config.learner
+    count = num_adapted_parameters(shape, learner.lora_targets) if learner.lora_rank else num_parameters(shape)
+    return count * _dtype(config).itemsize
+
+
+def _feature_size(config: TrainConfig, shape: ModelConfig) -> int:
     """Number of captured features per token that the engine stores: hidden states of the layers that the run asks for, that the
     learned drafter reads, and that it is trained on."""
-    layers = set(config.engine.capture)
+    layers, drafter = set(config.engine.capture), _drafter_config(config, shape)
     if drafter is not None:
         layers.update(capture_layers(drafter) if config.train_drafter else drafter.feature_layers)
     return len(layers) * shape.hidden_size
@@ -179,9 +199,8 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
     yield MemoryItem("gradients", trained * master, "update", is_later=True)
     moments = _ADAM_BYTES[config.optimizer.kind] * (master // 4 if config.optimizer.kind == "adamw" else 1)
     yield MemoryItem("AdamW", int(trained * moments), is_later=True)
-    adapted = num_adapted_parameters(shape, config.learner.lora_targets) if rank else total  # the rest is shared with the learner
     if config.learner.exact_logprobs:
-        yield MemoryItem("policy for exact log-probabilities", adapted * width)
+        yield MemoryItem("policy for exact log-probabilities", _engine_bytes(config, shape))
     if algorithm.needs_reference and not rank:
         yield MemoryItem("reference policy", total * width)
     if algorithm.needs_critic:
@@ -189,16 +208,12 @@ def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[Memo
         yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
         yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
     yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
-    yield MemoryItem("engine's policy", adapted * width * (2 if config.compare_off else 1), "engine")
+    yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
     if rank:
         largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
         yield MemoryItem("merging of adapters", 2 * largest * master, "engine", is_later=True)
     if config.reward_model is not None:
         yield _reward_model_item(config.reward_model, width)
-    if config.drafter not in ("suffix", "none"):
-        layer = _layer_parameters(shape) + 2 * shape.hidden_size**2
-        heads = 2 * SpotConfig(**config.spot).draft_vocab_for(shape.vocab_size) * shape.hidden_size * width  # gathered rows
-        yield MemoryItem("learned drafter", layer * (width + (_DRAFTER_BYTES if config.train_drafter else 0)) + heads)
 
 
 def _reward_model_item(source: str, width: int) -> MemoryItem:
@@ -210,13 +225,21 @@ def _reward_model_item(source: str, width: int) -> MemoryItem:
     return MemoryItem("reward model", trunk * width + shape.hidden_size * max(4, width))  # its one output is in float32 or better
 
 
-def _captured_items(config: TrainConfig, bytes_per_token: int, answer_tokens: int) -> Iterator[MemoryItem]:
-    """Features of finished answers on the device, if a learned drafter is trained on them. Several workers keep them there; one
-    process copies them to the host, and only those that wait for it take memory."""
-    if config.drafter in ("suffix", "none") or not config.train_drafter:
+def _drafter_items(config: TrainConfig, shape: ModelConfig, answer_tokens: int) -> Iterator[MemoryItem]:
+    """A learned drafter, and what it is trained on. Several workers keep features of finished answers on the device; one process
+    copies them to the host, and only those that wait for it take memory."""
+    drafter, spot = _drafter_config(config, shape), SpotConfig(**config.spot)
+    if drafter is None:
         return
+    dtype, num_trained = _dtype(config), _drafter_parameters(drafter)
+    heads = 2 * spot.draft_vocab_for(shape.vocab_size) * shape.hidden_size * dtype.itemsize  # gathered rows
+    yield MemoryItem("learned drafter", num_trained * (dtype.itemsize + (_DRAFTER_BYTES if config.train_drafter else 0)) + heads)
+    if not config.train_drafter:
+        return
+    yield MemoryItem("training of the drafter", drafter_training_bytes(spot, drafter, dtype, resolve_device(config.device)),
+                     "generation", is_later=True)
     if not config.cluster.needs_ray:
-        waiting = min(answer_tokens * bytes_per_token, MAX_PENDING_BYTES)
+        waiting = min(answer_tokens * _feature_size(config, shape) * dtype.itemsize, MAX_PENDING_BYTES)
         yield MemoryItem("features that wait to be copied", waiting, "generation", is_later=True)
     elif config.cluster.spot_training:
         yield MemoryItem("answers that the drafter is trained on", int(config.drafter_buffer_gb * _GB), is_later=True)
@@ -229,9 +252,28 @@ def _drafter_config(config: TrainConfig, shape: ModelConfig) -> EagleConfig | No
     if config.drafter == "learned":
         return EagleConfig.for_policy(shape, SpotConfig(**config.spot).module_form)
     try:
-        return _parse_config(*_read(Path(config.drafter).expanduser()), shape)
+        return read_eagle_config(config.drafter, shape)
     except ValueError as error:
-        raise ValueError(f"drafter {config.drafter}: {error}") from None
+        raise ValueError(f"drafter {error}") from None
+
+
+def drafter_training_bytes(spot: SpotConfig, drafter: EagleConfig, dtype: torch.dtype, device: str) -> int:
+    """Activations and temporary tensors of a micro-batch of drafter training. In every unroll step the inputs, two norms, qkv,
+    attention, gate, up and their product are saved; the outputs of all steps exist in float32, with their gradient, and the
+    logits of one chunk."""
+    model, wide, on_gpu = drafter.model, max(4, dtype.itemsize), device.startswith("cuda")
+    rows = spot.resolved(model.hidden_size, on_gpu).micro_batch_tokens
+    assert rows is not None, "resolved"
+    heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    step = dtype.itemsize * (4 * model.hidden_size + heads + 3 * model.intermediate_size) + 6 * wide * model.hidden_size
+    inputs = dtype.itemsize * model.hidden_size * (2 + len(drafter.feature_layers))
+    return rows * (spot.recipe.unroll * step + inputs) + 2 * dtype.itemsize * MAX_LOGITS["cuda" if on_gpu else "cpu"]
+
+
+@lru_cache
+def _drafter_parameters(drafter: EagleConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Eagle(drafter).parameters())
 
 
 def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:

@@ -92,7 +92,7 @@ def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: b
     update needs, unless the configuration says how large it is."""
     device = model.norm.device
     if device.type == "cuda" and config.engine.kv_memory_gb is None and config.engine.kv_tokens is None:
-        room = kv_budget(config, model.config, torch.cuda.mem_get_info(device)[0])
+        room = kv_budget(config, model.config, torch.cuda.mem_get_info(device)[0], speculate)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_memory_gb": room})})
     if not speculate:
         return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)

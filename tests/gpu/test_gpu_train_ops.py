@@ -9,6 +9,7 @@ from packed import HEADS, KV_HEADS, assert_same, normal, rows_of, tables
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.kernels.reference.packed_attention import PackedPlan, join_rotated, packed_attention
 from paceline.kernels.reference.training import TrainOps
+from paceline.kernels.triton.ops import TritonOps
 from paceline.kernels.triton.training import TritonTrainOps
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -31,6 +32,21 @@ def test_variable_length_kernel_equals_groups():
         return packed(q.float(), k.float(), v.float()).to(v.dtype)
 
     assert_same(packed, wide, rows_of(lengths, torch.bfloat16, "cuda", dim), 4e-2)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(4608, 3584), (3584, 3584), (2048, 1536), (151936, 896)])
+def test_products_have_the_bits_of_the_engine_whatever_the_number_of_rows(out_features, in_features):
+    """With gradients, in the autocast of a learner whose weights are in float32."""
+    x = normal(300, in_features, dtype=torch.float32, seed=1, device="cuda")
+    weight = normal(out_features, in_features, dtype=torch.float32, seed=2, device="cuda").requires_grad_()
+    ours, engine = TritonTrainOps(), TritonOps(deterministic=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = ours.linear(x, weight)
+        for rows in (1, 17, 64, 200):
+            assert torch.equal(ours.linear(x[:rows], weight), found[:rows])
+    assert found.dtype == torch.bfloat16 and found.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(engine.linear(x.bfloat16(), weight.bfloat16()), found)
 
 
 def test_fused_operations_equal_the_reference():

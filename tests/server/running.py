@@ -38,7 +38,7 @@ class RunningServer:
 
     def __init__(self, engine: Engine, step_s: float = 0.0, **config: Any) -> None:
         """`step_s`: seconds that every step takes longer. It may be changed later."""
-        self.engine, self.config, self.step_s = engine, ServerConfig(model_name="tiny", **config), step_s
+        self.engine, self.config, self.step_s = engine, ServerConfig(model_name="tiny", **{"warm_up": False, **config}), step_s
         app = create_app(engine, self.config)
         self.thread = app.state.thread
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=120))

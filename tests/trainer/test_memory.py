@@ -24,6 +24,7 @@ from paceline.rl.adapters import add_lora
 from paceline.rl.batch import Sample
 from paceline.rl.learner import Learner
 from paceline.rl.models import load_reward_model
+from paceline.spot import SpotConfig
 from paceline.trainer import Trainer
 from paceline.trainer.memory import (
     MemoryItem,
@@ -197,8 +198,38 @@ def test_features_that_wait_to_be_copied_are_planned_up_to_a_bound():
     for other in ({}, {"drafter": "learned", "train_drafter": False}, {"drafter": "learned", "cluster": {"workers": 2}}):
         assert what not in gigabytes(plan_for(config(**other), QWEN_7B))
     asleep, awake = (plan_for(config(drafter="learned", sleep_during_update=sleeps), QWEN_7B) for sleeps in (True, False))
-    assert asleep.later_bytes == pytest.approx((gigabytes(asleep)["AdamW"] + 4) * 2**30)
-    assert awake.later_bytes == sum(item.num_bytes for item in awake.items if item.is_later and item.what != what)
+    training = gigabytes(asleep)["training of the drafter"]
+    assert asleep.later_bytes == pytest.approx((gigabytes(asleep)["AdamW"] + 4 + training) * 2**30)
+    assert awake.later_bytes == sum(item.num_bytes for item in awake.items if item.is_later and item.phase != "generation")
+
+
+@pytest.mark.parametrize("form", ["hass", "eagle3"])
+def test_a_learned_drafter_is_planned_as_it_is_made(form):
+    plan = plan_for(config(drafter="learned", train_drafter=False, spot={"form": form, "draft_vocab": 0}), QWEN_7B)
+    with torch.device("meta"):
+        drafter = Eagle(EagleConfig.for_policy(QWEN_7B, SpotConfig(form=form).module_form))
+    assert gigabytes(plan)["learned drafter"] == 2 * sum(p.numel() for p in drafter.parameters()) / 2**30
+
+
+def test_training_of_a_drafter_takes_memory_for_every_unroll_step():
+    once, thrice = (gigabytes(plan_for(config(drafter="learned", spot={"unroll": n}), QWEN_7B))["training of the drafter"]
+                    for n in (1, 3))
+    assert 2 < thrice / once < 3
+    assert "training of the drafter" not in gigabytes(plan_for(config(drafter="learned", train_drafter=False), QWEN_7B))
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "learned"])
+def test_two_engines_share_the_memory_for_their_kv_caches(drafter):
+    """With `compare_off` there are two. The first one leaves the second as many tokens of KV cache, and its weights."""
+    alone, both = (config(drafter=drafter, compare_off=two, learner={"lora_rank": 16}) for two in (False, True))
+    free = 120 << 30
+    one, first = (kv_budget(c, QWEN_7B, free) for c in (alone, both))
+    weights = gigabytes(plan_for(alone, QWEN_7B))["engine's policy"]
+    second = kv_budget(both, QWEN_7B, free - int((first + weights) * 2**30), speculate=False)
+    plans = plan_for(alone, QWEN_7B), plan_for(both, QWEN_7B)
+    of_first, of_both = (plan.kv_bytes_per_token for plan in plans)
+    assert first == pytest.approx((one - 0.85 * weights) * of_first / of_both)
+    assert second / (of_both - of_first) >= first / of_first and first + second < one - 0.85 * weights + 0.15 * one
 
 
 @pytest.mark.parametrize(("sleeps", "waiting", "update", "generation", "later"), [

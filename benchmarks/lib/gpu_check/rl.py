@@ -18,7 +18,8 @@ from paceline.trainer import RolloutProgress, RunStatus, TrainConfig, Trainer, T
 from paceline.types import RolloutGroup, StepResult
 
 _METRICS = {"tokens_per_second": "tokens_per_s", "accept_length": "accept_length", "reward/mean": "reward",
-            "time/generate": "generate_seconds", "time/step": "seconds"}
+            "time/generate": "generate_seconds", "time/step": "seconds",
+            "logprob_difference/mean": "logprob_difference_mean", "logprob_difference/max": "logprob_difference_max"}
 """Metric of the trainer → name in the result."""
 
 

@@ -5,8 +5,8 @@ memory, and how far trainer and engine are apart.
 
 An engine with random bfloat16 weights of each shape generates answers, which fill one micro-batch. Four learners in turn compute
 their log-probabilities and gradients: one whose products the library may split along K, an ordinary one, which sums K in one pass
-as the engine does, one that recomputes activations (`gradient_checkpointing`), and an exact one, which recomputes them, too. 7B is
-trained with LoRA adapters: its gradients in float32 would leave no room for three rounds.
+as the engine does, one that recomputes activations (`gradient_checkpointing`), and an exact one, which recomputes them, too.
+7B is trained with LoRA adapters: its gradients in float32 would leave no room for three rounds.
 `price` is the time of forward and backward over that of the ordinary learner; `price_recomputing` over that of the one that
 recomputes; `price_one_pass` is the time of the ordinary learner over that of the one that splits K.
 

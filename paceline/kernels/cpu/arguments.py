@@ -44,30 +44,30 @@ SAMPLE = _layout("sample", "logits num_rows vocab token given logprob seed posit
 
 # -- trees as rows
 
-FLATTEN = _layout("flatten", "tokens parents depths draft first request node row_tokens row_parents row_depths mask num_rows "
-                  "num_nodes max_depth")
+FLATTEN_DRAFTS = _layout("flatten_drafts", "tokens parents depths draft first request node row_tokens row_parents row_depths "
+                         "mask num_rows num_nodes max_depth")
 BUILD_ROWS = _layout("build_rows", "slots request node depths tokens first length context last_token seed temperature top_k "
                      "top_p min_p page_table row_tokens positions write row_seed next_position row_temperature row_top_p "
                      f"row_min_p row_top_k {_SEGMENTS} num_rows num_requests page_size table_columns")
-ADVANCE = _layout("advance", "slots first length tokens parents sampled logprobs raw context last_token page_table out_tokens "
-                  "out_logprobs out_raw num_drawn source target num_requests num_rows num_columns padding_slot page_size "
-                  "table_columns wide_logprobs wide_raw")
+VERIFY = _layout("verify", "slots first length tokens parents sampled logprobs raw context last_token page_table out_tokens "
+                 "out_logprobs out_raw num_drawn source target num_requests num_rows num_columns padding_slot page_size "
+                 "table_columns wide_logprobs wide_raw")
 MOVE_TOKENS = _layout("move_tokens", "tensors sizes source target num_tensors num_lines num_columns")
 
 # -- the learned drafter
 
-FOLLOW_ROWS = _layout("follow_rows", "slots context last_token shared stored page_table request back counts tokens positions "
-                      f"write mask {_SEGMENTS} num_rows num_lines least spare page_size table_columns")
+CATCH_UP_ROWS = _layout("catch_up_rows", "slots context last_token shared stored page_table request back counts tokens positions "
+                        f"write mask {_SEGMENTS} num_rows num_lines least spare page_size table_columns")
 DRAFT_INPUT = _layout("draft_input", "tokens embed state above input_norm hidden_norm both residual num_rows width eps", "eps")
 DRAFT_TOPK = _layout("draft_topk", "logits seed position temperature draft_ids values columns logsumexp num_rows vocab k tau "
                      "tau_value", "tau_value")
-COLLECT = _layout("collect", "values columns logsumexp scores origin draft_ids tokens parents candidate_scores num_lines "
-                  "num_nodes width first num_candidates wide_values shrink", "shrink")
-GROW = _layout("grow", "tokens scores bits slots context seed temperature page_table row_tokens positions write above origin "
-               f"row_seed next_position mask row_temperature row_scores {_SEGMENTS} num_lines num_candidates first num_nodes "
-               "width depth page_size table_columns")
-CHOOSE = _layout("choose", "tokens parents scores out_tokens out_parents out_depths survival num_lines num_candidates num_kept "
-                 "width")
+ADD_CANDIDATES = _layout("add_candidates", "values columns logsumexp scores origin draft_ids tokens parents candidate_scores "
+                         "num_lines num_nodes width first num_candidates wide_values shrink", "shrink")
+SELECT_BEAM = _layout("select_beam", "tokens scores bits slots context seed temperature page_table row_tokens positions write "
+                      f"above origin row_seed next_position mask row_temperature row_scores {_SEGMENTS} num_lines num_candidates "
+                      "first num_nodes width depth page_size table_columns")
+SELECT_NODES = _layout("select_nodes", "tokens parents scores out_tokens out_parents out_depths survival num_lines "
+                       "num_candidates num_kept width")
 
 # -- a list of calls
 

@@ -18,12 +18,12 @@ from paceline import jit_cache
 from paceline.kernels import noise
 from paceline.kernels.cpu import arguments
 from paceline.kernels.cpu.jit.attention import attention
-from paceline.kernels.cpu.jit.drafting import choose, collect, draft_topk, follow_rows, grow
+from paceline.kernels.cpu.jit.drafting import add_candidates, catch_up_rows, draft_topk, select_beam, select_nodes
 from paceline.kernels.cpu.jit.elementwise import add, draft_input, gather_rows, rms_norm, rope_write, silu_mul
 from paceline.kernels.cpu.jit.matmul import gated_linear, linear
 from paceline.kernels.cpu.jit.noise import gumbel
 from paceline.kernels.cpu.jit.program import program
-from paceline.kernels.cpu.jit.rows import advance, build_rows, flatten, move_tokens
+from paceline.kernels.cpu.jit.rows import build_rows, flatten_drafts, move_tokens, verify
 from paceline.kernels.cpu.jit.sampling import sample
 
 logger = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("draft_topk", F32): lambda block: draft_topk(block, np.float32, np.float32),
     ("draft_topk", F64): lambda block: draft_topk(block, np.float64, np.float64),
     ("draft_topk", BF16): lambda block: draft_topk(block, np.uint16, np.float32),
-    ("flatten", INT): lambda block: flatten(block),
+    ("flatten_drafts", INT): lambda block: flatten_drafts(block),
     ("build_rows", INT): lambda block: build_rows(block),
-    ("advance", INT): lambda block: advance(block),
+    ("verify", INT): lambda block: verify(block),
     ("move_tokens", INT): lambda block: move_tokens(block),
-    ("follow_rows", INT): lambda block: follow_rows(block),
-    ("collect", INT): lambda block: collect(block),
-    ("grow", INT): lambda block: grow(block),
-    ("choose", INT): lambda block: choose(block),
+    ("catch_up_rows", INT): lambda block: catch_up_rows(block),
+    ("add_candidates", INT): lambda block: add_candidates(block),
+    ("select_beam", INT): lambda block: select_beam(block),
+    ("select_nodes", INT): lambda block: select_nodes(block),
     ("program", INT): lambda block: program(block),
 }
 

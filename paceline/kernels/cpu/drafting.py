@@ -137,22 +137,22 @@ class _TreeProgram:
                         columns=room["columns"].data_ptr(), logsumexp=room["logsumexp"].data_ptr(), num_rows=num_rows,
                         vocab=vocab, k=width, tau=address(REAL, tau), tau_value=0.0)
 
-        def collect(scores: int, origins: int, nodes: int, first: int) -> None:
-            program.add("collect", INT, values=room["values"].data_ptr(), columns=room["columns"].data_ptr(),
+        def add_candidates(scores: int, origins: int, nodes: int, first: int) -> None:
+            program.add("add_candidates", INT, values=room["values"].data_ptr(), columns=room["columns"].data_ptr(),
                         logsumexp=room["logsumexp"].data_ptr(), scores=scores, origin=origins,
                         draft_ids=address(INT, layer.draft_ids), tokens=found["tokens"], parents=found["parents"],
                         candidate_scores=found["scores"], num_lines=batch, num_nodes=nodes, width=width, first=first,
                         num_candidates=total, wide_values=acc == torch.float64, shrink=drafting.SHRINK)
 
         rank("state", batch, "seed", "next_position", "temperature")
-        collect(room["root_scores"].data_ptr(), room["root_origin"].data_ptr(), 1, 0)
+        add_candidates(room["root_scores"].data_ptr(), room["root_origin"].data_ptr(), 1, 0)
         state: int | str = "state"
         seen, nodes, first = room["root_bits"].data_ptr(), 1, 0
         for level in range(1, depth):
             bits, out = room["bits"][level % 2].data_ptr(), room["states"][level % 2].data_ptr()
-            program.add("grow", INT, tokens=found["tokens"], scores=found["scores"], bits=seen, slots="slots", context="context",
-                        seed="seed", temperature="temperature", page_table=address(HALF, cache.page_table), row_tokens=row_tokens,
-                        positions=positions, write=write, above=above, origin=origin, row_seed=row_seed,
+            program.add("select_beam", INT, tokens=found["tokens"], scores=found["scores"], bits=seen, slots="slots",
+                        context="context", seed="seed", temperature="temperature", page_table=address(HALF, cache.page_table),
+                        row_tokens=row_tokens, positions=positions, write=write, above=above, origin=origin, row_seed=row_seed,
                         next_position=next_position, mask=bits, row_temperature=temperature, row_scores=beam_scores, **segments,
                         num_lines=batch, num_candidates=total, first=first, num_nodes=nodes, width=width, depth=level,
                         page_size=cache.page_size, table_columns=cache.page_table.shape[1])
@@ -160,9 +160,9 @@ class _TreeProgram:
                       state=state, above=above, out=out, mask=bits, num_segments=batch, segments=segments)
             rank(out, rows, row_seed, next_position, temperature)
             first += nodes * width
-            collect(beam_scores, origin, width, first)
+            add_candidates(beam_scores, origin, width, first)
             state, seen, nodes = out, bits, width
-        program.add("choose", INT, tokens=found["tokens"], parents=found["parents"], scores=found["scores"],
+        program.add("select_nodes", INT, tokens=found["tokens"], parents=found["parents"], scores=found["scores"],
                     out_tokens="out_tokens", out_parents="out_parents", out_depths="out_depths", survival="survival",
                     num_lines=batch, num_candidates=total, num_kept=self._count, width=width)
 

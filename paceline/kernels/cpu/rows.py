@@ -53,7 +53,7 @@ class RowOps(TorchOps):
         if not num_rows:
             return
         tokens, parents, depths = tokens.contiguous(), parents.contiguous(), depths.contiguous()
-        run("flatten", INT, 1, tokens=address(INT, tokens), parents=address(INT, parents), depths=address(INT, depths),
+        run("flatten_drafts", INT, 1, tokens=address(INT, tokens), parents=address(INT, parents), depths=address(INT, depths),
             draft=address(INT, draft), first=address(INT, tree.first), request=address(INT, tree.request),
             node=address(INT, tree.node), row_tokens=address(INT, tree.tokens), row_parents=address(INT, tree.parents),
             row_depths=address(INT, tree.depths), mask=address(INT, tree.mask), num_rows=num_rows, num_nodes=tokens.shape[1],
@@ -86,7 +86,7 @@ class RowOps(TorchOps):
         drawn = SampledTokens(tokens, logprobs.new_empty(batch, columns), None if raw is None else raw.new_empty(batch, columns),
                       torch.empty(batch, dtype=INT), source, target)
         logprobs, raw = logprobs.contiguous(), None if raw is None else raw.contiguous()
-        run("advance", INT, 1, slots=address(INT, slots), first=address(INT, tree.first), length=address(INT, tree.length),
+        run("verify", INT, 1, slots=address(INT, slots), first=address(INT, tree.first), length=address(INT, tree.length),
             tokens=address(INT, tree.tokens), parents=address(INT, tree.parents), sampled=address(INT, sampled),
             logprobs=logprobs.data_ptr(), raw=0 if raw is None else raw.data_ptr(), context=address(INT, of.context),
             last_token=address(INT, of.last_token), page_table=address(HALF, of.page_table), out_tokens=tokens.data_ptr(),
@@ -129,7 +129,7 @@ class RowOps(TorchOps):
         num_rows, num_lines = len(request), len(counts)
         tokens, positions, write = torch.empty(3, num_rows, dtype=INT).unbind()
         segments = _segments(num_lines, torch.empty(num_rows, 2, dtype=INT))
-        run("follow_rows", INT, 1, slots=address(INT, requests.slots), context=address(INT, requests.context),
+        run("catch_up_rows", INT, 1, slots=address(INT, requests.slots), context=address(INT, requests.context),
             last_token=address(INT, requests.last_token), shared=address(INT, requests.shared), stored=address(INT, stored),
             page_table=address(HALF, cache.page_table), request=address(INT, request), back=address(INT, back),
             counts=address(INT, counts), tokens=tokens.data_ptr(), positions=positions.data_ptr(), write=write.data_ptr(),
@@ -141,7 +141,7 @@ class RowOps(TorchOps):
                        first: int) -> None:
         (batch, nodes), width = scores.shape, ranked.columns.shape[1]
         assert ranked.values.dtype == ranked.logsumexp.dtype and ranked.values.is_contiguous()
-        run("collect", INT, 1, values=ranked.values.data_ptr(), columns=address(INT, ranked.columns),
+        run("add_candidates", INT, 1, values=ranked.values.data_ptr(), columns=address(INT, ranked.columns),
             logsumexp=ranked.logsumexp.data_ptr(), scores=address(REAL, scores), origin=address(INT, origin),
             draft_ids=address(INT, ids), tokens=address(INT, into.tokens), parents=address(INT, into.parents),
             candidate_scores=address(REAL, into.scores), num_lines=batch, num_nodes=nodes, width=width, first=first,
@@ -153,7 +153,7 @@ class RowOps(TorchOps):
         tokens, positions, write, above, origin, seed, following = torch.empty(7, batch * width, dtype=INT).unbind()
         temperature, scores = torch.empty(2, batch * width, dtype=REAL).unbind()
         segments = _segments(batch, torch.empty(batch * width, 2, dtype=INT))
-        run("grow", INT, 1, tokens=address(INT, found.tokens), scores=address(REAL, found.scores), bits=address(INT, bits),
+        run("select_beam", INT, 1, tokens=address(INT, found.tokens), scores=address(REAL, found.scores), bits=address(INT, bits),
             slots=address(INT, requests.slots), context=address(INT, requests.context), seed=address(INT, requests.seed),
             temperature=address(REAL, requests.temperature), page_table=address(HALF, cache.page_table),
             row_tokens=tokens.data_ptr(), positions=positions.data_ptr(), write=write.data_ptr(), above=above.data_ptr(),
@@ -169,7 +169,7 @@ class RowOps(TorchOps):
         count = min(budget, total)
         tokens, parents, depths = torch.empty(3, batch, count, dtype=INT).unbind()
         survival = torch.empty(batch, count, dtype=REAL)
-        run("choose", INT, 1, tokens=address(INT, found.tokens), parents=address(INT, found.parents),
+        run("select_nodes", INT, 1, tokens=address(INT, found.tokens), parents=address(INT, found.parents),
             scores=address(REAL, found.scores), out_tokens=tokens.data_ptr(), out_parents=parents.data_ptr(),
             out_depths=depths.data_ptr(), survival=survival.data_ptr(), num_lines=batch, num_candidates=total, num_kept=count,
             width=width)

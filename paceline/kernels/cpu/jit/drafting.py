@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import carray
 
-from paceline.kernels.cpu.arguments import CHOOSE, COLLECT, DRAFT_TOPK, FOLLOW_ROWS, GROW
+from paceline.kernels.cpu.arguments import ADD_CANDIDATES, CATCH_UP_ROWS, DRAFT_TOPK, SELECT_BEAM, SELECT_NODES
 from paceline.kernels.cpu.jit.base import float32s, inlined, int32s, int64s, max_of, next_item, pointer
 from paceline.kernels.cpu.jit.noise import NOISE_BLOCK, gumbel_from_bits, philox_block, philox_of
 from paceline.kernels.cpu.jit.rows import set_bit, token_slot
@@ -19,11 +19,11 @@ from paceline.kernels.cpu.jit.sampling import exp_block, scale_logits
 
 
 @inlined
-def follow_rows(block):  # type: ignore[no-untyped-def]
+def catch_up_rows(block):  # type: ignore[no-untyped-def]
     """See `Ops.catch_up_rows`: the drafter's rows for committed positions that it has not seen."""
     if next_item(block):
         return  # one thread does it
-    a = carray(block, 1, FOLLOW_ROWS)[0]
+    a = carray(block, 1, CATCH_UP_ROWS)[0]
     num_rows, num_lines, least, spare = a.num_rows, a.num_lines, a.least, a.spare
     page_size, columns = a.page_size, a.table_columns
     slots, context, shared = int64s(a.slots, num_lines), int64s(a.context, num_lines), int64s(a.shared, num_lines)
@@ -51,11 +51,11 @@ def follow_rows(block):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def collect(block):  # type: ignore[no-untyped-def]
+def add_candidates(block):  # type: ignore[no-untyped-def]
     """See `Ops.add_candidates`: ranked children become candidates. `wide_values`: values and logsumexp are float64."""
     if next_item(block):
         return  # one thread does it
-    a = carray(block, 1, COLLECT)[0]
+    a = carray(block, 1, ADD_CANDIDATES)[0]
     lines, nodes, width, first, total = a.num_lines, a.num_nodes, a.width, a.first, a.num_candidates
     wide, shrink = a.wide_values != 0, a.shrink
     rows = lines * nodes
@@ -76,11 +76,11 @@ def collect(block):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def grow(block):  # type: ignore[no-untyped-def]
+def select_beam(block):  # type: ignore[no-untyped-def]
     """See `Ops.select_beam`: the best candidates of a level become the drafter's next rows."""
     if next_item(block):
         return  # one thread does it
-    a = carray(block, 1, GROW)[0]
+    a = carray(block, 1, SELECT_BEAM)[0]
     lines, total, first, nodes, width, depth = a.num_lines, a.num_candidates, a.first, a.num_nodes, a.width, a.depth
     page_size, columns = a.page_size, a.table_columns
     rows, level = lines * width, nodes * width
@@ -110,11 +110,11 @@ def grow(block):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def choose(block):  # type: ignore[no-untyped-def]
+def select_nodes(block):  # type: ignore[no-untyped-def]
     """See `Ops.select_nodes`: the best candidates of all levels, parents before children."""
     if next_item(block):
         return  # one thread does it
-    a = carray(block, 1, CHOOSE)[0]
+    a = carray(block, 1, SELECT_NODES)[0]
     lines, total, count, width = a.num_lines, a.num_candidates, a.num_kept, a.width
     place, best, kept = np.empty(total, np.int64), np.empty(count, np.float32), np.empty(count, np.int64)
     for b in range(lines):

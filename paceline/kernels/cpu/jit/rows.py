@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from paceline.kernels.cpu.arguments import ADVANCE, BUILD_ROWS, FLATTEN, MOVE_TOKENS
+from paceline.kernels.cpu.arguments import BUILD_ROWS, FLATTEN_DRAFTS, MOVE_TOKENS, VERIFY
 from paceline.kernels.cpu.jit.base import float32s, inlined, int32s, int64s, next_item, pointer
 
 
@@ -25,11 +25,11 @@ def set_bit(mask, row, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def flatten(block):  # type: ignore[no-untyped-def]
+def flatten_drafts(block):  # type: ignore[no-untyped-def]
     """See `Ops.flatten_drafts`: drafted nodes become the rows of a `DraftTree`."""
     if next_item(block):
         return  # one thread does it
-    a = carray(block, 1, FLATTEN)[0]
+    a = carray(block, 1, FLATTEN_DRAFTS)[0]
     num_rows, num_nodes, max_depth = a.num_rows, a.num_nodes, a.max_depth
     request, node = int64s(a.request, num_rows), int64s(a.node, num_rows)
     tokens, parents, depths = int64s(a.row_tokens, num_rows), int64s(a.row_parents, num_rows), int64s(a.row_depths, num_rows)
@@ -88,12 +88,12 @@ def copy_element(source, wide, at, target, place):  # type: ignore[no-untyped-de
 
 
 @inlined
-def advance(block):  # type: ignore[no-untyped-def]
+def verify(block):  # type: ignore[no-untyped-def]
     """See `Ops.verify`: where tokens are accepted. The walk goes from each root through children that equal the policy's sample.
     `wide_logprobs`, `wide_raw`: elements of eight bytes, else four."""
     if next_item(block):
         return  # one thread does it
-    a = carray(block, 1, ADVANCE)[0]
+    a = carray(block, 1, VERIFY)[0]
     num_requests, num_rows, width, padding = a.num_requests, a.num_rows, a.num_columns, a.padding_slot
     page_size, columns = a.page_size, a.table_columns
     slots, first, length = int64s(a.slots, num_requests), int64s(a.first, num_requests), int64s(a.length, num_requests)

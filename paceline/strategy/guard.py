@@ -16,7 +16,7 @@ from statistics import median
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.types import DrafterName, StepOutcome, StepView
 
-_FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 6.0, 0.75
+_FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 16.0, 0.75
 """Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
 steps that are needed at least to switch a drafter on."""
 _LARGE_BATCH = 64

@@ -80,7 +80,7 @@ def test_what_a_drafter_has_to_read_first_does_not_stop_it():
             assert guard.observe(outcome(eagle, 4.0, (6.5 if first else 3.6) * off)) is None
         for _ in range(5):
             guard.observe(plain)
-    assert guard.accounts["eagle", 0].steps == 6.0
+    assert guard.accounts["eagle", 0].steps == 16.0
 
 
 def test_a_drafter_is_switched_on_only_if_its_account_has_what_that_costs():
@@ -158,7 +158,7 @@ def test_earlier_gains_do_not_pay_for_more_losses_than_an_account_holds():
     guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
     for _ in range(200):
         guard.observe(outcome(eagle, 3.0, 1.5 * off))
-    assert any(guard.observe(outcome(eagle, 1.0, 1.5 * off)) == "eagle" for _ in range(14))
+    assert any(guard.observe(outcome(eagle, 1.0, 1.5 * off)) == "eagle" for _ in range(34))
 
 
 def test_the_first_step_of_a_drafter_loads_kernels():

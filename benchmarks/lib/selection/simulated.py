@@ -69,6 +69,8 @@ class Task(NamedTuple):
     num_derailing: int = 0
     """Number of responses, beginning with the longest one, that derail at some point, from which on nothing can be predicted. At
     high temperatures all of them do."""
+    is_changing: bool = False
+    """Whether responses are predictable for some hundred tokens and unpredictable for the next hundred, and so on."""
 
 
 ORDINARY = Text(0.84, 0.2)
@@ -104,6 +106,8 @@ class H200(World):
     """How predictable each response is."""
     _derails_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Tokens that each response still has to get when it derails."""
+    _is_hard: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))
+    """By response and number of tokens that it has still to get: whether it is unpredictable there."""
     _missing: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Tokens of each response that the learned drafter has not read."""
     _biases: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -114,6 +118,7 @@ class H200(World):
         self._hardness = 0.96 * self._hardness + self.draw.normal(0, 0.14, len(self._hardness))
         chance = np.clip(self.skill[drafter], 1e-3, 0.999)
         odds = np.log(chance / (1 - chance)) + self._hardness[here] + self._character[here]
+        odds -= 2.5 * self._is_hard[here, np.maximum(self.left[:batch], 0)]
         return np.where(self.left[:batch] <= self._derails_at[here], 0.04, 1 / (1 + np.exp(-odds)))[:, None]
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
@@ -164,6 +169,10 @@ class H200(World):
         self._hardness, self._character = text.normal(0, 0.5, (2, self.batch))
         self._missing = np.zeros(self.batch, int)
         self._derails_at = self.left * text.uniform(0.2, 1.0, self.batch) * (np.arange(self.batch) < task.num_derailing)
+        self._is_hard = np.zeros((self.batch, max(task.lengths) + 1), bool)
+        for response in self._is_hard[:, : self._is_hard.shape[1] if task.is_changing else 0]:
+            lasts = text.exponential(1.0, len(response)) * np.resize((560, 120), len(response))  # tokens
+            response[:] = np.searchsorted(np.cumsum(lasts), np.arange(len(response))) % 2
         view = replace(self.view(), num_running=0, num_prefill_rows=120 * self.batch)
         selector.observe(StepOutcome(selector.select(view), 0, 120 * self.batch, 0, 25.0, 8192, 0.0, 25.0))
 
@@ -233,7 +242,7 @@ class Cell(NamedTuple):
 def cells(rounds: int = 2) -> dict[str, Cell]:
     """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
     the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; steps of RL, also ones whose four longest
-    responses derail; ordinary text with profiles that are wrong; and random text with predictors that lie."""
+    responses derail; few long responses of which some stretches are hard to predict; ordinary text with profiles that are wrong; and random text with predictors that lie."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
@@ -246,6 +255,9 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
     long_tail = Task(tuple(long_tailed_lengths(None, 256, 640)), ORDINARY, knows_lengths=False, num_derailing=4)
     found["long tail, 4 derail"] = Cell((long_tail,) * (rounds + 1), costs=small_costs)
     found["rl, 4 derail"] = found["rl"]._replace(rounds=tuple(task._replace(num_derailing=4) for task in found["rl"].rounds))
+    for batch in (1, 4):
+        changing = Task((3000,) * batch, ORDINARY, knows_lengths=False, is_changing=True)
+        found[f"changing text, batch {batch}"] = Cell((changing,) * (rounds + 1), costs=small_costs)
     ordinary, random = found["ordinary"].rounds, found["random"].rounds
     found |= {"busy_profile": Cell(ordinary, profile=busy_profile), "free_rows": Cell(ordinary, profile=free_rows)}
     return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}

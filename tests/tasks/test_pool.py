@@ -41,7 +41,7 @@ def test_bad_graders_cost_their_own_sample_only():
 
 def test_many_crashes_in_a_row():
     """Workers that die the moment they start on a sample, alone and in company. Those that say they ended well are waited for."""
-    with RewardPool(Misbehaving(), workers=2, timeout_s=4.0) as pool:
+    with RewardPool(Misbehaving(), workers=2, timeout_s=2.0) as pool:
         for answers in (["die"], ["die loudly"] * 6, [str(i) if i % 3 else "die" for i in range(12)]):
             graded = grade_all(pool, answers)
             assert [one.value for one in graded] == [float(answer == str(i)) for i, answer in enumerate(answers)]
@@ -140,7 +140,7 @@ def test_a_task_with_a_sandbox_and_one_with_mathematics(tmp_path):
         assert [one.value for one in graded] == [1, 0, 0, 0, 1] and not any(one.error for one in graded)
     (tmp_path / "own.jsonl").write_text('{"prompt": "?", "answer": "(a+)+$"}\n')
     task = make_task("jsonl", data=str(tmp_path / "own.jsonl"), check="regex-contains")
-    with RewardPool(task, workers=1, timeout_s=3.0) as pool:
+    with RewardPool(task, workers=1, timeout_s=2.0) as pool:
         slow, quick = pool.collect([pool.submit(task[0], "a" * 40 + "b"), pool.submit(task[0], "aaa")])
     assert slow.error is not None and slow.value == 0.0 and quick.value == 1.0
 
@@ -154,7 +154,7 @@ def test_settings_are_checked(workers, timeout_s, field):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_grader_that_fails_is_tried_again(workers, tmp_path):
     """Raises the first time and works the second; where it never works, the error is that of the last try."""
-    with RewardPool(Flaky(str(tmp_path / "tried")), workers, timeout_s=3.0, retries=1) as pool:
+    with RewardPool(Flaky(str(tmp_path / "tried")), workers, timeout_s=2.0, retries=1) as pool:
         good, bad = pool.collect([pool.submit(pool.task[0], "raise"), pool.submit(pool.task[1], "raise always")])
         assert (good.value, good.error) == (1.0, None) and "raise always" in str(bad.error) and pool.num_errors == 1
         if workers:

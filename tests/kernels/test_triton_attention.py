@@ -169,7 +169,7 @@ def test_fixed_attention_of_long_contexts(programs: int) -> None:
 @pytest.mark.parametrize("trees", [False, True])
 def test_parts_of_fixed_attention(trees: bool) -> None:
     """However the tiles of a step are divided, every part is a task once, and the result has the same bits."""
-    q, cache, segments = _mixed_step(torch.float32, 6, 2, 16)
+    q, cache, segments = _mixed_step(torch.float32, 3, 1, 16)
     if not trees:
         rows, contexts, lengths = [0, 1, 2, 3, 0], [290, 37, 0, 129, 0], [1, 1, 1, 1, 0]
         segments = segments._replace(row=int32(rows), context=int32(contexts), length=int32(lengths),
@@ -177,7 +177,7 @@ def test_parts_of_fixed_attention(trees: bool) -> None:
     expected, found = TORCH.attention(q, cache, segments, 0.25), []
     for programs in (1, 16, 40, 528):
         launch = fixed_attention.Launch(4, 5, programs)
-        plan = fixed_attention.fixed_plan(segments, len(q), 6, 2, 16, 400, trees, launch=launch)
+        plan = fixed_attention.fixed_plan(segments, len(q), 3, 1, 16, 400, trees, launch=launch)
         found.append(fixed_attention.fixed_attention(q, cache, plan, 0.25))
         count, per = plan.tasks[:2].tolist()
         tasks = plan.tasks[2 : 2 + count].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -30,6 +31,8 @@ JOBS = [
     ([6, 6, 7], SamplingParams(seed=9, max_new_tokens=28, temperature=0.0, repetition_penalty=1.1, logit_bias={7: 2.0, 9: -3.0},
                                min_tokens=9, stop_token_ids=tuple(range(0, 60, 3))), 2),
 ]
+DEEP = "eagle:d16w8v100"
+"""The deepest and largest trees, which take long on a CPU."""
 Answer = tuple[list[int], list[float], list[float] | None, str]
 
 
@@ -146,10 +149,11 @@ def run_randomly(engine: Engine, rng: random.Random, preempt: float, disturb: fl
     return got
 
 
-@pytest.mark.parametrize("strategy", ["suffix:d6w2v12", "eagle:d5w3v16", "eagle:d1w1v1", "both:d4w4v24", "eagle:d16w8v100"])
-@pytest.mark.parametrize("form", ["eagle", "eagle3"])
-@pytest.mark.parametrize("capture", [False, True])
-def test_every_strategy_gives_the_reference(strategy, form, capture):
+@pytest.mark.parametrize(("capture", "form", "strategy"), [
+    *product((False, True), ("eagle", "eagle3"), ("suffix:d6w2v12", "eagle:d5w3v16", "eagle:d1w1v1", "both:d4w4v24")),
+    (False, "eagle", DEEP), (True, "eagle3", DEEP),
+    *(pytest.param(*case, DEEP, marks=pytest.mark.slow) for case in ((False, "eagle3"), (True, "eagle")))])
+def test_every_strategy_gives_the_reference(capture, form, strategy):
     engine = Engine(model("qwen3"), drafter=eagle("qwen3", form), strategy=strategy)
     graphs = captured(engine, (1, 4, 16, 64, 256)) if capture else None
     owner = {}

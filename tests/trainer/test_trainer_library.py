@@ -73,7 +73,8 @@ def step_events(step: int) -> list[tuple[str, object]]:
 def test_callbacks_are_told_and_nothing_is_printed(folder, capfd):
     recorder = Recorder()
     result = Trainer(make_config(folder), callbacks=[recorder]).run()
-    assert recorder.events == [("run begin", 0), *step_events(1), *step_events(2), ("checkpoint", 2), *step_events(3),
+    warm_up = [("phase", f"warm-up, {part} of 3") for part in (1, 2, 3)]
+    assert recorder.events == [("run begin", 0), *warm_up, *step_events(1), *step_events(2), ("checkpoint", 2), *step_events(3),
                                ("checkpoint", 3), ("run end", RunStatus.COMPLETED)]
     assert recorder.engine_steps and not "".join(capfd.readouterr())
     assert result.status is RunStatus.COMPLETED and result.num_steps == 3 and result.folder == folder / "run"

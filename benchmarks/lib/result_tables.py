@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.lib.gpu_check.verdict import ratios
-from benchmarks.lib.rl_tables import cpu_rl_step, gpu_exact_logprobs, gpu_memory, gpu_rl_step
+from benchmarks.lib.rl_tables import cpu_rl_step, gpu_exact_logprobs, gpu_memory, gpu_new_drafter, gpu_rl_step
 from benchmarks.lib.table import Content, Table
 from benchmarks.lib.table import number as _number
 from benchmarks.lib.table import range_of as _range
@@ -370,7 +370,7 @@ def cluster_nodes(content: Content, _: str) -> Table:
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "cpu/rl_step": cpu_rl_step,
-    "gpu/rl_step": gpu_rl_step, "gpu/long_tail": long_tail,
+    "gpu/rl_step": gpu_rl_step, "gpu/new_drafter": gpu_new_drafter, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "background_training": background_training, "cluster/rollout": cluster_rollout,

@@ -55,6 +55,22 @@ def gpu_exact_logprobs(content: Content, _: str) -> Table:
                   "largest difference"), rows)
 
 
+def gpu_new_drafter(content: Content, _: str) -> Table:
+    keys = ("tokens_per_s", "accept_length", "generate_seconds", "drafter_seconds", "seconds")
+    shown = [(f"{side}, step {number}", step) for side, found in content["sides"].items()
+             for number, step in enumerate(found["steps"], 1) if side == "off" or number <= 4 or number % 4 == 0]
+    rows = [(name, *(f"{step.get(key, 0.0):,.0f}" if key == "tokens_per_s" else f"{step.get(key, 0.0):.2f}" for key in keys))
+            for name, step in shown]
+    found = content["conclusions"]
+    said = f' The run says: "{"; ".join(found["notes"])}".' if found["notes"] else ""
+    sentence = (f"`drafter = \"learned\"`: in the last third of {len(content['sides']['learned']['steps'])} steps "
+                f"{found['accept_length']:.2f} tokens per verification, rollouts {times(found['rollout_over_off'])} and whole steps "
+                f"{times(found['step_over_off'])} as fast as without speculation; the drafter took {found['drafter_seconds']:.1f} s "
+                f"in all.{said}")
+    return Table("A run that begins without a drafter", sentence,
+                 ("step", "tokens/s", "tokens per verification", "rollout s", "drafter s", "whole step s"), rows)
+
+
 def gpu_rl_step(content: Content, _: str) -> Table:
     rows: list[Sequence[object]] = [
         (name, f"{side['rollout_seconds']:.1f}", f"{side['update_seconds']:.1f}", f"{side['seconds']:.1f}",

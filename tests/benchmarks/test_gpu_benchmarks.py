@@ -7,7 +7,19 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import cold_start, decode, exact_logprobs, graphs, long_tail, memory, prefill, rl_step, speculate, step
+from benchmarks.gpu import (
+    cold_start,
+    decode,
+    exact_logprobs,
+    graphs,
+    long_tail,
+    memory,
+    new_drafter,
+    prefill,
+    rl_step,
+    speculate,
+    step,
+)
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.result_tables import make_table
 from benchmarks.lib.speculation import ANY_BITS, Flips, Window
@@ -15,7 +27,7 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory, exact_logprobs,
+@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory, exact_logprobs, new_drafter,
                                     pytest.param(cold_start, marks=pytest.mark.slow)])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"

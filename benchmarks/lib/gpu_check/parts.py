@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     rl_steps: int = 2
 
 
-FULL = Sizes((1, 32, 128), (1, 32, 128, 256, 8), 160, 2, 256, 2048)
+FULL = Sizes((1, 32, 128), (1, 32, 128, 256, 8, 64), 160, 2, 256, 2048)
 TINY = Sizes((1, 2), (1, 2), 10, 1, 8, 48)
 TAIL_FIXED = ("eagle:d3w2v4", "eagle:d4w2v8")
 MINUTES = {"drafter": 3.15, "decode": 0.25, "speculate": 1.4, "long_tail": 0.75, "rl": 0.6, "tests": 1.85}

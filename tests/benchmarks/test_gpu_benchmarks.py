@@ -27,8 +27,8 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory, exact_logprobs, new_drafter,
-                                    pytest.param(cold_start, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory, exact_logprobs,
+                                    new_drafter, pytest.param(cold_start, marks=pytest.mark.slow)])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(file),
@@ -57,6 +57,10 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert {stage["tokens_per_step"] for stage in step["stages"].values()} == {1.0} == {step["accept_length"]}
         assert sum(stage["seconds"] for stage in step["stages"].values()) <= step["rollout_seconds"]
         assert make_table(found).rows
+    elif script is new_drafter:
+        assert [step["accept_length"] for step in found["sides"]["off"]["steps"]] == [1.0, 1.0]
+        assert found["conclusions"]["drafter_seconds"] > 0 and "warmed up" in found["conclusions"]["notes"][0]
+        assert len(make_table(found).rows) == 4
     elif script is memory:
         assert [len(case["steps"]) for case in found["cases"].values()] == [2, 2] and make_table(found).rows
         assert found["cases"]["LoRA"]["plan"]["gradients"] < found["cases"]["full weights"]["plan"]["gradients"]

@@ -242,7 +242,8 @@ class Cell(NamedTuple):
 def cells(rounds: int = 2) -> dict[str, Cell]:
     """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
     the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; steps of RL, also ones whose four longest
-    responses derail; few long responses of which some stretches are hard to predict; ordinary text with profiles that are wrong; and random text with predictors that lie."""
+    responses derail; few long responses of which some stretches are hard to predict; ordinary text with profiles that are wrong;
+    and random text with predictors that lie."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))

@@ -66,7 +66,8 @@ def main() -> None:
 
 
 def conclusions(sides: dict[str, Any]) -> dict[str, Any]:
-    """What the last third of the steps with a drafter gives, against the median of those without one, and what it cost so far."""
+    """What the last third of the steps with a drafter gives, against the median of those without one, and what it cost so far.
+    Tokens per second are compared, because the policy's answers become longer or shorter."""
     steps, off = sides["learned"]["steps"], sides["off"]["steps"]
     last = steps[-max(1, len(steps) // 3) :]
 
@@ -74,8 +75,7 @@ def conclusions(sides: dict[str, Any]) -> dict[str, Any]:
         return statistics.median(step[key] for step in found)
 
     return {"accept_length": median(last, "accept_length"), "drafter_seconds": sum(step["drafter_seconds"] for step in steps),
-            "rollout_over_off": median(off, "generate_seconds") / median(last, "generate_seconds"),
-            "step_over_off": median(off, "seconds") / median(last, "seconds"),
+            "rollout_over_off": median(last, "tokens_per_s") / median(off, "tokens_per_s"),
             "notes": [f"step {number}: {step['notes']}" for number, step in enumerate(steps, 1) if step["notes"]]}
 
 

@@ -64,9 +64,8 @@ def gpu_new_drafter(content: Content, _: str) -> Table:
     found = content["conclusions"]
     said = f' The run says: "{"; ".join(found["notes"])}".' if found["notes"] else ""
     sentence = (f"`drafter = \"learned\"`: in the last third of {len(content['sides']['learned']['steps'])} steps "
-                f"{found['accept_length']:.2f} tokens per verification, rollouts {times(found['rollout_over_off'])} and whole "
-                f"steps {times(found['step_over_off'])} as fast as without speculation; the drafter took "
-                f"{found['drafter_seconds']:.1f} s in all.{said}")
+                f"{found['accept_length']:.2f} tokens per verification and {times(found['rollout_over_off'])} the tokens "
+                f"per second of rollouts without speculation; the drafter took {found['drafter_seconds']:.1f} s in all.{said}")
     return Table("A run that begins without a drafter", sentence,
                  ("step", "tokens/s", "tokens per verification", "rollout s", "drafter s", "whole step s"), rows)
 

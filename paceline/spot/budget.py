@@ -41,6 +41,8 @@ class TrainingBudgetConfig(Config):
 
 _LONGEST_PAUSE = 16
 """Length of the longest pause, as a multiple of the first."""
+_LEARNING = 1.02
+"""Tokens per verification after a stretch of a warm-up, over those before, at which the drafter still learns."""
 _SAVED_PER_SECOND = 4.0
 """Predicted savings must be this many times the seconds of a warm-up or of upkeep: the prediction may be wrong."""
 
@@ -103,6 +105,12 @@ class TrainingBudget:
         else:
             self.on_note(f"the drafter is warmed up for up to {self._warm_up_left:.3g} s: {predicted}")
 
+    def end_warm_up(self, why: str) -> None:
+        """Ends the warm-up, if there is one, for this reason."""
+        if self.warming_up:
+            self._warm_up_left = 0.0
+            self.on_note(f"the drafter's warm-up ends: {why}")
+
     def next_seconds(self, generation_s: float = 0.0, saved_share: float | None = None) -> float:
         """Returns how many seconds to train in this step; 0 means not at all. generation_s: Usual generation time of a step, 0 if
         it is not known yet. saved_share: Share of it that the drafter saves now; None: not known."""
@@ -133,7 +141,7 @@ class TrainingBudget:
         saved = saved_seconds(outcome, generation_s) * min(config.horizon, self._steps_left)
         profitable = saved > outcome.seconds
         if self.warming_up:
-            self._update_warm_up(outcome, profitable)
+            self._update_warm_up(outcome)
         elif profitable:
             self._seconds, self._next_pause = min(config.longest_s, 2 * self._seconds), config.pause
         elif self._seconds > config.shortest_s:
@@ -145,9 +153,12 @@ class TrainingBudget:
                          f"{max(0.0, saved):.1f} s")
         return profitable
 
-    def _update_warm_up(self, outcome: TrainingOutcome, profitable: bool) -> None:
-        self._warm_up_left = max(0.0, self._warm_up_left - outcome.seconds) if profitable else 0.0
-        if self._warm_up_left < self.config.shortest_s:
-            self._warm_up_left = 0.0
-            why = "it has had its time" if profitable else "it saves less than it takes"
-            self.on_note(f"the drafter's warm-up ends at {outcome.after:.2f} tokens per verification: {why}")
+    def _update_warm_up(self, outcome: TrainingOutcome) -> None:
+        """A warm-up goes on while the drafter learns, whatever it saves by then: half-trained drafters save nothing in large
+        batches, and the trained one that the warm-up was planned for does."""
+        learns, left = outcome.after >= _LEARNING * outcome.before, self._warm_up_left - outcome.seconds
+        if learns and left >= self.config.shortest_s:
+            self._warm_up_left = left
+        else:
+            why = "it has had its time" if learns else "it learns nothing more"
+            self.end_warm_up(f"{why}, and has {outcome.after:.2f} tokens per verification")

@@ -230,7 +230,8 @@ class OnlineDrafterTrainer:
         enough = self.budget.config.warm_up_passes * trainer.rows_per_pass() if self.budget.warming_up else math.inf
         until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
         report = trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
-        if not report.micro_batches:
+        if not report.micro_batches:  # the buffer is full: new answers replace old ones, and do not add to a pass
+            self.budget.end_warm_up("it has had its passes over the answers")
             return {}
         metrics = self._replace_drafter(trainer.drafter(), held_out, began)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,

@@ -100,6 +100,17 @@ def test_a_new_drafter_is_warmed_up_where_that_pays_and_it_is_said(folder, capsy
     assert "warmed up" not in read_metrics(folder / "warm")[-1].get("notes", ""), "it is no longer new"
 
 
+def test_a_warm_up_ends_when_no_step_brings_more_answers_than_it_drops(folder, monkeypatch):
+    """Otherwise it would wait for them, and the drafter would never be trained again."""
+    monkeypatch.setattr("paceline.spot.budget._LEARNING", 0.0)
+    monkeypatch.setattr("paceline.spot.budget._SAVED_PER_SECOND", 1e-4)
+    few = {"drafter_budget.shortest_s": 0.001, "drafter_budget.warm_up_passes": 1e-6, "drafter_budget.upkeep": 0}
+    assert run(settings(folder, "full", drafter="learned", steps=4, **few)) == 0
+    notes = [line.get("notes", "") for line in read_metrics(folder / "full")]
+    assert "warmed up for up to" in notes[0] and "it has had its passes over the answers" in notes[1]
+    assert read_metrics(folder / "full")[2]["drafter/tokens"] > 0, "as in any other step"
+
+
 def test_how_long_it_is_trained_can_be_said(folder, start, capsys, monkeypatch):
     common, granted, next_seconds = {**EAGLE, "drafter": str(start), "steps": 2}, [], TrainingBudget.next_seconds
     monkeypatch.setattr(TrainingBudget, "next_seconds", lambda *args: granted.append(next_seconds(*args)) or granted[-1])

@@ -124,7 +124,25 @@ def test_a_new_drafter_is_warmed_up_where_the_rest_of_the_run_pays_for_it():
                                               "generation (20%) in the remaining 3 steps"]
     useless, notes = budget(100)
     assert not useless.update(TrainingOutcome(6.0, 1.0, 1.0), 5.0) and not useless.warming_up
-    assert "saves less than it takes" in notes[-1]
+    assert "learns nothing more" in notes[-1]
+
+
+def test_a_warm_up_goes_on_while_the_drafter_learns_although_it_saves_nothing_yet():
+    """Seen on a GPU: after 7 of 60 s a new drafter had 2 tokens per verification, which pays in no large batch. The warm-up ended
+    because it saved less than it took, and the drafter stayed as it was for the rest of the run."""
+    budget, notes = TrainingBudget(TrainingBudgetConfig(warm_up_s=60), 1000), []
+    budget.on_note = notes.append
+    budget.set_step(1)
+    budget.plan_warm_up(0.15, 1.7)
+    left = 60.0
+    for before, after, saved in ((1.0, 2.07, 0.0), (2.07, 2.8, 0.01), (2.8, 3.3, 0.05), (3.3, 3.6, 0.04)):
+        assert budget.next_seconds(1.7) == pytest.approx(left)
+        budget.update(TrainingOutcome(7.0, before, after, saved_share=saved), 1.7)
+        left -= 7.0
+    assert budget.warming_up and len(notes) == 1
+    budget.update(TrainingOutcome(7.0, 3.6, 3.63, saved_share=0.01), 1.7)
+    assert not budget.warming_up and notes[-1] == ("the drafter's warm-up ends: it learns nothing more, and has 3.63 tokens "
+                                                   "per verification")
 
 
 def test_idle_time_costs_nothing():

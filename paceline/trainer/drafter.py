@@ -102,12 +102,15 @@ def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
 class OnlineDrafterTrainer:
     """Trains the engine's learned drafter after generation and before the policy's update (`interleaved`)."""
 
+    _needs_features_at_once = False
+    """Whether features of finished answers are needed while others are generated."""
+
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
         assert engine.drafting.eagle is not None
         self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
         self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
-        self._downloads = FeatureDownloads()
+        self._downloads = FeatureDownloads(delayed=not self._needs_features_at_once)
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self.failure: str | None = None
@@ -128,7 +131,8 @@ class OnlineDrafterTrainer:
 
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
         """Called after every engine step: `num_finished` of `num_total` requested answers are finished. Their features leave the
-        engine's device at once: those of all answers of a step can be larger than its memory."""
+        engine's KV cache at once, and its device when enough of them wait: those of all answers of a step can be larger than its
+        memory."""
         self._profile.on_engine_step(result)
         self._take_features(result.finished, self._step)
         self._downloads.poll()
@@ -280,6 +284,8 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
     """Trains in a thread while the last answers of a step are generated, on the features of earlier steps and of this step's
     finished answers (`cuda_stream`). On a GPU the thread uses a low-priority stream."""
 
+    _needs_features_at_once = True
+
     def _open(self, folder: Path) -> None:
         self._thread: BackgroundThread | None = None
         self._should_start = False
@@ -324,6 +330,8 @@ class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
 
 class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
     """Trains in another process while a step is generated (`background_process`)."""
+
+    _needs_features_at_once = True
 
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits,
                  threads: int) -> None:

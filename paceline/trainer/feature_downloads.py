@@ -20,12 +20,18 @@ _STAGING_BYTES = 8 << 20
 """Size of the pinned memory that features are copied through. It is allocated once, because allocating pinned memory is slow."""
 MAX_PENDING_BYTES = 4 << 30
 """Largest device memory of features that are not copied yet. If there are more, `FeatureDownloads.add` blocks."""
+_DELAYED_SHARE = 4
+"""Delayed copies begin when one of so many parts of `MAX_PENDING_BYTES` waits."""
 
 
 class FeatureDownloads:
     """Copies in flight. Records are delivered in the order in which they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, delayed: bool = False) -> None:
+        """`delayed`: nothing is copied before `wait`, unless too much would wait for it. What copies records and writes them to
+        disk competes with the thread that generates for the interpreter."""
+        self._delayed = delayed
+        self._waiting: list[tuple[FeatureRecord, torch.cuda.Event, Callable[[FeatureRecord], None]]] = []
         self._pending: deque[tuple[Future[None], int]] = deque()  # with the number of bytes
         self._thread: ThreadPoolExecutor | None = None
         self._staging: Tensor | None = None
@@ -38,14 +44,22 @@ class FeatureDownloads:
         if features.device.type == "cpu":
             on_arrival(record)
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "feature-downloads")
         while sum(size for _, size in self._pending) > MAX_PENDING_BYTES:
             self._pending.popleft()[0].result()
         computed = torch.cuda.Event()
         computed.record()
-        future = self._thread.submit(self._deliver, record, computed, on_arrival)
-        self._pending.append((future, features.numel() * features.element_size()))
+        self._waiting.append((record, computed, on_arrival))
+        if not self._delayed or sum(_num_bytes(waiting) for waiting, *_ in self._waiting) > MAX_PENDING_BYTES // _DELAYED_SHARE:
+            self._start()
+
+    def _start(self) -> None:
+        """Have everything copied that waits."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "feature-downloads")
+        for record, computed, on_arrival in self._waiting:
+            future = self._thread.submit(self._deliver, record, computed, on_arrival)
+            self._pending.append((future, _num_bytes(record)))
+        self._waiting.clear()
 
     def poll(self) -> None:
         """Raise the error of a delivery that has failed, if there is one."""
@@ -54,6 +68,7 @@ class FeatureDownloads:
 
     def wait(self) -> None:
         """Wait until all records are delivered. Raises the first error of a delivery afterwards."""
+        self._start()
         futures = [future for future, _ in self._pending]
         wait(futures)
         self._pending.clear()
@@ -80,3 +95,8 @@ class FeatureDownloads:
                 copied.synchronize()
                 target[start : start + len(part)] = staged[: len(part)]  # numpy copies in this thread alone, without the GIL
         return found
+
+
+def _num_bytes(record: FeatureRecord) -> int:
+    features: Tensor = record.features
+    return features.numel() * features.element_size()

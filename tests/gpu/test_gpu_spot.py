@@ -69,9 +69,10 @@ def test_it_learns_and_resumes_in_bfloat16(tmp_path):
     assert end.losses["overlap/1"] > begin.losses["overlap/1"] and again.progress.skipped == 0
 
 
-def test_keeping_finished_answers_does_not_wait_for_the_device():
+@pytest.mark.parametrize("delayed", [False, True])
+def test_keeping_finished_answers_does_not_wait_for_the_device(delayed):
     """Waiting would stop generation: the next step is launched while the last one runs."""
-    kept, downloads = [], FeatureDownloads()
+    kept, downloads = [], FeatureDownloads(delayed)
     features = [torch.randn(rows, 1024, device="cuda").bfloat16() for rows in (300, 120, 9000, 700)]  # one needs several copies
     torch.cuda._sleep(200_000_000)  # about a tenth of a second, like steps that were launched before
     torch.cuda.set_sync_debug_mode("error")

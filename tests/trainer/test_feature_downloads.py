@@ -55,6 +55,28 @@ def test_records_are_delivered_in_order_without_waiting_for_them(downloads):
     assert kept == [0, 1, 2, 3]
 
 
+def test_delayed_copies_begin_when_they_are_waited_for_or_too_many_wait(downloads, monkeypatch):
+    """While answers are generated, nothing should compete with the thread that launches their steps."""
+    monkeypatch.setattr(feature_downloads, "MAX_PENDING_BYTES", 80)
+    kept, arrived, delayed = [], threading.Event(), FeatureDownloads(delayed=True)
+    arrived.set()
+
+    def add(number: int) -> None:
+        delayed.add(record(DeviceTensor(number, arrived)), lambda found: kept.append(int(found.features[0, 0])))
+
+    add(0)
+    add(1)
+    delayed.poll()
+    assert kept == [] and not delayed._pending and delayed._thread is None
+    add(2)  # 24 bytes are more than a quarter
+    assert len(delayed._pending) == 3
+    add(3)
+    delayed.wait()
+    assert kept == [0, 1, 2, 3]
+    delayed.wait()
+    assert kept == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("notice", ["poll", "wait"])
 def test_a_failed_delivery_is_noticed(downloads, notice):
     arrived, reached = threading.Event(), threading.Event()

@@ -135,11 +135,13 @@ def test_a_warm_up_that_is_stopped_early_does_not_say_that_it_is_complete():
 
 def test_serve_answers_at_once_and_warms_up_when_it_has_no_request(folder, monkeypatch, capsys):
     """The first request arrives in the middle of a warm-up of which every part takes long."""
+    begun: list[int] = []
     parts: list[int] = []
     allowed = threading.Semaphore(2)
 
     def warming_up(engine: Engine, max_requests: int | None = None) -> Iterator[tuple[int, int]]:
         for done in range(1, NUM_PARTS + 1):
+            begun.append(done)
             assert allowed.acquire(timeout=60) and not engine.has_work
             parts.append(engine.stats().generated_tokens)
             yield done, NUM_PARTS
@@ -147,7 +149,7 @@ def test_serve_answers_at_once_and_warms_up_when_it_has_no_request(folder, monke
     def run_server(app: Any, *_: object) -> bool:
         thread = app.state.thread
         thread.start()
-        until(lambda: len(parts) == 2)
+        until(lambda: len(begun) == 3)
         answered = asyncio.new_event_loop()
         answer = answered.create_task(thread.generate([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True)))
         answered.call_later(0.1, allowed.release)  # the part that the request waits for

@@ -41,7 +41,7 @@ class TrainingBudgetConfig(Config):
 
 _LONGEST_PAUSE = 16
 """Length of the longest pause, as a multiple of the first."""
-_LEARNING = 1.02
+_MIN_LEARNING_RATIO = 1.02
 """Tokens per verification after a stretch of a warm-up, over those before, at which the drafter still learns."""
 _SAVED_PER_SECOND = 4.0
 """Predicted savings must be this many times the seconds of a warm-up or of upkeep: the prediction may be wrong."""
@@ -156,7 +156,7 @@ class TrainingBudget:
     def _update_warm_up(self, outcome: TrainingOutcome) -> None:
         """A warm-up goes on while the drafter learns, whatever it saves by then: half-trained drafters save nothing in large
         batches, and the trained one that the warm-up was planned for does."""
-        learns, left = outcome.after >= _LEARNING * outcome.before, self._warm_up_left - outcome.seconds
+        learns, left = outcome.after >= _MIN_LEARNING_RATIO * outcome.before, self._warm_up_left - outcome.seconds
         if learns and left >= self.config.shortest_s:
             self._warm_up_left = left
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -98,6 +98,11 @@ class SpotConfig(Config):
     """Answers are truncated to this many tokens, prompt included. None: they are not."""
     seed: int = 0
     """Seed of drawing records and of the feature noise."""
+
+    @classmethod
+    def for_drafter(cls, module_form: Form, /, **settings: Any) -> SpotConfig:
+        """Returns the configuration to train a drafter of this architecture, with these fields."""
+        return cls(**{**({"form": "eagle3"} if module_form == "eagle3" else {}), **settings})
 
     def resolved(self, hidden_size: int, on_gpu: bool) -> SpotConfig:
         """Returns a copy in which the defaults that depend on the policy and the device are filled in."""

@@ -70,7 +70,8 @@ class TrainerCallback:
         """Training step `step`, counted from 1, begins."""
 
     def on_phase(self, phase: str) -> None:
-        """A phase of the step begins: generate, reward, generate_off, drafter, infer, train or evaluate."""
+        """A phase of the step begins: generate, reward, generate_off, drafter, infer, train or evaluate. Before the first step:
+        so many parts of the warm-up are done (`warm-up, 1 of 3`)."""
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
         """The engine has made a step. Called very often."""

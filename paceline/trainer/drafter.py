@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median_low
-from typing import Any
 
 from paceline.config import TrainConfig
 from paceline.drafters.eagle import Eagle
@@ -94,9 +93,8 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, thre
 
 def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
     """How the run trains its drafter, which is `start` at the beginning."""
-    known: dict[str, Any] = {"form": "eagle3"} if start.config.form == "eagle3" else {}
-    known |= {"head_start": _LOADED_HEAD_START} if start.policy_fingerprint is not None else {}
-    return SpotConfig(**{"temperature": config.rollout.temperature, **known, **config.spot})
+    known = {"head_start": _LOADED_HEAD_START} if start.policy_fingerprint is not None else {}
+    return SpotConfig.for_drafter(start.config.form, **{"temperature": config.rollout.temperature, **known, **config.spot})
 
 
 class OnlineDrafterTrainer:
@@ -110,6 +108,7 @@ class OnlineDrafterTrainer:
         self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
         self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
+        self._waited_s = 0.0  # for the features of this step's answers
         self._downloads = FeatureDownloads(delayed=not self._needs_features_at_once)
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
@@ -145,7 +144,7 @@ class OnlineDrafterTrainer:
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
         self.engine.reports_features = False  # evaluations need none
         self._downloads.wait()
-        waited = time.perf_counter() - began
+        waited = self._waited_s = time.perf_counter() - began
         held_out, self._held_out = self._held_out, []
         self._prompts.clear()
         self._generation_s[step] = generation_s
@@ -207,7 +206,7 @@ class OnlineDrafterTrainer:
                            window=self._start.config.window, texts=texts)
 
     def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
-        """Takes the captured features from the rollouts and starts to copy them to host memory, for the held-out records or for
+        """Takes the captured features from the rollouts and has them copied to host memory, for the held-out records or for
         the training buffer."""
         for rollout in rollouts:
             record, rollout.features = rollout.features, None
@@ -248,13 +247,14 @@ class OnlineDrafterTrainer:
 
     def _replace_drafter(self, drafter: Eagle, held_out: list[FeatureRecord], began: float) -> dict[str, float]:
         """Gives the engine a new drafter. If the budget asks for it, measures the gain on held-out answers first and reports
-        it to the budget, against the seconds that the run has waited since `began`, this measurement included."""
+        it to the budget, against the seconds that the run has waited for features and since `began`, this measurement
+        included."""
         metrics = {}
         if self.budget.measuring and held_out:
             measuring = time.perf_counter()
             before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
             old, new = (self._profile.relative_time(expected, _MEASURED_DEPTH) for expected in (before, after))
-            outcome = TrainingOutcome(time.perf_counter() - began, before, after, 1 - new / old)
+            outcome = TrainingOutcome(self._waited_s + time.perf_counter() - began, before, after, 1 - new / old)
             paid, self._expected = self.budget.update(outcome, self._usual_generation_s), after
             metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid),
                        "drafter/measure_seconds": time.perf_counter() - measuring}

@@ -1,4 +1,4 @@
-"""Copies of captured features from the engine's device to host memory, beside generation.
+"""Copies of captured features from the engine's device to host memory, beside generation or after it.
 
 The thread that generates has to launch the next step while the last one runs. So it only notes which features are to be copied;
 another thread waits for them, copies them, and passes the records on.
@@ -20,18 +20,19 @@ _STAGING_BYTES = 8 << 20
 """Size of the pinned memory that features are copied through. It is allocated once, because allocating pinned memory is slow."""
 MAX_PENDING_BYTES = 4 << 30
 """Largest device memory of features that are not copied yet. If there are more, `FeatureDownloads.add` blocks."""
-_DELAYED_SHARE = 4
-"""Delayed copies begin when one of so many parts of `MAX_PENDING_BYTES` waits."""
+_MAX_DELAYED_BYTES = 1 << 30
+"""Size of features whose copies are delayed at which they begin nevertheless."""
 
 
 class FeatureDownloads:
-    """Copies in flight. Records are delivered in the order in which they were added."""
+    """Copies that wait or are in flight. Records are delivered in the order in which they were added."""
 
     def __init__(self, delayed: bool = False) -> None:
         """`delayed`: nothing is copied before `wait`, unless too much would wait for it. What copies records and writes them to
         disk competes with the thread that generates for the interpreter."""
         self._delayed = delayed
         self._waiting: list[tuple[FeatureRecord, torch.cuda.Event, Callable[[FeatureRecord], None]]] = []
+        self._waiting_bytes = self._pending_bytes = 0
         self._pending: deque[tuple[Future[None], int]] = deque()  # with the number of bytes
         self._thread: ThreadPoolExecutor | None = None
         self._staging: Tensor | None = None
@@ -44,12 +45,13 @@ class FeatureDownloads:
         if features.device.type == "cpu":
             on_arrival(record)
             return
-        while sum(size for _, size in self._pending) > MAX_PENDING_BYTES:
-            self._pending.popleft()[0].result()
+        while self._pending and self._waiting_bytes + self._pending_bytes > MAX_PENDING_BYTES:
+            self._await_first()
         computed = torch.cuda.Event()
         computed.record()
         self._waiting.append((record, computed, on_arrival))
-        if not self._delayed or sum(_num_bytes(waiting) for waiting, *_ in self._waiting) > MAX_PENDING_BYTES // _DELAYED_SHARE:
+        self._waiting_bytes += _num_bytes(record)
+        if not self._delayed or self._waiting_bytes > _MAX_DELAYED_BYTES:
             self._start()
 
     def _start(self) -> None:
@@ -60,11 +62,17 @@ class FeatureDownloads:
             future = self._thread.submit(self._deliver, record, computed, on_arrival)
             self._pending.append((future, _num_bytes(record)))
         self._waiting.clear()
+        self._pending_bytes, self._waiting_bytes = self._pending_bytes + self._waiting_bytes, 0
+
+    def _await_first(self) -> None:
+        future, size = self._pending.popleft()
+        self._pending_bytes -= size
+        future.result()
 
     def poll(self) -> None:
         """Raise the error of a delivery that has failed, if there is one."""
         while self._pending and self._pending[0][0].done():
-            self._pending.popleft()[0].result()
+            self._await_first()
 
     def wait(self) -> None:
         """Wait until all records are delivered. Raises the first error of a delivery afterwards."""
@@ -72,6 +80,7 @@ class FeatureDownloads:
         futures = [future for future, _ in self._pending]
         wait(futures)
         self._pending.clear()
+        self._pending_bytes = 0
         for future in futures:
             future.result()
 

@@ -137,7 +137,7 @@ def kv_budget(config: TrainConfig, shape: ModelConfig, free: int, speculate: boo
     the policy's optimizer does not need later, nor its update unless the engine sleeps then, nor the second engine of
     `compare_off`, which is made after the one that speculates."""
     room = float(free - _plan(config, shape, None).later_bytes)
-    if config.compare_off and speculate:
+    if config.compare_off and speculate and not config.cluster.needs_ray:  # only the driver of several workers has a second one
         first, second = _kv_bytes(config, shape)
         room = (room - _engine_bytes(config, shape)) * first / (first + second)
     return max(0.85 * room, 0.1 * free) / _GB
@@ -228,20 +228,22 @@ def _reward_model_item(source: str, width: int) -> MemoryItem:
 def _drafter_items(config: TrainConfig, shape: ModelConfig, answer_tokens: int) -> Iterator[MemoryItem]:
     """A learned drafter, and what it is trained on. Several workers keep features of finished answers on the device; one process
     copies them to the host, and only those that wait for it take memory."""
-    drafter, spot = _drafter_config(config, shape), SpotConfig(**config.spot)
+    drafter, several = _drafter_config(config, shape), config.cluster.needs_ray
     if drafter is None:
         return
-    dtype, num_trained = _dtype(config), _drafter_parameters(drafter)
+    spot, dtype, is_trained = SpotConfig.for_drafter(drafter.form, **config.spot), _dtype(config), config.train_drafter
+    is_trained &= not several or config.cluster.spot_training
     heads = 2 * spot.draft_vocab_for(shape.vocab_size) * shape.hidden_size * dtype.itemsize  # gathered rows
-    yield MemoryItem("learned drafter", num_trained * (dtype.itemsize + (_DRAFTER_BYTES if config.train_drafter else 0)) + heads)
-    if not config.train_drafter:
+    yield MemoryItem("learned drafter", _drafter_parameters(drafter) * (dtype.itemsize + (_DRAFTER_BYTES if is_trained else 0))
+                     + heads, is_later=True)
+    if not is_trained:
         return
     yield MemoryItem("training of the drafter", drafter_training_bytes(spot, drafter, dtype, resolve_device(config.device)),
                      "generation", is_later=True)
-    if not config.cluster.needs_ray:
+    if not several:
         waiting = min(answer_tokens * _feature_size(config, shape) * dtype.itemsize, MAX_PENDING_BYTES)
         yield MemoryItem("features that wait to be copied", waiting, "generation", is_later=True)
-    elif config.cluster.spot_training:
+    else:
         yield MemoryItem("answers that the drafter is trained on", int(config.drafter_buffer_gb * _GB), is_later=True)
 
 
@@ -252,9 +254,15 @@ def _drafter_config(config: TrainConfig, shape: ModelConfig) -> EagleConfig | No
     if config.drafter == "learned":
         return EagleConfig.for_policy(shape, SpotConfig(**config.spot).module_form)
     try:
-        return read_eagle_config(config.drafter, shape)
+        return _read_drafter(config.drafter, shape)
     except ValueError as error:
         raise ValueError(f"drafter {error}") from None
+
+
+@lru_cache
+def _read_drafter(folder: str, shape: ModelConfig) -> EagleConfig:
+    """A plan asks several times, and the whole checkpoint is read each time."""
+    return read_eagle_config(folder, shape)
 
 
 def drafter_training_bytes(spot: SpotConfig, drafter: EagleConfig, dtype: torch.dtype, device: str) -> int:

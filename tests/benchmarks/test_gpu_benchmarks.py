@@ -59,7 +59,7 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert make_table(found).rows
     elif script is new_drafter:
         assert [step["accept_length"] for step in found["sides"]["off"]["steps"]] == [1.0, 1.0]
-        assert found["conclusions"]["drafter_seconds"] > 0 and "warmed up" in found["conclusions"]["notes"][0]
+        assert found["conclusions"]["drafter_seconds"] > 0 and "is warmed up for" in found["conclusions"]["notes"][0]
         assert len(make_table(found).rows) == 4
     elif script is memory:
         assert [len(case["steps"]) for case in found["cases"].values()] == [2, 2] and make_table(found).rows

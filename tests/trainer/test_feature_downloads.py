@@ -57,7 +57,7 @@ def test_records_are_delivered_in_order_without_waiting_for_them(downloads):
 
 def test_delayed_copies_begin_when_they_are_waited_for_or_too_many_wait(downloads, monkeypatch):
     """While answers are generated, nothing should compete with the thread that launches their steps."""
-    monkeypatch.setattr(feature_downloads, "MAX_PENDING_BYTES", 80)
+    monkeypatch.setattr(feature_downloads, "_MAX_DELAYED_BYTES", 20)
     kept, arrived, delayed = [], threading.Event(), FeatureDownloads(delayed=True)
     arrived.set()
 
@@ -68,7 +68,7 @@ def test_delayed_copies_begin_when_they_are_waited_for_or_too_many_wait(download
     add(1)
     delayed.poll()
     assert kept == [] and not delayed._pending and delayed._thread is None
-    add(2)  # 24 bytes are more than a quarter
+    add(2)  # 24 bytes
     assert len(delayed._pending) == 3
     add(3)
     delayed.wait()
@@ -92,8 +92,12 @@ def test_a_failed_delivery_is_noticed(downloads, notice):
         getattr(downloads, notice)()
 
 
-def test_generation_waits_if_too_much_of_the_device_is_held(downloads, monkeypatch):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_generation_waits_if_too_much_of_the_device_is_held(downloads, monkeypatch, delayed):
+    """Delayed ones count, too."""
     monkeypatch.setattr(feature_downloads, "MAX_PENDING_BYTES", 20)
+    monkeypatch.setattr(feature_downloads, "_MAX_DELAYED_BYTES", 12)
+    downloads._delayed = delayed
     kept, first, later = [], threading.Event(), threading.Event()
     later.set()
     for number, event in enumerate((first, later, later)):

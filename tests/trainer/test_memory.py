@@ -198,8 +198,8 @@ def test_features_that_wait_to_be_copied_are_planned_up_to_a_bound():
     for other in ({}, {"drafter": "learned", "train_drafter": False}, {"drafter": "learned", "cluster": {"workers": 2}}):
         assert what not in gigabytes(plan_for(config(**other), QWEN_7B))
     asleep, awake = (plan_for(config(drafter="learned", sleep_during_update=sleeps), QWEN_7B) for sleeps in (True, False))
-    training = gigabytes(asleep)["training of the drafter"]
-    assert asleep.later_bytes == pytest.approx((gigabytes(asleep)["AdamW"] + 4 + training) * 2**30)
+    drafter = sum(gigabytes(asleep)[item] for item in ("learned drafter", "training of the drafter"))
+    assert asleep.later_bytes == pytest.approx((gigabytes(asleep)["AdamW"] + 4 + drafter) * 2**30)
     assert awake.later_bytes == sum(item.num_bytes for item in awake.items if item.is_later and item.phase != "generation")
 
 
@@ -215,7 +215,20 @@ def test_training_of_a_drafter_takes_memory_for_every_unroll_step():
     once, thrice = (gigabytes(plan_for(config(drafter="learned", spot={"unroll": n}), QWEN_7B))["training of the drafter"]
                     for n in (1, 3))
     assert 2 < thrice / once < 3
-    assert "training of the drafter" not in gigabytes(plan_for(config(drafter="learned", train_drafter=False), QWEN_7B))
+    for other in ({"train_drafter": False}, {"cluster": {"workers": 2, "spot_training": False}}):
+        assert "training of the drafter" not in gigabytes(plan_for(config(drafter="learned", **other), QWEN_7B))
+
+
+def test_a_loaded_eagle3_drafter_is_planned_with_its_own_unroll_steps(tmp_path):
+    toy.make_folder(tmp_path)
+    model, _ = load_model(tmp_path / "model", dtype="float64")
+    drafter = Eagle.random(EagleConfig.for_policy(model.config, "eagle3", (0, 1)), dtype=torch.float64)
+    save_eagle(drafter, tmp_path / "drafter", model)
+    settings = {"drafter": str(tmp_path / "drafter"), "strategy": "off"}
+    own, seven, three = (
+        gigabytes(plan_for(make_config(tmp_path, **settings, spot=spot), model.config))["training of the drafter"]
+        for spot in ({}, {"unroll": 7}, {"unroll": 3}))
+    assert own == seven > three
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "learned"])

@@ -36,10 +36,11 @@ def rl_config(model: str, data: Path, drafter: Path, out: Path, tiny: bool) -> T
                        engine={"max_batch": 256, "kv_memory_gb": 20, "max_context": 2048})
 
 
-def run_steps(config: TrainConfig, num_steps: int, budget: Budget, kind: type[StepWatch] | None = None) -> list[dict[str, Any]]:
+def run_steps(config: TrainConfig, num_steps: int, budget: Budget,
+              watch_type: type[StepWatch] | None = None) -> list[dict[str, Any]]:
     """Figures of the first `num_steps` steps of the run, or of as many as the time allows. The run is then interrupted, so that
-    no checkpoint of the whole policy is written. A RuntimeError says why a run failed. `kind`: what records the figures."""
-    watch = (kind or StepWatch)(num_steps, budget)
+    no checkpoint of the whole policy is written. A RuntimeError says why a run failed. `watch_type`: what records the figures."""
+    watch = (watch_type or StepWatch)(num_steps, budget)
     with watch.interruptions:
         result = Trainer(config, callbacks=[watch]).run()
     if result.status is RunStatus.FAILED:

@@ -89,8 +89,10 @@ class TerminalView(TrainerCallback):
 
     def on_phase(self, phase: str) -> None:
         self._view.phase(phase)
-        if phase.startswith("warm-up"):
-            self._line(phase)
+
+    def on_warm_up(self, done: int, total: int) -> None:
+        self._view.phase(f"warm-up, {done} of {total}")
+        self._line(f"warm-up, {done} of {total}")
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
         done, total, stats = progress

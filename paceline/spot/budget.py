@@ -36,7 +36,7 @@ class TrainingBudgetConfig(Config):
     is predicted to save four times as much in the rest of the run. 0: no warm-up."""
     warm_up_passes: float = Field(16.0, gt=0)
     """Number of passes over the captured answers at which the warm-up waits for the next step's: more passes over few answers
-    teach a drafter little."""
+    teach a drafter little. It ends when a step brings no more answers than it replaces."""
 
 
 _LONGEST_PAUSE = 16

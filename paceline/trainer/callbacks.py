@@ -70,8 +70,10 @@ class TrainerCallback:
         """Training step `step`, counted from 1, begins."""
 
     def on_phase(self, phase: str) -> None:
-        """A phase of the step begins: generate, reward, generate_off, drafter, infer, train or evaluate. Before the first step:
-        so many parts of the warm-up are done (`warm-up, 1 of 3`)."""
+        """A phase of the step begins: generate, reward, generate_off, drafter, infer, train or evaluate."""
+
+    def on_warm_up(self, done: int, total: int) -> None:
+        """Before the first step: so many parts of an engine's warm-up are done, of all."""
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
         """The engine has made a step. Called very often."""

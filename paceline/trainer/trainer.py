@@ -228,7 +228,7 @@ class Trainer:
     def _warm_up_engine(self, engine: Engine) -> None:
         requests = self.config.rollout.prompts * self.config.rollout.group_size
         engine.warm_up(requests, on_progress=lambda done, total: self._notify(
-            lambda callback: callback.on_phase(f"warm-up, {done} of {total}")))
+            lambda callback: callback.on_warm_up(done, total)))
 
     # What the loop is handed
 

@@ -47,6 +47,9 @@ class Recorder(TrainerCallback):
     def on_phase(self, phase):
         self.events.append(("phase", phase))
 
+    def on_warm_up(self, done, total):
+        self.events.append(("warm-up", (done, total)))
+
     def on_engine_step(self, result, progress):
         assert progress.num_finished <= progress.num_total == 12 and progress.stats.generated_tokens >= 0
         self.engine_steps.append(result)
@@ -73,7 +76,7 @@ def step_events(step: int) -> list[tuple[str, object]]:
 def test_callbacks_are_told_and_nothing_is_printed(folder, capfd):
     recorder = Recorder()
     result = Trainer(make_config(folder), callbacks=[recorder]).run()
-    warm_up = [("phase", f"warm-up, {part} of 3") for part in (1, 2, 3)]
+    warm_up = [("warm-up", (part, 3)) for part in (1, 2, 3)]
     assert recorder.events == [("run begin", 0), *warm_up, *step_events(1), *step_events(2), ("checkpoint", 2), *step_events(3),
                                ("checkpoint", 3), ("run end", RunStatus.COMPLETED)]
     assert recorder.engine_steps and not "".join(capfd.readouterr())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.strategy.acceptance import SHAPES
-from paceline.strategy.correct import Corrections, MakespanShare
+from paceline.strategy.correct import Corrections, LastResponse
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.guard import Guard
 from paceline.strategy.predict import Prediction, Predictor
@@ -36,7 +36,7 @@ class AutoSelector:
 
     def __init__(self, costs: CostCurve | None = None, predictor: Predictor | None = None) -> None:
         self.predictor = predictor or Predictor(costs or CostCurve.unknown())
-        self.guard, self.corrections, self.makespan = Guard(self.predictor.costs), Corrections(), MakespanShare()
+        self.guard, self.corrections, self._last = Guard(self.predictor.costs), Corrections(), LastResponse()
         self._probes: dict[DrafterName, _Probes] = {name: _Probes() for name in SHAPES}
         self.decision: Decision | None = None
         self._batch = self._decided = self._step = self._watched_until = self._num_old = 0
@@ -54,7 +54,7 @@ class AutoSelector:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a completed step."""
-        self.makespan.observe(outcome)
+        self._last.observe(outcome)
         if outcome.drafts is not None:
             self.predictor.observe(outcome.drafts)
             self._is_due |= self.decision is None or outcome.drafts.strategy.drafter != self.decision.strategy.drafter
@@ -69,7 +69,7 @@ class AutoSelector:
 
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
-        self.makespan.see(view.remaining)
+        self._is_due |= self.guard.correct(self._last.see(view.remaining), view.num_running)
         self._num_old = min(self._num_old, view.num_running)
         if view.num_running == 0 or not view.available:
             return Decision(Strategy.OFF)
@@ -106,7 +106,6 @@ class AutoSelector:
         observed anyway."""
         self._num_old, self._batch, self._is_due = view.num_running, view.num_running, True
         self.guard.allow_trial()
-        self.makespan.requests_replaced()
         for name, probes in self._probes.items():
             if name == "suffix" or self.decision is None or self.decision.strategy.drafter != name:
                 self.predictor.acceptance[name].discount()
@@ -134,9 +133,8 @@ class AutoSelector:
         def rate(each: Prediction) -> float:
             return each.progress / each.ms / self.corrections.factor(each.strategy, view.num_running)
 
-        self.makespan.update()
         off = self.predictor.off(view)
-        found = [each for drafter in self._usable(view) for each in self.predictor.best(drafter, view, self.makespan.share)]
+        found = [each for drafter in self._usable(view) for each in self.predictor.best(drafter, view)]
         best = max(found, key=rate, default=off)
         if rate(best) < _AHEAD * off.progress / off.ms:
             return off.decision(view)

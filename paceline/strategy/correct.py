@@ -1,4 +1,5 @@
-"""Correct: measured over predicted milliseconds, and measured over counted progress, multiply later predictions."""
+"""Correct: measured over predicted milliseconds multiply later predictions, and what the last response gained replaces what was
+counted for it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,6 @@ _KEEP, _PRIOR = 1 - 1 / 48, 4.0
 """What is left of the weight of a step after one more step, and the number of steps that the prediction counts as."""
 _LEAST, _MOST = 0.5, 2.0
 """Range of the ratios that are counted: single steps are stopped by something else."""
-_SHARE_KEEP, _SHARE_PRIOR, _SHARE_OLD, _LEAST_SHARE = 0.99, 8.0, 0.9, 0.05
-"""Constants of `MakespanShare`: the factors by which its sums are discounted after each step and when most requests are new, the
-gain in tokens that both sums are taken to have at the start, and the smallest share."""
 _Key = tuple[DrafterName, int, tuple[int, int] | None]
 """Drafter, batch bucket, and depth and width of its trees; None: all trees."""
 
@@ -63,47 +61,32 @@ class Corrections:
 
 
 @dataclass(slots=True)
-class MakespanShare:
-    """The share of the mean gain of all requests that also shortens the makespan: the gain of the request that finishes last.
+class LastResponse:
+    """What the request that finishes last gains, which alone shortens the makespan.
 
     Where response lengths are known, that gain is measured: it is the decrease in remaining tokens of the longest request, beyond
     one token per step. `StepOutcome.progress` counts the mean over all requests instead, which overestimates it if few draft
     tokens of some requests are accepted, for example because their text has become random at a high temperature."""
 
-    share: float = 1.0
-    """The factor by which predicted gains are multiplied, between 0 and 1."""
-    _gain: float = 0.0
-    """Discounted sum of the measured gain, in tokens."""
-    _counted: float = 0.0
-    """Discounted sum of the gain by `StepOutcome.progress`, in tokens, before it was multiplied by `share`."""
     _unseen: tuple[int, float] = (0, 0.0)
     """Number of steps, and their gain by `StepOutcome.progress`, since `see` was called last."""
     _left: int | None = None
     """Remaining tokens of the longest request when `see` was called last; None if lengths were not known."""
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Add the gain of a completed step by `StepOutcome.progress`."""
-        chosen = outcome.decision.expected_progress > 0
+        """Add the gain of a completed step by `StepOutcome.progress`, if it was chosen and not a probe."""
         steps, counted = self._unseen
+        chosen = outcome.decision.expected_progress > 0
         self._unseen = steps + (outcome.num_requests > 0), counted + (outcome.progress - 1 if chosen else 0.0)
 
-    def see(self, remaining: Sequence[int]) -> None:
-        """Measure the gain since the last call. `remaining`: see `StepView.remaining`."""
+    def see(self, remaining: Sequence[int]) -> float:
+        """Return by how many steps the measured gain since the last call exceeds the counted one of speculation; 0 if it is not
+        known. `remaining`: see `StepView.remaining`."""
         (steps, counted), self._unseen = self._unseen, (0, 0.0)
         left, self._left = self._left, remaining[0] if remaining else None
-        if left is None or self._left is None or self._left > left:
-            return
-        keep = _SHARE_KEEP if counted > 0 else 1.0
-        self._gain = keep * self._gain + left - self._left - steps
-        self._counted = keep * self._counted + counted / self.share
-
-    def update(self) -> None:
-        """Compute `share` from the sums. It stays constant between two decisions, because `see` divides by it."""
-        self.share = min(max((_SHARE_PRIOR + self._gain) / (_SHARE_PRIOR + self._counted), _LEAST_SHARE), 1.0)
-
-    def requests_replaced(self) -> None:
-        """Discount the sums: they are of other responses."""
-        self._gain, self._counted = _SHARE_OLD * self._gain, _SHARE_OLD * self._counted
+        if counted <= 0 or left is None or self._left is None or self._left > left:
+            return 0.0
+        return left - self._left - steps - counted
 
 
 def _keys(strategy: Strategy, requests: int) -> tuple[_Key, _Key]:

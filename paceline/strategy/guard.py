@@ -16,9 +16,9 @@ from statistics import median
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.types import DrafterName, StepOutcome, StepView
 
-_FIRST, _SHARE, _MOST, _TRIAL = 3.0, 0.005, 16.0, 0.75
-"""Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account; and
-steps that are needed at least to switch a drafter on."""
+_FIRST, _SHARE, _MOST, _MOST_NEW, _TRIAL = 3.0, 0.005, 16.0, 6.0, 0.75
+"""Steps on a drafter's account at the start, and its largest debt; share of the time that is added; most steps on an account, and
+most that are kept for new requests; and steps that are needed at least to switch a drafter on."""
 _LARGE_BATCH = 64
 """Batches of so many requests have accounts of their own."""
 _STOPPED = 4.0
@@ -138,11 +138,26 @@ class Guard:
         self.lead += 0.05 * (progress / cost - self.lead)
         account = self.accounts[place]
         account.count(progress - cost, bucket, is_first=not was_on)
-        if self.allows(drafter, outcome.num_requests):
-            return None
+        return drafter if self._must_rest(drafter, outcome.num_requests) else None
+
+    def correct(self, steps: float, requests: int) -> bool:
+        """Count by how many steps the request that finishes last gained more than was counted, if that is known. Return whether
+        the drafter in use may not be used any more."""
+        if steps == 0 or self._on is None:
+            return False
+        place = self.place(self._on, requests)
+        if place not in self.accounts:
+            return False
+        self.accounts[place].add(steps)
+        return self._must_rest(self._on, requests)
+
+    def _must_rest(self, drafter: DrafterName, requests: int) -> bool:
+        if self.allows(drafter, requests):
+            return False
+        account = self.accounts[self.place(drafter, requests)]
         account.rest = min(2 * account.rest or _FIRST_REST, _LONGEST_REST)
         account.resting_until = self._step + account.rest
-        return drafter
+        return True
 
     def allows(self, drafter: DrafterName, requests: int) -> bool:
         """Whether a drafter may be used in the next step, which has so many requests."""
@@ -154,11 +169,11 @@ class Guard:
         return account.steps >= account.needed.get(bucket_of(requests), _TRIAL) and self._step >= account.resting_until
 
     def allow_trial(self) -> None:
-        """Most requests are new: what emptied an account may not hold for them."""
+        """Most requests are new: what emptied or filled an account may not hold for them."""
         if self._step >= self._next_trial:
             self._next_trial = self._step + _TRIAL_EVERY
             for account in self.accounts.values():
-                account.add(max(0.0, _TRIAL - account.steps))
+                account.steps = min(max(account.steps, _TRIAL), _MOST_NEW)
                 account.resting_until = 0
 
     def place(self, drafter: DrafterName, requests: int) -> tuple[DrafterName, int]:

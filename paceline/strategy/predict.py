@@ -56,9 +56,8 @@ class Predictor:
     def off(self, view: StepView) -> Prediction:
         return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
 
-    def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
-        """The best number of draft tokens and of requests for each shape of a drafter's trees. `share`: the factor by which
-        gains are multiplied where response lengths are known (`MakespanShare`)."""
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
+        """The best number of draft tokens and of requests for each shape of a drafter's trees."""
         known = self.acceptance[drafter]
         requests, budgets = view.num_running, _BUDGETS
         nodes, accepted = (values[:, budgets - 1] for values in known.expected())
@@ -69,7 +68,7 @@ class Predictor:
         drafted = counts[:, None, None]
         rows = requests + drafted * nodes  # [K, S, B]: number of requests drafted for, shape, budget
         ms = self.costs.ms(drafter, depth, width, requests, drafted, rows, view.context)
-        progress = makespan_progress(view.remaining, counts, accepted, share)
+        progress = makespan_progress(view.remaining, counts, accepted)
         possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
         rate = np.where(possible, progress / ms, 0.0)
         found = []
@@ -134,16 +133,15 @@ def drafted_counts(view: StepView) -> np.ndarray:
     return np.array(counts)
 
 
-def makespan_progress(remaining: Sequence[int], counts: np.ndarray, accepted: np.ndarray, share: float) -> np.ndarray:
+def makespan_progress(remaining: Sequence[int], counts: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
-    the most tokens left are, the others, which get one token per step, must not become the last. `share`: the
-    factor by which the gain is multiplied (`MakespanShare`)."""
+    the most tokens left are, the others, which get one token per step, must not become the last."""
     progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
     if not remaining:
         return progress
     longest = max(remaining[0], 1)
     others = np.array([remaining[k] if k < len(remaining) else 0 for k in counts], float)[:, None, None]
-    return 1 + share * (np.minimum(progress, longest / np.maximum(others, 1e-9)) - 1)
+    return np.minimum(progress, longest / np.maximum(others, 1e-9))
 
 
 def drafts_at(requests: int) -> list[Strategy]:

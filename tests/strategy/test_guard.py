@@ -97,6 +97,20 @@ def test_a_drafter_is_switched_on_only_if_its_account_has_what_that_costs():
     assert 2 <= len(tried) <= 2 + steps * 0.005 / 2.2 + 3 / 2.2, tried
 
 
+def test_what_was_gained_with_other_requests_is_lent_in_part():
+    """Sixteen steps are a tenth of a short answer: what old requests gained must not all be lost with new ones."""
+    guard, off, eagle = Guard(gpu_costs()), float(gpu_costs().off_ms(8)), Strategy("eagle", 4, 1, 4)
+    for _ in range(60):
+        guard.observe(outcome(eagle, 3.0, 1.5 * off))
+    account = guard.accounts[guard.place("eagle", 8)]
+    assert account.steps == 16
+    guard.allow_trial()
+    assert account.steps == 6
+    guard.observe(outcome(eagle, 3.0, 1.5 * off))
+    guard.allow_trial()
+    assert account.steps > 6, "requests are replaced one by one: once in a while is enough"
+
+
 def test_a_step_that_is_only_measured_does_not_switch_a_drafter_off():
     """Seen on a CPU: whenever a shrinking batch came to a new bucket, where off is measured, the learned drafter, which had been
     faster, was off for the rest of the run: its account had less than catching up had cost."""

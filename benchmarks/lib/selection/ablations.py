@@ -9,7 +9,7 @@ from dataclasses import replace
 from paceline.strategy import AutoSelector, Selector, make_selector
 from paceline.strategy.acceptance import Acceptance
 from paceline.strategy.auto import _AHEAD
-from paceline.strategy.correct import Corrections, MakespanShare
+from paceline.strategy.correct import Corrections
 from paceline.strategy.guard import Guard
 from paceline.strategy.predict import Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
@@ -51,12 +51,12 @@ class WithoutMakespan(AutoSelector):
         return super().select(replace(view, remaining=()))
 
 
-class WithoutShare(AutoSelector):
-    """Takes the mean gain of all requests for that of the request that finishes last."""
+class WithoutLast(AutoSelector):
+    """The guard takes the mean gain of all requests for that of the request that finishes last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.makespan = _WholeShare()
+        self.guard = _GuardOfMeans(self.costs)
 
 
 class WithoutSurprise(AutoSelector):
@@ -130,9 +130,10 @@ class WithoutHysteresis(AutoSelector):
 
 ABLATIONS: dict[str, Callable[[], AutoSelector]] = {
     "auto-correct": WithoutCorrections, "auto-shapes": WithoutShapes, "auto-guard": WithoutGuard,
-    "auto-makespan": WithoutMakespan, "auto-share": WithoutShare, "auto-surprise": WithoutSurprise, "auto-news": WithoutNews,
-    "auto-probes": WithoutProbes, "auto-accounts": WithoutAccounts, "auto-ranges": WithoutRanges,
-    "auto-change": WithoutChange, "auto-filling": WithoutFilling, "auto-hysteresis": WithoutHysteresis,
+    "auto-makespan": WithoutMakespan, "auto-last": WithoutLast,
+    "auto-surprise": WithoutSurprise, "auto-news": WithoutNews, "auto-probes": WithoutProbes,
+    "auto-accounts": WithoutAccounts, "auto-ranges": WithoutRanges, "auto-change": WithoutChange,
+    "auto-filling": WithoutFilling, "auto-hysteresis": WithoutHysteresis,
 }
 """Name on the command line → `auto` without the part that the name ends in."""
 
@@ -159,14 +160,14 @@ class _NoMargin(Corrections):
         return super().factor(strategy, requests) / (1.0 if strategy.drafter == "none" else _AHEAD)
 
 
-class _WholeShare(MakespanShare):
-    def update(self) -> None:
-        self.share = 1.0
-
-
 class _LenientGuard(Guard):
     def allows(self, drafter: DrafterName, requests: int) -> bool:
         return True
+
+
+class _GuardOfMeans(Guard):
+    def correct(self, steps: float, requests: int) -> bool:
+        return False
 
 
 class _OneAccount(Guard):

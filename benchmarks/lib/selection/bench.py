@@ -147,7 +147,7 @@ class Bench:
             if isinstance(engine.select, AutoSelector):
                 errors = engine.select.corrections
                 found[n] |= {"cost_error": errors.cost_error, "progress_error": errors.progress_error,
-                             "makespan_share": engine.select.makespan.share, "last_round": plays[n].stretches[:_MOST_STRETCHES]}
+                             "last_round": plays[n].stretches[:_MOST_STRETCHES]}
         self._check(name, found)
         self._record[name] = workload_record(found)
         show(name, self._record[name])

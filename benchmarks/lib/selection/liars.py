@@ -13,7 +13,7 @@ from paceline.types import DrafterName, StepView, Strategy
 class SuffixIsFiveTimes(Predictor):
     """Says that suffix drafts make steps five times as good, whatever was seen."""
 
-    def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
         requests, strategy = view.num_running, self.probe("suffix", view.num_running).strategy
         strategy = replace(strategy, budget=min(strategy.budget, max(1, MAX_ROWS // requests - 1)))  # steps have no more rows
         return [Prediction(strategy, requests, 5.0, self.off(view).ms)] if drafter == "suffix" else []
@@ -33,7 +33,7 @@ class Random(Predictor):
         super().__init__(costs)
         self._draw = random.Random(0)
 
-    def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
         draw = self._draw
         names = (Strategy(drafter, draw.randint(1, 8), draw.randint(1, 2), draw.randint(1, 12)) for _ in range(3))
         return [Prediction(s, view.num_running, draw.uniform(1, 6), draw.uniform(1, 8)) for s in names]
@@ -42,8 +42,8 @@ class Random(Predictor):
 class Threefold(Predictor):
     """Says that every step with speculation is worth three times what it is, also afterwards (`Decision.worth`)."""
 
-    def best(self, drafter: DrafterName, view: StepView, share: float = 1.0) -> list[Prediction]:
-        found = super().best(drafter, view, share)
+    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
+        found = super().best(drafter, view)
         return [each._replace(progress=3 * each.progress,
                               worth=each.worth * (3 * each.progress - 1) / max(each.progress - 1, 1e-9)) for each in found]
 

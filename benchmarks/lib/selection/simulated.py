@@ -27,7 +27,7 @@ from benchmarks.lib.selection.world import World
 from benchmarks.lib.speculation import fixed_strategies, num_parts
 from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector
 from paceline.strategy.predict import Predictor
-from paceline.types import Decision, StepOutcome, Strategy
+from paceline.types import Decision, StepOutcome, StepView, Strategy
 
 SUFFIX = "suffix:d8w2v16"
 CHECKED = (1, 32, 128, 256, 8)
@@ -69,6 +69,8 @@ class Task(NamedTuple):
     num_derailing: int = 0
     """Number of responses, beginning with the longest one, that derail at some point, from which on nothing can be predicted. At
     high temperatures all of them do."""
+    num_repeating: int | None = None
+    """If given, number of responses that the suffix drafter can predict; of the others it knows nothing."""
     is_changing: bool = False
     """Whether responses are predictable for some hundred tokens and unpredictable for the next hundred, and so on."""
 
@@ -100,6 +102,7 @@ class H200(World):
     _slow: float = 1.0
     num_requests: int = 0
     """Number of requests so far."""
+    num_repeating: int | None = None
     left: np.ndarray = field(default_factory=lambda: np.zeros(0))
     _hardness: np.ndarray = field(default_factory=lambda: np.zeros(0))
     _character: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -119,7 +122,10 @@ class H200(World):
         chance = np.clip(self.skill[drafter], 1e-3, 0.999)
         odds = np.log(chance / (1 - chance)) + self._hardness[here] + self._character[here]
         odds -= 2.5 * self._is_hard[here, np.maximum(self.left[:batch], 0)]
-        return np.where(self.left[:batch] <= self._derails_at[here], 0.04, 1 / (1 + np.exp(-odds)))[:, None]
+        is_unknown = self.left[:batch] <= self._derails_at[here]
+        if drafter == "suffix" and self.num_repeating is not None:
+            is_unknown |= here < -self.num_repeating
+        return np.where(is_unknown, 0.04, 1 / (1 + np.exp(-odds)))[:, None]
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
         self.costs.host_ms = 0.8 + 0.018 * self.batch  # measured: what suffix drafts wait for
@@ -159,11 +165,16 @@ class H200(World):
         self.verifications += self.batch
         return replace(outcome, num_rows=self.costs.padded(outcome.num_rows), ms=0.0 if is_first else outcome.ms)
 
+    def shown(self, task: Task) -> StepView:
+        """What the selector sees of the requests."""
+        return self.known_lengths(self.left) if task.knows_lengths and not task.has_queue else self.view()
+
     def begin(self, task: Task, selector: Selector) -> None:
         """New requests, and the step that reads their prompts: its time says nothing, and it keeps the host busy for long."""
         self.skill, self.left, self.batch = task.text._asdict(), np.sort(task.lengths)[::-1], len(task.lengths)
         self.requests = self.num_requests + np.arange(self.batch)
         self.num_requests += self.batch
+        self.num_repeating = task.num_repeating
         self._last = "prefill"
         text = np.random.default_rng((self.seed, self.num_requests))  # the same for all selectors
         self._hardness, self._character = text.normal(0, 0.5, (2, self.batch))
@@ -184,11 +195,12 @@ def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
     if task.stale:
         selector.drafter_replaced()
     pending: StepOutcome | None = None
+    view = gpu.shown(task)
     while gpu.batch == len(task.lengths) if task.has_queue else gpu.batch:
-        decision = selector.select(gpu.known_lengths(gpu.left) if task.knows_lengths and not task.has_queue else gpu.view())
+        decision = selector.select(view)  # the tokens of the step in flight are not known yet
         if pending is not None:
             selector.observe(pending)
-        pending = gpu.play(decision)
+        view, pending = gpu.shown(task), gpu.play(decision)
         gpu.left = gpu.finish_step(decision, gpu.left)
         before, done = done, done + pending.num_tokens
         if task.stale and before < total / 2 <= done:
@@ -240,12 +252,15 @@ class Cell(NamedTuple):
 
 
 def cells(rounds: int = 2) -> dict[str, Cell]:
-    """The six workloads; text that repeats itself and text that does not in turn; batch sizes that one selector sees one after
+    """The six workloads; a batch in which some responses repeat themselves; text that repeats itself and
+    text that does not in turn; batch sizes that one selector sees one after
     the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; steps of RL, also ones whose four longest
     responses derail; few long responses of which some stretches are hard to predict; ordinary text with profiles that are wrong;
     and random text with predictors that lie."""
     found = {name: Cell(tuple(tasks(name, rounds))) for name in TEXTS}
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
+    some_repeat = Task((512,) * 16, Text(0.5, 0.93), num_repeating=12)
+    found["12 of 16 repeat"] = Cell((some_repeat._replace(text=ORDINARY), *[some_repeat] * rounds), costs=small_costs)
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
     for prefix, costs in (("", h200_costs), ("1.5B, ", small_costs)):
         seen: tuple[Task, ...] = ()

@@ -22,6 +22,7 @@ from paceline.config import EngineConfig
 from paceline.engine import Engine
 from paceline.engine.graphs import GraphReport
 from paceline.engine.thread import EngineThread
+from paceline.strategy import CostCurve
 
 NUM_PARTS = 7
 ARGS = ["--dtype", "float64", "--strategy", "off", "--threads", "1", "--max-batch", "8"]
@@ -180,11 +181,35 @@ def test_a_warm_up_that_fails_leaves_a_server_that_answers(caplog):
     engine.warming_up = lambda: warming_up()
     thread = EngineThread(engine, warm_up=True)
     thread.start()
-    until(lambda: thread.is_warm)
-    assert "the warm-up failed" in caplog.text
+    until(lambda: "the warm-up failed" in caplog.text)
     answer = asyncio.run(thread.generate([1, 2, 3], SamplingParams(max_new_tokens=5, ignore_eos=True)))
     thread.close()
-    assert len(answer.rollout.token_ids) == 5
+    assert len(answer.rollout.token_ids) == 5 and not thread.is_warm
+
+
+def test_a_profile_that_fails_is_not_tried_again_and_stops_nothing(monkeypatch, caplog):
+    tried: list[int] = []
+
+    def fail(*_: object) -> CostCurve:
+        tried.append(1)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("paceline.engine.engine.load_or_profile", fail)
+    engine = Engine(model(), drafter="suffix", strategy="auto")
+    engine.warm_up()
+    (group,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    assert len(group.rollouts[0].token_ids) == 20 and len(tried) == 1
+    assert caplog.text.count("step times could not be measured") == 1
+
+
+def test_the_time_for_a_warm_up_begins_after_the_profile(monkeypatch):
+    """Measured on a GPU with empty caches: kernels are compiled for most of a minute, of which nothing is captured."""
+    made = Engine(model(), drafter="suffix", config=EngineConfig(profile=False))
+    captured(made, (1, 2, 4, 8))
+    shown: list[int] = []
+    monkeypatch.setattr(made, "_profile_if_possible", lambda: None if shown else time.sleep(0.3))
+    made.warm_up(seconds=0.2, on_progress=lambda done, total: shown.append(done))
+    assert len(shown) > 1
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -37,6 +37,8 @@ def serve(
         min=2, help="Maximum number of prompt and answer tokens of one request (default: the model's).")] = None,
     kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
     suffix_memory_gb: Annotated[float | None, typer.Option(help=SUFFIX_MEMORY)] = None,
+    warm_up: Annotated[bool, typer.Option(help="Measure step times and capture CUDA graphs while there is no request; otherwise "
+                                               "the first requests wait for it.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
     """Serve a policy with the OpenAI API."""
@@ -49,7 +51,7 @@ def serve(
     sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb,
              "suffix_memory_gb": suffix_memory_gb}
     limits = {"model_name": served_name, "api_key": api_key, "max_pending": max_pending, "timeout_s": timeout_s,
-              "max_body_bytes": max_body_bytes}
+              "max_body_bytes": max_body_bytes, "warm_up": warm_up}
     engine, server = ({name: value for name, value in given.items() if value is not None} for given in (sizes, limits))
     return run(ServeOptions(model, drafter, strategy, dtype, device, threads, host, port, engine, server))
 

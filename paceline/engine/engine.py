@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import deque
@@ -54,6 +55,8 @@ from paceline.types import (
     Strategy,
 )
 
+logger = logging.getLogger(__name__)
+
 _WARM_UP_PROMPTS = 128
 """Largest number of prompts in the steps of `Engine.warm_up`: more than 64 use other kernels than fewer."""
 
@@ -74,7 +77,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
-        self._asleep = False
+        self._asleep, self._may_profile = False, self.config.profile
         self._weights = PolicyWeights(model)
         self._eos = frozenset(model.config.eos_token_ids)
         parts = build(model, drafter, self.config)
@@ -332,13 +335,19 @@ class Engine:
         return self.costs
 
     def _profile_if_possible(self) -> None:
-        if not self.costs.profiled and self.config.profile and self.drafting.available:
+        if self.costs.profiled or not (self._may_profile and self.drafting.available):
+            return
+        try:
             self.profile()
+        except Exception:  # such as too little memory
+            self._may_profile = False
+            logger.warning("step times could not be measured; strategies are selected by a guess until steps tell", exc_info=True)
 
     def warm_up(self, max_requests: int | None = None, seconds: float = float("inf"),
                 on_progress: Callable[[int, int], None] = lambda done, total: None) -> GraphReport:
-        """Do all of `warming_up`. `seconds`: no further part is begun after that time. `on_progress` is called with the number of
-        parts done, and of all."""
+        """Do all of `warming_up`. `seconds`: no further part is begun after that time, which begins when the engine has been
+        profiled. `on_progress` is called with the number of parts done, and of all."""
+        self._profile_if_possible()
         began = time.perf_counter()
         for done, total in self.warming_up(max_requests):
             on_progress(done, total)

@@ -24,6 +24,7 @@ T = TypeVar("T")
 _MAX_FAILURES = 3
 """Number of engine steps in a row that may raise before the engine is given up."""
 _PROGRESS_EVERY_S = 5.0
+"""Seconds between messages about the warm-up."""
 
 
 class Overloaded(Exception):
@@ -102,6 +103,8 @@ class EngineThread:
         generated. None: no limit. `warm_up`: warm the engine up, part by part, while there is no request."""
         self._engine, self._max_pending = engine, max_pending
         self._warming_up = engine.warming_up() if warm_up else None
+        self.is_warm = not warm_up
+        """Whether the warm-up is complete, or none was asked for."""
         self._warm_up_shown = time.perf_counter()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._running: dict[int, _Running] = {}  # by request id
@@ -114,11 +117,6 @@ class EngineThread:
         """Why no requests are accepted; None if they are."""
         self.stats: EngineStats = engine.stats()
         """The engine's figures when something last happened to a request."""
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether there is nothing left of the warm-up."""
-        return self._warming_up is None
 
     def start(self) -> None:
         """Start the thread."""
@@ -251,7 +249,7 @@ class EngineThread:
         while not self._closed:
             stopped, has_work = self._paused or self.problem is not None, self._engine.has_work
             try:
-                job = self._jobs.get(block=stopped or (not has_work and self.is_warm))
+                job = self._jobs.get(block=stopped or (not has_work and self._warming_up is None))
             except queue.Empty:
                 if has_work:
                     self._step()
@@ -287,9 +285,9 @@ class EngineThread:
             done, total = next(self._warming_up)
         except StopIteration:
             logger.info("the engine is warmed up", extra={"is_notice": True})
-            self._warming_up = None
+            self._warming_up, self.is_warm = None, True
         except Exception:
-            logger.exception("the warm-up failed")
+            logger.exception("the warm-up failed; what it left out is done when a request needs it")
             self._warming_up = None
         else:
             if time.perf_counter() - self._warm_up_shown > _PROGRESS_EVERY_S:

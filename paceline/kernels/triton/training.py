@@ -28,9 +28,12 @@ class TritonTrainOps(TrainOps):
     name = "triton train"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """In one pass over K, like the engine's deterministic products: log-probabilities then differ less from the engine's, and
-        do not depend on how answers are packed into micro-batches. The backward pass sums as the library likes."""
-        return exact.library_linear(x, weight, bias) if x.is_cuda else super().linear(x, weight, bias)
+        """In one pass over K, so that log-probabilities do not depend on how answers are packed into micro-batches. So are the
+        engine's deterministic products, except that it adds those of the down projections in a few fixed shares of K. The
+        backward pass sums as the library likes."""
+        if not x.is_cuda or x.dtype == torch.float64:
+            return super().linear(x, weight, bias)
+        return exact.library_linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float64:

@@ -98,7 +98,9 @@ def run_case(case: Case, args: argparse.Namespace, setting: Setting, budget: Bud
     found: dict[str, Any] = {"plan": {item.what: item.num_bytes / GIB for item in plan.items},
                              "savings": {what: saved / GIB for what, saved in plan.savings}}
     peaks = PhasePeaks(setting.device, plan)
-    trainer = RandomTrainer(config, callbacks=[peaks], task=make_task(case, args))
+    task = make_task(case, args)
+    found["longest_generated"] = max(max(problem.truth) for problem in task.problems)
+    trainer = RandomTrainer(config, callbacks=[peaks], task=task)
     try:
         found["steps"] = run_steps(trainer, args.steps, budget).steps
     except (torch.OutOfMemoryError, ValueError) as error:  # a ValueError: the plan refuses the run

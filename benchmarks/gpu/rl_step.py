@@ -6,8 +6,9 @@
 
 Steps are those of `paceline train` (32 prompts × 8 answers, one update per batch, all weights trained). Lengths are quantiles of
 the distribution, scaled so that the longest is `--max-length`; answers of similar length form a group, and a prompt contains as
-many grade-school problems as they have room for. Every answer ends at its length, which the engine does not know beforehand. Each
-side starts from the same weights. The drafter stays as it is unless `--train-drafter` is given.
+many grade-school problems as they have room for. Every answer ends at its length, which the engine does not know beforehand, and
+not before: end tokens are not sampled, as with `min_tokens`. Each side starts from the same weights. The drafter stays as it is
+unless `--train-drafter` is given.
 
 vLLM runs first, in a process of its own that ends before the others start. It generates with random weights of the 1.5B shape, as
 its speed does not depend on them; its step is its rollout and what a step of ours takes besides the rollout, but nothing for new
@@ -37,7 +38,7 @@ from benchmarks.lib.gpu_check.rl import write_tiny_model
 from benchmarks.lib.long_tail import compose, shortened
 from benchmarks.lib.prompts import chat, long_tailed_lengths
 from benchmarks.lib.results import Report
-from benchmarks.lib.rl_run import GivenLengthsTask, GivenLengthsTrainer, StepRecorder, matrix_rate, run_steps
+from benchmarks.lib.rl_run import EndlessTrainer, GivenLengthsTask, StepRecorder, matrix_rate, run_steps
 from benchmarks.lib.setup import Budget, Setting, make_parser
 from benchmarks.lib.vllm_gpu import Vllm, add_vllm_arguments
 from paceline.drafters.checkpoint import save_eagle
@@ -159,7 +160,7 @@ def measure(side: str, args: argparse.Namespace, setting: Setting, steps: Sequen
     texts = [text for texts, _ in steps for text in texts]
     prompts: list[Any] = texts if args.tiny else [[{"role": "user", "content": text}] for text in texts]
     task = GivenLengthsTask(prompts, [group for _, groups in steps for group in groups])
-    trainer = GivenLengthsTrainer(train_config(side, args, setting, out), task=task)
+    trainer = EndlessTrainer(train_config(side, args, setting, out), task=task)
     return run_steps(trainer, args.steps if side == "auto" else min(args.steps, 2), budget)
 
 

@@ -15,6 +15,7 @@ from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, freeze_memory
 from paceline.engine import Engine
 from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
 from paceline.rl.learner import Learner
 from paceline.tasks import Problem
 from paceline.trainer import RolloutProgress, RunStatus, Trainer, TrainerCallback
@@ -117,6 +118,26 @@ class GivenLengthsTrainer(Trainer):
         self.publish_s = time.perf_counter() - began
 
 
+class EndlessTrainer(GivenLengthsTrainer):
+    """Its policy does not end answers by itself, before their length. What a model says after the end of an answer is text of any
+    kind, which no drafter predicts, and which is in no run."""
+
+    def _load(self) -> None:
+        super()._load()
+        if silence_ends(self.learner.policy.model, self.engine.tokenizer):
+            self._publish_to(self.engine, self.learner, self.state.step)
+
+
+def silence_ends(policy: Decoder, tokenizer: Any) -> bool:
+    """Makes the logits of special tokens 0, which keeps a policy from ending answers as `min_tokens` would, at no cost per step.
+    Returns whether that is possible: it is not where the head is the embedding."""
+    if tokenizer is None or policy.config.tie_embeddings:
+        return False
+    with torch.no_grad():
+        policy.head.weight[sorted({*policy.config.eos_token_ids, *tokenizer.get_added_vocab().values()})] = 0
+    return True
+
+
 @dataclass
 class Stage:
     """The engine steps of a rollout with similar numbers of running requests."""
@@ -204,6 +225,7 @@ class StepRecorder(TrainerCallback):
             "tokens": sum(len(answer.token_ids) for answer in answers),
             "accept_length": metrics["accept_length"], "preemptions": metrics["preemptions"],
             "grad_norm": metrics["grad_norm"], "share_past_end": share_past_end(answers, shape.eos_token_ids),
+            "share_repeated": share_repeated(answers),
             "share_off": self._strategies["off"] / max(1, steps),
             "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers]),
             "nats_by_position": nats_by_position(answers),
@@ -253,6 +275,19 @@ def share_past_end(answers: Sequence[Rollout], ends: tuple[int, ...]) -> float:
         end = next((i for i, token in enumerate(answer.token_ids) if token in ends), len(answer.token_ids) - 1)
         past += len(answer.token_ids) - 1 - end
     return past / sum(len(answer.token_ids) for answer in answers)
+
+
+def share_repeated(answers: Sequence[Rollout], run: int = 32) -> float:
+    """Share of tokens that are the last of `run` tokens which the same answer had before in the same order: whether answers that
+    must go on repeat themselves."""
+    repeated = 0
+    for answer in answers:
+        tokens, seen = answer.token_ids, set[tuple[int, ...]]()
+        for end in range(run, len(tokens) + 1):
+            last = tuple(tokens[end - run : end])
+            repeated += last in seen
+            seen.add(last)
+    return repeated / sum(len(answer.token_ids) for answer in answers)
 
 
 def update_flops(shape: ModelConfig, answers: Sequence[tuple[int, int]]) -> float:

@@ -34,9 +34,10 @@ def gpu_memory(content: Content, _: str) -> Table:
     told = [f"{case}: out of memory" if "error" in run else
             f"{case}: {len(run['steps'])} steps, {run['phases']['train']['peak_gib']:.0f} GiB in the update (planned "
             f"{run['phases']['train']['planned_gib']:.0f}), KV cache {run['kv_gib']:.0f} GiB"
+            + (f", longest answer generated {run['longest_generated']:,}" if "longest_generated" in run else "")
             for case, run in content["cases"].items()]
-    sentence = (f"RL with answers of up to {content['max_new_tokens']:,} tokens on one GPU with {content['capacity_gib']:.0f} "
-                f"GiB. {'; '.join(told)}")
+    sentence = (f"RL with memory for answers of {content['max_new_tokens']:,} tokens on one GPU with "
+                f"{content['capacity_gib']:.0f} GiB. {'; '.join(told)}")
     return Table("The largest runs on one GPU", sentence + ".",
                  ("run", "phase", "planned GiB", "peak of tensors GiB", "reserved GiB"), rows)
 
@@ -80,6 +81,9 @@ def gpu_rl_step(content: Content, _: str) -> Table:
                           f"{'vLLM with the same trainer' if name == 'vllm' else name}"
                           for name, ratio in content["auto_over"].items())
     sentence = f"{content['answers']} answers of up to {content['max_length']:,} tokens with long-tailed lengths"
+    repeated = [step["share_repeated"] for step in content["sides"]["auto"]["steps"] if "share_repeated" in step]
+    if repeated:
+        sentence += f" ({median(repeated):.0%} of the tokens repeat 32 of the same answer)"
     sentence += f": `auto` has {faster}" if faster else ""
     sentence += f". The update runs at {content['training_share']:.0%} of the measured rate of a large matrix product"
     if "first_over_later" in content:

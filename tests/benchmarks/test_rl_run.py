@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from argparse import Namespace
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -13,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import memory, rl_step
 from benchmarks.lib.results import Report
-from benchmarks.lib.rl_run import nats_by_position, share_past_end, update_flops
+from benchmarks.lib.rl_run import nats_by_position, share_past_end, share_repeated, silence_ends, update_flops
 from benchmarks.lib.rl_tables import gpu_rl_step
 from benchmarks.lib.setup import Budget, Setting, free_memory
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.engine.strategy_control import StrategyControl
+from paceline.models.decoder import Decoder
 from paceline.rl import Learner, make_algorithm
 from paceline.rl.batch import Sample
 from paceline.types import Rollout
@@ -66,6 +68,25 @@ def test_predictability_by_position_is_a_mean_over_all_answers():
 def test_tokens_after_the_first_end_token_are_counted():
     answers = [Rollout(0, 0, [], tokens, [], "", "length", []) for tokens in ([5, 0, 7, 0], [5, 6], [0])]
     assert share_past_end(answers, (0,)) == 2 / 7
+
+
+def test_repeated_tokens_are_counted():
+    answers = [Rollout(0, 0, [], tokens, [], "", "length", []) for tokens in ([1, 2, 3, 1, 2, 3, 1], [1, 2, 3])]
+    assert share_repeated(answers, run=3) == 2 / 10  # 1 2 3 and 2 3 1 come again
+
+
+def test_a_policy_that_cannot_end_is_otherwise_the_same():
+    policy = deepcopy(tiny.model())
+    config = replace(policy.config, eos_token_ids=(5,), tie_embeddings=False)
+    loud, tokenizer = Decoder.random(config, seed=3), Namespace(get_added_vocab=lambda: {"<|end|>": 5, "<|start|>": 7})
+    hidden = torch.randn(4, config.hidden_size, dtype=loud.norm.dtype)
+    before = hidden @ loud.head.weight.T
+    assert silence_ends(loud, tokenizer)
+    after = hidden @ loud.head.weight.T
+    others = [token for token in range(config.vocab_size) if token not in (5, 7)]
+    assert after[:, [5, 7]].eq(0).all() and torch.equal(after[:, others], before[:, others])
+    tied = Decoder.random(replace(config, tie_embeddings=True), seed=3)
+    assert not silence_ends(tied, tokenizer) and tied.head.weight[5].any()
 
 
 def test_a_run_gives_its_memory_back(tmp_path, monkeypatch):

@@ -305,7 +305,7 @@ class TrainConfig(Config):
     """How long the learned drafter is trained per step: fields of `spot.budget.TrainingBudgetConfig`."""
     drafter_alarms: dict[str, Any] = Field(default_factory=dict)
     """When to warn that the learned drafter no longer fits its policy: fields of `spot.alarms.AlarmConfig`."""
-    drafter_buffer_gb: float = Field(1.0, gt=0)
+    drafter_buffer_gb: float = Field(4.0, gt=0)
     """Memory of the host, in GiB, for captured answers that the learned drafter is trained on; up to twice as much while they
     are written to disk. With several workers: memory of each worker's device."""
     drafter_disk_gb: float = Field(4.0, ge=0)

@@ -34,7 +34,8 @@ class DrafterWatch(StepWatch):
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         super().on_step_end(step, metrics, groups)
         self.steps[-1] |= {"drafter_seconds": metrics.get("time/drafter", 0.0), "train_seconds": metrics["time/train"],
-                           "notes": metrics.get("notes", "")}
+                           "drafter_tokens": metrics.get("drafter/tokens", 0), "notes": metrics.get("notes", ""),
+                           "expected_tokens_per_verification": metrics.get("drafter/expected_after")}
         print(f"step {step}: {self.steps[-1]}", flush=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, freeze_memory
+from benchmarks.lib.stages import Stages
 from paceline.engine import Engine
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -139,23 +140,6 @@ def silence_ends(policy: Decoder, tokenizer: Any) -> bool:
 
 
 @dataclass
-class Stage:
-    """The engine steps of a rollout with similar numbers of running requests."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    off: int = 0
-    """Number of steps without speculation."""
-    requests: int = 0
-    """Number of running requests, summed over the steps."""
-    tokens: int = 0
-
-    def figures(self) -> dict[str, float]:
-        return {"steps": self.steps, "seconds": self.seconds, "share_off": self.off / self.steps,
-                "tokens_per_step": self.tokens / self.requests}
-
-
-@dataclass
 class StepRecorder(TrainerCallback):
     """Records the figures of each step, and interrupts the run after `num_steps` of them or when no time is left."""
 
@@ -167,12 +151,10 @@ class StepRecorder(TrainerCallback):
     trainer: GivenLengthsTrainer | None = None
     """The run, while it lasts."""
     _strategies: Counter[str] = field(default_factory=Counter)
-    _stages: defaultdict[int, Stage] = field(default_factory=lambda: defaultdict(Stage))
-    """By number of running requests: at most so many, and more than half of it."""
+    _stages: Stages = field(default_factory=Stages)
     _runs: list[list[Any]] = field(default_factory=list)
     """What was used from engine step to engine step: drafter, requests at the beginning, steps, tokens, seconds, and what the
     guard's accounts had at the beginning."""
-    _last_result: float | None = None
     interruptions: Interruptions = field(default_factory=Interruptions)
 
     def on_run_begin(self, trainer: Trainer) -> None:
@@ -187,17 +169,10 @@ class StepRecorder(TrainerCallback):
             raise KeyboardInterrupt
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
-        now, before = time.perf_counter(), self._last_result
-        self._last_result = now
+        seconds = self._stages.add(result)
         if result.num_requests:
             self._strategies[str(result.strategy)] += 1
-            self._add_to_run(result, now - before if before is not None else 0.0)
-            stage = self._stages[1 << (result.num_requests - 1).bit_length()]
-            stage.steps += 1
-            stage.seconds += now - before if before is not None else 0.0
-            stage.off += str(result.strategy) == "off"
-            stage.requests += result.num_requests
-            stage.tokens += sum(map(len, result.tokens.values()))
+            self._add_to_run(result, seconds)
 
     def _add_to_run(self, result: StepResult, seconds: float) -> None:
         assert self.trainer is not None
@@ -229,15 +204,13 @@ class StepRecorder(TrainerCallback):
             "share_off": self._strategies["off"] / max(1, steps),
             "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers]),
             "nats_by_position": nats_by_position(answers),
-            "stages": {str(most): stage.figures() for most, stage in sorted(self._stages.items())},
+            "stages": self._stages.take(),
             "runs": self._runs, "interruptions": self.interruptions.found})
         if step == 1:
             self.first_answers = [answer.token_ids for answer in answers]
         self._strategies.clear()
-        self._stages.clear()
         self._runs = []
         self.interruptions.found = []
-        self._last_result = None
         print(f"step {step}: {metrics['time/step']:.2f} s, rollout {rollout:.2f} s, accept length "
               f"{metrics['accept_length']:.2f}", flush=True)
 

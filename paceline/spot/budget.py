@@ -74,8 +74,10 @@ class TrainingBudget:
     def __init__(self, config: TrainingBudgetConfig, num_steps: int) -> None:
         """num_steps: Number of RL steps of the run."""
         self.config, self._steps_left, self._num_steps = config, num_steps, num_steps
-        self._seconds, self._paused, self._warm_up_left = config.shortest_s, 0, 0.0
+        self._seconds, self._paused = config.shortest_s, 0
         self._next_pause = config.pause
+        self.warm_up_left = 0.0
+        """Seconds that are left for the drafter's warm-up."""
         self.measuring = True
         """Whether the effect of this step's training should be measured and passed to `update`."""
         self.on_note: Callable[[str], None] = logging.getLogger(__name__).info
@@ -84,7 +86,7 @@ class TrainingBudget:
     @property
     def warming_up(self) -> bool:
         """Whether the drafter is being warmed up."""
-        return self._warm_up_left > 0
+        return self.warm_up_left > 0
 
     @property
     def wants_answers(self) -> bool:
@@ -96,19 +98,19 @@ class TrainingBudget:
         """Decides whether and how long a new drafter is warmed up. saved_share: Share of the generation time that a trained
         drafter is predicted to save. generation_s: Generation time of a step."""
         saved = saved_share * generation_s * self._steps_left
-        self._warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_SECOND)
+        self.warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_SECOND)
         predicted = (f"a trained drafter should save about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining "
                      f"{self._steps_left} steps")
-        if self._warm_up_left < 2 * self.config.shortest_s:
-            self._warm_up_left = 0.0
+        if self.warm_up_left < 2 * self.config.shortest_s:
+            self.warm_up_left = 0.0
             self.on_note(f"the drafter is not warmed up: {predicted}")
         else:
-            self.on_note(f"the drafter is warmed up for up to {self._warm_up_left:.3g} s: {predicted}")
+            self.on_note(f"the drafter is warmed up for up to {self.warm_up_left:.3g} s: {predicted}")
 
     def end_warm_up(self, why: str) -> None:
         """Ends the warm-up, if there is one, for this reason."""
         if self.warming_up:
-            self._warm_up_left = 0.0
+            self.warm_up_left = 0.0
             self.on_note(f"the drafter's warm-up ends: {why}")
 
     def next_seconds(self, generation_s: float = 0.0, saved_share: float | None = None) -> float:
@@ -119,7 +121,7 @@ class TrainingBudget:
         least = generation_s * (upkeep if saved_share is None else min(upkeep, saved_share / _SAVED_PER_SECOND))
         most = self._steps_left * (generation_s or self.config.longest_s)
         if self.warming_up:
-            return self._warm_up_left
+            return self.warm_up_left
         if self._paused:
             self._paused -= 1
             return min(least, most)
@@ -156,9 +158,9 @@ class TrainingBudget:
     def _update_warm_up(self, outcome: TrainingOutcome) -> None:
         """A warm-up goes on while the drafter learns, whatever it saves by then: half-trained drafters save nothing in large
         batches, and the trained one that the warm-up was planned for does."""
-        learns, left = outcome.after >= _MIN_LEARNING_RATIO * outcome.before, self._warm_up_left - outcome.seconds
+        learns, left = outcome.after >= _MIN_LEARNING_RATIO * outcome.before, self.warm_up_left - outcome.seconds
         if learns and left >= self.config.shortest_s:
-            self._warm_up_left = left
+            self.warm_up_left = left
         else:
             why = "it has had its time" if learns else "it learns nothing more"
             self.end_warm_up(f"{why}, and has {outcome.after:.2f} tokens per verification")

@@ -133,6 +133,13 @@ class FeatureBuffer:
         with self._lock:
             return sum(entry.num_tokens for entry in self._entries.values())
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a new record takes the place of an old one, or will soon."""
+        with self._lock:
+            used, most = (self.memory_bytes, self.max_bytes) if self.folder is None else (self.disk_bytes, self.max_disk_bytes)
+            return used >= 0.95 * most
+
     def entries(self) -> list[RecordInfo]:
         """Returns the metadata of all records, in the order in which they were added."""
         with self._lock:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median_low
@@ -58,6 +58,9 @@ _LOADED_HEAD_START = 500
 """Number of optimizer steps that a drafter loaded from a folder is assumed to have been trained for."""
 _GENERATION_WINDOW = 8
 """Number of recent steps whose median generation time is taken as usual: one long answer can make a step many times longer."""
+_AHEAD_SHARE = 0.35
+"""Share of a new drafter's warm-up in which answers to later prompts are generated: it learns more from many answers than from
+many passes over the answers of one step."""
 _TAIL_SHARE = 0.25
 """`cuda_stream` begins to train when at most this share of a step's answers is still being generated."""
 
@@ -114,6 +117,8 @@ class OnlineDrafterTrainer:
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self.failure: str | None = None
         """Why the drafter is no longer trained; None: it is."""
+        self.answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
+        """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
         self._profile = RolloutProfile(engine)
         self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
         self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
@@ -205,7 +210,7 @@ class OnlineDrafterTrainer:
         return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size,
                            window=self._start.config.window, texts=texts)
 
-    def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
+    def _take_features(self, rollouts: Sequence[Rollout], step: int, may_hold_out: bool = True) -> None:
         """Takes the captured features from the rollouts and has them copied to host memory, for the held-out records or for
         the training buffer."""
         for rollout in rollouts:
@@ -214,21 +219,24 @@ class OnlineDrafterTrainer:
                 continue
             if self._texts is not None:
                 self._texts.append(rollout.token_ids)
-            is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0
+            is_held_out = may_hold_out and (
+                self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0)
             self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
 
     def _add(self, record: FeatureRecord, step: int) -> None:
         self.buffer.add(record, step)
 
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+        began = time.perf_counter()
         if self._is_new and len(self.buffer):
             self._is_new = False
             trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, _MEASURED_DEPTH), _MEASURED_DEPTH)
             self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
-        seconds = self._next_seconds()
-        if not seconds or not len(self.buffer):
+            self._generate_ahead()
+        seconds = self._next_seconds() - (time.perf_counter() - began)
+        if seconds <= 0 or not len(self.buffer):
             return {}
-        began, trainer = time.perf_counter(), self._spot_trainer()
+        trainer = self._spot_trainer()
         trainer.policy_changed()
         enough = self.budget.config.warm_up_passes * trainer.rows_per_pass() if self.budget.warming_up else math.inf
         until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
@@ -239,6 +247,21 @@ class OnlineDrafterTrainer:
         metrics = self._replace_drafter(trainer.drafter(), held_out, began)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
                 "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
+
+    def _generate_ahead(self) -> None:
+        """If a new drafter is warmed up, has answers to later prompts generated for it, until the buffer is full or a share of
+        the warm-up's time is over."""
+        if self.answers_ahead is None or not self.budget.warming_up:
+            return
+        until, tokens = time.perf_counter() + _AHEAD_SHARE * self.budget.warm_up_left, 0
+        self.engine.reports_features = True
+        for rollout in self.answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
+            tokens += len(rollout.token_ids)
+            self._take_features([rollout], self._step, may_hold_out=False)
+            self._downloads.poll()
+        self.engine.reports_features = False
+        self._downloads.wait()
+        self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
 
     def _next_seconds(self) -> float:
         """Seconds to train in this step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from paceline.engine import Engine
 from paceline.generation import plain_prompt
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task
+from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.health import GradingMonitor
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
@@ -135,9 +136,10 @@ class RolloutCollector:
             group.rollouts.sort(key=lambda rollout: rollout.sample)
         return groups, handles
 
-    def _add(self, engine: Engine, problem: Problem, key: str) -> list[int]:
+    def _add(self, engine: Engine, problem: Problem, key: str, count: int | None = None) -> list[int]:
+        """Request `count` answers, or a group of them."""
         prompt_ids = engine.encode(plain_prompt(engine, problem.prompt), self.chat_template_kwargs)
-        return engine.add(prompt_ids, self.params, self.group_size, key)
+        return engine.add(prompt_ids, self.params, count or self.group_size, key)
 
     def _grade(self, problem: Problem, rollout: Rollout) -> Any:
         """Submit an answer to the reward pool."""
@@ -150,6 +152,28 @@ class RolloutCollector:
         for rollout, graded in zip(rollouts, grades, strict=True):
             rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
         self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
+
+    def answers_ahead(self, cursor: int, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+        """Generate one answer to each problem from number `cursor` on, until `stopped` or until there is none left; answers that
+        are unfinished then are cut. They are for the drafter: they are not graded, and the policy is not trained on them."""
+        engine, live = self.engine, set[int]()
+        while not stopped():
+            try:
+                problems = self.prompts.take(cursor, num_to_add(len(live), engine.scheduler.max_batch))
+            except OutOfPrompts:
+                problems = []
+            for number, problem in enumerate(problems, cursor):
+                try:
+                    live.update(self._add(engine, problem, f"ahead {number}/{problem.id}", 1))
+                except ValueError:
+                    continue  # it is reported when its turn comes
+            cursor += len(problems)
+            if not live:
+                break
+            for rollout in engine.step().finished:
+                live.discard(rollout.request_id)
+                yield rollout
+        yield from engine.abort(live)
 
     def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
         assert self.baseline is not None

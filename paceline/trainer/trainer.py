@@ -180,6 +180,7 @@ class Trainer:
         if config.train_drafter:
             drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
             drafter_trainer.budget.on_note = self._note
+            drafter_trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(self._next_problem, stopped)
         elif learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.state.step)
         return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)
@@ -244,6 +245,7 @@ class Trainer:
         num_refused = len(self.collector.refused)
         with running_on(self._stream):
             groups = self.collector(cursor, count, timer)
+        self._next_problem, self._stats = cursor + count, self.engine.stats()
         for line in self.collector.refused[num_refused:]:
             self._warn(f"left out: {line}")
         if self.collector.grading.examples and not self._graded_badly:
@@ -327,7 +329,7 @@ class Trainer:
     # Metrics
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
-        stats = self.engine.stats()
+        stats = self._stats
         metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, phase_metrics.get("time/generate", 0.0)),
                    "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
                    "generated_tokens": stats.generated_tokens, "verifications": stats.verifications,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import numpy as np
@@ -21,6 +22,7 @@ from paceline.spot import fresh_eagle
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import BackgroundProcess
 from paceline.spot.budget import TrainingBudget
+from paceline.spot.buffer import RECORD_SUFFIX
 from paceline.spot.checkpoint import load_snapshot
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.types import DraftOutcomes, FeatureRecord, StepResult, Strategy
@@ -100,10 +102,25 @@ def test_a_new_drafter_is_warmed_up_where_that_pays_and_it_is_said(folder, capsy
     assert "warmed up" not in read_metrics(folder / "warm")[-1].get("notes", ""), "it is no longer new"
 
 
+def test_answers_to_later_prompts_warm_a_new_drafter_up_and_change_nothing(folder, monkeypatch):
+    """Seen on a GPU: after 44 s on the answers of five steps a new drafter saved nothing."""
+    monkeypatch.setattr("paceline.spot.budget._SAVED_PER_SECOND", 1e-4)
+    common = {**EAGLE, "steps": 2, "rollout.temperature": 1.0}
+    assert run(settings(folder, "warm", drafter="learned", **common, **{"drafter_budget.warm_up_s": 1.5})) == 0
+    assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none"})) == 0
+    assert_same_run(folder / "warm", folder / "off")
+    (first, _), (plain, _) = read_metrics(folder / "warm"), read_metrics(folder / "off")
+    (ahead,) = re.findall(r"warm-up ([\d,]+) tokens of answers to later prompts were generated", first["notes"])
+    assert int(ahead.replace(",", "")) > plain["generated_tokens"], "more than a step has"
+    assert first["generated_tokens"] == plain["generated_tokens"], "they are no part of the step's figures"
+    assert len(list((folder / "warm" / "drafter" / "records").glob(f"*{RECORD_SUFFIX}"))) > 12
+
+
 def test_a_warm_up_ends_when_no_step_brings_more_answers_than_it_drops(folder, monkeypatch):
     """Otherwise it would wait for them, and the drafter would never be trained again."""
     monkeypatch.setattr("paceline.spot.budget._MIN_LEARNING_RATIO", 0.0)
     monkeypatch.setattr("paceline.spot.budget._SAVED_PER_SECOND", 1e-4)
+    monkeypatch.setattr("paceline.trainer.drafter._AHEAD_SHARE", 0.0)
     few = {"drafter_budget.shortest_s": 0.001, "drafter_budget.warm_up_passes": 1e-6, "drafter_budget.upkeep": 0}
     assert run(settings(folder, "full", drafter="learned", steps=4, **few)) == 0
     notes = [line.get("notes", "") for line in read_metrics(folder / "full")]

@@ -11,11 +11,12 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from paceline import Engine
-from paceline.config import RolloutConfig
+from paceline.config import EngineConfig, RolloutConfig
 from paceline.rl.loop import PhaseTimer
 from paceline.tasks import Problem, RewardPool
 from paceline.tasks.answers import after_thinking
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.types import Rollout
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
 
@@ -69,3 +70,45 @@ def test_thinking_that_the_prompt_opened_and_no_end_tag_closed_is_no_answer():
     assert all(after_thinking(answer) == "" for answer in answers if "</think>" not in answer) and len(answers) == 3
     group, answers = collect()
     assert sorted(answers) == sorted(rollout.text for rollout in group.rollouts), "without the tag, as generated"
+
+
+class Numbers:
+    """Problems whose prompts differ."""
+
+    name = "numbers"
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Problem:
+        return Problem(f"p{index}", "abcde"[index] * 3, None)
+
+    def grade(self, problem: Problem, answer: str) -> float:
+        raise AssertionError("answers ahead are not graded")
+
+
+def ahead_of(cursor: int, epochs: int | None, stopped) -> list[Rollout]:
+    engine, task = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=4)), Numbers()
+    with RewardPool(task, 0, 1.0) as pool:
+        config = RolloutConfig(group_size=3, max_new_tokens=6)
+        collector = RolloutCollector(engine, None, PromptStream(task, 0, epochs), pool, config, 0, lambda *_: None)
+        found = []
+        found.extend(collector.answers_ahead(cursor, lambda: stopped(found)) if stopped else collector.answers_ahead(
+            cursor, lambda: False))
+        assert not engine.scheduler.has_work
+    return found
+
+
+def test_there_is_one_answer_ahead_to_every_later_prompt():
+    found = ahead_of(2, 2, None)
+    assert len(found) == 8 and len({tuple(rollout.prompt_ids) for rollout in found}) == 5
+    by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
+    for rollout in found:
+        by_prompt.setdefault(tuple(rollout.prompt_ids), []).append(rollout.token_ids)
+    assert any(len(answers) == 2 and answers[0] != answers[1] for answers in by_prompt.values()), "a prompt again, another answer"
+
+
+def test_answers_ahead_that_are_unfinished_in_the_end_are_cut():
+    calls = iter(range(100))
+    found = ahead_of(0, None, lambda _: next(calls) == 9)
+    assert {"abort"} < {rollout.finish_reason for rollout in found} and any(0 < len(r.token_ids) < 6 for r in found)

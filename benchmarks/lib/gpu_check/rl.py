@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.selection.workloads import most_frequent
-from benchmarks.lib.setup import Budget
+from benchmarks.lib.setup import Budget, freeze_memory
+from benchmarks.lib.stages import Stages
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.trainer import RolloutProgress, RunStatus, TrainConfig, Trainer, TrainerCallback
@@ -55,14 +56,18 @@ class StepWatch(TrainerCallback):
         self.steps: list[dict[str, Any]] = []
         self._num_steps, self._budget = num_steps, budget
         self._strategies: Counter[str] = Counter()
+        self._stages = Stages()
         self.interruptions = Interruptions()
 
     def on_step_begin(self, step: int) -> None:
+        if not self.steps:  # the engine is warm; without it, a check, which has much in memory, is stopped for half a second
+            freeze_memory()
         self.interruptions.found = []
         if step > self._num_steps or self._budget.left <= 0:
             raise KeyboardInterrupt
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
+        self._stages.add(result)
         if result.num_requests:
             self._strategies[str(result.strategy)] += 1
 
@@ -70,7 +75,7 @@ class StepWatch(TrainerCallback):
         total = self._strategies.total()
         self.steps.append({**{name: float(metrics[key]) for key, name in _METRICS.items()}, "engine_steps": total,
                            "share_off": self._strategies["off"] / max(1, total), "strategies": most_frequent(self._strategies),
-                           "interruptions": self.interruptions.found})
+                           "stages": self._stages.take(), "interruptions": self.interruptions.found})
         self._strategies.clear()
 
 

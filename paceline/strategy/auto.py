@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.strategy.acceptance import SHAPES
-from paceline.strategy.correct import Corrections, LastResponse
+from paceline.strategy.correct import Corrections
 from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.guard import Guard
 from paceline.strategy.predict import Prediction, Predictor
@@ -36,7 +36,7 @@ class AutoSelector:
 
     def __init__(self, costs: CostCurve | None = None, predictor: Predictor | None = None) -> None:
         self.predictor = predictor or Predictor(costs or CostCurve.unknown())
-        self.guard, self.corrections, self._last = Guard(self.predictor.costs), Corrections(), LastResponse()
+        self.guard, self.corrections = Guard(self.predictor.costs), Corrections()
         self._probes: dict[DrafterName, _Probes] = {name: _Probes() for name in SHAPES}
         self.decision: Decision | None = None
         self._batch = self._decided = self._step = self._watched_until = self._num_old = 0
@@ -54,22 +54,21 @@ class AutoSelector:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a completed step."""
-        self._last.observe(outcome)
         if outcome.drafts is not None:
             self.predictor.observe(outcome.drafts)
             self._is_due |= self.decision is None or outcome.drafts.strategy.drafter != self.decision.strategy.drafter
         is_off = outcome.decision.strategy.drafter == "none"
         predicted = 0.0 if is_off else self.costs.step_ms(outcome) * self.guard.speed(outcome.num_requests)
         self.corrections.observe(outcome, predicted)
+        self._is_due |= self.guard.observe(outcome) is not None
         if outcome.is_timed:
             self.costs.observe_host(outcome.host_ms)
-            self._is_due |= self.guard.observe(outcome) is not None
             if self._is_surprising(outcome):
                 self._is_due, self._watched_until = True, self._step + _FEW_STEPS
 
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
-        self._is_due |= self.guard.correct(self._last.see(view.remaining), view.num_running)
+        self._is_due |= self.guard.correct(view)
         self._num_old = min(self._num_old, view.num_running)
         if view.num_running == 0 or not view.available:
             return Decision(Strategy.OFF)

@@ -1,10 +1,8 @@
-"""Correct: measured over predicted milliseconds multiply later predictions, and what the last response gained replaces what was
-counted for it."""
+"""Correct: measured over predicted milliseconds multiply later predictions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.strategy.cost import bucket_of
@@ -58,35 +56,6 @@ class Corrections:
             total, weight = self._sums.get(key, (0.0, 0.0))
             factor = (total + _PRIOR * factor) / (weight + _PRIOR)
         return factor
-
-
-@dataclass(slots=True)
-class LastResponse:
-    """What the request that finishes last gains, which alone shortens the makespan.
-
-    Where response lengths are known, that gain is measured: it is the decrease in remaining tokens of the longest request, beyond
-    one token per step. `StepOutcome.progress` counts the mean over all requests instead, which overestimates it if few draft
-    tokens of some requests are accepted, for example because their text has become random at a high temperature."""
-
-    _unseen: tuple[int, float] = (0, 0.0)
-    """Number of steps, and their gain by `StepOutcome.progress`, since `see` was called last."""
-    _left: int | None = None
-    """Remaining tokens of the longest request when `see` was called last; None if lengths were not known."""
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """Add the gain of a completed step by `StepOutcome.progress`, if it was chosen and not a probe."""
-        steps, counted = self._unseen
-        chosen = outcome.decision.expected_progress > 0
-        self._unseen = steps + (outcome.num_requests > 0), counted + (outcome.progress - 1 if chosen else 0.0)
-
-    def see(self, remaining: Sequence[int]) -> float:
-        """Return by how many steps the measured gain since the last call exceeds the counted one of speculation; 0 if it is not
-        known. `remaining`: see `StepView.remaining`."""
-        (steps, counted), self._unseen = self._unseen, (0, 0.0)
-        left, self._left = self._left, remaining[0] if remaining else None
-        if counted <= 0 or left is None or self._left is None or self._left > left:
-            return 0.0
-        return left - self._left - steps - counted
 
 
 def _keys(strategy: Strategy, requests: int) -> tuple[_Key, _Key]:

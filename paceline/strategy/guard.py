@@ -10,7 +10,9 @@ little, and a drafter that pays is not stopped by one that does not, or by what 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log, sqrt
 from statistics import median
 
 from paceline.strategy.cost import CostCurve, bucket_of
@@ -34,6 +36,8 @@ _REFRESH_NEAR, _REFRESH_FAR, _FAR = 64, 256, 1.3
 """Steps of speculation after which a step without it is measured, and the same while speculation is so many times as fast."""
 _SETTLE = 12
 """Steps in a batch bucket after which its own step without speculation is measured."""
+_BEHIND = 0.3
+"""Tokens by which one of n requests is behind the others by chance after t steps, over the square root of 2 t log n."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,50 @@ class Account:
 
 
 @dataclass(slots=True)
+class LastResponse:
+    """What the request that finishes last gains, which alone shortens the makespan.
+
+    Where response lengths are known, that gain is measured: it is the decrease in remaining tokens of the longest request, beyond
+    one token per step. `StepOutcome.progress` counts the mean over all requests instead, which overestimates it if few draft
+    tokens of some requests are accepted, for example because their text has become random at a high temperature. But of many
+    equal requests one is always behind by chance, by a number of tokens that grows with the square root of the steps: only what
+    is missing beyond that is taken back."""
+
+    _first: int | None = None
+    """Remaining tokens of the longest request when counting began; None: not known."""
+    _left: int = 0
+    """Its remaining tokens now."""
+    _num_requests: int = 0
+    _steps: int = 0
+    _counted: float = 0.0
+    """Gain of these steps by `StepOutcome.progress`."""
+    _taken_back: float = 0.0
+
+    def count(self, gain: float) -> None:
+        """Count a completed step that gained so much by `StepOutcome.progress`."""
+        self._steps, self._counted = self._steps + 1, self._counted + gain
+
+    def forget(self) -> None:
+        """Nothing is known of a completed step: begin anew."""
+        self._first = None
+
+    def see(self, remaining: Sequence[int]) -> float:
+        """Return how many steps are to be given back, or, if negative, taken back. `remaining`: see `StepView.remaining`."""
+        if not remaining:
+            self._first = None
+        elif self._first is None or remaining[0] > self._left:
+            self._first = self._left = remaining[0]
+            self._num_requests, self._steps, self._counted, self._taken_back = len(remaining), 0, 0.0, 0.0
+        else:
+            self._left = remaining[0]
+            missing = self._counted - (self._first - self._left - self._steps)
+            by_chance = _BEHIND * sqrt(2 * self._steps * log(self._num_requests))
+            before, self._taken_back = self._taken_back, max(0.0, missing - by_chance)
+            return before - self._taken_back
+        return 0.0
+
+
+@dataclass(slots=True)
 class Guard:
     """The drafters' accounts, and the measured steps without speculation."""
 
@@ -92,6 +140,7 @@ class Guard:
     _was_stopped: bool = False
     _on: DrafterName | None = None
     """Drafter of the last step."""
+    _last: LastResponse = field(default_factory=LastResponse)
     _num_wanted: int = 0
     """Steps without speculation that are still wanted."""
 
@@ -105,7 +154,18 @@ class Guard:
         return float(self.costs.off_ms(requests, context)) * self.speed(requests)
 
     def observe(self, outcome: StepOutcome) -> DrafterName | None:
-        """Count a timed step. Return the drafter if it may not be used any more."""
+        """Count a completed step. Return the drafter if it may not be used any more."""
+        gain = self._count(outcome) if outcome.is_timed else None
+        if gain is None:
+            self._last.forget()
+        else:
+            self._last.count(gain)
+        drafter = outcome.decision.strategy.drafter
+        return drafter if outcome.is_timed and self._must_rest(drafter, outcome.num_requests) else None
+
+    def _count(self, outcome: StepOutcome) -> float | None:
+        """Count a timed step. Return by how many tokens the requests gained on average, if that was added to the account of the
+        drafter in use; 0 for a step without speculation that was only measured."""
         self._step += 1
         bucket = bucket_of(outcome.num_requests)
         if bucket != self._bucket[0]:
@@ -116,10 +176,11 @@ class Guard:
         if drafter == "none":
             if self._was_off:
                 self._measure_off(bucket, outcome)
-            if outcome.decision.expected_progress > 0:  # it was chosen, not only measured
+            is_chosen = outcome.decision.expected_progress > 0  # not only measured
+            if is_chosen:
                 self._on = None
             self._was_off, self._num_wanted = True, max(0, self._num_wanted - 1)
-            return None
+            return None if is_chosen else 0.0
         self._was_off, was_on, self._on = False, self._on == drafter, drafter
         place = self.place(drafter, outcome.num_requests)
         if place not in self.accounts:
@@ -128,35 +189,33 @@ class Guard:
             if is_new:
                 return None  # its first step loads kernels
         cost = outcome.ms / self.off_ms(outcome.num_requests, outcome.context)
-        progress = outcome.progress
-        if outcome.decision.expected_progress == 0:  # a probe of a few requests: the others gain nothing by it
-            progress = outcome.num_tokens / outcome.num_requests
+        is_probe = outcome.decision.expected_progress == 0  # of a few requests: the others gain nothing by it
+        progress = outcome.num_tokens / outcome.num_requests if is_probe else outcome.progress
         was_stopped, predicted = self._was_stopped, self.costs.step_ms(outcome) * self.speed(outcome.num_requests)
         self._was_stopped = outcome.ms > _STOPPED * predicted and cost > progress
         if self._was_stopped and not was_stopped:
             return None  # it is counted if it happens again
         self.lead += 0.05 * (progress / cost - self.lead)
-        account = self.accounts[place]
-        account.count(progress - cost, bucket, is_first=not was_on)
-        return drafter if self._must_rest(drafter, outcome.num_requests) else None
+        self.accounts[place].count(progress - cost, bucket, is_first=not was_on)
+        return None if is_probe else progress - 1
 
-    def correct(self, steps: float, requests: int) -> bool:
-        """Count by how many steps the request that finishes last gained more than was counted, if that is known. Return whether
-        the drafter in use may not be used any more."""
-        if steps == 0 or self._on is None:
+    def correct(self, view: StepView) -> bool:
+        """Take from the account of the drafter in use what was counted but not gained by the request that finishes last, if that
+        is known. Return whether it may not be used any more."""
+        steps = self._last.see(view.remaining)
+        account = None if self._on is None else self.accounts.get(self.place(self._on, view.num_running))
+        if steps == 0 or self._on is None or account is None:
             return False
-        place = self.place(self._on, requests)
-        if place not in self.accounts:
-            return False
-        self.accounts[place].add(steps)
-        return self._must_rest(self._on, requests)
+        account.add(steps)
+        return self._must_rest(self._on, view.num_running)
 
     def _must_rest(self, drafter: DrafterName, requests: int) -> bool:
-        if self.allows(drafter, requests):
+        if drafter == "none" or self.allows(drafter, requests):
             return False
         account = self.accounts[self.place(drafter, requests)]
-        account.rest = min(2 * account.rest or _FIRST_REST, _LONGEST_REST)
-        account.resting_until = self._step + account.rest
+        if self._step >= account.resting_until:  # the step in flight when its account was emptied does not count twice
+            account.rest = min(2 * account.rest or _FIRST_REST, _LONGEST_REST)
+            account.resting_until = self._step + account.rest
         return True
 
     def allows(self, drafter: DrafterName, requests: int) -> bool:
@@ -164,9 +223,9 @@ class Guard:
         account = self.accounts.get(self.place(drafter, requests))
         if account is None:
             return True
-        if self._on == drafter:
-            return account.steps > 0
-        return account.steps >= account.needed.get(bucket_of(requests), _TRIAL) and self._step >= account.resting_until
+        if self._step < account.resting_until:
+            return False
+        return account.steps > 0 if self._on == drafter else account.steps >= account.needed.get(bucket_of(requests), _TRIAL)
 
     def allow_trial(self) -> None:
         """Most requests are new: what emptied or filled an account may not hold for them."""

@@ -166,7 +166,7 @@ class _LenientGuard(Guard):
 
 
 class _GuardOfMeans(Guard):
-    def correct(self, steps: float, requests: int) -> bool:
+    def correct(self, view: StepView) -> bool:
         return False
 
 

@@ -252,8 +252,8 @@ class Cell(NamedTuple):
 
 
 def cells(rounds: int = 2) -> dict[str, Cell]:
-    """The six workloads; a batch in which some responses repeat themselves; text that repeats itself and
-    text that does not in turn; batch sizes that one selector sees one after
+    """The six workloads; a batch in which some responses repeat themselves; the first batch that a selector sees; text that
+    repeats itself and text that does not in turn; batch sizes that one selector sees one after
     the other, as in `benchmarks/gpu/check.py`, with a 7B and with a 1.5B model; steps of RL, also ones whose four longest
     responses derail; few long responses of which some stretches are hard to predict; ordinary text with profiles that are wrong;
     and random text with predictors that lie."""
@@ -261,6 +261,7 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
     turns = (Task((192,) * 8, Text(0.85, 0.97)), Task((192,) * 8, ORDINARY))
     some_repeat = Task((512,) * 16, Text(0.5, 0.93), num_repeating=12)
     found["12 of 16 repeat"] = Cell((some_repeat._replace(text=ORDINARY), *[some_repeat] * rounds), costs=small_costs)
+    found["first batch, 48"] = Cell((Task((512,) * 48, ORDINARY),), slice(0, None), small_costs)
     found["alternating"] = Cell(turns * (1 + rounds), slice(2, None))
     for prefix, costs in (("", h200_costs), ("1.5B, ", small_costs)):
         seen: tuple[Task, ...] = ()

@@ -7,8 +7,8 @@
 Steps are those of `paceline train` (32 prompts × 8 answers, one update per batch, all weights trained). Lengths are quantiles of
 the distribution, scaled so that the longest is `--max-length`; answers of similar length form a group, and a prompt contains as
 many grade-school problems as they have room for. Every answer ends at its length, which the engine does not know beforehand, and
-not before: end tokens are not sampled, as with `min_tokens`. Each side starts from the same weights. The drafter stays as it is
-unless `--train-drafter` is given.
+not before: end tokens are not sampled, as with `min_tokens` (if the policy's head is not its embedding). Each side starts from
+the same weights. The drafter stays as it is unless `--train-drafter` is given.
 
 vLLM runs first, in a process of its own that ends before the others start. It generates with random weights of the 1.5B shape, as
 its speed does not depend on them; its step is its rollout and what a step of ours takes besides the rollout, but nothing for new

@@ -82,10 +82,10 @@ class GivenLengths(RolloutCollector):
             group.prompt_ids = group.rollouts[0].prompt_ids
         return groups, []
 
-    def _add(self, engine: Engine, problem: Problem, key: str) -> list[int]:
+    def _add(self, engine: Engine, problem: Problem, key: str, count: int | None = None) -> list[int]:
         params = SamplingParams(temperature=self.params.temperature, max_new_tokens=self.params.max_new_tokens,
                                 seed=self.params.seed)
-        return engine.add(engine.encode(problem.prompt), params, self.group_size, key)
+        return engine.add(engine.encode(problem.prompt), params, count or self.group_size, key)
 
 
 def _cut(rollout: Rollout, length: int) -> Rollout:

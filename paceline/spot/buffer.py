@@ -145,8 +145,9 @@ class FeatureBuffer:
         with self._lock:
             return list(self._entries.values())
 
-    def add(self, record: FeatureRecord, step: int) -> int | None:
-        """Adds a finished answer of RL step `step` and returns its key, or None if it is too short to train on."""
+    def add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> int | None:
+        """Adds an answer of RL step `step` and returns its key, or None if it is too short to train on. `is_usual`: whether its
+        length is one that the run's answers have; it does not count if the answer was cut."""
         if len(record.token_ids) < 3 or len(record.token_ids) <= record.prompt_length:
             return None
         kept = FeatureRecord(list(record.token_ids), record.features.detach().to(self.device), record.layers,
@@ -154,7 +155,7 @@ class FeatureBuffer:
         with self._lock:
             entry = RecordInfo(self._next_key, step, max(record.versions, default=0), len(record.token_ids), record.prompt_length,
                                _num_bytes(kept))
-            self._register(entry)
+            self._register(entry, is_usual)
             self._cache(entry.key, kept)
             if self._writer is not None:
                 assert self.folder is not None
@@ -224,13 +225,14 @@ class FeatureBuffer:
             finally:
                 self._writer.shutdown()
 
-    def _register(self, entry: RecordInfo) -> None:
+    def _register(self, entry: RecordInfo, is_usual: bool = True) -> None:
         self._entries[entry.key] = entry
         self._pools = None
         self.disk_bytes += 0 if self.folder is None else entry.num_bytes
         self._next_key = max(self._next_key, entry.key + 1)
         self.newest_step, self.newest_version = max(self.newest_step, entry.step), max(self.newest_version, entry.version)
-        self._answer_lengths.setdefault(entry.step, []).append(entry.answer_length)
+        if is_usual:
+            self._answer_lengths.setdefault(entry.step, []).append(entry.answer_length)
         for old in sorted(self._answer_lengths)[:-2]:
             del self._answer_lengths[old]
 

@@ -210,7 +210,7 @@ class OnlineDrafterTrainer:
         return fresh_eagle(self.engine.model, self.config.module_form, records, self._start.draft_vocab_size,
                            window=self._start.config.window, texts=texts)
 
-    def _take_features(self, rollouts: Sequence[Rollout], step: int, may_hold_out: bool = True) -> None:
+    def _take_features(self, rollouts: Sequence[Rollout], step: int) -> None:
         """Takes the captured features from the rollouts and has them copied to host memory, for the held-out records or for
         the training buffer."""
         for rollout in rollouts:
@@ -219,8 +219,7 @@ class OnlineDrafterTrainer:
                 continue
             if self._texts is not None:
                 self._texts.append(rollout.token_ids)
-            is_held_out = may_hold_out and (
-                self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0)
+            is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0
             self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
 
     def _add(self, record: FeatureRecord, step: int) -> None:
@@ -234,6 +233,8 @@ class OnlineDrafterTrainer:
             self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
             self._generate_ahead()
         seconds = self._next_seconds() - (time.perf_counter() - began)
+        if seconds <= 0:
+            self.budget.end_warm_up("its time is over")
         if seconds <= 0 or not len(self.buffer):
             return {}
         trainer = self._spot_trainer()
@@ -255,11 +256,17 @@ class OnlineDrafterTrainer:
             return
         until, tokens = time.perf_counter() + _AHEAD_SHARE * self.budget.warm_up_left, 0
         self.engine.reports_features = True
-        for rollout in self.answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
-            tokens += len(rollout.token_ids)
-            self._take_features([rollout], self._step, may_hold_out=False)
-            self._downloads.poll()
-        self.engine.reports_features = False
+        try:
+            for rollout in self.answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
+                record, rollout.features = rollout.features, None
+                if record is not None:
+                    tokens += len(rollout.token_ids)
+                    self._downloads.add(record, partial(self.buffer.add, step=self._step, is_usual=False))
+                if self._texts is not None:
+                    self._texts.append(rollout.token_ids)
+                self._downloads.poll()
+        finally:
+            self.engine.reports_features = False
         self._downloads.wait()
         self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
 

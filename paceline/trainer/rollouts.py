@@ -79,14 +79,18 @@ class RolloutCollector:
         """Messages about problems that the engine refused."""
         self.generation_s = 0.0
         """Seconds of generation by `engine` since `begin_step`."""
+        self._of_step: set[str] = set()
+        """Ids of the problems since `begin_step`."""
         self._on_engine_step = on_engine_step
 
     def begin_step(self) -> None:
         """A training step begins; it may collect several times (dynamic sampling)."""
         self.generation_s, self.comparison = 0.0, SpeculationComparison()
+        self._of_step.clear()
 
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         problems = self.prompts.take(cursor, count)
+        self._of_step.update(problem.id for problem in problems)
         keys = [f"{cursor + i}/{problem.id}" for i, problem in enumerate(problems)]
         # The two engines take turns in going first, so that a changing machine affects both alike.
         baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
@@ -153,27 +157,37 @@ class RolloutCollector:
             rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
         self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
 
-    def answers_ahead(self, cursor: int, stopped: Callable[[], bool]) -> Iterator[Rollout]:
-        """Generate one answer to each problem from number `cursor` on, until `stopped` or until there is none left; answers that
-        are unfinished then are cut. They are for the drafter: they are not graded, and the policy is not trained on them."""
+    def answers_ahead(self, cursor: int, most: int, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+        """Generate one answer to each problem from number `cursor` on that is not one of this step's, at most `most` at a time,
+        until `stopped` or until there is none left; answers that are unfinished then are cut. They are for the drafter: they are
+        not graded, and the policy is not trained on them."""
         engine, live = self.engine, set[int]()
-        while not stopped():
-            try:
-                problems = self.prompts.take(cursor, num_to_add(len(live), engine.scheduler.max_batch))
-            except OutOfPrompts:
-                problems = []
-            for number, problem in enumerate(problems, cursor):
+        try:
+            while not stopped() and len(self._of_step) < len(self.prompts.task):
                 try:
-                    live.update(self._add(engine, problem, f"ahead {number}/{problem.id}", 1))
-                except ValueError:
-                    continue  # it is reported when its turn comes
-            cursor += len(problems)
-            if not live:
-                break
-            for rollout in engine.step().finished:
-                live.discard(rollout.request_id)
-                yield rollout
-        yield from engine.abort(live)
+                    problems = self.prompts.take(cursor, num_to_add(len(live), min(most, engine.scheduler.max_batch)))
+                except OutOfPrompts:
+                    problems = []
+                for number, problem in enumerate(problems, cursor):
+                    if problem.id not in self._of_step:
+                        live.update(self._request_ahead(problem, number))
+                cursor += len(problems)
+                if not live and not problems:
+                    return
+                for rollout in engine.step().finished:
+                    live.discard(rollout.request_id)
+                    if rollout.error is None:
+                        yield rollout
+            while live:  # one at a time: each may have to wait until there is memory for its features
+                yield from engine.abort([live.pop()])
+        finally:
+            engine.abort(live)
+
+    def _request_ahead(self, problem: Problem, number: int) -> list[int]:
+        try:
+            return self._add(self.engine, problem, f"ahead {number}/{problem.id}", 1)
+        except ValueError:
+            return []  # it is reported when its turn comes
 
     def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
         assert self.baseline is not None

@@ -133,6 +133,7 @@ class Trainer:
         self._signals, self._graded_badly = SignalMonitor(config), False
         self._strategy_steps: Counter[str] = Counter()
         self._notes: list[str] = []  # of this step
+        self._next_problem, self._stats = 0, None
 
     def _load_checkpoint(self) -> None:
         """Loads the policy and the trainer's state from the latest checkpoint that is intact. A damaged one is set aside, and the
@@ -180,7 +181,9 @@ class Trainer:
         if config.train_drafter:
             drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
             drafter_trainer.budget.on_note = self._note
-            drafter_trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(self._next_problem, stopped)
+            num_answers = config.rollout.prompts * config.rollout.group_size
+            drafter_trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(
+                self._next_problem, num_answers, stopped)
         elif learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.state.step)
         return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)
@@ -245,7 +248,7 @@ class Trainer:
         num_refused = len(self.collector.refused)
         with running_on(self._stream):
             groups = self.collector(cursor, count, timer)
-        self._next_problem, self._stats = cursor + count, self.engine.stats()
+        self._next_problem = cursor + count
         for line in self.collector.refused[num_refused:]:
             self._warn(f"left out: {line}")
         if self.collector.grading.examples and not self._graded_badly:
@@ -257,6 +260,7 @@ class Trainer:
 
     def _train_drafter(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
         assert self.drafter_trainer is not None
+        self._stats = self.engine.stats()  # without the answers that the drafter may have generated
         metrics = self.drafter_trainer.train(groups, step, self.collector.generation_s)
         if self.drafter_trainer.failure is not None and "drafter/failed" in metrics:
             self._warn(f"{self.drafter_trainer.failure}; it is no longer trained, and the one before stays in use")
@@ -329,7 +333,7 @@ class Trainer:
     # Metrics
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
-        stats = self._stats
+        stats, self._stats = self._stats or self.engine.stats(), None
         metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, phase_metrics.get("time/generate", 0.0)),
                    "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
                    "generated_tokens": stats.generated_tokens, "verifications": stats.verifications,

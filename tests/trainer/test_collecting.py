@@ -87,20 +87,23 @@ class Numbers:
         raise AssertionError("answers ahead are not graded")
 
 
-def ahead_of(cursor: int, epochs: int | None, stopped) -> list[Rollout]:
+def ahead_of(cursor: int, epochs: int | None, stopped=None, of_step=frozenset(), enough=None) -> list[Rollout]:
     engine, task = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=4)), Numbers()
     with RewardPool(task, 0, 1.0) as pool:
         config = RolloutConfig(group_size=3, max_new_tokens=6)
         collector = RolloutCollector(engine, None, PromptStream(task, 0, epochs), pool, config, 0, lambda *_: None)
         found = []
-        found.extend(collector.answers_ahead(cursor, lambda: stopped(found)) if stopped else collector.answers_ahead(
-            cursor, lambda: False))
-        assert not engine.scheduler.has_work
+        collector._of_step |= of_step
+        for rollout in collector.answers_ahead(cursor, 4, lambda: stopped is not None and stopped(found)):
+            found.append(rollout)
+            if len(found) == enough:
+                break
+        assert not engine.scheduler.has_work, "nothing is left behind"
     return found
 
 
 def test_there_is_one_answer_ahead_to_every_later_prompt():
-    found = ahead_of(2, 2, None)
+    found = ahead_of(2, 2)
     assert len(found) == 8 and len({tuple(rollout.prompt_ids) for rollout in found}) == 5
     by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
     for rollout in found:
@@ -112,3 +115,14 @@ def test_answers_ahead_that_are_unfinished_in_the_end_are_cut():
     calls = iter(range(100))
     found = ahead_of(0, None, lambda _: next(calls) == 9)
     assert {"abort"} < {rollout.finish_reason for rollout in found} and any(0 < len(r.token_ids) < 6 for r in found)
+
+
+def test_problems_of_this_step_are_not_answered_ahead():
+    """The drafter's gain is measured on answers to some of them."""
+    seen = {tuple(rollout.prompt_ids) for rollout in ahead_of(0, 2, of_step={"p1", "p3"})}
+    assert len(seen) == 3
+    assert ahead_of(0, None, of_step={f"p{i}" for i in range(5)}) == []
+
+
+def test_answers_ahead_that_nobody_wants_any_more_are_ended():
+    assert len(ahead_of(0, None, enough=3)) == 3

@@ -222,8 +222,8 @@ class OnlineDrafterTrainer:
             is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0
             self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
 
-    def _add(self, record: FeatureRecord, step: int) -> None:
-        self.buffer.add(record, step)
+    def _add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> None:
+        self.buffer.add(record, step, is_usual)
 
     def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
         began = time.perf_counter()
@@ -261,7 +261,7 @@ class OnlineDrafterTrainer:
                 record, rollout.features = rollout.features, None
                 if record is not None:
                     tokens += len(rollout.token_ids)
-                    self._downloads.add(record, partial(self.buffer.add, step=self._step, is_usual=False))
+                    self._downloads.add(record, partial(self._add, step=self._step, is_usual=False))
                 if self._texts is not None:
                     self._texts.append(rollout.token_ids)
                 self._downloads.poll()
@@ -394,7 +394,7 @@ class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
         self.engine.reports_features = True
         self._process.close()
 
-    def _add(self, record: FeatureRecord, step: int) -> None:
+    def _add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> None:
         if self.failure is None:
             self._process.add(record, step)
 

@@ -41,7 +41,7 @@ from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFai
 from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.summary import rollout_metrics
 from paceline.trainer.validation import check_config
-from paceline.types import RolloutGroup, StepResult
+from paceline.types import EngineStats, RolloutGroup, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,8 @@ class Trainer:
         self._signals, self._graded_badly = SignalMonitor(config), False
         self._strategy_steps: Counter[str] = Counter()
         self._notes: list[str] = []  # of this step
-        self._next_problem, self._stats = 0, None
+        self._next_problem = 0
+        self._stats: EngineStats | None = None  # of this step's generation
 
     def _load_checkpoint(self) -> None:
         """Loads the policy and the trainer's state from the latest checkpoint that is intact. A damaged one is set aside, and the

@@ -264,6 +264,7 @@ class OnlineDrafterTrainer:
                     self._downloads.add(record, partial(self._add, step=self._step, is_usual=False))
                 if self._texts is not None:
                     self._texts.append(rollout.token_ids)
+                self._downloads.start()  # at once: their memory is not planned for, and nobody waits for these answers
                 self._downloads.poll()
         finally:
             self.engine.reports_features = False

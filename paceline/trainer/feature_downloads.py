@@ -52,10 +52,10 @@ class FeatureDownloads:
         self._waiting.append((record, computed, on_arrival))
         self._waiting_bytes += _num_bytes(record)
         if not self._delayed or self._waiting_bytes > _MAX_DELAYED_BYTES:
-            self._start()
+            self.start()
 
-    def _start(self) -> None:
-        """Have everything copied that waits."""
+    def start(self) -> None:
+        """Have everything copied that waits, beside whatever comes next."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "feature-downloads")
         for record, computed, on_arrival in self._waiting:
@@ -76,7 +76,7 @@ class FeatureDownloads:
 
     def wait(self) -> None:
         """Wait until all records are delivered. Raises the first error of a delivery afterwards."""
-        self._start()
+        self.start()
         futures = [future for future, _ in self._pending]
         wait(futures)
         self._pending.clear()

@@ -55,7 +55,8 @@ def main() -> None:
             write_tiny_problems(data)
         for side, drafter, steps in (("off", "none", min(_OFF_STEPS, args.steps)), ("learned", "learned", args.steps)):
             config = rl_config(model, data, Path(drafter), Path(scratch) / side, setting.tiny)
-            config = config.model_copy(update={"steps": 1000, "strategy": "off" if side == "off" else "auto"})
+            config = config.model_copy(update={"steps": 1000, "strategy": "off" if side == "off" else "auto",
+                                               "drafter_budget": {"warm_up_s": 1.5} if setting.tiny else {}})
             found = run_steps(config, steps, budget, DrafterWatch)
             report.content["sides"][side] = {"steps": found}
             report.content |= {"seconds": budget.used}

@@ -120,8 +120,8 @@ class GivenLengthsTrainer(Trainer):
 
 
 class EndlessTrainer(GivenLengthsTrainer):
-    """Its policy does not end answers by itself, before their length. What a model says after the end of an answer is text of any
-    kind, which no drafter predicts, and which is in no run."""
+    """A `GivenLengthsTrainer` whose policy never samples an end token, so that every answer is ordinary text up to its length.
+    What a model generates behind an end token is unrelated text, which no real run contains and no drafter predicts."""
 
     def _load(self) -> None:
         super()._load()

@@ -147,7 +147,7 @@ class FeatureBuffer:
 
     def add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> int | None:
         """Adds an answer of RL step `step` and returns its key, or None if it is too short to train on. `is_usual`: whether its
-        length is one that the run's answers have; it does not count if the answer was cut."""
+        length is typical of the run's answers, by whose lengths records are drawn and dropped; that of a cut answer is not."""
         if len(record.token_ids) < 3 or len(record.token_ids) <= record.prompt_length:
             return None
         kept = FeatureRecord(list(record.token_ids), record.features.detach().to(self.device), record.layers,

@@ -87,23 +87,27 @@ class LastResponse:
     _first: int | None = None
     """Remaining tokens of the longest request when counting began; None: not known."""
     _left: int = 0
-    """Its remaining tokens now."""
+    """Remaining tokens of the longest request when `see` was called last."""
     _num_requests: int = 0
+    """Number of running requests when counting began."""
     _steps: int = 0
+    """Number of steps since counting began."""
     _counted: float = 0.0
-    """Gain of these steps by `StepOutcome.progress`."""
+    """Tokens that these steps gained per request, by `StepOutcome.progress`."""
     _taken_back: float = 0.0
+    """Number of steps that have been taken from the drafter's account since counting began."""
 
     def count(self, gain: float) -> None:
-        """Count a completed step that gained so much by `StepOutcome.progress`."""
+        """Count a completed step. `gain`: tokens beyond one that a request got on average (`StepOutcome.progress` - 1)."""
         self._steps, self._counted = self._steps + 1, self._counted + gain
 
     def forget(self) -> None:
-        """Nothing is known of a completed step: begin anew."""
+        """Restart the measurement: the last step's gain is on no account."""
         self._first = None
 
     def see(self, remaining: Sequence[int]) -> float:
-        """Return how many steps are to be given back, or, if negative, taken back. `remaining`: see `StepView.remaining`."""
+        """Return the change of the drafter's account in steps: negative if the longest request gained less than was counted.
+        `remaining`: see `StepView.remaining`."""
         if not remaining:
             self._first = None
         elif self._first is None or remaining[0] > self._left:

@@ -79,18 +79,18 @@ class RolloutCollector:
         """Messages about problems that the engine refused."""
         self.generation_s = 0.0
         """Seconds of generation by `engine` since `begin_step`."""
-        self._of_step: set[str] = set()
-        """Ids of the problems since `begin_step`."""
+        self._step_problems: set[str] = set()
+        """Ids of the problems that were collected since `begin_step`."""
         self._on_engine_step = on_engine_step
 
     def begin_step(self) -> None:
         """A training step begins; it may collect several times (dynamic sampling)."""
         self.generation_s, self.comparison = 0.0, SpeculationComparison()
-        self._of_step.clear()
+        self._step_problems.clear()
 
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         problems = self.prompts.take(cursor, count)
-        self._of_step.update(problem.id for problem in problems)
+        self._step_problems.update(problem.id for problem in problems)
         keys = [f"{cursor + i}/{problem.id}" for i, problem in enumerate(problems)]
         # The two engines take turns in going first, so that a changing machine affects both alike.
         baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
@@ -163,13 +163,13 @@ class RolloutCollector:
         not graded, and the policy is not trained on them."""
         engine, live = self.engine, set[int]()
         try:
-            while not stopped() and len(self._of_step) < len(self.prompts.task):
+            while not stopped() and len(self._step_problems) < len(self.prompts.task):
                 try:
                     problems = self.prompts.take(cursor, num_to_add(len(live), min(most, engine.scheduler.max_batch)))
                 except OutOfPrompts:
                     problems = []
                 for number, problem in enumerate(problems, cursor):
-                    if problem.id not in self._of_step:
+                    if problem.id not in self._step_problems:
                         live.update(self._request_ahead(problem, number))
                 cursor += len(problems)
                 if not live and not problems:

@@ -93,7 +93,7 @@ def ahead_of(cursor: int, epochs: int | None, stopped=None, of_step=frozenset(),
         config = RolloutConfig(group_size=3, max_new_tokens=6)
         collector = RolloutCollector(engine, None, PromptStream(task, 0, epochs), pool, config, 0, lambda *_: None)
         found = []
-        collector._of_step |= of_step
+        collector._step_problems |= of_step
         for rollout in collector.answers_ahead(cursor, 4, lambda: stopped is not None and stopped(found)):
             found.append(rollout)
             if len(found) == enough:

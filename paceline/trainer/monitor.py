@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.engine import Engine
 from paceline.spot.alarms import NAMES, Alarm, AlarmConfig, DrafterFigures, alarms
+from paceline.spot.initialization import is_untrained
 from paceline.types import StepResult
 
 _MIN_VERIFICATIONS = 64
@@ -39,7 +40,8 @@ class _Sums:
 
 class DrafterMonitor:
     """Receives every engine step and is evaluated once per training step. If an alarm calls for it, the engine's selector
-    stops using the drafter until it gets a new one."""
+    stops using the drafter until it gets a new one. A drafter that has not been trained yet is not measured: nothing of it holds
+    for the one that it becomes."""
 
     def __init__(self, engine: Engine, config: AlarmConfig, is_trained: bool) -> None:
         """`is_trained`: the drafter is trained during the run. A drafter that is frozen on purpose is used however old it
@@ -47,7 +49,11 @@ class DrafterMonitor:
         self.engine, self.config, self.is_trained = engine, config, is_trained
         self._history: deque[DrafterFigures] = deque(maxlen=config.window + 1)
         self._usual: deque[float] = deque(maxlen=config.window)  # accepted over expected nodes of recent training steps
-        self._sums = _Sums()
+        self._sums, self._untrained = _Sums(), self._is_untrained()
+
+    def _is_untrained(self) -> bool:
+        learned = self.engine.drafting.eagle
+        return learned is None or is_untrained(learned.module)
 
     def on_engine_step(self, result: StepResult) -> None:
         """Adds one engine step to the figures."""
@@ -56,7 +62,7 @@ class DrafterMonitor:
         if decoding and result.strategy.drafter in ("none", "eagle"):
             cell = sums.ms[result.num_requests.bit_length(), learned]
             cell[0], cell[1] = cell[0] + result.ms, cell[1] + 1
-        if not learned:
+        if not learned or self._untrained:
             return
         sums.tokens += sum(map(len, result.tokens.values()))
         sums.verifications += result.num_requests
@@ -77,6 +83,7 @@ class DrafterMonitor:
     def end_step(self) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of the training step that has ended, and the alarms it gives reason for."""
         engine, sums, metrics = self.engine, self._sums, self._metrics(self._sums)
+        self._untrained = self._untrained and self._is_untrained()
         self._sums = _Sums(observed=sums.observed, nodes=sums.nodes, expected=sums.expected, hits=sums.hits)
         found = self._age_only()
         if sums.verifications >= _MIN_VERIFICATIONS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,8 +163,10 @@ def test_a_drafter_of_nothing_cannot_be_frozen(folder, capsys):
 class FakeEngine:
     version, drafter_version, drafter_mismatch = 1, 0, None
 
-    def __init__(self):
+    def __init__(self, output_weight: float = 1.0):
         self.distrusted, self.select = [], None
+        attention = SimpleNamespace(o=SimpleNamespace(weight=torch.full((1,), output_weight)))
+        self.drafting = SimpleNamespace(eagle=SimpleNamespace(module=SimpleNamespace(attention=attention)))
 
     def distrust(self, name):
         self.distrusted.append(name)
@@ -234,6 +237,20 @@ def test_a_drafter_that_never_hit_is_no_measure_of_itself():
         metrics, found = monitor.end_step()
         said.append((metrics["drafter/hits"], metrics["drafter/expected_hits"], [alarm.name for alarm in found]))
     assert said == [(0.0, 0.0, []), (0.25, 0.25, []), (0.5, 0.5, []), (0.5, 0.5, [])]
+
+
+def test_an_untrained_drafter_is_no_measure_of_the_trained_one():
+    """In the step before its warm-up it says 16 of 16 and gets 1; afterwards what it says of itself is right."""
+    engine = FakeEngine(output_weight=0.0)
+    monitor = DrafterMonitor(engine, AlarmConfig(), is_trained=True)
+    feed(monitor, 1, expected=16.0, steps=60)
+    feed(monitor, 3, expected=16.0, steps=4)
+    engine.drafting.eagle.module.attention.o.weight.fill_(1.0)  # trained after generation, before the monitor is asked
+    metrics, found = monitor.end_step()
+    assert not found and "drafter/hits" not in metrics and "drafter/accept_length" not in metrics
+    feed(monitor, 3, expected=8.0, steps=64)
+    metrics, found = monitor.end_step()
+    assert not found and metrics["drafter/hits"] == metrics["drafter/expected_hits"] == 0.5
 
 
 def test_age_ends_trust_in_a_drafter_that_should_have_followed():

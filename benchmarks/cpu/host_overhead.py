@@ -1,8 +1,9 @@
 """Host overhead of a step: the CPU time that Python takes per request, which on a GPU must stay below the device's time.
 
-    python benchmarks/cpu/host_overhead.py          # 256 and 32 requests, without a drafter and with the suffix drafter
+    python benchmarks/cpu/host_overhead.py          # 256 and 32 requests, without a drafter and with each drafter
 
-A stand-in replaces the model and returns prepared tokens at once; one step is always in flight, as on a GPU. The benchmark
+A stand-in replaces the model and the learned drafter and returns prepared tokens at once; one step is always in flight, and its
+outputs have the shapes of captured steps, as on a GPU. The benchmark
 reports microseconds of CPU time per request and step: the 10th percentile of the steps (other load on the machine makes steps
 longer, never shorter) and their mean, the best of `--rounds` engines.
 """
@@ -13,6 +14,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a file: the repository's root takes the place of this folder in the path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -21,17 +23,20 @@ import numpy as np
 import torch
 
 from benchmarks.lib.results import Report, add_result_arguments
-from paceline import Engine, SamplingParams
+from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
+from paceline.drafters.tree import Drafts
 from paceline.engine.batch import StepBatch
 from paceline.engine.graphs import GRAPH_SIZES
-from paceline.kernels import SampledTokens
+from paceline.kernels import Ops, SampledTokens
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.spot import fresh_eagle
 
 SHAPE = ModelConfig("llama", 50_000, 16, 16, 1, 2, 1, 8, max_context=4096, tie_embeddings=True)
-CASES = (("none", "off"), ("suffix", "off"), ("suffix", "auto"))
-"""Pairs of drafter and strategy."""
+CASES = (("none", "off"), ("suffix", "off"), ("suffix", "auto"), ("learned", "off"), ("learned", "eagle:d1w1v1"),
+         ("learned", "eagle:d4w1v4"))
+"""Pairs of drafter and strategy. With the learned drafter there is always the suffix drafter, too."""
 _GROUP, _PROMPT, _WARM = 8, 100, 120
 
 
@@ -55,10 +60,13 @@ def main() -> None:
 
 def measure(drafter: str, strategy: str, batch: int, steps: int) -> tuple[float, float]:
     """CPU seconds of a step outside the stand-in: 10th percentile and mean."""
-    engine = Engine(Decoder.random(SHAPE, 0, 0.1), None, drafter, strategy, EngineConfig(
-        max_batch=batch, max_rows=8192, profile=False, row_sizes=GRAPH_SIZES, pack_weights=False, kv_tokens=batch * 2048))
-    device = StandIn(batch)
-    engine.runner.run = device.run  # type: ignore[method-assign]
+    policy = Decoder.random(SHAPE, 0, 0.1)
+    engine = Engine(policy, None, fresh_eagle(policy) if drafter == "learned" else drafter, strategy, EngineConfig(
+        max_batch=batch, max_rows=8192, profile=False, pack_weights=False, kv_tokens=batch * 2048))
+    device = StandIn(engine.ops)
+    engine.graphs.attach(device, GRAPH_SIZES)  # type: ignore[arg-type]
+    engine.runner.run, engine.drafting._draft_slots = device.run, device.draft  # type: ignore[method-assign]
+    engine.batches._ops = device  # type: ignore[assignment]
     engine._pipelined = True
     for prompt in range(batch // _GROUP):
         words = np.random.default_rng(prompt).integers(0, SHAPE.vocab_size, _PROMPT).tolist()
@@ -76,14 +84,15 @@ def measure(drafter: str, strategy: str, batch: int, steps: int) -> tuple[float,
 
 
 class StandIn:
-    """Replaces policy and device: returns prepared tokens, half of them from a small set, and accepts up to two draft tokens of
-    each request."""
+    """Replaces policy, learned drafter and device: returns prepared tokens, half of them from a small set, and accepts up to two
+    draft tokens of each request. As a graph pool it captures nothing."""
 
-    def __init__(self, batch: int) -> None:
-        self.seconds, self._steps, self._draw = 0.0, 0, np.random.default_rng(0)
+    capture_seconds, num_irregular = 0.0, 0
+
+    def __init__(self, ops: Ops) -> None:
+        self.seconds, self._steps, self._draw, self._ops = 0.0, 0, np.random.default_rng(0), ops
         words = self._draw.integers(0, SHAPE.vocab_size, (64, max(GRAPH_SIZES), 16))
         self._words = torch.from_numpy(np.where(self._draw.random(words.shape) < 0.5, words % 200, words))
-        assert batch <= max(GRAPH_SIZES)
 
     def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False,
             adjustments: object = None) -> SampledTokens | None:
@@ -99,6 +108,20 @@ class StandIn:
         drawn = SampledTokens(tokens, torch.zeros(tokens.shape), None, counts, tokens, tokens)
         self.seconds += time.thread_time() - began
         return drawn
+
+    def draft(self, slots: list[int], strategy: Strategy, capture_now: bool = False) -> Drafts:
+        """The learned drafter: one path for each request."""
+        began, shape = time.thread_time(), (len(slots), strategy.budget)
+        node = torch.arange(strategy.budget).expand(shape)
+        drafts = Drafts(torch.zeros(shape, dtype=torch.int64), node - 1, node + 1, torch.full(shape, 0.5), node[:, -1] + 1)
+        self.seconds += time.thread_time() - began
+        return drafts
+
+    def flatten_drafts(self, *arguments: Any) -> None:
+        """The only kernel that is launched while a step is laid out."""
+        began = time.thread_time()
+        self._ops.flatten_drafts(*arguments)
+        self.seconds += time.thread_time() - began
 
 
 if __name__ == "__main__":

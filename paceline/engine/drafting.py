@@ -33,8 +33,10 @@ _USUAL_NODES = 48
 _TAU_POWER = 1.5
 """Measured: tokens per verification at temperature 1, 1.3 and 2 are within 2 % of those with the best tau of each."""
 _READ_EVERY = 16
-"""Steps after which the suffix drafter reads a request's new tokens at the latest; so many consecutive requests, which often
-belong to one prompt, are read together."""
+"""Steps after which it is a request's turn that the suffix drafter reads its new tokens; so many consecutive requests, which
+often belong to one prompt, are read together."""
+_MOST_UNREAD = 256
+"""Tokens of a request that are left unread at most while the device waits for the host."""
 _ELSEWHERE = -1
 """Request id of answers that another engine generated."""
 
@@ -109,9 +111,10 @@ class Drafting:
         if plan.prefill:
             self._prefill(self.eagle, plan.prefill)
 
-    def on_complete(self, requests: list[Request], most_accepted: list[int], appended: dict[int, list[int]]) -> None:
+    def on_complete(self, requests: list[Request], most_accepted: list[int], appended: dict[int, list[int]],
+                    device_waits: bool) -> None:
         """The outputs of a step of these requests have been read. `appended`: the new tokens of the requests that were still
-        running, by request id."""
+        running, by request id. `device_waits`: the device waits for the host, which should leave for later what can wait."""
         if self.eagle is not None and any(most_accepted):  # otherwise the bounds were exact
             for request, most in zip(requests, most_accepted, strict=True):
                 if request.num_steps_in_flight and request.id in self._drafted_last:
@@ -119,7 +122,7 @@ class Drafting:
                 if request.id in appended:
                     self._max_missing[request.id] -= 1 + most - len(appended[request.id])
         if self.suffix is not None:
-            self._read_later(appended)
+            self._read_later(appended, device_waits)
 
     def finish(self, request: Request) -> None:
         """The request is finished or aborted: the suffix drafter keeps its text, the rest is forgotten."""
@@ -191,13 +194,16 @@ class Drafting:
 
     # -- the suffix drafter's text
 
-    def _read_later(self, appended: dict[int, list[int]]) -> None:
-        """Keep new tokens until the suffix drafter reads them: when it drafts for the request, or when it is the request's turn.
-        Reading takes little longer for many tokens than for one."""
+    def _read_later(self, appended: dict[int, list[int]], device_waits: bool) -> None:
+        """Keep new tokens until the suffix drafter reads them: when it drafts for the request, or when it is the request's turn
+        and there is time. Reading takes little longer for many tokens than for one."""
+        unread = self._unread
         for request, tokens in appended.items():
-            self._unread[request] += tokens
+            unread[request] += tokens
         self._turn = (self._turn + 1) % _READ_EVERY
-        self._read([request for request in appended if request // _READ_EVERY % _READ_EVERY == self._turn])
+        least = _MOST_UNREAD if device_waits else 1
+        self._read([request for request in appended
+                    if request // _READ_EVERY % _READ_EVERY == self._turn and len(unread[request]) >= least])
 
     def _read(self, requests: list[int]) -> None:
         """Let the suffix drafter read the new tokens of these requests."""

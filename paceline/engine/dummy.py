@@ -18,9 +18,9 @@ from paceline.strategy import MAX_ROWS, drafts_at
 from paceline.types import Strategy
 
 logger = logging.getLogger(__name__)
-_CATCH_UP_ROWS = (8, 16, 32, 64, 128)
-"""Numbers of tokens that the learned drafter catches up with at once when an engine is warmed up. Each is the largest of a range
-of row counts that share compiled kernels."""
+_CATCH_UP_ROWS, _CATCH_UP_ALL = (8, 16, 32, 64, 128), (2, 4, 16, 64)
+"""Numbers of tokens that the learned drafter catches up with at once when an engine is warmed up: of one request, each the
+largest of a range of row counts that share compiled kernels, and of each request of a full batch."""
 
 
 class DummySteps:
@@ -120,5 +120,6 @@ class DummySteps:
         if self.has_learned_drafter:
             jobs += [partial(self.run_drafter, requests, strategy) for requests in trees if requests <= largest
                      for strategy in drafts_at(requests)]
-            jobs += [partial(self.run_catch_up, *size) for size in (*((1, rows) for rows in _CATCH_UP_ROWS), (largest, 2))]
+            jobs += [partial(self.run_catch_up, *size) for size in (*((1, rows) for rows in _CATCH_UP_ROWS),
+                                                                    *((largest, missing) for missing in _CATCH_UP_ALL))]
         return jobs

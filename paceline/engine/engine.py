@@ -173,7 +173,7 @@ class Engine:
         self._timer.wait_for(step, self._pipelined)
         tokens, ended, accepted = append_outputs(step, self.scheduler.max_length, self.tokenizer)
         self.scheduler.on_complete(step.plan, step.batch.most_accepted)
-        self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens)
+        self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens, self._timer.came_late)
         drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
         timed = self._timer.processed(step)
         finished = [self._rollout(request, reason) for request, reason in ended]

@@ -123,8 +123,9 @@ class GraphPool:
         reserved = torch.cuda.memory_reserved(self.device)  # of this process: others on the device come and go
         graph = torch.cuda.CUDAGraph()
         memory = self._memory if self._shared else torch.cuda.graph_pool_handle()
+        # If the garbage collector frees the graphs of an engine that is no longer used, a capture that is under way fails.
         # "thread_local": drafter training in another thread may allocate memory meanwhile.
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with no_garbage_collection(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self.device)
         entry = _CapturedStep(graph, output, step, max(0, torch.cuda.memory_reserved(self.device) - reserved))
@@ -139,9 +140,8 @@ class GraphPool:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector. If it frees the graphs of an engine that is no longer used, a capture that is under way
-    fails."""
+def no_garbage_collection() -> Iterator[None]:
+    """Disable Python's garbage collector."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from paceline.cache.store import PagedStore
 from paceline.engine.batch import StepBatch
 from paceline.engine.draft_outcomes import ObservedDrafts
@@ -60,31 +62,49 @@ def append_outputs(step: InFlight, max_length: int, tokenizer: Tokenizer | None)
     necessary."""
     if step.sampled is None:
         return Appended({}, [], 0)
-    tokens, logprobs, raw, counts = step.sampled.lists()
     requests, batch, finished = step.plan.decode, step.batch, Status.FINISHED
-    if batch.max_depth:
-        tokens, logprobs, raw = ([row[:num] for row, num in zip(rows, counts, strict=False)] for rows in (tokens, logprobs, raw))
+    tokens, logprobs, raw = _sampled_lists(step.sampled, len(requests))
     appended: dict[int, list[int]] = {}
     ended: list[tuple[Request, FinishReason]] = []
-    for request, new, chances in zip(requests, tokens, logprobs, strict=False):  # outputs of padding requests follow
+    accepted = 0
+    for request, new, chances, nodes in zip(requests, tokens, logprobs, batch.num_nodes, strict=True):
         if request.status is finished:  # it ended while this step was in flight
             continue
-        taken, reason = append_tokens(request, new, max_length, tokenizer)
-        if reason is not None:
-            ended.append((request, reason))
-            new, chances = new[:taken], chances[:taken]
+        if nodes:
+            accepted += len(new) - 1
+        own = request.tokens
+        end = len(own) + len(new)
+        if end < request.max_tokens and end < max_length and request.stop_ids.isdisjoint(new) and not request.params.stop:
+            own += new
+        else:
+            taken, reason = append_tokens(request, new, max_length, tokenizer)
+            if reason is not None:
+                ended.append((request, reason))
+                new, chances = new[:taken], chances[:taken]
         appended[request.id] = new
-        request.num_computed = len(request.tokens) - 1
+        request.num_computed = len(own) - 1
         request.logprobs += chances
-        request.versions += [step.version] * taken
+        request.versions += [step.version] * len(new)
     for request, chances in zip(requests, raw, strict=False):
         if request.params.raw_logprobs and request.id in appended:
             request.raw_logprobs += chances[: len(appended[request.id])]
-    accepted = 0
-    for request, nodes, num in zip(requests, batch.num_nodes, counts, strict=False):
-        if nodes and request.id in appended:
-            accepted += num - 1
     return Appended(appended, ended, accepted)
+
+
+def _sampled_lists(sampled: Download, num_requests: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
+    """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Outputs
+    of padding requests and places behind a request's tokens are not turned into Python numbers: there may be many times as
+    many."""
+    tokens, logprobs, raw, counts = sampled.wait_for_arrays()
+    fields = [array[:num_requests] for array in (tokens, logprobs, raw) if array is not None]
+    if counts is None:  # one token each
+        lists = [field.tolist() for field in fields]
+    else:
+        ends = np.cumsum(counts[:num_requests]).tolist()
+        filled = np.arange(fields[0].shape[1]) < counts[:num_requests, None]
+        flat = [field[filled].tolist() for field in fields]
+        lists = [[values[start:end] for start, end in zip([0, *ends], ends, strict=False)] for values in flat]
+    return (*lists[:2], lists[2] if raw is not None else [])
 
 
 def append_tokens(request: Request, tokens: list[int], max_length: int,
@@ -92,10 +112,6 @@ def append_tokens(request: Request, tokens: list[int], max_length: int,
     """Append tokens to a request up to the one that ends the answer. Return how many were appended, and why the answer ended,
     if it did."""
     own = request.tokens
-    end = len(own) + len(tokens)
-    if end < request.max_tokens and end < max_length and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
-        own += tokens
-        return len(tokens), None
     for taken, token in enumerate(tokens, start=1):
         if token == NOT_A_NUMBER:
             request.error = f"request {request.id}: the policy's logits at position {len(own)} are not numbers"

@@ -60,13 +60,12 @@ class Download(NamedTuple):
 
     def arrays(self) -> list[np.ndarray]:
         """Wait, and return the tensors that are not None as arrays."""
-        self.wait()
-        return [t.numpy() for t in self.tensors if t is not None]
+        return [array for array in self.wait_for_arrays() if array is not None]
 
-    def lists(self) -> list[list]:
-        """Wait, and return the tensors as lists; a tensor that was None gives an empty list."""
+    def wait_for_arrays(self) -> list[np.ndarray | None]:
+        """Wait, and return the tensors as arrays."""
         self.wait()
-        return [[] if t is None else t.numpy().tolist() for t in self.tensors]  # numpy's tolist is many times as fast as torch's
+        return [None if t is None else t.numpy() for t in self.tensors]
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

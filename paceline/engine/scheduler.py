@@ -187,11 +187,18 @@ class Scheduler:
         if plan.strategy.budget == 0:
             plan.num_nodes = [0] * len(plan.decode)
             return
-        strategy, chosen = plan.strategy, _chosen_requests(plan)
+        strategy, chosen, page_size, max_length = plan.strategy, _chosen_requests(plan), self.pages.page_size, self.max_length
         scratch = 0 if strategy.drafter == "suffix" else (strategy.depth - 1) * strategy.width
+        most = max(strategy.budget, scratch)
         for request in plan.decode:
-            wanted = min(strategy.budget, rows_left) if chosen is None or request.id in chosen else 0
-            nodes = self._reserve_nodes(request, wanted, scratch)
+            nodes = strategy.budget if strategy.budget < rows_left else rows_left
+            if chosen is not None and request.id not in chosen:
+                nodes = 0
+            else:
+                end = request.num_computed + request.num_in_flight + 1 + most
+                has_room = end <= len(request.pages) * page_size and end <= max_length  # usually: spares the host a call
+                if not has_room or len(request.tokens) + request.num_steps_in_flight + 1 >= request.max_tokens:
+                    nodes = self._reserve_nodes(request, nodes, scratch)
             plan.num_nodes.append(nodes)
             rows_left -= nodes
 

@@ -1,7 +1,8 @@
 """Step times as they are reported to selectors.
 
 On a GPU a step is launched before the outputs of the one before are read, so its time counts from when those were processed. What
-must not count are captures, and what the caller did while the device had nothing left to do.
+must not count are captures, and what the caller did while the device had nothing left to do. Nor must the launch of the next
+step, which may be of another kind, count as time of a step that the device has finished meanwhile: it is time of the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class StepTimer:
         self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
         self._read_at = 0.0  # when the outputs that are being processed had arrived
         self._pipelined = False  # whether the step was launched before the outputs of the one before were read
-        self._came_late = False  # whether the outputs had arrived before the engine asked for them
+        self.came_late = False
+        """Whether the outputs of the last step had arrived before the engine asked for them: the device waits for the host."""
+        self._device_waited = False  # whether the device had nothing to do while the step in flight was launched
         self._waits_for_drafter = False  # whether the learned drafter reads the prompts of the last step on the device
 
     def resume(self) -> None:
@@ -47,20 +50,21 @@ class StepTimer:
 
     def wait_for(self, step: InFlight, pipelined: bool) -> None:
         """Wait for the outputs of a step. pipelined: Whether steps are launched before the outputs of the last one are read."""
-        self._pipelined, self._came_late = pipelined, pipelined and step.sampled is not None and step.sampled.has_arrived
+        self._pipelined, self.came_late = pipelined, pipelined and step.sampled is not None and step.sampled.has_arrived
         if step.sampled is not None:
             step.sampled.wait()
         self._read_at = time.perf_counter()
 
     def processed(self, step: InFlight) -> StepTime:
         """The outputs of the step were processed. Returns its time."""
-        since, now = max(step.began, self._processed), self._graphs.now()
-        self._processed, self._idle_from = now, now.at
+        since = step.began if self._device_waited else max(step.began, self._processed)
+        now = self._processed = self._graphs.now()
+        self._idle_from, self._device_waited = now.at, self.came_late
         seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
-        if self._came_late and step.sampled is not None:
+        host_seconds = step.launch_seconds + now.at - self._read_at if self._pipelined else 0.0
+        if self.came_late and step.sampled is not None:
             captured = now.num_irregular != step.began.num_irregular
-            seconds = max(0.0 if captured else step.sampled.device_seconds(), seconds - self._idle_s)
+            seconds = max(0.0 if captured else step.sampled.device_seconds(), min(host_seconds, seconds - self._idle_s))
         is_usual = now.num_irregular == since.num_irregular and not self._waits_for_drafter
         self._waits_for_drafter = self._pipelined and self._has_learned_drafter and step.plan.num_prefill_rows > 0
-        host_seconds = step.launch_seconds + now.at - self._read_at if self._pipelined else 0.0
         return StepTime(1e3 * max(0.0, seconds), is_usual, 1e3 * host_seconds)

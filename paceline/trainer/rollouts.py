@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.config import RolloutConfig
 from paceline.engine import Engine
+from paceline.engine.graphs import no_garbage_collection
 from paceline.generation import plain_prompt
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task
@@ -96,7 +97,7 @@ class RolloutCollector:
         baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
         others = self._generate_baseline(problems, keys, timer) if baseline_first else []
         began = time.perf_counter()
-        with timer("generate"):
+        with timer("generate"), no_garbage_collection():
             groups, handles = self._generate(self.engine, problems, keys, graded=True)
         self.generation_s += time.perf_counter() - began
         with timer("reward"):
@@ -108,7 +109,9 @@ class RolloutCollector:
 
     def _generate(self, engine: Engine, problems: list[Problem], keys: list[str],
                   graded: bool) -> tuple[list[RolloutGroup], list[tuple[Rollout, Any]]]:
-        """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished."""
+        """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished. It should
+        run without Python's garbage collector: engine steps leave nothing to collect, and looking for it stops one now and
+        then."""
         groups, owner, handles = [], {}, []
         for problem, key in zip(problems, keys, strict=True):
             groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
@@ -191,7 +194,7 @@ class RolloutCollector:
 
     def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
         assert self.baseline is not None
-        with timer("generate_off"):
+        with timer("generate_off"), no_garbage_collection():
             return self._generate(self.baseline, problems, keys, graded=False)[0]
 
     def _count_differences(self, groups: list[RolloutGroup], others: list[RolloutGroup]) -> None:

@@ -49,7 +49,7 @@ def test_two_sizes_per_doubling():
     assert all(b <= 2 * a for a, b in zip(coarse(GRAPH_SIZES), coarse(GRAPH_SIZES)[1:], strict=False))
 
 
-@pytest.mark.parametrize("profile", [False, True])
+@pytest.mark.parametrize("profile", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     drafter = eagle("qwen3", dtype=torch.float32)

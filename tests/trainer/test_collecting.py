@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import tiny
 from e2e.toy import LETTERS
 from tokenizers import Tokenizer
@@ -12,11 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import Engine
 from paceline.config import EngineConfig, RolloutConfig
+from paceline.engine.graphs import no_garbage_collection
 from paceline.rl.loop import PhaseTimer
 from paceline.tasks import Problem, RewardPool
 from paceline.tasks.answers import after_thinking
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
-from paceline.types import Rollout
+from paceline.types import Rollout, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
 
@@ -126,3 +130,27 @@ def test_problems_of_this_step_are_not_answered_ahead():
 
 def test_answers_ahead_that_nobody_wants_any_more_are_ended():
     assert len(ahead_of(0, None, enough=3)) == 3
+
+
+def test_no_garbage_is_collected_while_answers_are_generated():
+    engine, task, seen = Engine(tiny.model(), chat_tokenizer(), "none", "off"), Seen(), []
+    with RewardPool(task, 0, 1.0) as pool:
+        collector = RolloutCollector(engine, engine, PromptStream(task, 0, None), pool, RolloutConfig(group_size=2), 0,
+                                     lambda *_: seen.append(gc.isenabled()))
+        collector(0, 1, PhaseTimer())
+    assert seen and not any(seen) and gc.isenabled()
+
+
+@pytest.mark.parametrize("strategy", ["eagle:d3w2v6", "suffix:d4w2v8"])
+def test_engine_steps_leave_nothing_to_collect(strategy):
+    engine = Engine(tiny.model("qwen3"), None, tiny.eagle("qwen3"), strategy, EngineConfig(kernels="torch", profile=False))
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    engine.generate([[1, 2, 3]], params, 4)
+    engine.add([1, 2, 3], params, 4)
+    gc.collect()
+    steps = 0
+    with no_garbage_collection():
+        while engine.has_work:
+            engine.step()
+            steps += 1
+    assert gc.collect() < steps

@@ -149,9 +149,10 @@ def test_a_part_can_use_what_earlier_ones_left():
 
 def test_the_report_of_the_tests_is_read(tmp_path):
     (tmp_path / "tests.xml").write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase>'
+        '<testsuites><testsuite><testcase name="a" time="2.5"/><testcase name="b"><failure/></testcase>'
         '<testcase name="c"><error/></testcase><testcase name="d"><skipped/></testcase></testsuite></testsuites>')
-    assert read_report(tmp_path / "tests.xml") == {"passed": 1, "skipped": 1, "failed": ["b", "c"]}
+    found = read_report(tmp_path / "tests.xml")
+    assert found == {"passed": 1, "skipped": 1, "failed": ["b", "c"], "slowest": {"a": 2.5, "b": 0.0, "c": 0.0, "d": 0.0}}
 
 
 def test_the_hash_is_of_the_sources_that_matter(tmp_path):

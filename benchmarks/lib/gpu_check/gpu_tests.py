@@ -15,6 +15,7 @@ from benchmarks.lib.results import ROOT
 _CLUSTERS = "tests/gpu/test_gpu_cluster_processes.py"
 _MOST_PROCESSES = 16
 """Processes that share the GPU, at most one per core: most of the time goes into compiling."""
+_NUM_SLOWEST = 12
 
 
 def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
@@ -35,8 +36,11 @@ def run_tests(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Numbers of passed and skipped tests, and the names of those that failed, from pytest's XML report."""
+    """Numbers of passed and skipped tests, the names of those that failed, and the seconds of the slowest ones, from pytest's XML
+    report."""
     cases = list(ET.parse(file).getroot().iter("testcase"))
     failed = [str(case.get("name")) for case in cases if {"failure", "error"} & {child.tag for child in case}]
     skipped = sum(any(child.tag == "skipped" for child in case) for case in cases)
-    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+    seconds = sorted(((float(case.get("time", 0.0)), str(case.get("name"))) for case in cases), reverse=True)
+    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed,
+            "slowest": {name: spent for spent, name in seconds[:_NUM_SLOWEST]}}

@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
     """Number of responses in the long tail."""
     max_length: int
     """Length of the longest of them."""
-    rl_steps: int = 2
+    rl_steps: int = 3
 
 
 FULL = Sizes((1, 32, 128), (1, 32, 128, 256, 8, 64), 160, 2, 256, 2048)

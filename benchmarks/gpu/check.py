@@ -5,7 +5,7 @@
 FOLDER holds Qwen2.5-1.5B (Coder, Instruct, …), and the prompts are those of GSM8K with their answers. The parts: `drafter`
 (trained here for 120 s on responses of the policy), `decode` (tokens per second without speculation), `speculate` (auto, off and
 fixed strategies at batch 1 to 256, on the policy's upscaled twin with the cost of a 7B model), `long_tail` (a whole rollout of
-256 responses; with `--vllm-at`, which takes half a minute more, also by vLLM), `rl` (two steps of GRPO on the policy with that
+256 responses; with `--vllm-at`, which takes half a minute more, also by vLLM), `rl` (three steps of GRPO on the policy with that
 drafter), `tests` (tests/gpu, without clusters of processes). Each has a share of `--minutes` and may use what earlier ones left;
 what no time was left for is listed as skipped. That is to be expected of the first check on a machine, which has to compile all
 kernels: give it eleven minutes, or run it twice.

@@ -35,8 +35,8 @@ _TAU_POWER = 1.5
 _READ_EVERY = 16
 """Steps after which it is a request's turn that the suffix drafter reads its new tokens; so many consecutive requests, which
 often belong to one prompt, are read together."""
-_MOST_UNREAD = 256
-"""Tokens of a request that are left unread at most while the device waits for the host."""
+_MANY_UNREAD = 64
+"""Unread tokens with which a request's turn is not left out although the device waits for the host."""
 _ELSEWHERE = -1
 """Request id of answers that another engine generated."""
 
@@ -196,12 +196,12 @@ class Drafting:
 
     def _read_later(self, appended: dict[int, list[int]], device_waits: bool) -> None:
         """Keep new tokens until the suffix drafter reads them: when it drafts for the request, or when it is the request's turn
-        and there is time. Reading takes little longer for many tokens than for one."""
+        and there is time. Reading many tokens at once takes less time for each."""
         unread = self._unread
         for request, tokens in appended.items():
             unread[request] += tokens
         self._turn = (self._turn + 1) % _READ_EVERY
-        least = _MOST_UNREAD if device_waits else 1
+        least = _MANY_UNREAD if device_waits else 1
         self._read([request for request in appended
                     if request // _READ_EVERY % _READ_EVERY == self._turn and len(unread[request]) >= least])
 

@@ -22,6 +22,15 @@ NOT_A_NUMBER = -1
 """Token id that is sampled where the policy's logits are not numbers. It is one of every request's `stop_ids`."""
 
 
+class Launch(NamedTuple):
+    """What launching a step took."""
+
+    seconds: float
+    """Time of the host, with the selection of a strategy."""
+    is_irregular: bool
+    """Whether something was captured, or ran uncaptured that should not: times of the device say nothing then."""
+
+
 class InFlight(NamedTuple):
     """A step that has been launched and whose outputs have not been read."""
 
@@ -36,8 +45,7 @@ class InFlight(NamedTuple):
     """The step's draft tokens, if their outcomes are observed."""
     context: float
     """Mean context length of the decode requests."""
-    launch_seconds: float
-    """Time that the host took to launch the step."""
+    launch: Launch
 
 
 class Appended(NamedTuple):
@@ -95,7 +103,7 @@ def _sampled_lists(sampled: Download, num_requests: int) -> tuple[list[list[int]
     """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Outputs
     of padding requests and places behind a request's tokens are not turned into Python numbers: there may be many times as
     many."""
-    tokens, logprobs, raw, counts = sampled.wait_for_arrays()
+    tokens, logprobs, raw, counts = sampled.optional_arrays()
     fields = [array[:num_requests] for array in (tokens, logprobs, raw) if array is not None]
     if counts is None:  # one token each
         lists = [field.tolist() for field in fields]

@@ -60,10 +60,10 @@ class Download(NamedTuple):
 
     def arrays(self) -> list[np.ndarray]:
         """Wait, and return the tensors that are not None as arrays."""
-        return [array for array in self.wait_for_arrays() if array is not None]
+        return [array for array in self.optional_arrays() if array is not None]
 
-    def wait_for_arrays(self) -> list[np.ndarray | None]:
-        """Wait, and return the tensors as arrays."""
+    def optional_arrays(self) -> list[np.ndarray | None]:
+        """Wait, and return the tensors as arrays, None for None."""
         self.wait()
         return [None if t is None else t.numpy() for t in self.tensors]
 

@@ -11,7 +11,7 @@ import time
 from typing import NamedTuple
 
 from paceline.engine.graphs import CudaGraphs, Timestamp
-from paceline.engine.outputs import InFlight
+from paceline.engine.outputs import InFlight, Launch
 
 
 class StepTime(NamedTuple):
@@ -32,21 +32,24 @@ class StepTimer:
         self._graphs, self._has_learned_drafter = graphs, has_learned_drafter
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
         self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
+        self._resumed_at = 0.0
         self._read_at = 0.0  # when the outputs that are being processed had arrived
         self._pipelined = False  # whether the step was launched before the outputs of the one before were read
         self.came_late = False
         """Whether the outputs of the last step had arrived before the engine asked for them: the device waits for the host."""
-        self._device_waited = False  # whether the device had nothing to do while the step in flight was launched
+        self._device_waited = False  # whether the device ran out of work before the step in flight was launched
         self._waits_for_drafter = False  # whether the learned drafter reads the prompts of the last step on the device
 
     def resume(self) -> None:
         """The caller lets the engine work again."""
-        self._idle_s = time.perf_counter() - self._idle_from
+        self._resumed_at = time.perf_counter()
+        self._idle_s = self._resumed_at - self._idle_from
 
-    def launched(self, began: Timestamp) -> float:
-        """A step was launched. Returns the seconds that the host took for it."""
-        self._idle_from = time.perf_counter()
-        return self._idle_from - began.at
+    def launched(self, began: Timestamp) -> Launch:
+        """A step was launched."""
+        now = self._graphs.now()
+        self._idle_from = now.at
+        return Launch(now.at - max(self._resumed_at, self._processed.at), now.num_irregular != began.num_irregular)
 
     def wait_for(self, step: InFlight, pipelined: bool) -> None:
         """Wait for the outputs of a step. pipelined: Whether steps are launched before the outputs of the last one are read."""
@@ -58,13 +61,19 @@ class StepTimer:
     def processed(self, step: InFlight) -> StepTime:
         """The outputs of the step were processed. Returns its time."""
         since = step.began if self._device_waited else max(step.began, self._processed)
-        now = self._processed = self._graphs.now()
-        self._idle_from, self._device_waited = now.at, self.came_late
+        now = self._graphs.now()
         seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
-        host_seconds = step.launch_seconds + now.at - self._read_at if self._pipelined else 0.0
-        if self.came_late and step.sampled is not None:
-            captured = now.num_irregular != step.began.num_irregular
-            seconds = max(0.0 if captured else step.sampled.device_seconds(), min(host_seconds, seconds - self._idle_s))
+        host_seconds = step.launch.seconds + now.at - self._read_at if self._pipelined else 0.0
+        if self.came_late:
+            seconds = max(_device_seconds(step) or 0.0, min(host_seconds, seconds - self._idle_s))
+        elif self._device_waited:  # it had the outputs of the last step before this one was launched, but not when that began
+            seconds = min(seconds, _device_seconds(step) or seconds)
+        self._processed, self._idle_from, self._device_waited = now, now.at, self.came_late
         is_usual = now.num_irregular == since.num_irregular and not self._waits_for_drafter
         self._waits_for_drafter = self._pipelined and self._has_learned_drafter and step.plan.num_prefill_rows > 0
         return StepTime(1e3 * max(0.0, seconds), is_usual, 1e3 * host_seconds)
+
+
+def _device_seconds(step: InFlight) -> float | None:
+    """Return the time from when the device was done with the step before; None if it says nothing."""
+    return None if step.sampled is None or step.launch.is_irregular else step.sampled.device_seconds()

@@ -49,11 +49,8 @@ class DrafterMonitor:
         self.engine, self.config, self.is_trained = engine, config, is_trained
         self._history: deque[DrafterFigures] = deque(maxlen=config.window + 1)
         self._usual: deque[float] = deque(maxlen=config.window)  # accepted over expected nodes of recent training steps
-        self._sums, self._untrained = _Sums(), self._is_untrained()
-
-    def _is_untrained(self) -> bool:
-        learned = self.engine.drafting.eagle
-        return learned is None or is_untrained(learned.module)
+        self._sums = _Sums()
+        self._untrained: bool | None = None  # None: to be looked up in the next engine step, because the drafter may be replaced
 
     def on_engine_step(self, result: StepResult) -> None:
         """Adds one engine step to the figures."""
@@ -62,7 +59,7 @@ class DrafterMonitor:
         if decoding and result.strategy.drafter in ("none", "eagle"):
             cell = sums.ms[result.num_requests.bit_length(), learned]
             cell[0], cell[1] = cell[0] + result.ms, cell[1] + 1
-        if not learned or self._untrained:
+        if not learned or self._is_untrained():
             return
         sums.tokens += sum(map(len, result.tokens.values()))
         sums.verifications += result.num_requests
@@ -70,6 +67,12 @@ class DrafterMonitor:
             sums.observed, sums.nodes, sums.expected, sums.hits = (
                 sums.observed + result.num_requests, sums.nodes + result.drafted,
                 sums.expected + float(result.drafts.survival.sum()), sums.hits + result.accepted)
+
+    def _is_untrained(self) -> bool:
+        if self._untrained is None:
+            learned = self.engine.drafting.eagle
+            self._untrained = learned is None or is_untrained(learned.module)
+        return self._untrained
 
     def _shares(self, sums: _Sums) -> tuple[float, float]:
         """Shares of the observed nodes that were expected to be accepted and that were accepted. Expectations are the drafter's
@@ -83,7 +86,7 @@ class DrafterMonitor:
     def end_step(self) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of the training step that has ended, and the alarms it gives reason for."""
         engine, sums, metrics = self.engine, self._sums, self._metrics(self._sums)
-        self._untrained = self._untrained and self._is_untrained()
+        self._untrained = None
         self._sums = _Sums(observed=sums.observed, nodes=sums.nodes, expected=sums.expected, hits=sums.hits)
         found = self._age_only()
         if sums.verifications >= _MIN_VERIFICATIONS:

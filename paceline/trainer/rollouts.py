@@ -109,9 +109,9 @@ class RolloutCollector:
 
     def _generate(self, engine: Engine, problems: list[Problem], keys: list[str],
                   graded: bool) -> tuple[list[RolloutGroup], list[tuple[Rollout, Any]]]:
-        """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished. It should
-        run without Python's garbage collector: engine steps leave nothing to collect, and looking for it stops one now and
-        then."""
+        """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished. Callers
+        disable Python's garbage collector meanwhile: engine steps leave nothing to collect, and a collection delays one by tens
+        of milliseconds."""
         groups, owner, handles = [], {}, []
         for problem, key in zip(problems, keys, strict=True):
             groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))

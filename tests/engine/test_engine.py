@@ -444,3 +444,23 @@ def test_the_suffix_drafter_reads_many_tokens_at_once():
     again = engine.generate([[1, 2, 3]], params, 4, strategy="suffix:d8w2v16")[0].rollouts
     assert [rollout.token_ids for rollout in again] == [rollout.token_ids for rollout in first]
     assert engine.stats().accepted > 100, "it has read all of the first answers"
+
+
+def test_while_the_device_waits_for_the_host_the_suffix_drafter_reads_later():
+    """Whatever is unread when an answer ends, or is drafted for, is read then."""
+    engine = Engine(fresh(), strategy="off")
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
+    engine.add([1, 2, 3], params, 4)
+    on_complete, most = engine.drafting.on_complete, 0
+    engine.drafting.on_complete = lambda requests, accepted, tokens, _: on_complete(requests, accepted, tokens, True)
+    for _ in range(200):
+        engine.step()
+        most = max([most, *map(len, engine.drafting._unread.values())])
+    assert 64 <= most <= 64 + 16, "a turn comes every 16 steps"
+    engine.step(Strategy.parse("suffix:d4w2v8"))
+    assert all(len(tokens) <= 5 for tokens in engine.drafting._unread.values())
+    while engine.has_work:
+        engine.step()
+    assert not engine.drafting._unread
+    engine.generate([[1, 2, 3]], params, 4, strategy="suffix:d8w2v16")
+    assert engine.stats().accepted > 500, "it has read all of the first answers"

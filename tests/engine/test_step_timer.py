@@ -1,4 +1,4 @@
-"""Step times, with a clock and a device that are played."""
+"""Step times, with a simulated clock and device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from paceline.engine import step_timer
 from paceline.engine.graphs import Timestamp
 from paceline.engine.step_timer import StepTimer
 
-LAUNCH = {"off": 0.5, "first": 8.0, "eagle": 1.0}
-"""Milliseconds that the host takes to launch a step; `first`: the drafter has to catch up."""
-DEVICE = {"off": 3.0, "first": 5.0, "eagle": 5.0}
+OFF, EAGLE, FIRST_EAGLE = (0.5, 3.0), (1.0, 5.0), (8.0, 5.0)
+"""Time that the host takes to launch a step, and the device to compute it. In the first step of a drafter it has to catch up."""
+UNCAPTURED = 12.0
+"""Launches that take so long are of steps that run without a graph."""
 PROCESS = 0.4
 
 
@@ -20,16 +21,21 @@ class Machine:
     """Launches a step before it reads the outputs of the last one, as an engine on a GPU does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caller: float = 0.0, slower_host: float = 1.0) -> None:
-        self.clock, self.free_at, self.caller, self.slower = 0.0, 0.0, caller, slower_host
+        self.clock, self.free_at, self.caller, self.slower, self.irregular = 0.0, 0.0, caller, slower_host, 0
+        self.ends: list[float] = []
+        """When the device was done with each step."""
         monkeypatch.setattr(step_timer.time, "perf_counter", lambda: self.clock)
-        self.timer = StepTimer(SimpleNamespace(now=lambda: Timestamp(self.clock)), has_learned_drafter=True)
+        self.timer = StepTimer(SimpleNamespace(now=self.now), has_learned_drafter=True)
 
-    def run(self, kinds: list[str]) -> list[float]:
-        """Milliseconds of each step."""
+    def now(self) -> Timestamp:
+        return Timestamp(self.clock, 0.0, self.irregular)
+
+    def run(self, steps: list[tuple[float, float]]) -> list[float]:
+        """Times of steps, given the times that the host takes to launch each and the device to compute it."""
         found, last = [], None
-        for kind in [*kinds, None]:
+        for times in [*steps, None]:
             self.timer.resume()
-            step = None if kind is None else self._launch(kind)
+            step = None if times is None else self._launch(*times)
             if last is not None:
                 self.timer.wait_for(last, pipelined=True)
                 self.clock += PROCESS * self.slower
@@ -38,11 +44,13 @@ class Machine:
             last = step
         return found
 
-    def _launch(self, kind: str) -> SimpleNamespace:
-        began = Timestamp(self.clock)
+    def _launch(self, host: float, device: float) -> SimpleNamespace:
+        began = self.now()
         starts = max(self.clock, self.free_at)
-        self.clock += LAUNCH[kind] * self.slower
-        ends = self.free_at = max(self.clock, self.free_at) + DEVICE[kind]
+        self.clock += host * self.slower
+        self.irregular += host >= UNCAPTURED
+        ends = self.free_at = max(self.clock, self.free_at) + device
+        self.ends.append(ends)
         machine = self
 
         class Sampled:
@@ -56,25 +64,35 @@ class Machine:
             def device_seconds(self) -> float:
                 return ends - starts
 
-        return SimpleNamespace(began=began, sampled=Sampled(), launch_seconds=self.timer.launched(began),
+        return SimpleNamespace(began=began, sampled=Sampled(), launch=self.timer.launched(began),
                                plan=SimpleNamespace(num_prefill_rows=0))
 
 
 @pytest.mark.parametrize("caller", [0.0, 0.5])
 def test_a_step_takes_as_long_as_the_device(monkeypatch, caller):
-    assert Machine(monkeypatch, caller).run(["off"] * 6)[1:-1] == pytest.approx([3.0] * 4)
+    assert Machine(monkeypatch, caller).run([OFF] * 6)[1:-1] == pytest.approx([3.0] * 4)
 
 
 @pytest.mark.parametrize("caller", [0.0, 0.5])
 def test_a_slow_host_is_what_steps_take(monkeypatch, caller):
     """Whatever the caller does between two steps is not theirs."""
-    assert Machine(monkeypatch, caller, slower_host=10.0).run(["off"] * 6)[1:-1] == pytest.approx([9.0] * 4)
+    assert Machine(monkeypatch, caller, slower_host=10.0).run([OFF] * 6)[1:-1] == pytest.approx([9.0] * 4)
 
 
 def test_the_launch_of_another_kind_of_step_is_not_time_of_the_step_before(monkeypatch):
-    kinds = ["eagle"] * 4 + ["off"] * 3 + ["first"] + ["eagle"] * 4
-    found = dict(enumerate(Machine(monkeypatch).run(kinds)))
-    assert [found[i] for i in (4, 5, 6)] == pytest.approx([3.0] * 3)
-    assert LAUNCH["first"] + DEVICE["first"] <= found[7] <= LAUNCH["first"] + DEVICE["first"] + 2 * PROCESS
-    assert [found[i] for i in (8, 9, 10)] == pytest.approx([5.0] * 3)
-    assert sum(found[i] for i in range(4, 11)) == pytest.approx(sum(DEVICE[kinds[i]] for i in range(4, 11)) + 8.0, abs=1.0)
+    machine = Machine(monkeypatch)
+    found = machine.run([EAGLE] * 4 + [OFF] * 3 + [FIRST_EAGLE] + [EAGLE] * 4)
+    assert found[4:7] == pytest.approx([3.0] * 3)
+    assert found[7] == pytest.approx(machine.ends[7] - machine.ends[6])  # the device waited for the launch
+    assert found[8:11] == pytest.approx([5.0] * 3)
+
+
+@pytest.mark.parametrize("launches", [(4.5, 4.8), (4.4, 4.5, 4.9, 4.2), (2.0, 9.0), (5.5, 3.0, 3.0)])
+def test_times_add_up_where_sometimes_the_host_waits_and_sometimes_the_device(monkeypatch, launches):
+    machine = Machine(monkeypatch)
+    found = machine.run([(launches[i % len(launches)], 5.0) for i in range(40)])
+    assert sum(found[4:-4]) == pytest.approx(machine.ends[-5] - machine.ends[3], rel=0.02)
+
+
+def test_an_uncaptured_launch_does_not_hide_what_the_device_took_for_the_step_before(monkeypatch):
+    assert Machine(monkeypatch).run([OFF] * 3 + [(UNCAPTURED, 5.0)] + [EAGLE] * 2)[2] == pytest.approx(3.0)

@@ -31,7 +31,7 @@ class TrainingBudgetConfig(Config):
     upkeep: float = Field(0.0, ge=0)
     """Minimum training time as a share of a step's generation time, but never more than a quarter of what the drafter saves. It
     is spent even when training looks unprofitable. In benchmarks/gpu/frozen_vs_adaptive.py it cost more than it saved."""
-    warm_up_s: float = Field(60.0, ge=0)
+    warm_up_s: float = Field(120.0, ge=0)
     """Longest warm-up of a new drafter in seconds: so long it is trained in the first RL steps altogether, if a trained drafter
     is predicted to save four times as much in the rest of the run. 0: no warm-up."""
     warm_up_passes: float = Field(16.0, gt=0)

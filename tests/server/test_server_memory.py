@@ -42,7 +42,7 @@ def test_load_leaves_a_history_within_its_bound_and_nothing_else(tmp_path):
         mixed_round(server, rng)
         tracemalloc.start()
         try:
-            for _ in range(6):
+            for _ in range(4):
                 mixed_round(server, rng)
                 gc.collect()
                 in_use.append(tracemalloc.get_traced_memory()[0])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.cache.store import PagedStore
 from paceline.drafters.eagle_drafter import DraftView, EagleDrafter, draft_requests
-from paceline.drafters.suffix import SuffixDrafter
+from paceline.drafters.suffix import SuffixDrafter, SuffixDrafts
 from paceline.drafters.tree import Drafts, merge
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.request import Request
@@ -158,19 +158,17 @@ class Drafting:
 
     # -- drafting on the host, and dummy steps
 
-    def draft_suffix(self, requests: list[Request], num_nodes: list[int], strategy: Strategy) -> Drafts:
+    def draft_suffix(self, requests: list[Request], num_nodes: list[int], strategy: Strategy) -> SuffixDrafts:
         """Draft with the suffix drafter, on the host. `num_nodes`: most draft tokens of each request."""
         assert self.suffix is not None
         ids = [request.id for request in requests]
         self._read(ids)
-        found = self.suffix.draft(
+        return self.suffix.draft(
             ids, strategy.depth, strategy.width, np.array(num_nodes, np.int32),
             np.array([request.params.seed & (2**64 - 1) for request in requests], np.uint64).view(np.int64),
             np.array([len(request.tokens) for request in requests], np.int64),
             np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau,
             strategy.min_survival)
-        tokens, parents, depths, survival, count = (torch.from_numpy(array) for array in found)
-        return Drafts(tokens, parents.long(), depths.long(), survival, count.long())
 
     def draft_dummy(self, num_requests: int, strategy: Strategy) -> None:
         """Run the learned drafter, if the strategy uses it, for so many padding requests: for warm-up and profiling."""
@@ -239,13 +237,14 @@ class Drafting:
         if strategy.drafter == "eagle":
             drafts = self._draft_learned(requests, strategy)
             return drafts, np.minimum(wanted, drafts.tokens.shape[1]).tolist()
-        drafts = self.draft_suffix(requests, wanted, strategy)
+        found = self.draft_suffix(requests, wanted, strategy)
         if strategy.drafter == "both":
             learned = Drafts(*(x[: len(requests)].cpu() for x in self._draft_learned(requests, strategy)))
-            drafts = merge(learned, drafts, strategy.budget)
-        counts = list(map(min, wanted, drafts.num_nodes.tolist()))
-        nodes = upload(torch.stack([drafts.tokens, drafts.parents, drafts.depths]).numpy(), self._state.device)
-        return drafts._replace(tokens=nodes[0], parents=nodes[1], depths=nodes[2]), counts
+            merged = merge(learned, Drafts(*map(torch.from_numpy, found)), strategy.budget)
+            found = SuffixDrafts(*(x.numpy() for x in merged))
+        tokens, parents, depths = upload(np.array(found[:3], np.int64), self._state.device)
+        drafts = Drafts(tokens, parents, depths, torch.from_numpy(found.survival), torch.from_numpy(found.num_nodes))
+        return drafts, np.minimum(wanted, found.num_nodes).tolist()
 
     # -- the learned drafter
 

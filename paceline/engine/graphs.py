@@ -8,19 +8,19 @@ so a shape that is requested only once or twice (while the batch shrinks, or whi
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from paceline.garbage import no_garbage_collection
 
 logger = logging.getLogger(__name__)
 
@@ -137,18 +137,6 @@ class GraphPool:
         self.capture_seconds += seconds
         logger.info("CUDA graph %s was captured in %.2f s, %.1f MiB", key, seconds, entry.num_bytes / 2**20)
         return entry
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class CudaGraphs:

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.config import RolloutConfig
 from paceline.engine import Engine
-from paceline.engine.graphs import no_garbage_collection
+from paceline.garbage import no_garbage_collection
 from paceline.generation import plain_prompt
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task

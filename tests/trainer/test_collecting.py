@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import Engine
 from paceline.config import EngineConfig, RolloutConfig
-from paceline.engine.graphs import no_garbage_collection
+from paceline.garbage import no_garbage_collection
 from paceline.rl.loop import PhaseTimer
 from paceline.tasks import Problem, RewardPool
 from paceline.tasks.answers import after_thinking

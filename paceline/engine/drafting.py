@@ -33,10 +33,10 @@ _USUAL_NODES = 48
 _TAU_POWER = 1.5
 """Measured: tokens per verification at temperature 1, 1.3 and 2 are within 2 % of those with the best tau of each."""
 _READ_EVERY = 16
-"""Steps after which it is a request's turn that the suffix drafter reads its new tokens; so many consecutive requests, which
-often belong to one prompt, are read together."""
+"""The suffix drafter reads a request's new tokens every so many steps; so many consecutive requests, which often belong to one
+prompt, are read together."""
 _MANY_UNREAD = 64
-"""Unread tokens with which a request's turn is not left out although the device waits for the host."""
+"""While the device waits for the host, a request is read only if it has at least so many unread tokens."""
 _ELSEWHERE = -1
 """Request id of answers that another engine generated."""
 
@@ -243,7 +243,8 @@ class Drafting:
             merged = merge(learned, Drafts(*map(torch.from_numpy, found)), strategy.budget)
             found = SuffixDrafts(*(x.numpy() for x in merged))
         tokens, parents, depths = upload(np.array(found[:3], np.int64), self._state.device)
-        drafts = Drafts(tokens, parents, depths, torch.from_numpy(found.survival), torch.from_numpy(found.num_nodes))
+        drafts = Drafts(tokens, parents, depths, torch.from_numpy(found.survival),
+                        torch.from_numpy(found.num_nodes.astype(np.int64)))
         return drafts, np.minimum(wanted, found.num_nodes).tolist()
 
     # -- the learned drafter

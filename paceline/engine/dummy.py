@@ -19,8 +19,8 @@ from paceline.types import Strategy
 
 logger = logging.getLogger(__name__)
 _CATCH_UP_ROWS, _CATCH_UP_ALL = (8, 16, 32, 64, 128), (2, 4, 16, 64)
-"""Numbers of tokens that the learned drafter catches up with at once when an engine is warmed up: of one request, each the
-largest of a range of row counts that share compiled kernels, and of each of the most requests."""
+"""What the learned drafter catches up with when an engine is warmed up: so many tokens of one request (each the largest of a
+range of row counts that share compiled kernels), and so many tokens of every request of a full batch."""
 
 
 class DummySteps:

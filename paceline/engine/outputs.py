@@ -23,12 +23,13 @@ NOT_A_NUMBER = -1
 
 
 class Launch(NamedTuple):
-    """What launching a step took."""
+    """How a step was launched."""
 
     seconds: float
-    """Time of the host, with the selection of a strategy."""
+    """Time of the host, strategy selection included."""
     is_irregular: bool
-    """Whether something was captured, or ran uncaptured that should not: times of the device say nothing then."""
+    """Whether a CUDA graph was captured, or a step that is usually captured ran without one: the device's time for such a step
+    says nothing about others."""
 
 
 class InFlight(NamedTuple):
@@ -100,9 +101,8 @@ def append_outputs(step: InFlight, max_length: int, tokenizer: Tokenizer | None)
 
 
 def _sampled_lists(sampled: Download, num_requests: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
-    """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Outputs
-    of padding requests and places behind a request's tokens are not turned into Python numbers: there may be many times as
-    many."""
+    """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Only
+    what was generated is converted to Python numbers: padding rows and unused tree levels can be many times as much."""
     tokens, logprobs, raw, counts = sampled.optional_arrays()
     fields = [array[:num_requests] for array in (tokens, logprobs, raw) if array is not None]
     if counts is None:  # one token each

@@ -66,7 +66,7 @@ class StepTimer:
         host_seconds = step.launch.seconds + now.at - self._read_at if self._pipelined else 0.0
         if self.came_late:
             seconds = max(_device_seconds(step) or 0.0, min(host_seconds, seconds - self._idle_s))
-        elif self._device_waited:  # it had the outputs of the last step before this one was launched, but not when that began
+        elif self._device_waited:  # from some point of this step's launch on
             seconds = min(seconds, _device_seconds(step) or seconds)
         self._processed, self._idle_from, self._device_waited = now, now.at, self.came_late
         is_usual = now.num_irregular == since.num_irregular and not self._waits_for_drafter

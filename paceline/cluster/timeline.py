@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import deque
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.cluster.types import WorkerState
+
+logger = logging.getLogger(__name__)
 
 _MAX_EVENTS = 200_000
 """Number of events that are kept in memory, and written to the trace. The JSON lines have all."""
@@ -62,14 +65,21 @@ class Timeline:
         return {state: value / total for state, value in seconds.items()} if total else {}
 
     def close(self) -> None:
-        """End all intervals and write the trace."""
-        now = self.now
-        for worker, (state, since) in self._states.items():
+        """End all intervals and write the trace, if its folder is there. A failure is logged: what ended the run is more
+        important."""
+        try:
+            self._end_intervals()
+            if self._file is not None and self._folder is not None:
+                self._file.close()
+                if self._folder.is_dir():
+                    (self._folder / TRACE_FILE).write_text(json.dumps(chrome_trace(self.events)), encoding="utf-8")
+        except OSError as error:
+            logger.warning("the timeline was not written: %s", error)
+
+    def _end_intervals(self) -> None:
+        now, states, self._states = self.now, self._states, {}
+        for worker, (state, since) in states.items():
             self.record("interval", worker=worker, state=state.value, start=round(since, 6), end=round(now, 6))
-        self._states = {}
-        if self._file is not None and self._folder is not None:
-            self._file.close()
-            (self._folder / TRACE_FILE).write_text(json.dumps(chrome_trace(self.events)), encoding="utf-8")
 
 
 def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from paceline.models.weights import load_model, open_checkpoint
 from paceline.rl.checkpoint import drafter_folder, policy_folder
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer
-from paceline.trainer import Trainer, TrainResult
+from paceline.trainer import Trainer
 from paceline.trainer.drafter import OnlineDrafterTrainer, training_config
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import engine_for, make_drafter
@@ -68,12 +68,9 @@ class ClusterTrainer(Trainer):
     engine: ClusterEngine  # type: ignore[assignment]
     _coordinator: Coordinator | None = None
 
-    def run(self) -> TrainResult:
-        try:
-            return super().run()
-        finally:
-            if self._coordinator is not None:
-                self._coordinator.close()
+    def _close(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def _load(self) -> None:
         super()._load()

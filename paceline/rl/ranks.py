@@ -36,7 +36,9 @@ class Ranks:
         if isinstance(model, Policy):
             model.sharded = True
         for part in (*model.model.layers, model):
-            fully_shard(part, mesh=self._mesh, reshard_after_forward=True).set_gradient_divide_factor(1.0)
+            sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # in float32 and bfloat16 it would be an operation that gloo lacks
         for method in ("logprobs", "values", "scores"):  # what is called instead of `forward`
             if hasattr(model, method):
                 register_fsdp_forward_method(model, method)

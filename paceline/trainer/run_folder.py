@@ -19,7 +19,7 @@ from paceline.types import Rollout, RolloutGroup
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.json", "summary.json", ".lock"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
-_STARTED = (LOCK_FILE, CONFIG_FILE, "settings.json", "timeline.jsonl", "evaluations.jsonl")
+_STARTED = (LOCK_FILE, CONFIG_FILE, "settings.json", "timeline.jsonl", "timeline.trace.json", "evaluations.jsonl")
 """Files that a run writes before its first step."""
 _EMPTY = ("metrics.jsonl", "answers.jsonl", "checkpoints", "drafter", "records", "held_out", "checkpoint")
 """Files and folders that are empty until the first step is done."""

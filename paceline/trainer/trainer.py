@@ -96,8 +96,11 @@ class Trainer:
                     raise ValueError(f"out: {not_empty(self.folder.path)}")
                 self.folder.clear()
             self.folder.write(CONFIG_FILE, dump_config(given))
-            self._load()
-            status, message = self._train()
+            try:
+                self._load()
+                status, message = self._train()
+            finally:
+                self._close()
             result = self._result(status, message)
             if status is RunStatus.FAILED:
                 self.folder.discard()
@@ -373,6 +376,9 @@ class Trainer:
                 "problems_refused": len(self.collector.refused)}
 
     # The end
+
+    def _close(self) -> None:
+        """Ends what `_load` may have started, also if it has failed half-way."""
 
     def _save(self) -> None:
         if self.checkpoints.latest_step() >= self.state.step:

@@ -83,6 +83,23 @@ def test_the_rollouts_of_a_run_do_not_depend_on_the_number_of_workers(tmp_path):
         assert all(0 < line["cluster/busy"] <= 1 and line["accept_length"] >= 1 for line in metrics)
 
 
+class Broken(LocalTrainer):
+    """Workers that cannot be made."""
+
+    def _make_engine(self) -> Any:
+        raise ValueError("as if there was no memory")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_what_ended_a_run_is_what_is_said(tmp_path, exists):
+    out, cluster = tmp_path / "run", {"workers": 2, "shard_training": False}
+    if exists:
+        out.mkdir()
+    with pytest.raises(ValueError, match="as if there was no memory"):
+        Broken(config(out, cluster=cluster)).run()
+    assert out.exists() == exists and not any(out.glob("*")), "nothing is left of it"
+
+
 def test_a_run_resumes_with_its_trained_drafter(tmp_path):
     spot = {"form": "eagle", "step_tokens": 64, "micro_batch_tokens": 64}
     fields = {"cluster": {"workers": 3, "reallocation": False, "shard_training": False}, "drafter": "learned",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -66,6 +67,15 @@ def test_the_timeline_is_complete(tmp_path):
     assert sum(timeline.shares().values()) == pytest.approx(1.0)
     trace = json.loads((tmp_path / "timeline.trace.json").read_text())["traceEvents"]
     assert {e["ph"] for e in trace} == {"M", "X", "i"} and all(e["dur"] >= 0 for e in trace if e["ph"] == "X")
+
+
+def test_a_timeline_without_its_folder_raises_nothing(tmp_path):
+    """Whatever ended the run is what is said, and not that its folder is gone."""
+    timeline = Timeline(tmp_path / "run")
+    timeline.set_state(0, WorkerState.BUSY)
+    shutil.rmtree(tmp_path / "run")
+    timeline.close()
+    assert not (tmp_path / "run").exists()
 
 
 def make_book() -> tuple[RequestBook, list[int]]:

@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import cache
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -87,6 +89,28 @@ def run_cases(rank: int, size: int, folder: str, names: list[str]) -> dict[str, 
     return found
 
 
+def run_in(rank: int, size: int, folder: str, dtypes: list[torch.dtype], names: list[str]) -> dict[Any, Any]:
+    with with_ranks(rank, size, folder) as ranks:
+        found = {}
+        for dtype in dtypes:
+            for name in names:
+                learner = make_learner_in(dtype, **CASES[name])
+                learner.shard(ranks)
+                metrics = train(learner)
+                found[dtype, name] = arrays(learner), metrics
+    return found
+
+
+def arrays(learner: Learner) -> dict[str, np.ndarray]:
+    return {name: tensor.double().numpy() for name, tensor in learner.weights()}
+
+
+def make_learner_in(dtype: torch.dtype, kind: str = "llama", **case: Any) -> Learner:
+    """As a run has it: weights in float32 or better, frozen ones in the run's data type, and products in that."""
+    kept = dtype if case.get("lora_rank") else torch.promote_types(dtype, torch.float32)
+    return make_learner(micro_batch_tokens=40, model=deepcopy(tiny.model(kind)).to(kept), compute=dtype, **case)
+
+
 def train_from(rank: int, size: int, folder: str, checkpoint: str) -> Any:
     """Go on from a checkpoint, save another one, and train once more."""
     learner = make_learner("ppo", options=NO_KL, model=load_model(policy_folder(Path(checkpoint)), "cpu", torch.float64)[0])
@@ -151,6 +175,27 @@ def test_any_number_of_ranks_gives_the_same_weights(process_of, tmp_path, size, 
     alone.infer(samples)
     assert {rank["failure"] for rank in ranks} == {"policy: model.norm is not finite"}
     assert all(rank["scores"] == pytest.approx([sample.score for sample in samples]) for rank in ranks)
+
+
+@pytest.mark.parametrize("names", [["grpo", "ppo"], pytest.param(["lora", "rloo, tied, checkpointed"], marks=pytest.mark.slow)])
+def test_ranks_sum_their_gradients_in_every_dtype(process_of, tmp_path, names):
+    """In each of them FSDP2 reduces by other operations, not all of which gloo has."""
+    dtypes = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # and how far a step may be from that of one rank, by rounding
+    ranks = spread(process_of, run_in, 2, tmp_path / "ranks", list(dtypes), names)
+    for dtype, tolerance in dtypes.items():
+        for name in names:
+            alone = make_learner_in(dtype, **CASES[name])
+            before, metrics, expected = arrays(alone), train(alone), arrays(alone)
+            for weights, found in (rank[dtype, name] for rank in ranks):
+                away = distance(weights, expected) / distance(before, expected)
+                rounded = name == "lora" and dtype == torch.bfloat16  # by more than a step, when merged
+                assert rounded or away < tolerance, (dtype, name, away)
+                norms = [[line["grad_norm"] for line in lines] for lines in (found, metrics)]
+                assert norms[0] == pytest.approx(norms[1], rel=tolerance), (dtype, name)
+
+
+def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return math.sqrt(sum(np.square(one[key] - other[key]).sum() for key in other))
 
 
 def test_ranks_and_one_process_continue_each_others_checkpoints(process_of, tmp_path):

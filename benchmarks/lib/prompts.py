@@ -27,6 +27,17 @@ def chat(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
                                                return_dict=False)) for text in texts]
 
 
+def distinct_chat(tokenizer: Any, texts: Sequence[str], first: int) -> list[list[int]]:
+    """Like `chat`, with a number, from `first` on, in the system message: no two prompts begin alike, even with the same text, so
+    no prefix cache helps."""
+    if tokenizer is None:
+        return random_prompts(len(texts), 12, TINY.vocab_size, first)
+    messages = [[{"role": "system", "content": f"Problem {first + i}. You are a helpful assistant."},
+                 {"role": "user", "content": text}] for i, text in enumerate(texts)]
+    return [list(tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=True, return_dict=False))
+            for each in messages]
+
+
 def random_prompts(count: int, length: int, vocab_size: int, salt: int) -> list[list[int]]:
     """Prompts of random tokens. No two begin alike, so no prefix cache helps."""
     draw = random.Random(salt)

@@ -7,6 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.lib.gpu_check.verdict import ratios
+from benchmarks.lib.queue_tables import gpu_queue
 from benchmarks.lib.rl_tables import cpu_rl_step, gpu_exact_logprobs, gpu_memory, gpu_new_drafter, gpu_rl_step
 from benchmarks.lib.table import Content, Table
 from benchmarks.lib.table import number as _number
@@ -376,7 +377,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "background_training": background_training, "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
-    "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/exact_logprobs": gpu_exact_logprobs,
+    "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }
 
 

@@ -85,13 +85,25 @@ class Vllm:
         said = self._log.read_text(errors="replace")[-1500:] if self._log is not None else ""
         return {"error": f"not there after {timeout:.0f} s {said}"}
 
-    def seconds(self, prompts: list[list[int]], new_tokens: Sequence[int], timeout: float = 600) -> float:
-        """Seconds that vLLM takes to generate `new_tokens[i]` tokens for prompt i."""
+    def seconds(self, prompts: list[list[int]], new_tokens: Sequence[int], timeout: float = 600,
+                max_batch: int | None = None) -> float:
+        """Seconds that vLLM takes to generate `new_tokens[i]` tokens for prompt i, at most `max_batch` prompts at a time (its
+        max_num_seqs; None: as many as it was started for)."""
+        return self._ask({"prompts": prompts, "new_tokens": list(new_tokens), "max_batch": max_batch}, timeout)["seconds"]
+
+    def first_token_seconds(self, prompts: list[list[int]], new_tokens: Sequence[int], streams: int,
+                            timeout: float = 600) -> list[float]:
+        """Seconds from when each prompt was sent until its first token, with so many callers that stream: each sends its next
+        prompt when its last one is done."""
+        job = {"prompts": prompts, "new_tokens": list(new_tokens), "streams": streams}
+        return self._ask(job, timeout)["first_token_seconds"]
+
+    def _ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
         assert self._connection is not None, "call wait() first"
-        self._connection.send((prompts, list(new_tokens)))
+        self._connection.send(job)
         if not self._connection.poll(timeout):
             raise TimeoutError(f"vLLM: no answer after {timeout:.0f} s")
-        return self._connection.recv()["seconds"]
+        return self._connection.recv()
 
     def measure(self, prompts: list[list[int]], new_tokens: Sequence[int], warm: list[list[int]], warm_tokens: Sequence[int],
                 timeout: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from benchmarks.gpu import (
     memory,
     new_drafter,
     prefill,
+    queue,
     rl_step,
     speculate,
     step,
@@ -72,6 +73,36 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert found["shapes"]["1.5B"]["filled caches"]["warm"] > 0
     else:
         assert found["shapes"]["tiny"]["batches"].keys() == {"1", "2"}
+
+
+def test_a_tiny_queue_is_compared_with_vllm_part_by_part(tmp_path, monkeypatch, vllm_site):
+    file = tmp_path / "out.json"
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", [queue.__file__, "--tiny", "--allow-dirty", "--out", str(file), *options])
+        queue.main()
+        return json.loads(file.read_text())
+
+    found = run("--vllm-path", str(vllm_site))
+    parts = found["parts"]
+    assert parts.keys() == {"arrival", "queue", "prefill", "serve"} and str(tmp_path) not in file.read_text()
+    for cell in (parts["arrival"][name][batch] for name in ("off", "drafter") for batch in ("1", "2")):
+        assert cell["extra_steps"] == pytest.approx(cell["extra_ms"] / cell["step_ms"], rel=1e-3) and cell["arrivals"] == 3
+        assert cell["first_token_ms"] > cell["add_ms"] > 0
+    cell = parts["queue"]["8"]
+    assert cell["prompts"] == 96 and cell["flips"]["flips"] == 0 < cell["flips"]["tokens_compared"]
+    assert cell["off"]["ratio_to_vllm"] == pytest.approx(cell["off"]["tokens_per_s"] / cell["vllm"]["tokens_per_s"], rel=1e-3)
+    assert cell["vllm"]["tokens_per_s"] < 801, "8 at a time, a step of at least 10 ms"
+    assert parts["serve"]["vllm"]["median_ms"] > 10 and parts["prefill"]["vllm"]["seconds"] > 0.01
+    assert len(found["goals"]) == 4 + 3 + 2 and make_table(found).rows and make_table(found).more.rows
+    alone = run("--parts", "queue")
+    assert alone["parts"].keys() == {"queue"} and "vllm" not in alone["parts"]["queue"]["8"] and make_table(alone).rows
+
+
+def test_no_two_prompts_of_a_queue_begin_alike():
+    prompts = queue.Prompts(None, ["the same text"])
+    found = [tuple(prompt[:4]) for prompt in prompts.take(6) + prompts.take(6)]
+    assert len(set(found)) == len(found)
 
 
 def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) -> StepResult:

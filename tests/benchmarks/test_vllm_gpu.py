@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
+from statistics import median
 
 from benchmarks.lib.vllm_gpu import Vllm
 
-STAND_IN = '''
-class SamplingParams:
-    def __init__(self, max_tokens, **options):
-        self.max_tokens = max_tokens
 
-
-class LLM:
-    def __init__(self, **options):
-        pass
-
-    def generate(self, prompts, params, use_tqdm):
-        return [type("Out", (), {"outputs": [type("One", (), {"token_ids": [0] * p.max_tokens})]}) for p in params]
-
-
-__version__ = "0"
-'''
-
-
-@pytest.fixture
-def site(tmp_path) -> Path:
-    (tmp_path / "site/vllm").mkdir(parents=True)
-    (tmp_path / "site/vllm/__init__.py").write_text(STAND_IN)
-    return tmp_path / "site"
-
-
-def test_scripts_take_turns_at_one_peer(site, tmp_path):
-    peer = Vllm.start(site, "0.5B", tmp_path / "peers")
+def test_scripts_take_turns_at_one_peer(vllm_site, tmp_path):
+    peer = Vllm.start(vllm_site, "0.5B", tmp_path / "peers")
     try:
         assert peer.wait(60)["version"] == "0"
         other = Vllm(tmp_path / "peers/0.5B", None)
@@ -51,8 +25,8 @@ def test_scripts_take_turns_at_one_peer(site, tmp_path):
     assert not peer.is_alive
 
 
-def test_a_rollout_is_measured_and_a_peer_that_ends_is_an_error(site, tmp_path):
-    peer = Vllm.start(site, "0.5B", tmp_path / "peers")
+def test_a_rollout_is_measured_and_a_peer_that_ends_is_an_error(vllm_site, tmp_path):
+    peer = Vllm.start(vllm_site, "0.5B", tmp_path / "peers")
     try:
         assert peer.wait(60)["version"] == "0"
         peer.hang_up()
@@ -64,8 +38,21 @@ def test_a_rollout_is_measured_and_a_peer_that_ends_is_an_error(site, tmp_path):
     assert "not there" in client.measure([[1]], [2], [[1]], [1], timeout=0.3)["error"]
 
 
-def test_a_long_context_is_the_models_own(site, tmp_path):
-    peer = Vllm.start(site, "0.5B", tmp_path / "peers", max_context=12288)
+def test_a_job_may_limit_the_batch_and_ask_for_first_tokens(vllm_site, tmp_path):
+    peer = Vllm.start(vllm_site, "0.5B", tmp_path / "peers", max_batch=8)
+    try:
+        assert peer.wait(60)["version"] == "0"
+        five = [[1]] * 5
+        few, all_at_once, more = (peer.seconds(five, [3] * 5, max_batch=most) for most in (1, None, 99))
+        assert few > 2 * all_at_once and few > 2 * more, "the stand-in takes 10 ms per step, and 15 steps one by one"
+        waited = peer.first_token_seconds(five, [3, 3, 3, 3, 3], streams=2)
+        assert len(waited) == 5 and min(waited) >= 0.01 and median(waited) < 0.035, "each since it was sent itself"
+    finally:
+        peer.close()
+
+
+def test_a_long_context_is_the_models_own(vllm_site, tmp_path):
+    peer = Vllm.start(vllm_site, "0.5B", tmp_path / "peers", max_context=12288)
     try:
         assert json.loads((tmp_path / "peers/0.5B-model/config.json").read_text())["max_position_embeddings"] == 12288
     finally:

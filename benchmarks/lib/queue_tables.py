@@ -1,0 +1,78 @@
+"""Goals and tables of benchmarks/gpu/queue.py."""
+
+from __future__ import annotations
+
+from benchmarks.lib.figures import Goal
+from benchmarks.lib.table import Content, Table, number, range_of, times
+
+ARRIVAL_STEPS = 1.5
+"""Most that an arrival may cost, in steps."""
+RATIOS = {"off": {"8": 1.3, "32": 1.5, "128": 1.3, "256": 1.3}, "auto": {"8": 2.5, "32": 2.2, "128": 1.4, "256": 1.2}}
+"""Least tokens per second of a queue as a multiple of vLLM's, by strategy and batch size."""
+FIRST_TOKEN_RATIO = 0.8
+"""Most that the time to first token may be as a multiple of vLLM's."""
+
+
+def goals(parts: Content) -> list[Goal]:
+    """The goals of what was measured."""
+    found = [Goal(f"arrival among {batch}, {name}: steps", cell["extra_steps"], ARRIVAL_STEPS, at_least=False)
+             for name, cells in parts.get("arrival", {}).items() for batch, cell in cells.items()]
+    for batch, cell in parts.get("queue", {}).items():
+        found += [Goal(f"queue through {batch}, {name}: × vLLM", cell[name]["ratio_to_vllm"], RATIOS[name][batch])
+                  for name in RATIOS if "ratio_to_vllm" in cell.get(name, {})]
+        if "auto" in cell:
+            found.append(Goal(f"queue through {batch}: answers that differ", cell["flips"]["flips"], 0, at_least=False))
+    found += [Goal(f"time to first token, {name}: × vLLM", cell["ratio_to_vllm"], FIRST_TOKEN_RATIO, at_least=False)
+              for name, cell in parts.get("serve", {}).items() if isinstance(cell, dict) and "ratio_to_vllm" in cell]
+    return found
+
+
+def gpu_queue(content: Content, _: str) -> Table:
+    """The queues as the first table; arrivals, prefill and time to first token below."""
+    parts = content["parts"]
+    return Table("New prompts among running requests on a GPU", " ".join(_sentences(content)),
+                 ("batch", "prompts", "off, tokens/s", "vLLM, tokens/s", "off × vLLM", "auto × vLLM", "auto × off",
+                  "accept length of auto"), [_queue_row(batch, cell) for batch, cell in parts.get("queue", {}).items()],
+                 _arrivals(parts))
+
+
+def _queue_row(batch: str, cell: Content) -> tuple[object, ...]:
+    auto = cell.get("auto", {})
+    return (batch, cell["prompts"], number(cell["off"]["tokens_per_s"]),
+            number(cell["vllm"]["tokens_per_s"]) if "vllm" in cell else "–", times(cell["off"].get("ratio_to_vllm")),
+            times(auto.get("ratio_to_vllm")), times(auto.get("ratio_to_off")),
+            f"{auto['accept_length']:.2f}" if auto else "–")
+
+
+def _sentences(content: Content) -> list[str]:
+    parts = content["parts"]
+    told = [f"Prompts of about {content['prompt_tokens']:.0f} tokens that no prefix cache knows, natural ends, at most "
+            f"{content['new_tokens']} tokens."] if "prompt_tokens" in content else []
+    cells = parts.get("queue", {}).values()
+    for name in ("off", "auto"):
+        if ratios := [cell[name]["ratio_to_vllm"] for cell in cells if "ratio_to_vllm" in cell.get(name, {})]:
+            told.append(f"A queue of prompts goes through a batch at {range_of(ratios)} vLLM's tokens per second with `{name}`.")
+    if any("auto" in cell for cell in cells):
+        flips, compared = (sum(cell["flips"][key] for cell in cells) for key in ("flips", "tokens_compared"))
+        told.append(f"Answers of `auto` that differ from those of off: {flips} (of {number(compared)} tokens compared).")
+    prefill, serve = parts.get("prefill"), parts.get("serve")
+    if prefill:
+        model = "a model with the cost of 7B" if prefill["on"] == "twin" else "the policy"
+        told.append(f"{prefill['prompts']} prompts of {prefill['prompt_tokens']:,} tokens that arrive at once have their first "
+                    f"tokens after {prefill['off']['seconds']:.2f} s on {model}"
+                    + (f" (vLLM: {prefill['vllm']['seconds']:.2f} s)." if "vllm" in prefill else "."))
+    if serve:
+        told.append(f"With {serve['streams']} concurrent streams the time to first token is {serve['off']['median_ms']:.1f} ms"
+                    + (f" (vLLM: {serve['vllm']['median_ms']:.1f} ms)" if "vllm" in serve else "")
+                    + f", measured by {serve['over']}.")
+    return told
+
+
+def _arrivals(parts: Content) -> Table | None:
+    rows = [(batch, cell["strategy"], f"{cell['step_ms']:.2f}", f"{cell['extra_ms']:.2f}", f"{cell['extra_steps']:.2f}",
+             f"{cell['first_token_ms']:.2f}", f"{cell['add_ms']:.2f}")
+            for cells in parts.get("arrival", {}).values() for batch, cell in cells.items()]
+    if not rows:
+        return None
+    return Table("An arrival", "What one prompt of about 100 tokens costs the requests that decode meanwhile (median).",
+                 ("running requests", "strategy", "step ms", "extra ms", "extra steps", "first token ms", "Engine.add ms"), rows)

@@ -1,5 +1,5 @@
 """The memory plan of a run: what takes how much of the device's memory, what is left for the KV cache, and what would help. It is
-an estimate from shapes alone: no weights are put on the device."""
+an estimate from shapes alone: no weights are put on the device. With several workers it is the plan of one of them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from paceline.rl.models import HEAD_ROWS
 from paceline.spot import SpotConfig, capture_layers
 from paceline.spot.losses import MAX_LOGITS
 from paceline.trainer.feature_downloads import MAX_PENDING_BYTES
+from paceline.trainer.validation import setting_problems
 
 _GB = 2**30
 _RESERVED = 0.05
@@ -38,8 +39,11 @@ _DRAFTER_BYTES = 20
 """Bytes per parameter of a drafter in training, with gradient, moments and moving average."""
 _CHANGES: dict[str, bool | int | str] = {
     "learner.gradient_checkpointing = true": True, "learner.lora_rank = 16": 16, "learner.micro_batch_tokens = 2048": 2048,
-    "optimizer.kind = adamw_8bit": "adamw_8bit", "sleep_during_update = true": True}
+    "optimizer.kind = adamw_8bit": "adamw_8bit", "sleep_during_update = true": True, "cluster.shard_training = true": True}
 """Settings that save memory, and their values."""
+_GATHERED_LAYERS = 4
+"""Number of layers whose whole weights or gradients a rank holds at a time: the one that is computed and the next one, which are
+gathered meanwhile, each with the buffer of its exchange."""
 
 
 class MemoryItem(NamedTuple):
@@ -61,13 +65,15 @@ class MemoryPlan(NamedTuple):
     kv_bytes_per_token: int
     """Bytes of a token in the KV caches of all engines."""
     kv_tokens: int
-    """Number of tokens that all answers of a step can have together."""
+    """Number of tokens that all answers of a step can have together; with several workers, a worker's share of them."""
     capacity: int | None
-    """Memory of the device in bytes; None if it is not known."""
+    """Memory of the device in bytes, or what a worker may use of it; None if it is not known."""
     sleeps: bool
     """Whether the engine sleeps while the policy is updated."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that would save memory, and how many bytes."""
+    num_workers: int = 1
+    """Number of workers; this is the plan of each of them."""
 
     @property
     def update_bytes(self) -> int:
@@ -103,7 +109,8 @@ class MemoryPlan(NamedTuple):
 
     def __str__(self) -> str:
         whole = self.kv_tokens * self.kv_bytes_per_token
-        lines = [f"{item.what:<42} {item.num_bytes / _GB:8.2f} GiB" for item in self.items]
+        lines = [f"on each of {self.num_workers} workers:"] if self.num_workers > 1 else []
+        lines += [f"{item.what:<42} {item.num_bytes / _GB:8.2f} GiB" for item in self.items]
         lines.append(f"{'KV cache of a whole step at full length':<42} {whole / _GB:8.2f} GiB")
         if self.left_bytes is not None and self.capacity is not None:
             lines.append(f"{'left for the KV cache':<42} {max(0, self.left_bytes) / _GB:8.2f} GiB of {self.capacity / _GB:.1f}")
@@ -112,11 +119,11 @@ class MemoryPlan(NamedTuple):
 
 
 def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan | None:
-    """The memory plan of a run on a device with so many bytes (default: its GPU's); None if the model's files are not on this
-    machine yet."""
+    """The memory plan of a run on a device with so many bytes (default: its GPU's, or a worker's share of that); None if the
+    model's files are not on this machine yet."""
     source, device = resolve_model(config.model), resolve_device(config.device)
     if capacity is None and device.startswith("cuda"):
-        capacity = torch.cuda.mem_get_info(device)[1]
+        capacity = int(gpu_share(config) * torch.cuda.mem_get_info(device)[1])
     if not Path(source).expanduser().exists():
         return None
     return plan_for(config, open_checkpoint(source).config, capacity)
@@ -132,35 +139,50 @@ def check_memory(config: TrainConfig) -> None:
         raise ValueError(f"device: the run does not fit on {device}: {items}")
 
 
+def gpu_share(config: TrainConfig) -> float:
+    """Share of a GPU that one worker may use: less than 1 if several workers share one (`cluster.gpus_per_worker`)."""
+    return min(1.0, config.cluster.gpus_per_worker or 1.0) if config.cluster.needs_ray else 1.0
+
+
+def free_bytes(config: TrainConfig, device: torch.device) -> int:
+    """Bytes that this process may still take of its GPU: what is free, within the worker's share. Workers that share a GPU start
+    at the same time, so each of them finds memory free that the others are about to take."""
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free, int(gpu_share(config) * total) - torch.cuda.memory_reserved(device)) if gpu_share(config) < 1 else free
+
+
 def kv_budget(config: TrainConfig, shape: ModelConfig, free: int, speculate: bool = True) -> float:
     """Memory in GiB for the KV cache of an engine that is about to be made, of the `free` bytes that its device has now: what
-    the policy's optimizer does not need later, nor its update unless the engine sleeps then, nor the second engine of
+    the policy's training does not need later, nor its update unless the engine sleeps then, nor the second engine of
     `compare_off`, which is made after the one that speculates."""
     room = float(free - _plan(config, shape, None).later_bytes)
-    if config.compare_off and speculate and not config.cluster.needs_ray:  # only the driver of several workers has a second one
-        first, second = _kv_bytes(config, shape)
+    first, second = _kv_bytes(config, shape)
+    if second and speculate:
         room = (room - _engine_bytes(config, shape)) * first / (first + second)
     return max(0.85 * room, 0.1 * free) / _GB
 
 
 def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = None) -> MemoryPlan:
     """The memory plan of a run whose policy has this shape."""
-    plan = _plan(config, shape, capacity)
+    plan, known = _plan(config, shape, capacity), set(setting_problems(config))
     savings = []
     for setting, change in _CHANGES.items():
         table, _, key = setting.split(" = ")[0].rpartition(".")
         update = {table: getattr(config, table).model_copy(update={key: change})} if table else {key: change}
-        other = _plan(config.model_copy(update=update), shape, capacity)
+        changed = config.model_copy(update=update)
+        other = _plan(changed, shape, capacity)
         saved = max(plan.update_bytes, plan.generation_bytes) - max(other.update_bytes, other.generation_bytes)
-        if saved > 0.01 * plan.update_bytes:
+        if saved > 0.01 * plan.update_bytes and known.issuperset(setting_problems(changed)):
             savings.append((setting, saved))
     return plan._replace(savings=tuple(savings))
 
 
 def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None) -> MemoryPlan:
-    answers = config.rollout.prompts * config.rollout.group_size * config.rollout.max_new_tokens
-    return MemoryPlan((*_items(config, shape, _dtype(config).itemsize), *_drafter_items(config, shape, answers)),
-                      sum(_kv_bytes(config, shape)), answers, capacity, config.sleep_during_update)
+    workers = config.cluster.workers
+    answers = math.ceil(config.rollout.prompts * config.rollout.group_size / workers) * config.rollout.max_new_tokens
+    items = (*_learner_items(config, shape, _dtype(config).itemsize), *_engine_items(config, shape, _dtype(config).itemsize),
+             *_drafter_items(config, shape, answers))
+    return MemoryPlan(items, sum(_kv_bytes(config, shape)), answers, capacity, config.sleep_during_update, num_workers=workers)
 
 
 def _dtype(config: TrainConfig) -> torch.dtype:
@@ -170,16 +192,23 @@ def _dtype(config: TrainConfig) -> torch.dtype:
 def _kv_bytes(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
     """Bytes of a token in the KV cache of the engine that speculates, and in that of the second one, if there is one."""
     plain, drafter = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
+    has_second = config.compare_off and not config.cluster.needs_ray  # several workers have one engine each
     layers = plain if drafter is None else [*plain, (drafter.model.num_kv_heads, drafter.model.head_dim)]
     second = PagedStore.bytes_per_token(plain, len(set(config.engine.capture)) * shape.hidden_size, _dtype(config))
-    return PagedStore.bytes_per_token(layers, _feature_size(config, shape), _dtype(config)), second if config.compare_off else 0
+    return PagedStore.bytes_per_token(layers, _feature_size(config, shape), _dtype(config)), second if has_second else 0
 
 
 def _engine_bytes(config: TrainConfig, shape: ModelConfig) -> int:
-    """Bytes of an engine's own weights. Those that are not trained are shared with the learner."""
-    learner = config.learner
-    count = num_adapted_parameters(shape, learner.lora_targets) if learner.lora_rank else num_parameters(shape)
+    """Bytes of an engine's own weights. Those that are not trained are shared with the learner of the same process, unless that
+    has a shard of them only."""
+    learner, shares = config.learner, config.learner.lora_rank > 0 and not config.cluster.needs_ray
+    count = num_adapted_parameters(shape, learner.lora_targets) if shares else num_parameters(shape)
     return count * _dtype(config).itemsize
+
+
+def _num_shards(config: TrainConfig) -> int:
+    """Number of parts into which the models in training are divided, one for each worker."""
+    return config.cluster.workers if config.cluster.shard_training else 1
 
 
 def _feature_size(config: TrainConfig, shape: ModelConfig) -> int:
@@ -191,29 +220,47 @@ def _feature_size(config: TrainConfig, shape: ModelConfig) -> int:
     return len(layers) * shape.hidden_size
 
 
-def _items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
+def _learner_items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
+    """The models in training, of which every worker holds a shard, and what is whole on each of them. Workers make their engines
+    first, so all of this is to come when these are made."""
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
-    total, master, rank = num_parameters(shape), max(4, width), config.learner.lora_rank
+    total, master, rank, shards = num_parameters(shape), max(4, width), config.learner.lora_rank, _num_shards(config)
     trained = num_adapter_parameters(shape, rank, config.learner.lora_targets) if rank else total
-    yield MemoryItem("policy in training", total * width + trained * master if rank else total * master)
-    yield MemoryItem("gradients", trained * master, "update", is_later=True)
     moments = _ADAM_BYTES[config.optimizer.kind] * (master // 4 if config.optimizer.kind == "adamw" else 1)
-    yield MemoryItem("AdamW", int(trained * moments), is_later=True)
-    if config.learner.exact_logprobs:
-        yield MemoryItem("policy for exact log-probabilities", _engine_bytes(config, shape))
-    if algorithm.needs_reference and not rank:
-        yield MemoryItem("reference policy", total * width)
+    exact = config.learner.exact_logprobs
+    sharded = [MemoryItem("policy in training", total * width + trained * master if rank else total * master),
+               MemoryItem("gradients", trained * master, "update", is_later=True),
+               MemoryItem("AdamW", int(trained * moments), is_later=True)]
+    if algorithm.needs_reference and not rank and not exact:
+        sharded.append(MemoryItem("reference policy", total * width))
     if algorithm.needs_critic:
-        yield MemoryItem("critic", total * master)
-        yield MemoryItem("critic's gradients", total * master, "update", is_later=True)
-        yield MemoryItem("critic's AdamW", int(total * moments), is_later=True)
-    yield MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)
-    yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
-    if rank:
-        largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
-        yield MemoryItem("merging of adapters", 2 * largest * master, "engine", is_later=True)
+        sharded += [MemoryItem("critic", total * master),
+                    MemoryItem("critic's gradients", total * master, "update", is_later=True),
+                    MemoryItem("critic's AdamW", int(total * moments), is_later=True)]
     if config.reward_model is not None:
-        yield _reward_model_item(config.reward_model, width)
+        sharded.append(_reward_model_item(config.reward_model, width))
+    whole = [MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)]
+    if exact:
+        whole.append(MemoryItem("policy for exact log-probabilities", _engine_bytes(config, shape)))
+    if algorithm.needs_reference and not rank and exact:
+        whole.append(MemoryItem("reference policy", total * width))
+    if shards > 1:
+        layer = _layer_parameters(shape)
+        outside = total - shape.num_layers * layer  # embedding and head are whole, with their gradients, during the whole pass
+        gathered = (_GATHERED_LAYERS * layer + outside) * width if rank else (_GATHERED_LAYERS * layer + 2 * outside) * master
+        whole.append(MemoryItem("layers that are gathered from the shards", gathered, "update"))
+    for item in sharded:
+        yield item._replace(num_bytes=math.ceil(item.num_bytes / shards), is_later=item.is_later or shards > 1)
+    for item in whole:
+        yield item._replace(is_later=item.is_later or shards > 1)
+
+
+def _engine_items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
+    several, targets = config.cluster.needs_ray, config.learner.lora_targets
+    yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off and not several else 1), "engine")
+    if config.learner.lora_rank:
+        largest = max(map(math.prod, _adapted_matrices(shape, targets)))
+        yield MemoryItem("merging of adapters", 2 * largest * max(4, width), "engine", is_later=True)
 
 
 def _reward_model_item(source: str, width: int) -> MemoryItem:

@@ -25,7 +25,7 @@ from paceline.rl.ranks import Ranks
 from paceline.rl.reward_model import RewardModel
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
-from paceline.trainer.memory import kv_budget
+from paceline.trainer.memory import free_bytes, kv_budget
 
 
 def master_dtype(config: TrainConfig) -> torch.dtype:
@@ -92,7 +92,7 @@ def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: b
     update needs, unless the configuration says how large it is."""
     device = model.norm.device
     if device.type == "cuda" and config.engine.kv_memory_gb is None and config.engine.kv_tokens is None:
-        room = kv_budget(config, model.config, torch.cuda.mem_get_info(device)[0], speculate)
+        room = kv_budget(config, model.config, free_bytes(config, device), speculate)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_memory_gb": room})})
     if not speculate:
         return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)

@@ -30,9 +30,7 @@ def check_config(config: TrainConfig, resume: bool = False, task: Task | None = 
     `resume`: the run continues from its run folder, so the model that it started with need not be there. `task` is used instead
     of the one that the configuration names.
     """
-    problems: list[ConfigProblem] = []
-    for key, check in _checks(config, resume):
-        problems += _problems(key, check)
+    problems = setting_problems(config, resume)
     if task is None:
         found: list[Task] = []
         problems += _problems("task", lambda: found.append(make_task(config.task, **config.task_options)))
@@ -43,6 +41,11 @@ def check_config(config: TrainConfig, resume: bool = False, task: Task | None = 
         raise ConfigError(problems)
     assert task is not None
     return task
+
+
+def setting_problems(config: TrainConfig, resume: bool = True) -> list[ConfigProblem]:
+    """What is wrong with the settings, apart from the task's."""
+    return [problem for key, check in _checks(config, resume) for problem in _problems(key, check)]
 
 
 def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:

@@ -19,9 +19,9 @@ from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
+from paceline.engine.pool import RequestPool
 from paceline.models.decoder import Decoder
 from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers, fresh_eagle
-from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.drafter_eval import coverage_record, held_out_coverage
 from paceline.trainer.memory import drafter_training_bytes
 from paceline.trainer.standalone_drafter import has_plateaued, standalone_config
@@ -144,19 +144,14 @@ def capture(setting: Setting, policy: Decoder, prompts: list[list[int]], config:
                      ((prompt, params) for prompt in cycle(prompts[num_short:])))
     waiting = enumerate(islice(requests, count))
     until, began = budget.used + 0.25 * budget.left, budget.used
-    asked: dict[int, int] = {}  # number of the response by request
     found: dict[int, FeatureRecord] = {}
-    while budget.used < until or not found or min(asked.values(), default=count) < num_held_out:
-        for number, (prompt, each) in islice(waiting, num_to_add(len(asked), engine.scheduler.max_batch)):
-            (request,) = engine.add(prompt, each, key=f"train {number}")  # a prompt that comes twice gets two responses
-            asked[request] = number
-        if not asked:
-            break
-        for rollout in engine.step().finished:
-            number = asked.pop(rollout.request_id)
-            if rollout.features is not None:
-                found[number] = rollout.features
-    engine.abort(list(asked))
+    with RequestPool[int](engine) as asked:  # owners are the numbers of the responses
+        while budget.used < until or not found or min(asked.owners.values(), default=count) < num_held_out:
+            for number, (prompt, each) in islice(waiting, asked.num_to_add(engine.scheduler.max_batch)):
+                asked.add(prompt, each, [number], key=f"train {number}")  # a prompt that comes twice gets two responses
+            if not asked:
+                break
+            found |= {number: rollout.features for number, rollout in asked.step().finished if rollout.features is not None}
     tokens, seconds = engine.stats().generated_tokens, budget.used - began
     print(f"{len(found)} responses captured in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s", flush=True)
     held_out = [[found[i] for i in some if i in found] for some in (range(num_short), range(num_short, num_held_out))]

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.prefill import KV_GB, prefill_rounds
@@ -19,6 +20,7 @@ from benchmarks.lib.upscale import upscale, upscale_drafter
 from benchmarks.lib.vllm_gpu import Vllm
 from paceline import Engine, SamplingParams
 from paceline.drafters.eagle import Eagle
+from paceline.engine.pool import RequestPool
 from paceline.models.decoder import Decoder
 from paceline.types import Rollout, StepResult
 
@@ -323,19 +325,19 @@ def first_token_times(rounds: Sequence[Sequence[float]], streams: int) -> dict[s
 
 def stream(engine: Engine, prompts: list[list[int]], params: SamplingParams, streams: int) -> tuple[list[float], list[int]]:
     """Seconds from when each prompt was added until its first token, and the lengths of all answers."""
-    sent: dict[int, tuple[int, float]] = {}  # number of the prompt and when it was added, by request
+    waiting, sent = iter(enumerate(prompts)), [0.0] * len(prompts)
     waited, lengths = [0.0] * len(prompts), [0] * len(prompts)
-    num_done = 0
-    while num_done < len(prompts):
-        while len(sent) < min(len(prompts), num_done + streams):
-            began, number = time.perf_counter(), len(sent)
-            sent[engine.add(prompts[number], params)[0]] = number, began
-        result = engine.step()
-        now = time.perf_counter()
-        for request in result.tokens:
-            number, began = sent[request]
-            waited[number] = waited[number] or now - began
-        for rollout in result.finished:
-            lengths[sent[rollout.request_id][0]] = len(rollout.token_ids)
-        num_done += len(result.finished)
-    return waited, lengths
+    with RequestPool[int](engine) as requests:  # owners are the numbers of the prompts
+        while True:
+            for number, prompt in islice(waiting, streams - len(requests)):
+                sent[number] = time.perf_counter()
+                requests.add(prompt, params, [number])
+            if not requests:
+                return waited, lengths
+            running = dict(requests.owners)
+            result, finished = requests.step()
+            now = time.perf_counter()
+            for number in (running[request] for request in result.tokens if request in running):
+                waited[number] = waited[number] or now - sent[number]
+            for number, rollout in finished:
+                lengths[number] = len(rollout.token_ids)

@@ -14,13 +14,13 @@ import torch
 from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, freeze_memory
 from benchmarks.lib.stages import Stages
-from paceline.engine import Engine
+from paceline.engine.pool import Owner, PoolStep, RequestPool
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.rl.learner import Learner
 from paceline.tasks import Problem
 from paceline.trainer import RolloutProgress, RunStatus, Trainer, TrainerCallback
-from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.trainer.rollouts import OpenGroup, PromptStream, RolloutCollector
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
 
@@ -56,45 +56,41 @@ class GivenLengths(RolloutCollector):
     """Ends every answer at its given length, which the engine does not know: it is told the longest for all. Rewards alternate
     within a group, so that every answer has an advantage and is trained on."""
 
-    def _generate(self, engine: Engine, problems: list[Problem], keys: list[str],
-                  graded: bool) -> tuple[list[RolloutGroup], list[tuple[Rollout, Any]]]:
-        groups, lengths, owner = [], {}, {}
-        for problem, key in zip(problems, keys, strict=True):
-            groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
-            ids = self._add(engine, problem, key)
-            lengths.update(zip(ids, problem.truth, strict=True))
-            owner.update(dict.fromkeys(ids, groups[-1]))
-        total, drawn = len(owner), dict.fromkeys(lengths, 0)
-        while owner:
-            result = engine.step()
-            for request, tokens in result.tokens.items():
-                drawn[request] += len(tokens)
-            ended = {rollout.request_id: rollout for rollout in result.finished}
-            ended |= {rollout.request_id: rollout for rollout in engine.abort(
-                [i for i in result.tokens if i in owner and i not in ended and drawn[i] >= lengths[i]])}
-            for request, rollout in ended.items():
-                if rollout.finish_reason == "error":
-                    raise RuntimeError(rollout.error)
-                owner.pop(request).rollouts.append(_cut(rollout, lengths[request]))
-            self._on_engine_step(engine, result, total - len(owner), total)
-        for group in groups:
-            group.rollouts.sort(key=lambda rollout: rollout.sample)
-            group.prompt_ids = group.rollouts[0].prompt_ids
-        return groups, []
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lengths: dict[int, int] = {}  # by request
+        self._drawn: Counter[int] = Counter()  # number of tokens by request
 
-    def _add(self, engine: Engine, problem: Problem, key: str, count: int | None = None) -> list[int]:
+    def _add(self, requests: RequestPool[Owner], problem: Problem, key: str, owners: Sequence[Owner]) -> list[int]:
         params = SamplingParams(temperature=self.params.temperature, max_new_tokens=self.params.max_new_tokens,
                                 seed=self.params.seed)
-        return engine.add(engine.encode(problem.prompt), params, count or self.group_size, key)
+        ids = requests.add(requests.engine.encode(problem.prompt), params, owners, key)
+        self._lengths.update(zip(ids, problem.truth, strict=False))  # answers ahead are fewer
+        return ids
+
+    def _step(self, requests: RequestPool[OpenGroup]) -> PoolStep[OpenGroup]:
+        result, finished = requests.step()
+        for request, tokens in result.tokens.items():
+            self._drawn[request] += len(tokens)
+        finished += requests.abort([i for i in result.tokens if i in requests.owners and self._drawn[i] >= self._lengths[i]])
+        for _, rollout in finished:
+            if rollout.finish_reason != "error":
+                _cut(rollout, self._lengths[rollout.request_id])
+        return PoolStep(result, finished)
+
+    def _grade(self, problem: Problem, rollout: Rollout) -> None:
+        """`_cut` has set the reward."""
+
+    def _collect_grades(self, handles: list[tuple[Rollout, Any]]) -> None:
+        """There are none to wait for."""
 
 
-def _cut(rollout: Rollout, length: int) -> Rollout:
-    """The rollout without the tokens that a draft added beyond its length, and with its reward."""
+def _cut(rollout: Rollout, length: int) -> None:
+    """Removes the tokens that a draft added beyond a rollout's length, and sets its reward."""
     rollout.token_ids, rollout.logprobs, rollout.versions = (
         values[:length] for values in (rollout.token_ids, rollout.logprobs, rollout.versions))
     assert len(rollout.token_ids) == length, "an answer does not have its length"
     rollout.reward = float(rollout.sample % 2)
-    return rollout
 
 
 class GivenLengthsTrainer(Trainer):

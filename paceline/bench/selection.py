@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from paceline.bench.steps import Step, StepTally, TimedEngine, fixed_strategies
 from paceline.config import EngineConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.engine.build import check_speculation
+from paceline.engine.pool import RequestPool
 from paceline.generation import NamedPrompt, encode_prompt, read_prompts
 from paceline.models.weights import check_device, check_model, load_model
 from paceline.strategy import AutoSelector
@@ -113,9 +114,9 @@ class Jobs(NamedTuple):
     prompts: Sequence[list[int]]
     params: SamplingParams
 
-    def add(self, engine: TimedEngine, number: int) -> int:
-        """Adds job `number` to an engine and returns the request's id."""
-        return engine.add(self.prompts[number % len(self.prompts)], self.params, key=f"bench {number}")[0]
+    def add(self, requests: RequestPool[int], number: int) -> None:
+        """Adds job `number` to an engine's requests."""
+        requests.add(self.prompts[number % len(self.prompts)], self.params, [number], key=f"bench {number}")
 
 
 @dataclass(slots=True)
@@ -216,25 +217,23 @@ def measure(contenders: Sequence[Contender], jobs: Jobs, batch: int, first_job: 
 def _run(contender: Contender, jobs: Jobs, batch: int, first_job: int, tokens: int) -> dict[int, list[int]]:
     """Keeps the batch full: each finished request is replaced by the next job. Measures from the first step in which all requests
     decode until `tokens` tokens are generated. Returns each job's answer as far as it was generated."""
-    engine, numbers = contender.engine, count(first_job)
-    under_way = {jobs.add(engine, number): number for number in (next(numbers) for _ in range(batch))}
     answers: dict[int, list[int]] = {}
-    drawn, began = 0, 0.0
-    while drawn < tokens:
-        result = engine.step()
-        if not began:
-            began = time.perf_counter() if _is_full(result, batch) else 0.0
-        else:
-            drawn += sum(map(len, result.tokens.values()))
-            contender.tally(result)
-        for rollout in result.finished:
-            answers[under_way.pop(rollout.request_id)] = rollout.token_ids
-            number = next(numbers)
-            under_way[jobs.add(engine, number)] = number
-    contender.seconds += time.perf_counter() - began
-    for rollout in engine.abort(list(under_way)):
-        answers[under_way[rollout.request_id]] = rollout.token_ids
-    return answers
+    drawn, began, numbers = 0, 0.0, count(first_job)
+    with RequestPool[int](contender.engine) as requests:
+        for number in islice(numbers, batch):
+            jobs.add(requests, number)
+        while drawn < tokens:
+            result, finished = requests.step()
+            if not began:
+                began = time.perf_counter() if _is_full(result, batch) else 0.0
+            else:
+                drawn += sum(map(len, result.tokens.values()))
+                contender.tally(result)
+            for number, rollout in finished:
+                answers[number] = rollout.token_ids
+                jobs.add(requests, next(numbers))
+        contender.seconds += time.perf_counter() - began
+        return answers | {number: rollout.token_ids for number, rollout in requests.abort()}
 
 
 def _is_full(result: StepResult, batch: int) -> bool:

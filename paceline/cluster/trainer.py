@@ -21,7 +21,6 @@ from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator, Runtime
 from paceline.cluster.engine import ClusterEngine
 from paceline.cluster.learning import LearnerRuntime, RankLearner, ShardedLearner
-from paceline.cluster.partial import PartialRolloutCollector
 from paceline.cluster.ray_runtime import RayRuntime
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.training import DrafterTraining, load_trained, save_trained
@@ -74,13 +73,9 @@ class ClusterTrainer(Trainer):
 
     def _load(self) -> None:
         super()._load()
-        share, config = self.config.cluster.carry_over, self.config
-        if not share:
-            return
-        if self.baseline is not None or self.evaluator is not None:
+        if self.config.cluster.carry_over and (self.baseline is not None or self.evaluator is not None):
             raise ValueError("cluster.carry_over: unfinished answers would be in the way of compare_off and of evaluations")
-        self.collector = PartialRolloutCollector(int(share * config.rollout.prompts), self.engine, None, self.collector.prompts,
-                                                 self.pool, config.rollout, config.seed, self._on_engine_step)
+        self.collector.max_open = int(self.config.cluster.carry_over * self.config.rollout.prompts)
 
     def _make_coordinator(self) -> Coordinator:
         cluster = self.config.cluster
@@ -145,7 +140,7 @@ class ClusterTrainer(Trainer):
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         self._strategy_steps = Counter(self.engine.strategy_steps())
-        if isinstance(self.collector, PartialRolloutCollector):
+        if self.config.cluster.carry_over:
             self._shares["cluster/carried_over"] = len(self.collector.open_groups)
         published = {"cluster/publish_s": self.learner.publish_s} if isinstance(self.learner, ShardedLearner) else {}
         return {**super()._engine_metrics(phase_metrics), **self._shares, **published}

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from paceline.engine.engine import Engine
-from paceline.types import EngineStats, Rollout, SamplingParams, StepResult
+from paceline.engine.pool import PoolStep, RequestPool
+from paceline.types import EngineStats, Rollout, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class EngineThread:
         """Whether the warm-up is complete, or none was asked for."""
         self._warm_up_shown = time.perf_counter()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._running: dict[int, _Running] = {}  # by request id
+        self._requests = RequestPool[_Running](engine)
         self._paused = self._closed = False
         self._num_failures = 0
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
@@ -150,8 +151,8 @@ class EngineThread:
         def add(engine: Engine) -> None:
             if self.problem is not None:
                 raise Unavailable(self.problem)
-            submission.request_ids = engine.add(list(prompt_ids), params, n, seeds=seeds)
-            self._running |= {request: _Running(submission, sample) for sample, request in enumerate(submission.request_ids)}
+            owners = [_Running(submission, sample) for sample in range(n)]
+            submission.request_ids = self._requests.add(list(prompt_ids), params, owners, seeds=seeds)
 
         self.num_pending += n
         try:
@@ -209,7 +210,7 @@ class EngineThread:
     async def abort(self, name: str | None = None) -> list[str]:
         """End the answers with this name (None: all), as they are. Return the names of those that were ended."""
         def end(engine: Engine) -> list[str]:
-            found = {request: one.submission.name for request, one in self._running.items()
+            found = {request: one.submission.name for request, one in self._requests.owners.items()
                      if name is None or one.submission.name == name}
             self._abort(found)
             return list(found.values())
@@ -267,7 +268,7 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            result = self._engine.step()
+            step = self._requests.step()
         except Exception as error:  # whatever it is: the engine has ended the requests that it concerns, the others go on
             logger.exception("an engine step failed")
             self._num_failures += 1
@@ -276,7 +277,7 @@ class EngineThread:
                 self._end_all()
             return
         self._num_failures = 0
-        self._send(self._new_tokens(result) + self._ended(result.finished))
+        self._send(self._new_tokens(step) + _ended(step.finished))
 
     def _continue_warm_up(self) -> None:
         """Do one more part of the warm-up. If it fails, requests are served without it."""
@@ -295,29 +296,26 @@ class EngineThread:
                 logger.info("warm-up: %d of %d", done, total, extra={"is_progress": True})
 
     def _abort(self, request_ids: Iterable[int]) -> None:
-        self._send(self._ended(self._engine.abort(request_ids)))
+        self._send(_ended(self._requests.abort(request_ids)))
 
     def _end_all(self) -> None:
         """Accept no more requests, and end all that there are with an error."""
-        errors = [Rollout(request, one.sample, [], [], [], "", "error", [], error=self.problem)
-                  for request, one in self._running.items()]
-        self._engine.abort(self._running)
-        self._send(self._ended(errors))
+        errors = [(one, Rollout(request, one.sample, [], [], [], "", "error", [], error=self.problem))
+                  for request, one in self._requests.owners.items()]
+        self._requests.abort()
+        self._send(_ended(errors))
 
-    def _new_tokens(self, result: StepResult) -> list[tuple[Submission, Event]]:
+    def _new_tokens(self, step: PoolStep[_Running]) -> list[tuple[Submission, Event]]:
         events: list[tuple[Submission, Event]] = []
-        for request, tokens in result.tokens.items():
-            one = self._running.get(request)
+        ended = {rollout.request_id: one for one, rollout in step.finished}
+        for request, tokens in step.result.tokens.items():
+            one = ended.get(request) or self._requests.owners.get(request)
             if one is not None and one.submission.streamed:
                 logprobs = self._engine.raw_logprobs(request, one.num_logprobs)
                 one.num_logprobs += len(logprobs)
-                drafted = result.drafted_by_request.get(request, 0)
+                drafted = step.result.drafted_by_request.get(request, 0)
                 events.append((one.submission, NewTokens(one.sample, tokens, logprobs, drafted)))
         return events
-
-    def _ended(self, rollouts: Iterable[Rollout]) -> list[tuple[Submission, Event]]:
-        found = [(self._running.pop(rollout.request_id, None), rollout) for rollout in rollouts]
-        return [(one.submission, rollout) for one, rollout in found if one is not None]
 
     def _send(self, events: list[tuple[Submission, Event]]) -> None:
         """Hand events to the asyncio loops that wait for them, all of one loop at once."""
@@ -326,3 +324,7 @@ class EngineThread:
             own = [event for event in events if event[0].loop is loop]
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._receive, own)
+
+
+def _ended(rollouts: Iterable[tuple[_Running, Rollout]]) -> list[tuple[Submission, Event]]:
+    return [(one.submission, rollout) for one, rollout in rollouts]

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from paceline.bundled import resolve_model
 from paceline.engine import Engine
 from paceline.engine.build import check_speculation
+from paceline.engine.pool import RequestPool
 from paceline.engine.prompts import derive_seed
 from paceline.generation.jobs import Job, JobReader, open_prompts
 from paceline.generation.output import RolloutFile, to_record
@@ -112,10 +113,10 @@ class FileGenerator:
 
     engine: Engine
     _out: RolloutFile
+    _requests: RequestPool[_Owner]
 
     def __init__(self, options: GenerationOptions, callback: GenerationCallback | None = None) -> None:
         self.options, self.callback = options, callback or GenerationCallback()
-        self._owners: dict[int, _Owner] = {}
         self._num_generated = self._num_existing = self._num_problems = 0
         self._num_wanted: int | None = None
         self._is_loaded, self._began = False, time.perf_counter()
@@ -167,17 +168,17 @@ class FileGenerator:
 
     def _generate(self, name: str, lines: BinaryIO) -> None:
         jobs = iter(JobReader(name, lines, self._refuse))
-        self._refill(jobs)
-        while self.engine.has_work:
-            result = self.engine.step()
-            for rollout in result.finished:
-                self._write(rollout)
-            self.callback.on_engine_step(result, self.engine.stats())
+        with RequestPool[_Owner](self.engine) as self._requests:
             self._refill(jobs)
+            for result, finished in self._requests.steps():
+                for owner, rollout in finished:
+                    self._write(owner, rollout)
+                self.callback.on_engine_step(result, self.engine.stats())
+                self._refill(jobs)
 
     def _refill(self, jobs: Iterator[Job]) -> None:
         """Adds enough requests for the scheduler to choose from; the rest of the input is not read yet."""
-        while len(self._owners) < 2 * self.engine.scheduler.max_batch:
+        while len(self._requests) < 2 * self.engine.scheduler.max_batch:
             job = next(jobs, None)
             if job is None:
                 return
@@ -196,8 +197,7 @@ class FileGenerator:
         params = self.options.params if job.seed is None else replace(self.options.params, seed=job.seed)
         prompt_ids = _encode(self.engine, job.prompt)
         seeds = [derive_seed(params.seed, prompt_ids if job.key is None else job.key, sample) for sample in missing]
-        ids = self.engine.add(prompt_ids, params, len(seeds), seeds=seeds)
-        self._owners |= {i: _Owner(job, sample) for i, sample in zip(ids, missing, strict=True)}
+        self._requests.add(prompt_ids, params, [_Owner(job, sample) for sample in missing], seeds=seeds)
 
     def _missing(self, job: Job) -> list[int]:
         """Numbers of the job's answers that the output does not have yet."""
@@ -206,8 +206,8 @@ class FileGenerator:
             raise ValueError(f"id {job.id!r}: {self._out.path} has answers to another prompt or seed under this id")
         return [sample for sample, old in found.items() if old is None]
 
-    def _write(self, rollout: Rollout) -> None:
-        job, sample = self._owners.pop(rollout.request_id)
+    def _write(self, owner: _Owner, rollout: Rollout) -> None:
+        job, sample = owner
         self._out.write(to_record(job.id, sample, job.prompt_hash, rollout))
         self.callback.on_rollouts(1)
         if rollout.error is None:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
 from paceline.engine import Engine
+from paceline.engine.pool import RequestPool
 from paceline.engine.prompts import derive_seed
 from paceline.integrations.huggingface import merged_weights, policy_config
 from paceline.models.state_dict import load_state
@@ -237,20 +238,14 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
     places: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(tuple(prompt), []).append(place)
-    owner: dict[int, int] = {}
     rollouts: dict[int, Rollout] = {}
-    try:
+    with RequestPool[int](engine) as requests:
         for prompt, own in places.items():
-            ids = engine.add(list(prompt), params, len(own), seeds=[seeds[place] for place in own])
-            owner.update(zip(ids, own, strict=True))
-        while owner:
-            result = engine.step()
-            for rollout in result.finished:
-                place = owner.pop(rollout.request_id)
+            requests.add(list(prompt), params, own, seeds=[seeds[place] for place in own])
+        for result, finished in requests.steps():
+            for place, rollout in finished:
                 if rollout.finish_reason == "error":
                     raise RolloutFailed(f"prompt {place}: its answer ended with an error: {rollout.error}")
                 rollouts[place] = rollout
             on_step(result, len(rollouts))
-    finally:
-        engine.abort(owner)
     return [rollouts[place] for place in range(len(prompts))]

@@ -19,6 +19,7 @@ import torch
 from jinja2 import TemplateError
 
 from paceline.engine import Engine
+from paceline.engine.pool import RequestPool
 from paceline.generation import NamedPrompt, encode_prompt
 from paceline.report.files import AppendOnlyFile
 from paceline.spot import FeatureBuffer
@@ -107,18 +108,17 @@ class AnswerCapture:
         index.append(b"\n")  # ends a line that a killed process may have left incomplete
         try:
             waiting = iter(self.missing)
-            owners: dict[int, Answer] = {}
-            while not stopped():
-                for answer in islice(waiting, 0 if self.is_full else num_to_add(len(owners), engine.scheduler.max_batch)):
-                    self._request(engine, answer, owners)
-                if not owners:
-                    break
-                result = engine.step()
-                for rollout in result.finished:
-                    self._take(owners.pop(rollout.request_id), rollout, index)
-                self._downloads.poll()
-                on_step(engine, len(result.finished))
-            engine.abort(list(owners))
+            with RequestPool[Answer](engine) as requests:
+                while not stopped():
+                    for answer in islice(waiting, 0 if self.is_full else requests.num_to_add(engine.scheduler.max_batch)):
+                        self._request(requests, answer)
+                    if not requests:
+                        break
+                    finished = requests.step().finished
+                    for answer, rollout in finished:
+                        self._take(answer, rollout, index)
+                    self._downloads.poll()
+                    on_step(engine, len(finished))
         finally:
             try:
                 self._downloads.wait()
@@ -162,15 +162,13 @@ class AnswerCapture:
         finally:
             self._held.close()
 
-    def _request(self, engine: Engine, answer: Answer, owners: dict[int, Answer]) -> None:
+    def _request(self, requests: RequestPool[Answer], answer: Answer) -> None:
         prompt = self.prompts[answer.prompt]
         try:
             # Each sample has a key of its own, so its seed does not depend on which others are generated now.
-            (request,) = engine.add(encode_prompt(engine, prompt), self.options.params, 1, f"{prompt.key}/{answer.sample}")
+            requests.add(encode_prompt(requests.engine, prompt), self.options.params, [answer], f"{prompt.key}/{answer.sample}")
         except (ValueError, TemplateError) as error:
             self.refused.append(f"{prompt.key}: {' '.join(str(error).split())}")
-            return
-        owners[request] = answer
 
     def _take(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:
         """Keeps a finished answer, after its features have been copied to the buffer's device if necessary."""
@@ -189,13 +187,6 @@ class AnswerCapture:
         line = {"answer": answer.number, "held_out": answer.held_out, "key": key, "tokens": num_tokens}
         index.append((json.dumps(line) + "\n").encode())
         self._done.add(answer.number)
-
-
-def num_to_add(num_live: int, max_batch: int) -> int:
-    """How many requests to add when `num_live` are unfinished. They are added in blocks of at least an eighth of the batch: a
-    step that prefills a prompt is slower, on a GPU it runs without a CUDA graph, and one such step serves a whole block."""
-    free = max_batch - num_live
-    return free if free >= max(1, max_batch // 8) else 0
 
 
 def answers_of(num_prompts: int, options: CaptureOptions) -> list[Answer]:

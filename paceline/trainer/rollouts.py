@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from paceline.config import RolloutConfig
 from paceline.engine import Engine
+from paceline.engine.pool import Owner, PoolStep, RequestPool
 from paceline.garbage import no_garbage_collection
 from paceline.generation import plain_prompt
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task
-from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.health import GradingMonitor
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
@@ -62,9 +63,29 @@ class SpeculationComparison:
     """Number of rollouts whose tokens differ."""
 
 
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A prompt whose answers are being generated."""
+
+    problem: Problem
+    group: RolloutGroup
+    """The answers that are finished."""
+    num_answers: int = 0
+    """Number of answers that were requested."""
+    num_left: int = 0
+    """Number of answers that are not finished."""
+    graded: list[tuple[Rollout, Any]] = field(default_factory=list)
+    """Finished answers, and where their grades will be."""
+
+
 class RolloutCollector:
     """Implements `rl.loop.Collect` with an engine and a reward pool. With a second engine, `baseline`, every batch is generated a
-    second time for comparison."""
+    second time for comparison.
+
+    With `max_open` rollouts are partial: a step ends while up to so many groups are unfinished, and these continue in the next
+    step, which takes so many fewer new prompts. An answer that continues keeps its tokens; each has the version of the policy
+    that generated it (`Rollout.versions`), and its log-probability is that policy's. Whether its KV cache is kept or computed
+    again with the new weights is `engine.on_update`."""
 
     def __init__(self, engine: Engine, baseline: Engine | None, prompts: PromptStream, pool: RewardPool, rollout: RolloutConfig,
                  seed: int, on_engine_step: Callable[[Engine, StepResult, int, int], None]) -> None:
@@ -80,6 +101,9 @@ class RolloutCollector:
         """Messages about problems that the engine refused."""
         self.generation_s = 0.0
         """Seconds of generation by `engine` since `begin_step`."""
+        self.max_open = 0
+        """Largest number of groups that may be unfinished when a step ends. 0: every step finishes all of its groups."""
+        self._requests = RequestPool[OpenGroup](engine)
         self._step_problems: set[str] = set()
         """Ids of the problems that were collected since `begin_step`."""
         self._on_engine_step = on_engine_step
@@ -89,64 +113,105 @@ class RolloutCollector:
         self.generation_s, self.comparison = 0.0, SpeculationComparison()
         self._step_problems.clear()
 
+    @property
+    def open_groups(self) -> list[OpenGroup]:
+        """Unfinished groups, in the order of their prompts."""
+        return list(dict.fromkeys(self._requests.owners.values()))
+
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
-        problems = self.prompts.take(cursor, count)
+        """Return the groups that have finished, those that began in earlier steps first. All prompts before `cursor` plus the
+        number of unfinished groups have been used, and as many groups as `count` are under way; all of them finish if there are
+        no more prompts. Raises OutOfPrompts if there is neither a prompt nor an unfinished group."""
+        carried = self.open_groups
+        problems, is_end = self._take(cursor + len(carried), count - len(carried))
+        if not carried and not problems:
+            raise OutOfPrompts
         self._step_problems.update(problem.id for problem in problems)
-        keys = [f"{cursor + i}/{problem.id}" for i, problem in enumerate(problems)]
+        keys = [f"{number}/{problem.id}" for number, problem in enumerate(problems, cursor + len(carried))]
         # The two engines take turns in going first, so that a changing machine affects both alike.
         baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
         others = self._generate_baseline(problems, keys, timer) if baseline_first else []
         began = time.perf_counter()
-        with timer("generate"), no_garbage_collection():
-            groups, handles = self._generate(self.engine, problems, keys, graded=True)
+        with timer("generate"):
+            groups = self._generate(self._requests, carried, problems, keys, 0 if is_end else self.max_open)
         self.generation_s += time.perf_counter() - began
+        finished = [group for group in groups if not group.num_left]
         with timer("reward"):
-            self._collect_grades(handles)
+            self._collect_grades([pair for group in finished for pair in group.graded])
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, keys, timer)
-            self._count_differences(groups, others)
+            self._count_differences(finished, others)
+        return [group.group for group in finished]
+
+    def _take(self, cursor: int, count: int) -> tuple[list[Problem], bool]:
+        """New problems, and whether there are no more after them."""
+        if count <= 0:
+            return [], False
+        try:
+            found = self.prompts.take(cursor, count)
+        except OutOfPrompts:
+            return [], True
+        return found, len(found) < count
+
+    def _generate(self, requests: RequestPool[OpenGroup], carried: list[OpenGroup], problems: list[Problem], keys: list[str],
+                  max_open: int) -> list[OpenGroup]:
+        """Generate answers to the problems, and those of the `carried` groups that are missing, until at most `max_open` groups
+        are unfinished and at least one is finished. Answers of the collector's own engine are submitted to the reward pool as
+        soon as they are finished. Whatever this raises ends all requests.
+
+        Python's garbage collector is disabled meanwhile: engine steps leave nothing to collect, and a collection delays one by
+        tens of milliseconds."""
+        graded = requests is self._requests
+        groups = list(carried)
+        try:
+            with no_garbage_collection():
+                for problem, key in zip(problems, keys, strict=True):
+                    groups.append(self._submit(requests, problem, key))
+                max_open, total = min(max_open, len(groups) - 1), sum(group.num_answers for group in groups)
+                while sum(group.num_left > 0 for group in groups) > max_open:
+                    result, finished = self._step(requests)
+                    for group, rollout in finished:
+                        self._take_rollout(group, rollout, graded)
+                    self._on_engine_step(requests.engine, result, total - len(requests), total)
+        except BaseException:
+            requests.abort()
+            raise
+        for group in groups:
+            group.group.rollouts.sort(key=lambda rollout: rollout.sample)
         return groups
 
-    def _generate(self, engine: Engine, problems: list[Problem], keys: list[str],
-                  graded: bool) -> tuple[list[RolloutGroup], list[tuple[Rollout, Any]]]:
-        """Generates all answers. If `graded`, each answer is submitted to the reward pool as soon as it is finished. Callers
-        disable Python's garbage collector meanwhile: engine steps leave nothing to collect, and a collection delays one by tens
-        of milliseconds."""
-        groups, owner, handles = [], {}, []
-        for problem, key in zip(problems, keys, strict=True):
-            groups.append(RolloutGroup([], key=problem.id, prompt=problem.prompt))
-            try:
-                ids = self._add(engine, problem, key)
-            except ValueError as error:  # for example a prompt longer than the context: its group stays empty, the others go on
-                if graded:
-                    self.refused.append(f"{problem.id}: {error}")
-                continue
-            owner.update(dict.fromkeys(ids, (problem, groups[-1])))
-        total, done = len(owner), 0
-        while owner:
-            result = engine.step()
-            for rollout in result.finished:
-                problem, group = owner.pop(rollout.request_id)
-                if rollout.finish_reason == "crash":  # of the workers that had it: the others go on without it
-                    self.refused.append(f"{problem.id}: {rollout.error}")
-                    continue
-                if rollout.finish_reason == "error":
-                    engine.abort(list(owner))
-                    raise RolloutFailed(f"a rollout of problem {problem.id} ended with an error: {rollout.error}")
-                group.prompt_ids = rollout.prompt_ids
-                group.rollouts.append(rollout)
-                if graded:
-                    handles.append((rollout, self._grade(problem, rollout)))
-            done += len(result.finished)
-            self._on_engine_step(engine, result, done, total)
-        for group in groups:
-            group.rollouts.sort(key=lambda rollout: rollout.sample)
-        return groups, handles
+    def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, key: str) -> OpenGroup:
+        """Request the answers of a group. The group of a problem that the engine refuses stays empty, the others go on."""
+        group = OpenGroup(problem, RolloutGroup([], key=problem.id, prompt=problem.prompt))
+        try:
+            self._add(requests, problem, key, [group] * self.group_size)
+        except ValueError as error:  # for example a prompt longer than the context
+            if requests is self._requests:
+                self.refused.append(f"{problem.id}: {error}")
+        else:
+            group.num_answers = group.num_left = self.group_size
+        return group
 
-    def _add(self, engine: Engine, problem: Problem, key: str, count: int | None = None) -> list[int]:
-        """Request `count` answers, or a group of them."""
-        prompt_ids = engine.encode(plain_prompt(engine, problem.prompt), self.chat_template_kwargs)
-        return engine.add(prompt_ids, self.params, count or self.group_size, key)
+    def _step(self, requests: RequestPool[OpenGroup]) -> PoolStep[OpenGroup]:
+        return requests.step()
+
+    def _take_rollout(self, group: OpenGroup, rollout: Rollout, graded: bool) -> None:
+        """Add a finished answer to its group."""
+        group.num_left -= 1
+        if rollout.finish_reason == "crash":  # of the workers that had it: the others go on without it
+            self.refused.append(f"{group.problem.id}: {rollout.error}")
+            return
+        if rollout.finish_reason == "error":
+            raise RolloutFailed(f"a rollout of problem {group.problem.id} ended with an error: {rollout.error}")
+        group.group.prompt_ids = rollout.prompt_ids
+        group.group.rollouts.append(rollout)
+        if graded:
+            group.graded.append((rollout, self._grade(group.problem, rollout)))
+
+    def _add(self, requests: RequestPool[Owner], problem: Problem, key: str, owners: Sequence[Owner]) -> list[int]:
+        """Request one answer for each owner."""
+        prompt_ids = requests.engine.encode(plain_prompt(requests.engine, problem.prompt), self.chat_template_kwargs)
+        return requests.add(prompt_ids, self.params, owners, key)
 
     def _grade(self, problem: Problem, rollout: Rollout) -> Any:
         """Submit an answer to the reward pool."""
@@ -164,43 +229,30 @@ class RolloutCollector:
         """Generate one answer to each problem from number `cursor` on that is not one of this step's, at most `most` at a time,
         until `stopped` or until there is none left; answers that are unfinished then are cut. They are for the drafter: they are
         not graded, and the policy is not trained on them."""
-        engine, live = self.engine, set[int]()
-        try:
+        most = min(most, self.engine.scheduler.max_batch)
+        with RequestPool[None](self.engine) as requests:
             while not stopped() and len(self._step_problems) < len(self.prompts.task):
-                try:
-                    problems = self.prompts.take(cursor, num_to_add(len(live), min(most, engine.scheduler.max_batch)))
-                except OutOfPrompts:
-                    problems = []
+                problems, _ = self._take(cursor, requests.num_to_add(most))
                 for number, problem in enumerate(problems, cursor):
                     if problem.id not in self._step_problems:
-                        live.update(self._request_ahead(problem, number))
+                        with suppress(ValueError):  # a problem that is refused is reported when its turn comes
+                            self._add(requests, problem, f"ahead {number}/{problem.id}", [None])
                 cursor += len(problems)
-                if not live and not problems:
+                if not requests and not problems:
                     return
-                for rollout in engine.step().finished:
-                    live.discard(rollout.request_id)
-                    if rollout.error is None:
-                        yield rollout
-            while live:  # one at a time: each may have to wait until there is memory for its features
-                yield from engine.abort([live.pop()])
-        finally:
-            engine.abort(live)
+                yield from (rollout for _, rollout in requests.step().finished if rollout.error is None)
+            while requests:  # one at a time: each may have to wait until there is memory for its features
+                yield from (rollout for _, rollout in requests.abort([next(iter(requests.owners))]))
 
-    def _request_ahead(self, problem: Problem, number: int) -> list[int]:
-        try:
-            return self._add(self.engine, problem, f"ahead {number}/{problem.id}", 1)
-        except ValueError:
-            return []  # it is reported when its turn comes
-
-    def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[RolloutGroup]:
+    def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[OpenGroup]:
         assert self.baseline is not None
-        with timer("generate_off"), no_garbage_collection():
-            return self._generate(self.baseline, problems, keys, graded=False)[0]
+        with timer("generate_off"):
+            return self._generate(RequestPool(self.baseline), [], problems, keys, 0)
 
-    def _count_differences(self, groups: list[RolloutGroup], others: list[RolloutGroup]) -> None:
+    def _count_differences(self, groups: list[OpenGroup], others: list[OpenGroup]) -> None:
         for a, b in zip(groups, others, strict=True):
-            others_by_sample = {rollout.sample: rollout for rollout in b.rollouts}
-            for rollout in a.rollouts:
+            others_by_sample = {rollout.sample: rollout for rollout in b.group.rollouts}
+            for rollout in a.group.rollouts:
                 self.comparison.num_rollouts += 1
                 self.comparison.num_differing += rollout.token_ids != others_by_sample[rollout.sample].token_ids
 

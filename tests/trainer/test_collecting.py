@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline import Engine
 from paceline.config import EngineConfig, RolloutConfig
 from paceline.garbage import no_garbage_collection
-from paceline.rl.loop import PhaseTimer
+from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool
 from paceline.tasks.answers import after_thinking
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
@@ -130,6 +130,51 @@ def test_problems_of_this_step_are_not_answered_ahead():
 
 def test_answers_ahead_that_nobody_wants_any_more_are_ended():
     assert len(ahead_of(0, None, enough=3)) == 3
+
+
+class Graded(Numbers):
+    def grade(self, problem: Problem, answer: str) -> float:
+        return float(len(answer))
+
+
+def a_collector(engine: Engine, pool: RewardPool, epochs: int | None = None, on_step=lambda *_: None) -> RolloutCollector:
+    config = RolloutConfig(group_size=3, max_new_tokens=6)
+    return RolloutCollector(engine, None, PromptStream(Graded(), 0, epochs), pool, config, 0, on_step)
+
+
+def test_groups_that_are_carried_over_finish_in_the_next_step_with_the_same_answers():
+    """Three slots, so that one group after the other is generated; the policy does not change."""
+    engine, task, progress = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=3)), Graded(), []
+    with RewardPool(task, 0, 1.0) as pool:
+        wanted = {group.key: [r.token_ids for r in group.rollouts] for group in a_collector(engine, pool, 1)(0, 5, PhaseTimer())}
+        partial = a_collector(engine, pool, 1, lambda _engine, _result, done, total: progress.append((done, total)))
+        partial.max_open = 2
+        first = partial(0, 4, PhaseTimer())
+        assert len(first) == 2 and len(partial.open_groups) == 2 and progress[-1] == (6, 12)
+        second = partial(2, 4, PhaseTimer())
+        assert [len(group.rollouts) for group in second] == [3, 3, 3], "one is new, and the end of the prompts finishes all"
+        assert not partial.open_groups and not engine.scheduler.has_work and progress[-1] == (9, 9)
+        with pytest.raises(OutOfPrompts):
+            partial(5, 4, PhaseTimer())
+    assert {group.key: [r.token_ids for r in group.rollouts] for group in first + second} == wanted
+    assert all(rollout.reward is not None for group in first + second for rollout in group.rollouts)
+
+
+@pytest.mark.parametrize("max_open", [0, 1])
+def test_whatever_interrupts_collecting_leaves_no_request_behind(max_open):
+    engine, steps = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=3)), iter(range(100))
+
+    def interrupt(*_: object) -> None:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+
+    with RewardPool(Graded(), 0, 1.0) as pool:
+        collector = a_collector(engine, pool, on_step=interrupt)
+        collector.max_open = max_open
+        with pytest.raises(KeyboardInterrupt):
+            collector(0, 3, PhaseTimer())
+        assert not collector.open_groups and not engine.scheduler.has_work
+        assert len(collector(0, 2, PhaseTimer())) == 2 - max_open
 
 
 def test_no_garbage_is_collected_while_answers_are_generated():

@@ -1,16 +1,9 @@
-"""Capturing answers for a drafter, and when its training ends early."""
+"""When a drafter's training ends early, and its settings."""
 
 from __future__ import annotations
 
 from paceline.spot import SpotConfig
-from paceline.trainer.answer_capture import num_to_add
 from paceline.trainer.standalone_drafter import LONG_AVERAGE, has_plateaued, standalone_config
-
-
-def test_requests_are_added_in_blocks_and_the_batch_stays_almost_full():
-    assert num_to_add(0, 64) == 64
-    assert [num_to_add(live, 64) for live in (64, 63, 57, 56, 30)] == [0, 0, 0, 8, 34]
-    assert [num_to_add(live, 1) for live in (0, 1)] == [1, 0], "a batch of one goes on, too"
 
 
 def test_training_ends_when_the_last_evaluations_are_no_better():

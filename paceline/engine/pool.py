@@ -1,0 +1,88 @@
+"""The loop around `Engine.step`: requests of one consumer, run until they are finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from paceline.engine.prompts import Prompt
+from paceline.types import Rollout, SamplingParams, StepResult
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+Owner = TypeVar("Owner")
+
+
+class PoolStep(NamedTuple, Generic[Owner]):
+    """One engine step, as the consumer of a pool sees it."""
+
+    result: StepResult
+    finished: list[tuple[Owner, Rollout]]
+    """Rollouts of the pool's requests that ended with this step, each with its owner."""
+
+
+class RequestPool(Generic[Owner]):
+    """Requests that one consumer has added to an engine and that are not finished. The engine assigns the request ids; for each
+    request the pool keeps an owner, which is whatever the consumer wants back with the rollout.
+
+        with RequestPool[str](engine) as requests:
+            requests.add([1, 2, 3], params, ["first", "second"])
+            for result, finished in requests.steps():
+                for owner, rollout in finished:
+                    ...                     # may add further requests
+
+    Leaving the `with` block aborts what is not finished, whether by an exception or not. A step that raises leaves the pool as it
+    is: requests that the engine has ended because of it are finished, with an error, by the next step. Rollouts of requests that
+    are not the pool's are ignored.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.owners: dict[int, Owner] = {}
+        """Owners of the unfinished requests by request id, in the order in which they were added."""
+
+    def __enter__(self) -> RequestPool[Owner]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def __len__(self) -> int:
+        """Number of unfinished requests."""
+        return len(self.owners)
+
+    def add(self, prompt: Prompt, params: SamplingParams | None, owners: Sequence[Owner], key: str | None = None,
+            seeds: Sequence[int] | None = None) -> list[int]:
+        """Request one answer of a prompt for each owner, as `Engine.add` does, and return the request ids."""
+        ids = self.engine.add(prompt, params, len(owners), key, seeds)
+        self.owners.update(zip(ids, owners, strict=True))
+        return ids
+
+    def step(self) -> PoolStep[Owner]:
+        """Run one engine step."""
+        result = self.engine.step()
+        return PoolStep(result, self._pop(result.finished))
+
+    def steps(self) -> Iterator[PoolStep[Owner]]:
+        """Run engine steps until no request is unfinished. Requests may be added between two steps."""
+        while self.owners:
+            yield self.step()
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[tuple[Owner, Rollout]]:
+        """End requests (None: all) where they are, and return what they have generated with their owners. Ids of finished
+        requests are ignored."""
+        ids = [i for i in (self.owners if request_ids is None else request_ids) if i in self.owners]
+        ended = self._pop(self.engine.abort(ids))
+        for i in ids:  # a cluster drops what an aborted request has generated
+            self.owners.pop(i, None)
+        return ended
+
+    def num_to_add(self, max_live: int) -> int:
+        """Return how many requests to add so that about `max_live` are unfinished. They are added in blocks of at least an eighth
+        of that: a step that prefills prompts takes longer, and one such step serves a whole block."""
+        free = max_live - len(self)
+        return free if free >= max(1, max_live // 8) else 0
+
+    def _pop(self, rollouts: Iterable[Rollout]) -> list[tuple[Owner, Rollout]]:
+        return [(self.owners.pop(rollout.request_id), rollout) for rollout in rollouts if rollout.request_id in self.owners]

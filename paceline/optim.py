@@ -14,6 +14,8 @@ from torch import Tensor, nn
 Schedule = Literal["constant", "linear", "cosine"]
 _CODES, _SCALE = "codes", "scale"
 """Parts of a moment in 8 bits: one byte per value, and one float32 factor per block of values."""
+_BLOCK = 256
+"""Number of values in such a block."""
 
 
 class NonFiniteError(ValueError):
@@ -107,7 +109,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def fits_8bit(parameter: Tensor) -> bool:
     """Whether torchao keeps the moments of this parameter in 8 bits; those of small ones stay as they are."""
-    return parameter.numel() >= 4096 and parameter.numel() % 256 == 0
+    return parameter.numel() >= 4096 and parameter.numel() % _BLOCK == 0
 
 
 def is_8bit_state(states: Mapping[int, Mapping[str, Tensor]]) -> bool:
@@ -123,15 +125,30 @@ def restored_state(plain: Mapping[str, Tensor], parameter: Tensor) -> dict[str, 
         if not part:
             found[name] = tensor
         elif part == _CODES:
-            from torchao.optim.subclass_8bit import OptimState8bit
-
             scale = plain[f"{name}.{_SCALE}"]
-            state = OptimState8bit.zeros(tensor.shape, name == "exp_avg", tensor.numel() // scale.numel(), parameter.device,
-                                         dtype=parameter.dtype)  # only the first moment has a sign
+            state = _zeros_8bit(name, tensor, parameter, tensor.numel() // scale.numel())
             state.codes.copy_(tensor)
             state.scale.copy_(scale)
             found[name] = state
     return found
+
+
+def to_8bit(name: str, moment: Tensor) -> Tensor:
+    """A moment in 8 bits. If it was in 8 bits before, in the same blocks, it has the same bits again."""
+    found = _zeros_8bit(name, moment, moment, _BLOCK)
+    return found.copy_(moment)
+
+
+def from_8bit(moment: Tensor) -> Tensor:
+    """A moment in the parameter's data type, whether it is in 8 bits or not."""
+    return moment.dequantize(moment.dtype) if _is_8bit(moment) else moment  # type: ignore[call-arg]
+
+
+def _zeros_8bit(name: str, like: Tensor, parameter: Tensor, block: int) -> Any:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    signed = name == "exp_avg"  # only the first moment has a sign
+    return OptimState8bit.zeros(like.shape, signed, block, parameter.device, dtype=parameter.dtype)
 
 
 def _is_8bit(value: Any) -> bool:

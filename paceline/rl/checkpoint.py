@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from paceline.files import DamagedFile, atomic_write, damaged, flush_to_disk, load_tensors, read_json, save_tensors
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
-from paceline.optim import fits_8bit, is_8bit_state, plain_state, restored_state
+from paceline.optim import fits_8bit, from_8bit, is_8bit_state, plain_state, restored_state, to_8bit
 from paceline.rl.adapters import adapter_matrices, decoder_of, unadapted_parameters, write_adapter
 from paceline.rl.learner import Learner
-from paceline.rl.ranks import full, local, sharded_like, trained
+from paceline.rl.ranks import full, local, put_together, sharded_like, trained
 
 _POLICY, _ADAPTER, _DRAFTER = "policy", "adapter", "drafter"
 _TENSORS, _STATE = "trainer.safetensors", "state.json"
@@ -183,11 +184,12 @@ def restore(learner: Learner, checkpoint: Path) -> None:
             match = re.fullmatch(rf"optimizer\.{number}\.(\d+)\.([\w.]+)", name)
             if match:
                 index = int(match[1])
-                moments.setdefault(index, {})[match[2]] = sharded_like(tensor, parameters[index])
+                moments.setdefault(index, {})[match[2]] = tensor
         kind = learner.optimizer_config.kind
         if moments and is_8bit_state(moments) != (kind == "adamw_8bit" and any(map(fits_8bit, parameters))):
             raise ValueError(f"optimizer.kind: {kind} cannot continue from {checkpoint}, which another kind has written")
-        state = {index: restored_state(one, parameters[index]) for index, one in moments.items()}
+        state = {index: {name: _sharded_moment(name, whole, parameters[index])
+                         for name, whole in restored_state(one, parameters[index]).items()} for index, one in moments.items()}
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     learner.require_finite()
 
@@ -198,26 +200,59 @@ ShardState = dict[str, np.ndarray]
 
 def shard_state(learner: Learner) -> ShardState:
     """A copy of this rank's part of the training's state, in the host's memory."""
-    return {name: local(tensor.detach()).cpu().numpy().copy() for name, tensor in _trained_tensors(learner).items()}
+    parts = {name: local(tensor) for name, tensor in _trained_weights(learner).items()}
+    for prefix, _, moments in _moments(learner):
+        own = plain_state({name: local(moment) for name, moment in moments.items()})
+        parts |= {prefix + name: tensor for name, tensor in own.items()}
+    return {name: part.detach().cpu().numpy().copy() for name, part in parts.items()}
 
 
 @torch.no_grad()
 def load_shard(learner: Learner, state: ShardState) -> None:
     """Continue from what `shard_state` has returned on a rank of the same number."""
+    parts = {name: torch.from_numpy(part.copy()) for name, part in state.items()}
+    for name, weight in _trained_weights(learner).items():
+        local(weight).copy_(parts[name])
     for number, optimizer in enumerate(learner.optimizers):
+        found = {}
         for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             prefix = f"optimizer.{number}.{index}."
-            for name in [name.removeprefix(prefix) for name in state if name.startswith(prefix)]:
-                optimizer.state[parameter][name] = torch.tensor(0.0) if name == "step" else torch.zeros_like(parameter)
-    for name, tensor in _trained_tensors(learner).items():
-        local(tensor).copy_(torch.from_numpy(state[name].copy()))
+            own = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+            found[index] = {name: part if name == "step" else put_together(part.to(parameter.device), parameter)
+                            for name, part in restored_state(own, local(parameter)).items()}
+        optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _trained_tensors(learner: Learner) -> dict[str, Tensor]:
-    """All trained weights and the optimizer state."""
+def _trained_weights(learner: Learner) -> dict[str, Tensor]:
     modules = {"policy": learner.policy, **({} if learner.critic is None else {"critic": learner.critic})}
-    return {**{f"{which}.{name}": p for which, module in modules.items() for name, p in trained(module)},
-            **_optimizer_tensors(learner)}
+    return {f"{which}.{name}": p for which, module in modules.items() for name, p in trained(module)}
+
+
+def _moments(learner: Learner) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    """Prefix of its names in files, parameter and optimizer state, for every parameter that has one."""
+    for number, optimizer in enumerate(learner.optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, moments in optimizer.state_dict()["state"].items():
+            yield f"optimizer.{number}.{index}.", parameters[index], moments
+
+
+def _sharded_moment(name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a moment that every rank has as a whole. Its blocks of 8 bits begin anew with the part."""
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    plain = from_8bit(whole)
+    sharded = sharded_like(plain, parameter)
+    if plain is whole or not fits_8bit(local(sharded)):
+        return sharded
+    return put_together(to_8bit(name, local(sharded)), parameter)
+
+
+def _whole_moment(name: str, moment: Tensor, parameter: Tensor, is_8bit: bool) -> Tensor:
+    """The moment as one process has it. All ranks must call this."""
+    if not isinstance(moment, DTensor):
+        return moment
+    whole = full(put_together(from_8bit(local(moment)), parameter))  # not all ranks need have theirs in 8 bits
+    return to_8bit(name, whole) if is_8bit and fits_8bit(whole) else whole
 
 
 def plain_policy(learner: Learner) -> Decoder:
@@ -237,16 +272,19 @@ def plain_policy(learner: Learner) -> Decoder:
 def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
     """Adapters, critic and optimizer state; nothing on ranks other than the first, which only take part in the exchange."""
     found: dict[str, Tensor] = {}
-    for name, tensor in {**_extra_parameters(learner), **_optimizer_tensors(learner)}.items():
-        whole = full(tensor.detach()).contiguous()
+
+    def keep(name: str, whole: Tensor) -> None:
         if not learner.ranks.rank:
-            found[name] = whole.cpu() if learner.ranks.size > 1 else whole
+            found[name] = whole.contiguous().cpu() if learner.ranks.size > 1 else whole.contiguous()
+
+    for name, tensor in _extra_parameters(learner).items():
+        keep(name, full(tensor.detach()))
+    is_8bit = learner.optimizer_config.kind == "adamw_8bit"
+    for prefix, parameter, moments in _moments(learner):
+        for name, moment in moments.items():
+            for part, tensor in plain_state({name: _whole_moment(name, moment.detach(), parameter, is_8bit)}).items():
+                keep(prefix + part, tensor)
     return found
-
-
-def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    return {f"optimizer.{number}.{index}.{key}": value for number, optimizer in enumerate(learner.optimizers)
-            for index, moments in optimizer.state_dict()["state"].items() for key, value in plain_state(moments).items()}
 
 
 def _extra_parameters(learner: Learner) -> dict[str, Tensor]:

@@ -89,6 +89,13 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def put_together(part: Tensor, like: Tensor) -> Tensor:
+    """The sharded tensor of which this rank has `part`, sharded as `like` is; the inverse of `local`."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and values of the parameters that are trained."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

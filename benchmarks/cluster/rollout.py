@@ -30,14 +30,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-import ray
 
 from benchmarks.cluster.calibrated import CalibratedSpec
 from benchmarks.lib.results import ROOT, Report, add_result_arguments
 from paceline.cluster.coordinator import Coordinator, Decide
 from paceline.cluster.messages import to_payload
 from paceline.cluster.policy import decide
-from paceline.cluster.ray_runtime import RayRuntime, start_ray
+from paceline.cluster.ray_runtime import RayRuntime
+from paceline.cluster.ray_session import RaySession
 from paceline.cluster.types import Action, ClusterView, Migrate, PolicyConfig
 from paceline.engine.migration import RequestState
 from paceline.sim import SimConfig, Workload, read_lengths, sample_workload, simulate
@@ -63,7 +63,7 @@ def main() -> None:
     print(f"Calibrated steps, not a GPU: each lasts {args.stretch:g} times what the H200's cost curve says, and times are "
           f"divided by that again. {args.requests} answers, lengths divided by {args.scale}, on {args.workers} processes, "
           f"{os.cpu_count()} cores.", flush=True)
-    start_ray()
+    session = RaySession()
     bench = Bench(args, curve, quality)
     try:
         predicted = compare(work, curve, quality, sim_config(args, args.workers), args.trainers)
@@ -78,7 +78,7 @@ def main() -> None:
         report.content["reached"] = reached(report.content)
         report.save()
     finally:
-        ray.shutdown()
+        session.close()
     print(f"1 worker: {report.content['one_worker']}\npause of a migration: {report.content['pause']}")
     print("\n".join(f"{'reached' if ok else 'MISSED':8} {name}: {value:.3g} (goal {GOALS[name]:g})"
                     for name, (value, ok) in report.content["reached"].items()))

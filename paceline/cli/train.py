@@ -15,12 +15,12 @@ from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import progress_goes_to, say
 from paceline.cli.report import BrowserView
 from paceline.config import ConfigError, TrainConfig
-from paceline.models.weights import resolve_device
 from paceline.report import RunFigures, TrainView, read_metrics
 from paceline.spot.alarms import Alarm
 from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
 from paceline.trainer.config_files import with_source
+from paceline.trainer.device import run_device
 from paceline.trainer.validation import check_config
 from paceline.types import RolloutGroup, StepResult
 
@@ -62,7 +62,7 @@ class TerminalView(TrainerCallback):
     """Shows a run in the terminal: a live panel, or lines if stderr is not a terminal."""
 
     def __init__(self, config: TrainConfig) -> None:
-        device = resolve_device(config.device)
+        device = run_device(config)
         title = f"{config.algorithm} on {config.task}: {config.model}, {config.dtype}, {device}"
         console = Console(stderr=True)
         self.is_live = console.is_terminal and not console.is_dumb_terminal

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.cluster.book import RequestBook
@@ -33,6 +34,7 @@ from paceline.cluster.messages import (
     StepSums,
     TrainedDrafter,
     TrainingPreempted,
+    UseEngine,
 )
 from paceline.cluster.pace import CpuBudget, PaceModel
 from paceline.cluster.policy import decide
@@ -107,6 +109,7 @@ class Coordinator:
         self.timeline = timeline or Timeline()
         self.book = RequestBook(LengthModel())
         self.pace = PaceModel()
+        self._is_baseline, self._other = False, (LengthModel(), PaceModel(), StepSums())
         self.max_length = 0
         """Largest number of tokens of one request; 0 until a worker has reported."""
         self.sums = StepSums()
@@ -157,6 +160,21 @@ class Coordinator:
         self.drafter_version += 1
         self.timeline.record("drafter", worker=worker, version=self.drafter_version)
 
+    def use_baseline(self, baseline: bool) -> None:
+        """Generate without speculation from now on, with every worker's second engine, or with speculation again. What is learned
+        about lengths and step times in one mode is not used in the other, and sums begin anew for the baseline. There must be no
+        unfinished requests."""
+        if baseline == self._is_baseline:
+            return
+        assert not len(self.book), "all requests are finished"
+        mine, (self.book.lengths, self.pace, self.sums) = (self.book.lengths, self.pace, self.sums), self._other
+        self._other = mine
+        if baseline:
+            self.sums = StepSums()
+        self._is_baseline, self._has_changed = baseline, True
+        for worker in self._workers:
+            self.runtime.post(worker, UseEngine(baseline))
+
     def step(self, timeout_s: float | None = None) -> list[tuple[int, Rollout]]:
         """One round. Returns the ids and rollouts of requests that have finished."""
         self.advance(timeout_s)
@@ -201,7 +219,8 @@ class Coordinator:
         view = self._view()
         running = view.requests.remaining[view.requests.worker >= 0]
         self._max_pause_s = _MAX_PAUSE_SHARE * float(running.mean() * view.token_s[1]) if len(running) else 0.0
-        for action in self._decide(view, self.config):
+        config = replace(self.config, max_trainers=0) if self._is_baseline else self.config
+        for action in self._decide(view, config):
             self._act(action)
         for worker, new_round in self._trainers.new_rounds(self.runtime.place):
             self.runtime.post(worker, StartTraining(new_round), self._drafter)
@@ -275,6 +294,8 @@ class Coordinator:
             self._cancel_everywhere(event.request)
         self.book.finish(event.request, len(event.rollout.token_ids))
         self._finished.append((event.request, event.rollout))
+        if self._is_baseline:
+            return  # nobody drafts
         for other in self.book.sibling_workers(event.request):
             if other != worker:
                 self._texts.setdefault(other, []).append((event.rollout.prompt_ids, event.rollout.token_ids))
@@ -302,6 +323,8 @@ class Coordinator:
             if self.book.restart(request, lost.worker) >= _MAX_CRASHES:
                 self._give_up(request)
         self.runtime.start(lost.worker)
+        if self._is_baseline:
+            self.runtime.post(lost.worker, UseEngine(True))
 
     def _give_up(self, request: int) -> None:
         """End a request that kills whichever worker it is on; the others go on."""

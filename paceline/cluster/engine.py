@@ -27,10 +27,11 @@ class ClusterEngine:
     select = None
     """Each worker's engine has a selector of its own."""
 
-    def __init__(self, coordinator: Coordinator, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, coordinator: Coordinator, tokenizer: Any, vocab_size: int, is_baseline: bool = False) -> None:
+        """`is_baseline`: generate with the workers' second engines, which do not speculate."""
+        self._is_baseline = is_baseline
         self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, vocab_size
         self.version, self._steps, self._seconds = 0, 0, 0.0
-        self._last_step = 0.0
 
     def wait_until_ready(self) -> None:
         """Wait for the first worker."""
@@ -52,6 +53,7 @@ class ClusterEngine:
         check(prompt_ids, params, n, self.tokenizer, self._vocab_size, self.coordinator.max_length)
         if seeds is None:
             seeds = [derive_seed(params.seed, prompt_ids if key is None else key, sample) for sample in range(n)]
+        self.coordinator.use_baseline(self._is_baseline)
         states = [RequestState(prompt_ids, replace(params, seed=seed), 0, sample) for sample, seed in enumerate(seeds)]
         return self.coordinator.submit(states, hashlib.blake2b(repr(prompt_ids).encode(), digest_size=12).hexdigest())
 
@@ -79,11 +81,8 @@ class ClusterEngine:
         payload = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
         self.coordinator.publish_policy(to_payload(payload), self.version)
 
-    def sleep(self, weights: bool = False) -> None:
-        """The workers free their engines' memory themselves when they train."""
-
     def wake(self) -> None:
-        """The workers do that themselves."""
+        """Nothing to do: engines of workers sleep while the workers train the policy, and wake when its weights are published."""
 
     def strategy_steps(self) -> dict[str, int]:
         """Number of engine steps by strategy, over all workers, since `reset_stats`."""

@@ -88,6 +88,14 @@ class LearnText:
     """Prompt and answer of each, as token ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class UseEngine:
+    """Generate with the second engine from now on, which does not speculate (`compare_off`), or with the first one again.
+    Whatever the worker still holds is dropped."""
+
+    baseline: bool
+
+
 # -- worker to worker
 
 
@@ -127,8 +135,8 @@ class Arrive:
     """Time of the source when the request stopped there."""
 
 
-Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | LearnText | FirstPages | PagesReady
-           | Arrive)
+Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | LearnText | UseEngine | FirstPages
+           | PagesReady | Arrive)
 
 
 # -- worker to coordinator

@@ -13,17 +13,16 @@ import time
 import traceback
 from collections.abc import Sequence
 from itertools import count
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import ray
-from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.learning import Meeting, WorkerDied
 from paceline.cluster.messages import Lost, Message, Report
+from paceline.cluster.ray_session import RaySession
 from paceline.cluster.rendezvous import serve_store
 from paceline.cluster.worker import Send, Worker
 
@@ -38,6 +37,8 @@ _SILENT_S = 120.0
 """A worker that has not reported for so long, once it was ready, is killed and counts as lost."""
 _NOTICE_S = 10.0
 """Seconds in which workers that train together must notice that one of them has died."""
+_RESERVE_S = 30.0
+"""Seconds between two warnings that Ray does not have what the workers need."""
 _MAX_FAILED_STARTS = 3
 """A worker that dies so many times in a row before its first report cannot be started at all."""
 
@@ -56,28 +57,35 @@ class RayRuntime:
         """`address`: None starts Ray on this machine, on the loopback interface, unless it is already running; "auto" joins the
         cluster that this machine belongs to. `num_cpus`, `num_gpus`: what Ray reserves for each worker."""
         self.num_workers, self._spec = num_workers, spec
-        self._folder, self._places = TemporaryDirectory(prefix="paceline-"), count()
+        self._places, self._starts = count(), count()
         self._store: Any = None
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            start_ray(address)
-        self._is_local = address is None and (self._owns_ray or len(ray.nodes()) == 1)
         self._group: PlacementGroup | None = None
         self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0}
-        if num_cpus or num_gpus:
-            bundle = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
-            self._group = placement_group([bundle] * num_workers, strategy="PACK")
-            ray.get(self._group.ready())
-        self._starts = count()
         self._actors: dict[int, Any] = {}
         self._incarnation: dict[int, int] = {}
         self._numbers: dict[int, count[int]] = {}
         self._unsent: dict[int, list[Message]] = {}
         self._reports: dict[Any, tuple[int, float]] = {}  # pending report → worker, and when it was asked for
         self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
-        for worker in range(num_workers):
-            self._launch(worker)
-        self._connect()
+        self._session = RaySession(address)
+        try:
+            self._reserve(num_cpus, num_gpus)
+            for worker in range(num_workers):
+                self._launch(worker)
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, num_cpus: float, num_gpus: float) -> None:
+        """Reserve what every worker needs, and wait until Ray has it."""
+        bundle = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
+        if not bundle:
+            return
+        self._group = placement_group([bundle] * self.num_workers, strategy="PACK")
+        while not self._group.wait(_RESERVE_S):
+            logger.warning("waiting until Ray has %d times %s; it has %s", self.num_workers, bundle, {
+                name: amount for name, amount in ray.available_resources().items() if name in bundle})
 
     def start(self, worker: int) -> None:
         self._launch(worker)
@@ -117,8 +125,8 @@ class RayRuntime:
     def place(self) -> str:
         """A new place for workers to meet: a file if they are all on this machine."""
         number = next(self._places)
-        if self._is_local:
-            return f"{self._folder.name}/{number}"
+        if self._session.is_local:
+            return f"{self._session.folder}/{number}"
         if self._store is None:
             self._store = serve_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}/{number}"
@@ -138,9 +146,7 @@ class RayRuntime:
         self._actors.clear()
         if self._group is not None:
             remove_placement_group(self._group)
-        if self._owns_ray:
-            ray.shutdown()
-        self._folder.cleanup()
+        self._session.close()
 
     def _launch(self, worker: int) -> None:
         options = dict(self._options)
@@ -183,21 +189,6 @@ class RayRuntime:
     def _connect(self) -> None:
         for actor in self._actors.values():
             actor.connect.remote(dict(self._actors), dict(self._incarnation))
-
-
-def start_ray(address: str | None = None) -> None:
-    """Join a cluster, or start Ray here so that it listens on the loopback interface only, and leave logging alone."""
-    if address is not None:
-        ray.init(address=address, configure_logging=False)
-        return
-    # Ray replaces a loopback address by one that other nodes can reach, unless this switch of its own is off.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, configure_logging=False)
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-        del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
 
 
 class _Calls:

@@ -22,6 +22,7 @@ from paceline.cluster.coordinator import Coordinator, Runtime
 from paceline.cluster.engine import ClusterEngine
 from paceline.cluster.learning import LearnerRuntime, RankLearner, ShardedLearner
 from paceline.cluster.ray_runtime import RayRuntime
+from paceline.cluster.ray_session import num_gpus
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.training import DrafterTraining, load_trained, save_trained
 from paceline.cluster.types import PolicyConfig
@@ -35,6 +36,7 @@ from paceline.rl.checkpoint import drafter_folder, policy_folder
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer
 from paceline.trainer import Trainer
+from paceline.trainer.device import are_workers_elsewhere
 from paceline.trainer.drafter import OnlineDrafterTrainer, training_config
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import engine_for, make_drafter
@@ -51,21 +53,35 @@ class TrainWorkerSpec:
         config = self.config
         torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.cluster.workers))
         model, tokenizer = load_model(resolve_model(config.model), config.device, config.dtype)
-        engine = engine_for(config, model, tokenizer, speculate=True)
-        if config.device.startswith("cuda"):
-            engine.warm_up(config.rollout.prompts * config.rollout.group_size)
+        engine, baseline = engine_for(config, model, tokenizer, speculate=True), None
+        if config.compare_off:
+            second, _ = load_model(resolve_model(config.model), config.device, config.dtype)
+            baseline = engine_for(config, second, tokenizer, speculate=False)
+        for each in (engine, baseline):
+            if each is not None:
+                each.warm_up(config.rollout.prompts * config.rollout.group_size)
         eagle, training = engine.drafting.eagle, None
         if eagle is not None and config.train_drafter and config.cluster.spot_training:
             training = DrafterTraining(engine, training_config(config, eagle.module), int(config.drafter_buffer_gb * 2**30))
         learner = RankLearner(config, worker_id) if config.cluster.shard_training else None
-        return Worker(worker_id, engine, send, training, learner=learner, gpu=gpu_of(engine.model.norm.device))
+        return Worker(worker_id, engine, send, training, learner=learner, gpu=gpu_of(engine.model.norm.device), baseline=baseline)
 
 
 class ClusterTrainer(Trainer):
     """A `Trainer` whose rollouts are generated on several workers (`config.cluster`). Tokens are those of one worker."""
 
+    has_workers = True
     engine: ClusterEngine  # type: ignore[assignment]
+    baseline: Engine | None = None
     _coordinator: Coordinator | None = None
+    _phase, _since = "", 0.0  # the present phase, and when it began
+
+    def _resolve_device(self) -> str:
+        """The workers' device, which this process need not have."""
+        config, address = self.config, self.config.cluster.address
+        if config.device == "auto" and address is not None and are_workers_elsewhere(config):
+            return "cuda" if num_gpus(address) > 0 else "cpu"
+        return super()._resolve_device()
 
     def _close(self) -> None:
         if self._coordinator is not None:
@@ -73,8 +89,6 @@ class ClusterTrainer(Trainer):
 
     def _load(self) -> None:
         super()._load()
-        if self.config.cluster.carry_over and (self.baseline is not None or self.evaluator is not None):
-            raise ValueError("cluster.carry_over: unfinished answers would be in the way of compare_off and of evaluations")
         self.collector.max_open = int(self.config.cluster.carry_over * self.config.rollout.prompts)
 
     def _make_coordinator(self) -> Coordinator:
@@ -87,29 +101,41 @@ class ClusterTrainer(Trainer):
             self._coordinator = self._make_coordinator()
         if not self.config.cluster.shard_training:
             return super()._make_learner(checkpoint)
-        if self.config.compare_off:
-            raise ValueError("compare_off: it needs the whole policy in this process, which cluster.shard_training = false gives")
         learner = ShardedLearner(self.config, self._coordinator, cast(LearnerRuntime, self._coordinator.runtime))
         self.checkpoints.write = lambda _learner, folder, _tokenizer: learner.save(folder)
         return cast(Learner, learner), learner.load(checkpoint)  # what the trainer uses of a learner, this has as well
 
-    def _make_engine(self) -> Engine:
+    def _make_cluster_engine(self, is_baseline: bool) -> ClusterEngine:
         assert self._coordinator is not None
         vocab_size = open_checkpoint(resolve_model(self.config.model)).config.vocab_size
-        engine = ClusterEngine(self._coordinator, self.tokenizer, vocab_size)
+        return ClusterEngine(self._coordinator, self.tokenizer, vocab_size, is_baseline)
+
+    def _make_baseline(self) -> Engine | None:
+        """The same workers without speculation."""
+        return cast(Engine, self._make_cluster_engine(is_baseline=True)) if self.config.compare_off else None
+
+    def _make_engine(self) -> Engine:
+        engine = self._make_cluster_engine(is_baseline=False)
+        assert self._coordinator is not None
         trained = load_trained(self._drafter_file)
         if trained is not None:
             self._coordinator.publish_drafter(trained)
-        self.engine = engine
-        self._publish_to(engine, self.learner, self.state.step)
-        return cast(Engine, engine)  # what the trainer uses of an engine, a cluster has as well
+        found = cast(Engine, engine)  # what the trainer uses of an engine, a cluster has as well
+        self._publish_to(found, self.learner, self.state.step)
+        return found
 
-    def _publish_to(self, engine: Any, learner: Learner, version: int) -> None:
-        if isinstance(learner, ShardedLearner) and engine is self.engine:
+    def _publish_to(self, engine: Engine, learner: Learner, version: int) -> None:
+        """Workers update both of their engines."""
+        if engine is self.baseline:
+            return
+        if isinstance(learner, ShardedLearner):
             learner.publish(version)
-            self.engine.version = version
+            engine.version = version
         else:
             super()._publish_to(engine, learner, version)
+
+    def _sleep(self) -> None:
+        """The workers free their engines' memory themselves, before they train."""
 
     def _make_runtime(self) -> Runtime:
         config, cluster = self.config, self.config.cluster
@@ -121,22 +147,23 @@ class ClusterTrainer(Trainer):
 
     def _warm_up(self) -> None:
         self.engine.wait_until_ready()
-        if self.baseline is not None:
-            self._warm_up_engine(self.baseline)
         gc.collect()
         gc.freeze()  # what exists by now stays, and looking at it takes a quarter of the coordinator's time
 
     def _collect(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
-        timeline = self.engine.coordinator.timeline
-        began = timeline.now
         groups = super()._collect(cursor, count, timer)
-        self._shares = {f"cluster/{state}": share for state, share in timeline.shares(began, timeline.now).items()}
-        self.engine.coordinator.step(0.0)  # generation has ended: drafter training stops now, not when the next step begins
+        coordinator = self.engine.coordinator
+        coordinator.use_baseline(False)
+        coordinator.step(0.0)  # generation has ended: drafter training stops now, not when the next step begins
         return groups
 
     def _on_phase(self, phase: str) -> None:
         super()._on_phase(phase)
-        self.engine.coordinator.timeline.record("phase", name=phase)
+        timeline = self.engine.coordinator.timeline
+        if self._phase == "generate":  # it has ended; comparing and grading are other phases
+            self._shares = {f"cluster/{state}": share for state, share in timeline.shares(self._since, timeline.now).items()}
+        self._phase, self._since = phase, timeline.now
+        timeline.record("phase", name=phase)
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         self._strategy_steps = Counter(self.engine.strategy_steps())

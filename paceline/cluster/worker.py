@@ -44,6 +44,7 @@ from paceline.cluster.messages import (
     Stayed,
     StepSums,
     TrainingPreempted,
+    UseEngine,
     WorkerLimits,
 )
 from paceline.cluster.training import DrafterTraining
@@ -59,6 +60,7 @@ _RESERVED_S = 60.0
 
 Send = Callable[[int, Message], None]
 """Sends a message to another worker."""
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 @dataclass(slots=True)
@@ -85,18 +87,19 @@ class Worker:
 
     def __init__(self, worker_id: int, engine: Engine, send: Send, training: DrafterTraining | None = None,
                  clock: Callable[[], float] = time.time, learner: RankLearner | None = None, tell_s: float = 5.0,
-                 gpu: str = "") -> None:
+                 gpu: str = "", baseline: Engine | None = None) -> None:
         """`training`: None if this worker does not train a drafter. `clock`: the same for all workers. `learner`: its part of the
         policy's training, if the workers train the policy. `tell_s`: seconds between two reports of new tokens; so much
-        generation is repeated if this worker dies. `gpu`: which one it is on (`WorkerLimits.gpu`)."""
+        generation is repeated if this worker dies. `gpu`: which one it is on (`WorkerLimits.gpu`). `baseline`: an engine that
+        does not speculate, for comparison."""
         self.id, self.engine, self.training, self.learner = worker_id, engine, training, learner
+        self._engines = [engine] if baseline is None else [engine, baseline]
+        self._lacks_weights = False  # the engines sleep and have discarded them
         self._calls: deque[tuple[str, tuple[Any, ...], Future[Any]]] = deque()
         self._is_updating = False
         self._send, self._clock = send, clock
         self._told_at, self._tell_s = clock(), tell_s
-        scheduler = engine.scheduler
-        kv_tokens = scheduler.pages.num_pages * scheduler.pages.page_size
-        self._limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length, gpu)
+        self._gpu = gpu
         self._inbox: deque[tuple[Message, Any, float]] = deque()
         self._held: dict[int, _Held] = {}
         self._by_local: dict[int, int] = {}
@@ -156,7 +159,10 @@ class Worker:
         with self._sums_lock:
             sums, self._sums = self._sums, StepSums()
         can_train = self.training is not None and self.training.has_data
-        return Report(self.id, self.state, self._limits, self.policy_version, self.drafter_version, can_train, events, progress,
+        scheduler = self.engine.scheduler
+        kv_tokens = scheduler.pages.num_pages * scheduler.pages.page_size
+        limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length, self._gpu)
+        return Report(self.id, self.state, limits, self.policy_version, self.drafter_version, can_train, events, progress,
                       tokens, sums)
 
     # -- generation
@@ -227,7 +233,8 @@ class Worker:
             case Cancel():
                 self._cancel(message)
             case SetPolicy(version):
-                self._set_policy(load(bytes(payload)), version)
+                weights = load(bytes(payload))
+                self._set_policy(lambda: weights, version)
             case SetDrafter(version):
                 assert self.training is not None, "a drafter is published only if workers train it"
                 self.training.install(payload)
@@ -242,10 +249,22 @@ class Worker:
             case LearnText(answers):
                 for prompt_ids, token_ids in answers:
                     self.engine.drafting.learn_text(prompt_ids, token_ids)
+            case UseEngine(baseline):
+                self._stop_training(posted_at)
+                self._use_engine(self._engines[baseline])
 
-    def _set_policy(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.engine.update_weights(weights, version)
-        self.policy_version = version
+    def _use_engine(self, engine: Engine) -> None:
+        for request in list(self._held):
+            self._drop(request)
+        for request in list(self._reserved):
+            self._release(request)
+        self.engine = engine
+
+    def _set_policy(self, weights: Callable[[], Weights], version: int) -> None:
+        """Update every engine. `weights` is called once for each."""
+        for engine in self._engines:
+            engine.update_weights(weights(), version)
+        self.policy_version, self._lacks_weights = version, False
         if self.training is not None:
             self.training.policy_changed()
 
@@ -254,9 +273,9 @@ class Worker:
         assert self.learner is not None, "this worker takes no part in the policy's training"
         self._stop_training(self._clock())
         self._is_updating = True
-        if method == "infer" and self.learner.frees_engine and not self._held:
-            self.engine.sleep(weights=True)
         try:
+            if method in ("infer", "update") and self.learner.frees_engine:
+                self._sleep()
             call = self._publish if method == "publish" else getattr(self.learner, method)
             future.set_result(call(*args))
         except Exception as error:
@@ -264,14 +283,22 @@ class Worker:
         finally:
             self._is_updating = False
 
+    def _sleep(self) -> None:
+        """Free the engines' memory until the next publication brings new weights."""
+        for engine in self._engines:
+            engine.sleep("discard")
+        self._lacks_weights = True
+
     def _publish(self, version: int) -> None:
         assert self.learner is not None
-        if self.policy_version == version:  # only another worker, which was started again, needs it
-            for _ in self.learner.weights():
-                pass
+        for engine in self._engines:
+            engine.wake()
+        if self.policy_version == version and not self._lacks_weights:  # only another worker, which was started again, needs it
+            for _ in self._engines:
+                for _ in self.learner.weights():
+                    pass
         else:
-            self._set_policy(self.learner.weights(), version)
-        self.engine.wake()
+            self._set_policy(self.learner.weights, version)
 
     def _has_newer(self, request: int, epoch: int) -> bool:
         """Whether the request is here for a later stay than this one, which is outdated then."""

@@ -19,11 +19,12 @@ from paceline.drafters.checkpoint import read_eagle_config
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.weights import open_checkpoint, parse_dtype, resolve_device
+from paceline.models.weights import open_checkpoint, parse_dtype
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
 from paceline.spot import SpotConfig, capture_layers
 from paceline.spot.losses import MAX_LOGITS
+from paceline.trainer.device import run_device
 from paceline.trainer.feature_downloads import MAX_PENDING_BYTES
 from paceline.trainer.validation import setting_problems
 
@@ -121,8 +122,8 @@ class MemoryPlan(NamedTuple):
 def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan | None:
     """The memory plan of a run on a device with so many bytes (default: its GPU's, or a worker's share of that); None if the
     model's files are not on this machine yet."""
-    source, device = resolve_model(config.model), resolve_device(config.device)
-    if capacity is None and device.startswith("cuda"):
+    source, device = resolve_model(config.model), run_device(config)
+    if capacity is None and device.startswith("cuda") and torch.cuda.is_available():
         capacity = int(gpu_share(config) * torch.cuda.mem_get_info(device)[1])
     if not Path(source).expanduser().exists():
         return None
@@ -132,7 +133,7 @@ def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan 
 def check_memory(config: TrainConfig) -> None:
     """ValueError with the memory plan, in one line, if the run cannot fit on its GPU, not even with a KV cache for a single
     answer."""
-    device = resolve_device(config.device)
+    device = run_device(config)
     plan = memory_plan(config) if device.startswith("cuda") else None
     if plan is not None and not plan.fits(config.rollout.max_new_tokens):
         items = "; ".join(" ".join(line.split()) for line in str(plan).splitlines())
@@ -285,7 +286,7 @@ def _drafter_items(config: TrainConfig, shape: ModelConfig, answer_tokens: int) 
                      + heads, is_later=True)
     if not is_trained:
         return
-    yield MemoryItem("training of the drafter", drafter_training_bytes(spot, drafter, dtype, resolve_device(config.device)),
+    yield MemoryItem("training of the drafter", drafter_training_bytes(spot, drafter, dtype, run_device(config)),
                      "generation", is_later=True)
     if not several:
         waiting = min(answer_tokens * _feature_size(config, shape) * dtype.itemsize, MAX_PENDING_BYTES)

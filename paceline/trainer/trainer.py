@@ -19,7 +19,6 @@ from paceline.drafters.checkpoint import save_eagle
 from paceline.engine import Engine
 from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
-from paceline.models.weights import resolve_device
 from paceline.optim import NonFiniteError
 from paceline.report import EventLog, RolloutTrace, RunFigures, read_metrics, read_traces
 from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder, read_state
@@ -31,6 +30,7 @@ from paceline.strategy import AutoSelector
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.config_files import dump_config
+from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
@@ -55,6 +55,8 @@ class Trainer:
     Nothing is printed: what a run has to say goes to `callbacks`, to `logging` and into the run folder.
     """
 
+    has_workers = False
+    """Whether other processes generate."""
     folder: RunFolder
     state: RunState
     """Number of steps done and prompts used."""
@@ -85,8 +87,10 @@ class Trainer:
         """Does all remaining steps. Wrong settings are a ValueError; a KeyboardInterrupt ends the run and is part of the
         result."""
         given = self.config
+        if given.cluster.needs_ray and not self.has_workers:
+            raise ValueError("cluster: several workers need paceline.cluster.trainer.ClusterTrainer")
         self._task = check_config(given, self.resume, self._task)
-        self.config = config = given.model_copy(update={"device": resolve_device(given.device)})
+        self.config = config = given.model_copy(update={"device": self._resolve_device()})
         check_memory(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -106,6 +110,9 @@ class Trainer:
                 self.folder.discard()
         self._notify(lambda callback: callback.on_run_end(result))
         return result
+
+    def _resolve_device(self) -> str:
+        return run_device(self.config)
 
     # Loading
 
@@ -169,8 +176,6 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def _make_engine(self) -> Engine:
-        if self.config.cluster.needs_ray:
-            raise ValueError("cluster: several workers need paceline.cluster.trainer.ClusterTrainer")
         return make_engine(self.config, self.learner, self.tokenizer, speculate=True)
 
     def _make_baseline(self) -> Engine | None:
@@ -281,9 +286,12 @@ class Trainer:
 
     def _on_phase(self, phase: str) -> None:
         if phase == "infer" and self.config.sleep_during_update:  # generation and drafter training are over
-            for engine in self._engines():  # which get new weights when they wake
-                engine.sleep("discard", keep=shared_weights(self.learner))
+            self._sleep()
         self._notify(lambda callback: callback.on_phase(phase))
+
+    def _sleep(self) -> None:
+        for engine in self._engines():  # which get new weights when they wake
+            engine.sleep("discard", keep=shared_weights(self.learner))
 
     def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:
         if engine is not self.engine:

@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
 from paceline.engine.build import check_speculation, require_drafter
 from paceline.kernels import choose_backend
-from paceline.models.weights import check_device, check_model, parse_dtype, resolve_device
+from paceline.models.weights import check_model, parse_dtype
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import Task, WeightedRewards, make_task
 from paceline.trainer.config_files import check_drafter_settings
+from paceline.trainer.device import check_run_device, check_worker_gpus, run_device
 from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
 from paceline.trainer.run_folder import holds_no_step, not_empty
@@ -30,7 +32,9 @@ def check_config(config: TrainConfig, resume: bool = False, task: Task | None = 
     `resume`: the run continues from its run folder, so the model that it started with need not be there. `task` is used instead
     of the one that the configuration names.
     """
-    problems = setting_problems(config, resume)
+    problems = setting_problems(config)
+    for key, check in _file_checks(config, resume):
+        problems += _problems(key, check)
     if task is None:
         found: list[Task] = []
         problems += _problems("task", lambda: found.append(make_task(config.task, **config.task_options)))
@@ -43,9 +47,9 @@ def check_config(config: TrainConfig, resume: bool = False, task: Task | None = 
     return task
 
 
-def setting_problems(config: TrainConfig, resume: bool = True) -> list[ConfigProblem]:
-    """What is wrong with the settings, apart from the task's."""
-    return [problem for key, check in _checks(config, resume) for problem in _problems(key, check)]
+def setting_problems(config: TrainConfig) -> list[ConfigProblem]:
+    """What is wrong with the settings themselves, apart from the task's and from what models and folders there are."""
+    return [problem for key, check in _checks(config) for problem in _problems(key, check)]
 
 
 def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:
@@ -56,37 +60,67 @@ def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:
             *_problems("evaluation", lambda: split_task(config, task))]
 
 
-def _checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What must not raise a ValueError, and which setting is wrong otherwise."""
-    yield "", lambda: check_drafter_settings(config)
-    yield ("algorithm_options" if config.algorithm in ALGORITHMS else "algorithm"), lambda: make_algorithm(
-        config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
-    yield "", lambda: _check_sampling(config)
-    if config.sleep_during_update and config.cluster.needs_ray:
-        yield "sleep_during_update", lambda: _refuse("engines of several workers do not sleep")
-    if config.cluster.needs_ray and config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
-        yield "drafter_disk_gb", lambda: _refuse("several workers keep captured answers in memory only (drafter_buffer_gb)")
-    yield "device", lambda: check_device(config.device)
-    if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
-        yield "spot.draft_vocab", lambda: _refuse("with several workers, or in a background process, a new drafter predicts all "
-                                                  "tokens; train it beforehand (paceline drafter train)")
-    yield "strategy", lambda: make_selector(config.strategy)
-    yield "drafter", lambda: _check_drafter(config)
+def _file_checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Models and folders, which may have to be looked for elsewhere."""
     if not resume:
         yield "model", lambda: check_model(config.model)
     if config.reward_model is not None:
         yield "reward_model", lambda: check_model(config.reward_model or "")
     yield "out", lambda: _check_out(Path(config.out), resume)
+
+
+def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What must not raise a ValueError, and which setting is wrong otherwise."""
+    yield "", lambda: check_drafter_settings(config)
+    yield ("algorithm_options" if config.algorithm in ALGORITHMS else "algorithm"), lambda: make_algorithm(
+        config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
+    yield "", lambda: _check_sampling(config)
+    yield "device", lambda: check_run_device(config)
+    if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
+        yield "spot.draft_vocab", lambda: _refuse("with several workers, or in a background process, a new drafter predicts all "
+                                                  "tokens; train it beforehand (paceline drafter train)")
+    yield "strategy", lambda: make_selector(config.strategy)
+    yield "drafter", lambda: _check_drafter(config)
     if config.optimizer.kind == "adamw_8bit":
         yield "optimizer.kind", lambda: _check_package("torchao", "lowmem")
-        if config.cluster.needs_ray and config.cluster.shard_training:
-            yield "optimizer.kind", lambda: _refuse("adamw_8bit does not train on several workers (cluster.shard_training)")
     if config.learner.exact_logprobs:
         yield "learner.exact_logprobs", lambda: _check_exact(config)
     if config.wandb is not None:
         yield "wandb", lambda: _check_package("wandb", "wandb")
-    if config.cluster.needs_ray:
-        yield "cluster", lambda: _check_package("ray", "cluster")
+    yield from _worker_checks(config) if config.cluster.needs_ray else _one_worker_checks(config)
+
+
+def _one_worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
+    if config.cluster.carry_over:
+        yield "cluster.carry_over", lambda: _refuse("partial rollouts need several workers (cluster.workers)")
+
+
+def _worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What several workers cannot do; the table of docs/cluster.md says the same."""
+    cluster = config.cluster
+    yield "cluster", lambda: _check_package("ray", "cluster")
+    yield "cluster.gpus_per_worker", lambda: check_worker_gpus(config)
+    yield "cluster.cpus_per_worker", lambda: _check_worker_cpus(config)
+    if config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
+        yield "drafter_disk_gb", lambda: _refuse("several workers keep captured answers in memory only (drafter_buffer_gb)")
+    if config.drafter_mode != TrainConfig.model_fields["drafter_mode"].default:
+        yield "drafter_mode", lambda: _refuse("of several workers, idle ones train the drafter (cluster.spot_training)")
+    if config.sleep_during_update and not cluster.shard_training:
+        yield "sleep_during_update", lambda: _refuse("the process that trains has no engine (cluster.shard_training = false)")
+    if cluster.carry_over:
+        others = {"compare_off": config.compare_off, "evaluation.every": config.evaluation.every > 0,
+                  "sleep_during_update": config.sleep_during_update}
+        given = " and ".join(name for name, is_given in others.items() if is_given)
+        if given:
+            yield "cluster.carry_over", lambda: _refuse(f"the engines hold unfinished answers, which {given} cannot have")
+
+
+def _check_worker_cpus(config: TrainConfig) -> None:
+    """Ray would wait for cores that this machine does not have."""
+    cluster, available = config.cluster, os.cpu_count() or 1
+    if cluster.address is None and cluster.workers * cluster.cpus_per_worker > available:
+        raise ValueError(f"{cluster.workers} workers with {cluster.cpus_per_worker:g} cores each do not fit on {available} "
+                         "core(s)")
 
 
 def _problems(key: str, check: Callable[[], Any]) -> list[ConfigProblem]:
@@ -126,10 +160,13 @@ def _check_drafter(config: TrainConfig) -> None:
 def _check_exact(config: TrainConfig) -> None:
     """The trainer and the engine have the same bits only where the engine's do not depend on the batch."""
     try:
-        device, dtype = resolve_device(config.device), parse_dtype(config.dtype) or torch.float32
+        device, dtype = run_device(config), parse_dtype(config.dtype) or torch.float32
     except ValueError:
         return  # said already
-    backend, on_gpu = choose_backend(device, dtype, config.engine.kernels), device.startswith("cuda")
+    on_gpu = device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        return  # the workers have it, and this process cannot tell
+    backend = choose_backend(device, dtype, config.engine.kernels)
     if backend.name == "torch":
         raise ValueError(f"the torch kernels ({backend.reason}) do not have the same bits in every batch; set engine.kernels = "
                          "auto and dtype = bfloat16 or float32")

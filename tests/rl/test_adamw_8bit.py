@@ -80,11 +80,3 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
     config = make_config(tmp_path, optimizer={"kind": "adamw_8bit"})
     with pytest.raises(ValueError, match=r"optimizer\.kind: the package torchao is not installed; pip install 'paceline"):
         check_config(config)
-
-
-def test_several_workers_are_refused(tmp_path):
-    config = make_config(tmp_path, optimizer={"kind": "adamw_8bit"}, cluster={"workers": 2})
-    with pytest.raises(ValueError, match=r"optimizer\.kind: adamw_8bit does not train on several workers"):
-        check_config(config)
-
-

@@ -1,0 +1,51 @@
+"""The device of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.config import TrainConfig
+from paceline.models.weights import check_device, resolve_device
+
+
+def run_device(config: TrainConfig) -> str:
+    """The device that a run generates and trains on, such as `cpu` or `cuda`. Workers on other nodes may have a GPU where this
+    process has none; then only the name is checked. Other devices that this machine does not have are a ValueError."""
+    return "cuda" if config.device == "cuda" and are_workers_elsewhere(config) else resolve_device(config.device)
+
+
+def check_run_device(config: TrainConfig) -> None:
+    """Raises a ValueError if the run, or one of its workers, cannot use the device."""
+    if not (config.device == "cuda" and are_workers_elsewhere(config)):
+        check_device(config.device)
+    if not config.cluster.needs_ray:
+        return
+    if config.device.startswith("cuda:"):
+        raise ValueError(f"{config.device}: Ray says which GPU each of several workers has; give cuda")
+
+
+def check_worker_gpus(config: TrainConfig) -> None:
+    """Raises a ValueError if Ray could not reserve the GPUs of the workers, or if they could not use them."""
+    cluster, wanted = config.cluster, config.cluster.gpus_per_worker
+    on_gpu = run_device(config).startswith("cuda")
+    if wanted is not None and wanted > 1:
+        raise ValueError(f"{wanted:g}: an engine runs on one GPU")
+    if wanted == 0 and on_gpu:
+        raise ValueError("0: workers on a GPU need a share of one")
+    if wanted and not on_gpu and config.device != "auto":
+        raise ValueError(f"{wanted:g}: the run's device is {config.device}")
+    if on_gpu and cluster.address is None:
+        available, per_gpu = torch.cuda.device_count(), int(1 / (wanted or 1.0))
+        if available * per_gpu < cluster.workers:
+            raise ValueError(f"{cluster.workers} workers with {wanted or 1.0:g} of a GPU each do not fit on {available} GPU(s); "
+                             f"set cluster.gpus_per_worker = {_share(cluster.workers, available):g}")
+
+
+def are_workers_elsewhere(config: TrainConfig) -> bool:
+    """Whether generation and training are done by workers that need not be on this machine."""
+    return config.cluster.address is not None and config.cluster.shard_training
+
+
+def _share(workers: int, gpus: int) -> float:
+    """Share of a GPU with which so many workers fit, rounded down."""
+    return int(1000 / -(-workers // max(1, gpus))) / 1000

@@ -22,6 +22,8 @@ def goals(parts: Content) -> list[Goal]:
                   for name in RATIOS if "ratio_to_vllm" in cell.get(name, {})]
         if "auto" in cell:
             found.append(Goal(f"queue through {batch}: answers that differ", cell["flips"]["flips"], 0, at_least=False))
+    found += [Goal("time to first token over HTTP: × vLLM", cell["ratio_to_vllm"], FIRST_TOKEN_RATIO, at_least=False)
+              for cell in [parts.get("http", {}).get("paceline", {})] if "ratio_to_vllm" in cell]
     found += [Goal(f"time to first token, {name}: × vLLM", cell["ratio_to_vllm"], FIRST_TOKEN_RATIO, at_least=False)
               for name, cell in parts.get("serve", {}).items() if isinstance(cell, dict) and "ratio_to_vllm" in cell]
     return found
@@ -65,6 +67,11 @@ def _sentences(content: Content) -> list[str]:
         told.append(f"With {serve['streams']} concurrent streams the time to first token is {serve['off']['median_ms']:.1f} ms"
                     + (f" (vLLM: {serve['vllm']['median_ms']:.1f} ms)" if "vllm" in serve else "")
                     + f", measured by {serve['over']}.")
+    http = parts.get("http", {})
+    if "median_ms" in http.get("paceline", {}):
+        theirs = f" ({http['vllm']['median_ms']:.1f} ms with vLLM's server)" if "median_ms" in http.get("vllm", {}) else ""
+        told.append(f"Over HTTP, with {http['streams']} streams, the time to first token is "
+                    f"{http['paceline']['median_ms']:.1f} ms with `paceline serve`{theirs}.")
     return told
 
 

@@ -99,6 +99,22 @@ def test_a_tiny_queue_is_compared_with_vllm_part_by_part(tmp_path, monkeypatch, 
     assert alone["parts"].keys() == {"queue"} and "vllm" not in alone["parts"]["queue"]["8"] and make_table(alone).rows
 
 
+def test_first_tokens_over_http_and_a_server_that_does_not_start(tmp_path, monkeypatch, vllm_site):
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [queue.__file__, "--tiny", "--allow-dirty", "--out", str(file), "--parts", "http",
+                                      "--vllm-path", str(vllm_site)])
+    queue.main()
+    found = json.loads(file.read_text())
+    http = found["parts"]["http"]
+    assert http["vllm"]["median_ms"] > 50 and http["paceline"]["median_ms"] > 0 and len(found["goals"]) == 1
+    assert http["paceline"]["ratio_to_vllm"] == pytest.approx(http["paceline"]["median_ms"] / http["vllm"]["median_ms"], rel=1e-3)
+    (vllm_site / "vllm/entrypoints/openai/api_server.py").write_text("raise ImportError('no such module')")
+    queue.main()
+    alone = json.loads(file.read_text())["parts"]["http"]
+    assert "no such module" in alone["vllm"]["error"] and alone["paceline"]["median_ms"] > 0
+    assert "Over HTTP" in make_table(json.loads(file.read_text())).sentence
+
+
 def test_no_two_prompts_of_a_queue_begin_alike():
     prompts = queue.Prompts(None, ["the same text"])
     found = [tuple(prompt[:4]) for prompt in prompts.take(6) + prompts.take(6)]

@@ -70,8 +70,6 @@ class OpenGroup:
     problem: Problem
     group: RolloutGroup
     """The answers that are finished."""
-    num_answers: int = 0
-    """Number of answers that were requested."""
     num_left: int = 0
     """Number of answers that are not finished."""
     graded: list[tuple[Rollout, Any]] = field(default_factory=list)
@@ -167,7 +165,7 @@ class RolloutCollector:
             with no_garbage_collection():
                 for problem, key in zip(problems, keys, strict=True):
                     groups.append(self._submit(requests, problem, key))
-                max_open, total = min(max_open, len(groups) - 1), sum(group.num_answers for group in groups)
+                max_open, total = min(max_open, len(groups) - 1), sum(g.num_left + len(g.group.rollouts) for g in groups)
                 while sum(group.num_left > 0 for group in groups) > max_open:
                     result, finished = self._step(requests)
                     for group, rollout in finished:
@@ -189,7 +187,7 @@ class RolloutCollector:
             if requests is self._requests:
                 self.refused.append(f"{problem.id}: {error}")
         else:
-            group.num_answers = group.num_left = self.group_size
+            group.num_left = self.group_size
         return group
 
     def _step(self, requests: RequestPool[OpenGroup]) -> PoolStep[OpenGroup]:

@@ -39,7 +39,10 @@ class RunState:
     step: int = 0
     """Number of steps done."""
     cursor: int = 0
-    """Number of prompts used."""
+    """Number of prompts used: those whose answers are finished."""
+    unfinished: tuple[int, ...] = ()
+    """Numbers of further prompts whose answers were begun (partial rollouts), in ascending order. The first prompt that was never
+    begun has the number `cursor + len(unfinished)`."""
 
 
 class Checkpoints:
@@ -123,9 +126,11 @@ class Checkpoints:
 def read_state(checkpoint: Path) -> RunState:
     """Progress of the run when the checkpoint was written. DamagedFile if it does not say so."""
     found = read_json(checkpoint / _STATE)
-    if set(found) != {"step", "cursor"} or not all(type(value) is int and value >= 0 for value in found.values()):
+    unfinished = found.pop("unfinished", [])
+    if set(found) != {"step", "cursor"} or not isinstance(unfinished, list) or not all(
+            type(value) is int and value >= 0 for value in (*found.values(), *unfinished)):
         raise DamagedFile(damaged(checkpoint / _STATE, "not the numbers of steps and prompts"))
-    return RunState(**found)
+    return RunState(**found, unfinished=tuple(unfinished))
 
 
 def policy_folder(checkpoint: Path) -> Path:

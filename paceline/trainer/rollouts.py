@@ -16,6 +16,7 @@ from paceline.engine import Engine
 from paceline.engine.pool import Owner, PoolStep, RequestPool
 from paceline.garbage import no_garbage_collection
 from paceline.generation import plain_prompt
+from paceline.rl.checkpoint import RunState
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task
 from paceline.trainer.health import GradingMonitor
@@ -32,12 +33,14 @@ class PromptStream:
     """The problems of a task in the order in which a run uses them: shuffled anew for every epoch, determined by the seed
     alone."""
 
-    def __init__(self, task: Task, seed: int, epochs: int | None) -> None:
-        """`epochs` is the maximum number of passes over the task; None: no limit."""
+    def __init__(self, task: Task, seed: int, epochs: int | None, state: RunState | None = None) -> None:
+        """`epochs` is the maximum number of passes over the task; None: no limit. `state`: the resumed run's; its unfinished
+        prompts come first, and none comes twice."""
         if not len(task):
             raise ValueError(f"task {task.name}: it has no problems")
         self.task, self.seed, self.limit = task, seed, None if epochs is None else epochs * len(task)
         self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._again = {} if state is None else dict(enumerate(state.unfinished, state.cursor))
 
     def take(self, cursor: int, count: int) -> list[Problem]:
         """The `count` problems from number `cursor` on; fewer if fewer are left. Raises OutOfPrompts if none is left."""
@@ -45,7 +48,11 @@ class PromptStream:
         if cursor >= end:
             raise OutOfPrompts
         size = len(self.task)
-        return [self.task[self._order(n // size)[n % size]] for n in range(cursor, end)]
+        return [self.task[self._order(n // size)[n % size]] for n in map(self.number, range(cursor, end))]
+
+    def number(self, cursor: int) -> int:
+        """Number of the prompt that is used when `cursor` others have been used or begun."""
+        return self._again.get(cursor, cursor)
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self.task)))
@@ -68,6 +75,8 @@ class OpenGroup:
     """A prompt whose answers are being generated."""
 
     problem: Problem
+    number: int
+    """Number of the prompt in the order of the run."""
     group: RolloutGroup
     """The answers that are finished."""
     num_left: int = 0
@@ -125,19 +134,19 @@ class RolloutCollector:
         if not carried and not problems:
             raise OutOfPrompts
         self._step_problems.update(problem.id for problem in problems)
-        keys = [f"{number}/{problem.id}" for number, problem in enumerate(problems, cursor + len(carried))]
+        numbers = [self.prompts.number(cursor + len(carried) + i) for i in range(len(problems))]
         # The two engines take turns in going first, so that a changing machine affects both alike.
         baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
-        others = self._generate_baseline(problems, keys, timer) if baseline_first else []
+        others = self._generate_baseline(problems, numbers, timer) if baseline_first else []
         began = time.perf_counter()
         with timer("generate"):
-            groups = self._generate(self._requests, carried, problems, keys, 0 if is_end else self.max_open)
+            groups = self._generate(self._requests, carried, problems, numbers, 0 if is_end else self.max_open)
         self.generation_s += time.perf_counter() - began
         finished = [group for group in groups if not group.num_left]
         with timer("reward"):
             self._collect_grades([pair for group in finished for pair in group.graded])
         if self.baseline is not None:
-            others = others or self._generate_baseline(problems, keys, timer)
+            others = others or self._generate_baseline(problems, numbers, timer)
             self._count_differences(finished, others)
         return [group.group for group in finished]
 
@@ -151,7 +160,7 @@ class RolloutCollector:
             return [], True
         return found, len(found) < count
 
-    def _generate(self, requests: RequestPool[OpenGroup], carried: list[OpenGroup], problems: list[Problem], keys: list[str],
+    def _generate(self, requests: RequestPool[OpenGroup], carried: list[OpenGroup], problems: list[Problem], numbers: list[int],
                   max_open: int) -> list[OpenGroup]:
         """Generate answers to the problems, and those of the `carried` groups that are missing, until at most `max_open` groups
         are unfinished and at least one is finished. Answers of the collector's own engine are submitted to the reward pool as
@@ -163,8 +172,8 @@ class RolloutCollector:
         groups = list(carried)
         try:
             with no_garbage_collection():
-                for problem, key in zip(problems, keys, strict=True):
-                    groups.append(self._submit(requests, problem, key))
+                for problem, number in zip(problems, numbers, strict=True):
+                    groups.append(self._submit(requests, problem, number))
                 max_open, total = min(max_open, len(groups) - 1), sum(g.num_left + len(g.group.rollouts) for g in groups)
                 while sum(group.num_left > 0 for group in groups) > max_open:
                     result, finished = self._step(requests)
@@ -178,11 +187,11 @@ class RolloutCollector:
             group.group.rollouts.sort(key=lambda rollout: rollout.sample)
         return groups
 
-    def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, key: str) -> OpenGroup:
+    def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, number: int) -> OpenGroup:
         """Request the answers of a group. The group of a problem that the engine refuses stays empty, the others go on."""
-        group = OpenGroup(problem, RolloutGroup([], key=problem.id, prompt=problem.prompt))
+        group = OpenGroup(problem, number, RolloutGroup([], key=problem.id, prompt=problem.prompt))
         try:
-            self._add(requests, problem, key, [group] * self.group_size)
+            self._add(requests, problem, f"{number}/{problem.id}", [group] * self.group_size)
         except ValueError as error:  # for example a prompt longer than the context
             if requests is self._requests:
                 self.refused.append(f"{problem.id}: {error}")
@@ -242,10 +251,10 @@ class RolloutCollector:
             while requests:  # one at a time: each may have to wait until there is memory for its features
                 yield from (rollout for _, rollout in requests.abort([next(iter(requests.owners))]))
 
-    def _generate_baseline(self, problems: list[Problem], keys: list[str], timer: PhaseTimer) -> list[OpenGroup]:
+    def _generate_baseline(self, problems: list[Problem], numbers: list[int], timer: PhaseTimer) -> list[OpenGroup]:
         assert self.baseline is not None
         with timer("generate_off"):
-            return self._generate(RequestPool(self.baseline), [], problems, keys, 0)
+            return self._generate(RequestPool(self.baseline), [], problems, numbers, 0)
 
     def _count_differences(self, groups: list[OpenGroup], others: list[OpenGroup]) -> None:
         for a, b in zip(groups, others, strict=True):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,9 @@ class Trainer:
         for engine in self._engines():
             engine.version = self.state.step
         self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries)
-        self.collector = RolloutCollector(self.engine, self.baseline, PromptStream(training_task, config.seed, config.epochs),
-                                          self.pool, config.rollout, config.seed, self._on_engine_step)
+        prompts = PromptStream(training_task, config.seed, config.epochs, self.state)
+        self.collector = RolloutCollector(self.engine, self.baseline, prompts, self.pool, config.rollout, config.seed,
+                                          self._on_engine_step)
         self.evaluator = None if held_out is None else Evaluator(
             config, self.engine, held_out, self.pool, folder.path, self.state.step, lambda line: self._warn(f"left out: {line}"))
         self._keep_best()
@@ -391,7 +393,8 @@ class Trainer:
     def _save(self) -> None:
         if self.checkpoints.latest_step() >= self.state.step:
             return
-        path = self.checkpoints.save(self.learner, self.state, self.tokenizer, self._save_drafter)
+        state = replace(self.state, unfinished=tuple(sorted(group.number for group in self.collector.open_groups)))
+        path = self.checkpoints.save(self.learner, state, self.tokenizer, self._save_drafter)
         if self.drafter_trainer is not None:
             self.drafter_trainer.save()
         logger.info("checkpoint of step %d: %s", self.state.step, path)

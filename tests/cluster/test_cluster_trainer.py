@@ -21,7 +21,9 @@ from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import load_eagle
 from paceline.models.weights import load_model
+from paceline.rl.checkpoint import read_state
 from paceline.trainer import RunStatus, Trainer, TrainerCallback
+from paceline.trainer.rollouts import PromptStream
 
 
 class LocalTrainer(ClusterTrainer):
@@ -138,6 +140,25 @@ def test_unfinished_answers_continue_in_the_next_step(tmp_path):
     assert max(carried) > 0 and max(carried) <= 2
     assert len({name for _, name in groups}) == len(groups) == trainer.state.cursor, "every prompt is used once"
     assert trainer.mixed, "some answers were written by two versions of the policy"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_resumed_run_loses_no_prompt_and_trains_on_none_twice(tmp_path, workers):
+    """Unfinished prompts are begun anew, also where the rest of the run finishes every step's."""
+    cluster = {"workers": 2, "shard_training": False, "carry_over": 0.5}
+    fields = {"rollout": {"prompts": 8, "group_size": 2, "max_new_tokens": 64}, "dtype": "float32"}
+    first = LocalTrainer(config(tmp_path / "run", cluster=cluster, steps=1, **fields))
+    first.run()
+    state = read_state(tmp_path / "run" / "checkpoints" / "step-000001")
+    assert state.unfinished and max(state.unfinished) < state.cursor + len(state.unfinished)
+    assert state.unfinished[0] < state.cursor, "a group was overtaken: its number says which, a count would not"
+    settings = config(tmp_path / "run", cluster=cluster if workers > 1 else {}, steps=3, **fields)
+    more = (LocalTrainer if workers > 1 else Trainer)(settings, resume=True)
+    assert more.run().num_steps == 3
+    trained = [name for _, name in dict.fromkeys((step, name) for step, name, *_ in tokens(tmp_path / "run"))]
+    left = read_state(tmp_path / "run" / "checkpoints" / "step-000003").unfinished
+    prompts = PromptStream(more._task, 0, None).take(0, more.state.cursor + len(left))
+    assert sorted(trained) == sorted(problem.id for number, problem in enumerate(prompts) if number not in left)
 
 
 @pytest.mark.parametrize("gigabytes", [1.0, 0.25])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from paceline.cluster.learning import Meeting
 from paceline.cluster.messages import Lost, Message, Report
 from paceline.cluster.worker import Send, Worker
 
@@ -52,5 +54,31 @@ class LocalRuntime:
                 worker.step()
         return news + [worker.report() for worker in self.workers.values()]
 
+    def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> _Calls:
+        """Call a method of every worker's learner. Workers that are stepped one after the other cannot exchange gradients, so
+        there may be only one."""
+        assert self.num_workers == 1, "several ranks need processes of their own"
+        return _Calls([self.workers[worker].call(method, args) for worker, args in enumerate(each)], method)
+
+    def meeting(self) -> Meeting:
+        """A meeting of the only worker; with NCCL if it is on a GPU."""
+        device = self.workers[0].engine.model.norm.device.type
+        return Meeting(self.place(), self.num_workers, "nccl" if device == "cuda" else "gloo", device)
+
     def close(self) -> None:
         self.workers.clear()
+        self._folder.cleanup()
+
+
+class _Calls:
+    """Implements `learning.LearnerCalls`. The workers answer when they are stepped."""
+
+    def __init__(self, futures: list[Future[Any]], method: str) -> None:
+        self._futures, self._method = futures, method
+
+    def wait(self, timeout_s: float) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def results(self) -> list[tuple[Any, Any]]:
+        found = [future.result() for future in self._futures]
+        return found if self._method == "update" else [(result, None) for result in found]

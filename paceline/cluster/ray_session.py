@@ -16,6 +16,8 @@ import tempfile
 import ray
 from ray._private import ray_constants
 
+from paceline.trainer.device import cluster_address
+
 _WATCH = """
 import os, shutil, sys, time
 sys.stdin.read()  # ends when the process that has the other end does
@@ -35,15 +37,15 @@ class RaySession:
         """`address`: None starts Ray on this machine, on the loopback interface, unless this process has started or joined one;
         "auto" joins the cluster that this machine belongs to."""
         self._owns_ray = not ray.is_initialized()
-        self.folder = tempfile.mkdtemp(prefix="paceline-", dir=_short_folder())
+        self.folder = tempfile.mkdtemp(prefix="paceline-ray-", dir=_short_folder())
         """A folder that is removed when this object is closed, or when this process ends."""
         self._watcher = subprocess.Popen([sys.executable, "-I", "-S", "-c", _WATCH, self.folder], stdin=subprocess.PIPE,
                                          start_new_session=True)
         try:
             if self._owns_ray and address is None:
                 self._start()
-            elif self._owns_ray:
-                ray.init(address=address, configure_logging=False)
+            elif self._owns_ray and address is not None:
+                ray.init(address=cluster_address(address), configure_logging=False)
             self.is_local = address is None and (self._owns_ray or len(ray.nodes()) == 1)
             """Whether all workers are on this machine."""
         except BaseException:

@@ -21,8 +21,6 @@ from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator, Runtime
 from paceline.cluster.engine import ClusterEngine
 from paceline.cluster.learning import LearnerRuntime, RankLearner, ShardedLearner
-from paceline.cluster.ray_runtime import RayRuntime
-from paceline.cluster.ray_session import num_gpus
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.training import DrafterTraining, load_trained, save_trained
 from paceline.cluster.types import PolicyConfig
@@ -80,6 +78,8 @@ class ClusterTrainer(Trainer):
         """The workers' device, which this process need not have."""
         config, address = self.config, self.config.cluster.address
         if config.device == "auto" and address is not None and are_workers_elsewhere(config):
+            from paceline.cluster.ray_session import num_gpus
+
             return "cuda" if num_gpus(address) > 0 else "cpu"
         return super()._resolve_device()
 
@@ -138,6 +138,8 @@ class ClusterTrainer(Trainer):
         """The workers free their engines' memory themselves, before they train."""
 
     def _make_runtime(self) -> Runtime:
+        from paceline.cluster.ray_runtime import RayRuntime
+
         config, cluster = self.config, self.config.cluster
         gpus = float(config.device.startswith("cuda")) if cluster.gpus_per_worker is None else cluster.gpus_per_worker
         return RayRuntime(cluster.workers, TrainWorkerSpec(config), cluster.address, cluster.cpus_per_worker, gpus)

@@ -265,7 +265,7 @@ def plain_policy(learner: Learner) -> Decoder:
     merged into copies on the host. If the learner is sharded, it is a whole copy on the host on the first rank, and one without
     values on the others."""
     model = learner.policy.model
-    if learner.ranks.size > 1:
+    if learner.ranks.is_sharded:
         plain = empty_model(model.config, model.norm.dtype, "meta" if learner.ranks.rank else "cpu")
         load_state(plain, learner.weights())
         return plain
@@ -280,7 +280,7 @@ def _trainer_tensors(learner: Learner) -> dict[str, Tensor]:
 
     def keep(name: str, whole: Tensor) -> None:
         if not learner.ranks.rank:
-            found[name] = whole.contiguous().cpu() if learner.ranks.size > 1 else whole.contiguous()
+            found[name] = whole.contiguous().cpu() if learner.ranks.is_sharded else whole.contiguous()
 
     for name, tensor in _extra_parameters(learner).items():
         keep(name, full(tensor.detach()))

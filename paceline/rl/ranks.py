@@ -28,6 +28,11 @@ class Ranks:
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.size = 1 if mesh is None else mesh.size()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether models are sharded, if only over one rank."""
+        return self._mesh is not None
+
     def shard(self, model: Policy | Scorer) -> None:
         """Keep only this rank's part of every parameter. Whole layers exist one at a time, while they are computed. A model on
         the host is moved to the mesh's device layer by layer, so it never has to fit there as a whole."""

@@ -1,11 +1,17 @@
-"""The device of a run."""
+"""The device of a run, and the cluster whose workers have it."""
 
 from __future__ import annotations
+
+import os
+import socket
 
 import torch
 
 from paceline.config import TrainConfig
 from paceline.models.weights import check_device, resolve_device
+
+_CONNECT_S = 10.0
+"""Seconds that connecting to a Ray cluster may take."""
 
 
 def run_device(config: TrainConfig) -> str:
@@ -44,6 +50,24 @@ def check_worker_gpus(config: TrainConfig) -> None:
 def are_workers_elsewhere(config: TrainConfig) -> bool:
     """Whether generation and training are done by workers that need not be on this machine."""
     return config.cluster.address is not None and config.cluster.shard_training
+
+
+def cluster_address(address: str) -> str:
+    """Address of the Ray cluster to join. `auto` is the one that RAY_ADDRESS names, or that was started on this machine with
+    `ray start`: Ray itself would also take one that another run has started for itself. A ValueError if there is none."""
+    if address == "auto":
+        from ray._private.services import find_bootstrap_address
+
+        address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None) or ""
+        if not address:
+            raise ValueError("auto: no Ray cluster runs on this machine; start one (ray start --head), or leave the address out")
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
+        except OSError as error:  # Ray would try for minutes
+            raise ValueError(f"there is no Ray cluster at {address} ({error})") from None
+    return address
 
 
 def _share(workers: int, gpus: int) -> float:

@@ -19,7 +19,7 @@ from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import Task, WeightedRewards, make_task
 from paceline.trainer.config_files import check_drafter_settings
-from paceline.trainer.device import check_run_device, check_worker_gpus, run_device
+from paceline.trainer.device import check_run_device, check_worker_gpus, cluster_address, run_device
 from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
 from paceline.trainer.run_folder import holds_no_step, not_empty
@@ -99,6 +99,8 @@ def _worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]
     """What several workers cannot do; the table of docs/cluster.md says the same."""
     cluster = config.cluster
     yield "cluster", lambda: _check_package("ray", "cluster")
+    if cluster.address is not None and find_spec("ray") is not None:
+        yield "cluster.address", lambda: cluster_address(cluster.address or "")
     yield "cluster.gpus_per_worker", lambda: check_worker_gpus(config)
     yield "cluster.cpus_per_worker", lambda: _check_worker_cpus(config)
     if config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):

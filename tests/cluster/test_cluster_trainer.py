@@ -177,6 +177,53 @@ def test_captured_answers_on_disk_are_refused(tmp_path):
     assert LocalTrainer(settings).run().status is RunStatus.COMPLETED
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A worker in this process trains the policy as the only rank of a process group."""
+    monkeypatch.setattr("paceline.trainer.validation.cluster_address", lambda address: address)
+    yield {"workers": 1, "address": "here"}
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Watcher(TrainerCallback):
+    """Notes whether engines are asleep when a phase begins."""
+
+    def on_run_begin(self, trainer: LocalTrainer) -> None:
+        self.worker, self.asleep = trainer._coordinator.runtime.workers[0], {}
+
+    def on_phase(self, phase: str) -> None:
+        self.asleep.setdefault(phase, set()).update(engine._asleep for engine in self.worker._engines)
+
+    def on_step_end(self, *_: Any) -> None:
+        self.on_phase("published")
+
+
+def test_engines_sleep_while_their_workers_train(tmp_path, one_rank):
+    fields = {"drafter": "learned", "strategy": "eagle:d2w2v3", "spot": {"form": "eagle"}, "sleep_during_update": True,
+              "compare_off": True, "steps": 3, "device": "cpu"}
+    watcher = Watcher()
+    result = LocalTrainer(config(tmp_path / "run", cluster=one_rank, **fields), callbacks=[watcher]).run()
+    assert watcher.asleep["train"] == {True} and watcher.asleep["generate"] == watcher.asleep["published"] == {False}
+    assert result.summary["identical_rollouts"] and result.summary["compared_rollouts"] == 18
+    Trainer(config(tmp_path / "one", steps=3)).run()
+    assert tokens(tmp_path / "run") == tokens(tmp_path / "one")
+
+
+def test_the_comparison_is_of_the_same_workers_without_speculation(tmp_path):
+    cluster = {"workers": 2, "shard_training": False}
+    trainer = LocalTrainer(config(tmp_path / "run", steps=2, compare_off=True, cluster=cluster))
+    assert trainer.run().summary["identical_rollouts"]
+    for worker in trainer._coordinator.runtime.workers.values():
+        speculating, baseline = worker._engines
+        assert worker.engine is speculating and baseline.drafting.suffix is None
+        assert baseline.stats().generated_tokens > 0 and baseline.version == speculating.version == 2
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lengths = [sum(len(line[3]) for line in tokens(tmp_path / "run") if line[0] == step) for step in (1, 2)]
+    assert [line["generated_tokens"] for line in metrics] == lengths, "the comparison is not counted"
+    assert all(line["time/generate_off"] > 0 and line["drafted"] > 0 for line in metrics)
+
+
 class Killer(TrainerCallback):
     """Kills worker 1 twice: while answers are generated, and while the policy is trained."""
 

@@ -86,7 +86,7 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
     if config.learner.exact_logprobs:
         yield "learner.exact_logprobs", lambda: _check_exact(config)
     if config.wandb is not None:
-        yield "wandb", lambda: _check_package("wandb", "wandb")
+        yield "wandb", lambda: _check_package("wandb", "wandb") if config.wandb else _refuse("the project's name is empty")
     yield from _worker_checks(config) if config.cluster.needs_ray else _one_worker_checks(config)
 
 

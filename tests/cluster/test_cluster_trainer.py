@@ -23,6 +23,7 @@ from paceline.drafters.checkpoint import load_eagle
 from paceline.models.weights import load_model
 from paceline.rl.checkpoint import read_state
 from paceline.trainer import RunStatus, Trainer, TrainerCallback
+from paceline.trainer.memory import memory_plan
 from paceline.trainer.rollouts import PromptStream
 
 
@@ -208,6 +209,29 @@ def test_engines_sleep_while_their_workers_train(tmp_path, one_rank):
     assert result.summary["identical_rollouts"] and result.summary["compared_rollouts"] == 18
     Trainer(config(tmp_path / "one", steps=3)).run()
     assert tokens(tmp_path / "run") == tokens(tmp_path / "one")
+
+
+class Elsewhere(LocalTrainer):
+    """What the driver takes for a worker with a GPU is on the CPU."""
+
+    def _make_runtime(self) -> LocalRuntime:
+        assert self.config.device == "cuda"
+        return LocalRuntime(1, TrainWorkerSpec(self.config.model_copy(update={"device": "cpu"})).build)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_driver_without_a_gpu_leads_workers_that_have_one(tmp_path, one_rank, monkeypatch, device):
+    """Whatever it does itself needs none: checks, memory plan, sampling of prompts, checkpoints."""
+    monkeypatch.setattr("paceline.cluster.ray_session.num_gpus", lambda address: 8.0)
+    settings = config(tmp_path / "run", cluster=one_rank, device=device, steps=1, dtype="float32")
+    if device == "cuda":
+        plan = memory_plan(settings)
+        assert plan is not None and plan.capacity is None
+    assert Elsewhere(settings).run().status is RunStatus.COMPLETED
+    own = config(tmp_path / "own", cluster={**one_rank, "shard_training": False}, device="cuda")
+    with pytest.raises(ValueError, match=r"device: .*no CUDA device is available"):  # it would train the policy here
+        Elsewhere(own).run()
 
 
 def test_the_comparison_is_of_the_same_workers_without_speculation(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ pytest.importorskip("ray")
 
 from cluster.local import GROUP, PARAMS, PROMPTS, restless, run, submit, weights
 from cluster.processes import DeviceSpec, make_device_engine
+from ray.cluster_utils import Cluster
 
 from paceline import Rollout
 from paceline.cluster.coordinator import Coordinator
@@ -64,3 +67,19 @@ def test_a_run_on_two_workers_that_share_a_gpu(tmp_path, monkeypatch):
                  for line in file.read_text().splitlines()]
         found[name] = [(line["step"], line["id"], line["sample"], line["token_ids"]) for line in lines]
     assert found["one"] == found["two"]
+
+
+def test_a_driver_without_a_gpu_leads_a_worker_that_has_one(tmp_path):
+    """The driver sees no GPU; the worker gets the one of the Ray cluster that it joins, and NCCL with one rank."""
+    root = Path(__file__).resolve().parents[2]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1})
+    small = {"cluster.address": cluster.address, "steps": 1, "rollout.prompts": 2, "rollout.group_size": 2,
+             "engine.kv_tokens": 4096, "rollout.max_new_tokens": 24, "compare_off": "false", "out": tmp_path / "run"}
+    try:
+        words = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+        ended = subprocess.run([sys.executable, "-m", "paceline.cli", "train", *words], cwd=root, capture_output=True, text=True,
+                               env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}, timeout=300)
+    finally:
+        cluster.shutdown()
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "summary.json").is_file()

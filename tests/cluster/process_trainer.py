@@ -1,0 +1,51 @@
+"""A training run on worker processes without Ray, for machines where it is not installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.processes import ProcessRuntime
+
+from paceline.cluster.local_runtime import LocalRuntime
+from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
+from paceline.config import TrainConfig
+from paceline.trainer import RunStatus, Trainer
+
+
+class ProcessTrainer(ClusterTrainer):
+    """Workers in processes of their own, which share the machine's device and exchange gradients by gloo."""
+
+    def _make_runtime(self) -> ProcessRuntime:
+        return ProcessRuntime(self.config.cluster.workers, TrainWorkerSpec(self.config), ("gloo", self.config.device))
+
+
+class OneRankTrainer(ClusterTrainer):
+    """One worker in this process, the only rank of a process group: of NCCL on a GPU."""
+
+    def _make_runtime(self) -> LocalRuntime:
+        return LocalRuntime(self.config.cluster.workers, TrainWorkerSpec(self.config).build)
+
+
+def small_config(out: Path, **changes: Any) -> TrainConfig:
+    fields = {"model": "default", "task": "collatz", "steps": 2, "dtype": "float32", "strategy": "suffix:d4w2v6", "out": str(out),
+              "rollout": {"prompts": 2, "group_size": 3, "max_new_tokens": 24}, "reward": {"workers": 0}, "device": "cpu",
+              "optimizer": {"lr": 1e-4}, "engine": {"max_batch": 8, "kv_tokens": 4096, "deterministic": True}}
+    return TrainConfig(**{**fields, **changes})
+
+
+def check_same_run(trainer: type[ClusterTrainer], out: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """The run with workers has the rollouts of a run without."""
+    monkeypatch.setattr("paceline.trainer.validation.find_spec", lambda package: package)  # Ray is not used
+    monkeypatch.setattr("paceline.trainer.validation.cluster_address", lambda address: address)
+    alone = {name: value for name, value in changes.items() if name != "cluster"}
+    assert trainer(small_config(out / "workers", **changes)).run().status is RunStatus.COMPLETED
+    assert Trainer(small_config(out / "alone", **alone)).run().status is RunStatus.COMPLETED
+    assert tokens(out / "workers") == tokens(out / "alone") and len(tokens(out / "alone")) == 12
+
+
+def tokens(folder: Path) -> list[tuple]:
+    lines = [json.loads(line) for file in sorted(folder.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
+    return [(line["step"], line["id"], line["sample"], tuple(line["token_ids"])) for line in lines]

@@ -152,8 +152,8 @@ def test_workers_that_do_not_fit_on_the_gpus_are_refused(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     small = [*SMALL, "device=cuda", f"out={folder / 'run'}", "cluster.workers=3"]
-    with pytest.raises(ConfigError, match=r"3 workers with 1 of a GPU each do not fit on 1 GPU\(s\); set cluster\.gpus_per_worker "
-                                          r"= 0\.333$"):
+    with pytest.raises(ConfigError, match=r"3 workers with 1 of a GPU each do not fit on 1 GPU\(s\); set cluster\.gpus_per_"
+                                          r"worker = 0\.333$"):
         check_config(load_config(None, small))
     check_config(load_config(None, [*small, "cluster.gpus_per_worker=0.333"]))
     for wrong, said in (("cluster.gpus_per_worker=0", "workers on a GPU need a share"), ("device=cuda:0", "Ray says which GPU")):

@@ -14,11 +14,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.cluster.book import RequestBook
+from paceline.cluster.drafter_state import DrafterState
+from paceline.cluster.figures import ClusterFigures
 from paceline.cluster.lengths import LengthModel
 from paceline.cluster.messages import (
     Add,
     Arrived,
     Cancel,
+    DrafterMeasured,
+    DrafterSettings,
     DrafterTrained,
     EndTraining,
     Finished,
@@ -33,6 +37,7 @@ from paceline.cluster.messages import (
     Stayed,
     StepSums,
     TrainedDrafter,
+    TrainingFailed,
     TrainingPreempted,
     UseEngine,
 )
@@ -117,6 +122,8 @@ class Coordinator:
         self.policy_version = self.drafter_version = -1
         self.trained: TrainedDrafter | None = None
         """The newest drafter that a worker has trained."""
+        self.drafter = DrafterState()
+        self.figures = ClusterFigures()
         self._clock = clock
         self._workers = {w: _down(w) for w in range(runtime.num_workers)}
         self._move_pause_s = 0.0  # average of recent moves
@@ -139,7 +146,10 @@ class Coordinator:
     def submit(self, states: Sequence[RequestState], key: str) -> list[int]:
         """Queue the answers of one prompt and return their ids. `key`: recognizes the prompt in later epochs."""
         self._has_changed = True
-        return self.book.add(states, key, self._clock())
+        ids = self.book.add(states, key, self._clock())
+        if not self._is_baseline:
+            self.drafter.submit(ids)
+        return ids
 
     def publish_policy(self, weights: Any, version: int) -> None:
         """Replace the policy's weights on every worker before it generates again. `weights`: a safetensors file as bytes."""
@@ -156,9 +166,47 @@ class Coordinator:
 
     def publish_drafter(self, trained: TrainedDrafter, worker: int = -1) -> None:
         """Replace the drafter on every worker, and continue its training from here. `worker`: the one that trained it."""
-        self.trained, self._drafter = trained, self.runtime.put(trained)
+        self.trained, self._drafter, self._has_changed = trained, self.runtime.put(trained), True
         self.drafter_version += 1
-        self.timeline.record("drafter", worker=worker, version=self.drafter_version)
+        self.drafter.tokens.clear()
+        self.timeline.record("drafter", worker=worker, version=self.drafter_version, steps=trained.num_steps)
+
+    def set_drafter(self, keeps_answers: bool, max_passes: float | None = None) -> None:
+        """Tell all workers, and those that start later, what holds for the drafter's training from now on (`DrafterSettings`)."""
+        self.drafter.settings = DrafterSettings(self.drafter.settings.number + 1, keeps_answers, max_passes)
+        self.broadcast(self.drafter.settings)
+
+    def end_training(self) -> None:
+        """No worker trains the drafter any more, once each has handled the newest settings."""
+        self.drafter.is_awaited = False
+        for worker in self._trainers.clear():
+            self.runtime.post(worker, EndTraining())
+
+    def broadcast(self, message: Message) -> list[int]:
+        """Send a message to all workers that are there, and return which ones."""
+        alive = [worker for worker, view in self._workers.items() if view.state is not WorkerState.DOWN]
+        for worker in alive:
+            self.runtime.post(worker, message)
+        self._has_changed = True
+        return alive
+
+    @property
+    def max_batch(self) -> int:
+        """Number of requests that all workers together run at the same time."""
+        return sum(view.max_batch for view in self._workers.values())
+
+    @property
+    def can_train_drafter(self) -> bool:
+        """Whether a worker trains the drafter or could do so."""
+        return any(view.can_train or view.state is WorkerState.TRAINING for view in self._workers.values())
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether all have handled the newest settings, none trains the drafter, and all have reported what they trained."""
+        alive = [worker for worker, view in self._workers.items() if view.state is not WorkerState.DOWN]
+        return not self.drafter.owing and all(
+            self.drafter.handled.get(worker, -1) >= self.drafter.settings.number
+            and self._workers[worker].state is not WorkerState.TRAINING for worker in alive)
 
     def use_baseline(self, baseline: bool) -> None:
         """Generate without speculation from now on, with every worker's second engine, or with speculation again. What is learned
@@ -223,7 +271,7 @@ class Coordinator:
         for action in self._decide(view, config):
             self._act(action)
         for worker, new_round in self._trainers.new_rounds(self.runtime.place):
-            self.runtime.post(worker, StartTraining(new_round), self._drafter)
+            self.runtime.post(worker, StartTraining(new_round, self.drafter.frequent_tokens()), self._drafter)
         for worker, answers in self._texts.items():
             self.runtime.post(worker, LearnText(answers))
         self._texts = {}
@@ -252,6 +300,7 @@ class Coordinator:
         if before.state is WorkerState.DOWN:
             self._sent.pop(w, None)
             self.pace.forget(w)
+            self.runtime.post(w, self.drafter.settings)
         self.timeline.set_state(w, report.state)
         self.pace.observe(w, report.sums.pace)
         _add_sums(self.sums, report.sums)
@@ -273,6 +322,10 @@ class Coordinator:
                         self.book.set_target(event.request, NOWHERE)
                 case DrafterTrained():
                     self.publish_drafter(event.drafter, w)
+                case DrafterMeasured():
+                    self.drafter.measured[w] = event
+                case TrainingFailed():
+                    self.drafter.failure = event.reason
                 case TrainingPreempted():
                     self._trainers.remove(w, event.round)
                     self.timeline.record("training preempted", worker=w, wait_s=round(event.wait_s, 6))
@@ -281,6 +334,10 @@ class Coordinator:
                 self.runtime.post(w, Cancel(request, epoch))  # it runs elsewhere, or is finished
         if report.tokens is not None:
             self.book.extend(report.tokens)
+        if report.figures is not None:
+            self.figures.add(report.figures)
+        self.drafter.handled[w] = report.settings
+        self.drafter.owing = self.drafter.owing | {w} if report.owes_drafter else self.drafter.owing - {w}
 
     def _is_moving(self, request: int, epoch: int) -> bool:
         """Whether a stay is the one that the request's present move leads to."""
@@ -296,6 +353,8 @@ class Coordinator:
         self._finished.append((event.request, event.rollout))
         if self._is_baseline:
             return  # nobody drafts
+        if self.drafter_version < 0 and self.drafter.settings.keeps_answers:
+            self.drafter.tokens.update(event.rollout.token_ids)
         for other in self.book.sibling_workers(event.request):
             if other != worker:
                 self._texts.setdefault(other, []).append((event.rollout.prompt_ids, event.rollout.token_ids))
@@ -317,6 +376,7 @@ class Coordinator:
         self.timeline.set_state(lost.worker, WorkerState.DOWN)
         self._workers[lost.worker] = _down(lost.worker)
         self._trainers.remove(lost.worker)
+        self.drafter.owing -= {lost.worker}
         self.num_lost += 1
         for request in self.book.on_worker(lost.worker):
             self._cancel_everywhere(request)
@@ -348,14 +408,16 @@ class Coordinator:
         workers = tuple(view if w not in self._sent else _with_versions(view, *self._sent[w])
                         for w, view in self._workers.items())
         return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self._pause_s,
-                           self._move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version)
+                           self._move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version,
+                           self.drafter.is_awaited)
 
     def _act(self, action: Action) -> None:
         match action:
             case Assign(worker, requests):
                 for request in requests:
                     self.book.place(request, worker, self.book.epoch(request) + 1)
-                    self.runtime.post(worker, Add(request, self.book.epoch(request), self.book.state(request)))
+                    self.runtime.post(worker, Add(request, self.book.epoch(request), self.book.state(request),
+                                                  request in self.drafter.held_out))
             case Migrate(request, source, target):
                 self.book.set_target(request, target)
                 shares_gpu = self._gpus[source] != "" and self._gpus[source] == self._gpus[target]
@@ -391,7 +453,9 @@ def _with_versions(view: WorkerView, policy: int, drafter: int) -> WorkerView:
 
 
 def _add_sums(total: StepSums, new: StepSums) -> None:
-    for name in ("steps", "tokens", "prompt_tokens", "drafted", "accepted", "verifications", "preemptions"):
+    for name in ("steps", "tokens", "prompt_tokens", "drafted", "accepted", "verifications", "preemptions", "trained_s",
+                 "trained_tokens"):
         setattr(total, name, getattr(total, name) + getattr(new, name))
+    total.max_micro_batch_s = max(total.max_micro_batch_s, new.max_micro_batch_s)
     for strategy, steps in new.strategies.items():
         total.strategies[strategy] = total.strategies.get(strategy, 0) + steps

@@ -6,19 +6,26 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import save
 from torch import Tensor
 
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.messages import StepSums, to_payload
+from paceline.cluster.figures import WorkerFigures
+from paceline.cluster.messages import DistrustDrafter, StepSums, to_payload
 from paceline.engine.migration import RequestState
 from paceline.engine.prompts import Prompt, check, derive_seed, encode
-from paceline.types import EngineStats, Rollout, SamplingParams, StepResult, Strategy
+from paceline.types import DrafterName, EngineStats, Rollout, SamplingParams, StepResult, Strategy
 
 _START_S = 600.0
 """Seconds that the first worker may take to start."""
+
+
+class _Scheduler(NamedTuple):
+    """What callers read of `Engine.scheduler`."""
+
+    max_batch: int
 
 
 class ClusterEngine:
@@ -32,6 +39,24 @@ class ClusterEngine:
         self._is_baseline = is_baseline
         self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, vocab_size
         self.version, self._steps, self._seconds = 0, 0, 0.0
+        self.drafter_version = 0
+        """Version of the policy that the workers' drafter was trained for."""
+        self.drafter_mismatch: str | None = None
+        """Why that drafter does not fit the policy; None if it does."""
+
+    @property
+    def scheduler(self) -> _Scheduler:
+        return _Scheduler(self.coordinator.max_batch)
+
+    def note(self, figures: WorkerFigures) -> None:
+        """Take over what a worker reports about its engine."""
+        self.drafter_version = max(self.drafter_version, figures.drafter_version)
+        self.drafter_mismatch = "a worker's drafter was trained for another policy" if figures.is_mismatched else None
+
+    def distrust(self, drafter: DrafterName | None) -> None:
+        """Hide the learned drafter from the selectors of all workers until there is a new one."""
+        assert drafter == "eagle", "nothing else is ever distrusted"
+        self.coordinator.broadcast(DistrustDrafter())
 
     def wait_until_ready(self) -> None:
         """Wait for the first worker."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.cluster.figures import WorkerFigures
 from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.types import WorkerState
 from paceline.drafters.fingerprint import PolicyFingerprint
@@ -33,6 +34,8 @@ class Add:
     request: int
     epoch: int
     state: RequestState
+    is_held_out: bool = False
+    """Whether what training the drafter gained is measured on the answer, before it is trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,38 @@ class StartTraining:
     with these members. The payload is the newest `TrainedDrafter`, or None to start from the current one."""
 
     round: TrainingRound
+    frequent_tokens: tuple[int, ...] = ()
+    """Tokens of the run's answers, most frequent first: a new drafter's reduced vocabulary is chosen from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndTraining:
     """Stop after the current micro-batch and report the drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSettings:
+    """What holds for the drafter's training from now on."""
+
+    number: int
+    """Reports say which ones a worker has, and thus which messages it has handled."""
+    keeps_answers: bool
+    """Whether answers are trained on; those of evaluations are not."""
+    max_passes: float | None
+    """Number of passes over its answers after which a worker waits for more of them; None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureDrafter:
+    """Report what the drafter has gained on held-out answers since the last time (`DrafterMeasured`); then train on these."""
+
+    is_wanted: bool
+    """Whether it is measured; otherwise the answers are only trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistrustDrafter:
+    """Do not use the learned drafter until there is a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +163,12 @@ class Arrive:
     state: RequestState
     sent_at: float
     """Time of the source when the request stopped there."""
+    is_held_out: bool = False
+    """As in `Add`."""
 
 
-Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | LearnText | UseEngine | FirstPages
-           | PagesReady | Arrive)
+Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | DrafterSettings | MeasureDrafter
+           | DistrustDrafter | LearnText | UseEngine | FirstPages | PagesReady | Arrive)
 
 
 # -- worker to coordinator
@@ -144,12 +176,25 @@ Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | End
 
 @dataclass(frozen=True, slots=True)
 class TrainedDrafter:
-    """A drafter and the complete state of its training, as safetensors files."""
+    """The complete state of a drafter's training (`spot.Snapshot`) in two parts, so that engines need not read all of it."""
 
-    weights: bytes
-    fingerprint: PolicyFingerprint
-    snapshot: bytes
+    drafter: bytes
+    """Tensors that the drafter is made from (`spot.drafter_of`), as a safetensors file."""
+    training: bytes
+    """All other tensors."""
     snapshot_metadata: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> PolicyFingerprint:
+        """The policy that it was trained for."""
+        found = PolicyFingerprint.from_json(self.snapshot_metadata["policy"])
+        assert found is not None, "snapshots have one"
+        return found
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps."""
+        return int(self.snapshot_metadata["progress"]["step"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,7 +286,23 @@ class TrainingPreempted:
     round: int
 
 
-Event = Finished | Arrived | Stayed | DrafterTrained | TrainingPreempted
+@dataclass(frozen=True, slots=True)
+class DrafterMeasured:
+    """Answer to `MeasureDrafter`: tokens per verification on this worker's held-out answers, before and now."""
+
+    num_answers: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFailed:
+    """The drafter's weights or gradients are not finite."""
+
+    reason: str
+
+
+Event = Finished | Arrived | Stayed | DrafterTrained | TrainingPreempted | DrafterMeasured | TrainingFailed
 
 
 @dataclass(slots=True)
@@ -259,6 +320,12 @@ class StepSums:
     """Number of steps by strategy."""
     pace: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Decode steps without prefill: batch size → tokens and request-seconds."""
+    trained_s: float = 0.0
+    """Seconds of drafter training."""
+    trained_tokens: int = 0
+    """Number of rows that the drafter was trained on."""
+    max_micro_batch_s: float = 0.0
+    """Duration of the longest micro-batch of drafter training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +357,12 @@ class Report:
     tokens: NewTokens | None
     """What the coordinator needs if the worker dies. None in most reports, since it is large."""
     sums: StepSums
+    figures: WorkerFigures | None = None
+    """Figures of the engine's steps, once the worker has no requests left or a new policy."""
+    owes_drafter: bool = False
+    """Whether a drafter that was trained is about to be reported."""
+    settings: int = 0
+    """Number of the newest `DrafterSettings` that the worker has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
    is longest expected first; a request that has waited longer counts as longer, so none starves.
 3. Once nothing waits, running requests are moved from the workers that are expected to finish last to those that are expected to
    finish first, if that saves more time than it costs.
-4. Idle workers train the drafter while others generate, and stop when they get work or when generation ends.
+4. Idle workers train the drafter while others generate, or while the run waits for it, and stop when they get work or when that
+   ends.
 
 Time is predicted from the cost curve and the expected remaining lengths: with n requests, a worker's requests get one token each
 in `token_s[n]` seconds, and n falls as they finish.
@@ -15,6 +16,7 @@ in `token_s[n]` seconds, and n falls as they finish.
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,12 +249,12 @@ def _best_move(load: _Load, config: PolicyConfig, source: WorkerView, target: Wo
 
 
 def _train(load: _Load, config: PolicyConfig, work: list[Action]) -> list[Action]:
-    """Stop training where work arrives or generation has ended, and start it on workers that stay idle. Stops come first."""
+    """Stop training where work arrives or its time is over, and start it on workers that stay idle. Stops come first."""
     view = load.view
     training = {worker.id for worker in load.alive if worker.state is WorkerState.TRAINING}
-    generating = len(view.requests) > 0
-    stops: list[Action] = [StopTraining(w) for w in sorted(training) if not generating or load.tokens[w]]
-    if not generating or load.num_waiting:
+    is_time = (len(view.requests) > 0 or view.waits_for_drafter) and config.max_trainers > 0
+    stops: list[Action] = [StopTraining(w) for w in sorted(training) if not is_time or load.tokens[w]]
+    if not is_time or load.num_waiting:
         return stops + work
     num_training = len(training) - len(stops)
     idle = [worker.id for worker in load.usable
@@ -264,5 +266,8 @@ def _train(load: _Load, config: PolicyConfig, work: list[Action]) -> list[Action
 
 
 def _left_s(load: _Load) -> float:
-    """A lower bound on the seconds until all running requests are finished: the longest one, on a worker of its own."""
+    """A lower bound on the seconds until all running requests are finished: the longest one, on a worker of its own.
+    While the run waits for the drafter, it decides itself when training ends."""
+    if load.view.waits_for_drafter:
+        return math.inf
     return float(load.view.requests.remaining.max() * load.view.token_s[1])

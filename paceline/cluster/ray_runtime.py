@@ -294,6 +294,7 @@ class _WorkerActor:
         process, because the caller owns it."""
         future = self._worker.call(method, args)
         self._wake.set()
+        self._news.set()  # the worker is updating from now on
         found = future.result()
         return found if method == "update" else (found, None)
 
@@ -312,7 +313,7 @@ class _WorkerActor:
             state = self._worker.state
             while True:
                 if not self._worker.step():
-                    self._wake.wait(1.0)
+                    self._wake.wait(self._worker.max_wait_s)
                     self._wake.clear()
                 if self._worker.has_news or self._worker.state is not state:
                     state = self._worker.state

@@ -53,6 +53,11 @@ class Trainers:
             del self._since[worker]
             self._has_changed = True
 
+    def clear(self) -> list[int]:
+        """No worker takes part any more. Returns those that did."""
+        members, self._since, self._has_changed = list(self._since), {}, False
+        return members
+
     def new_rounds(self, place: Callable[[], str]) -> list[tuple[int, TrainingRound]]:
         """If workers have joined or left: the new round for each of them. `place` is asked for where they meet."""
         if not self._has_changed:

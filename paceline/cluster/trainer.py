@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load
 
 from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator, Runtime
+from paceline.cluster.drafter import ClusterDrafterTrainer, drafter_config, why_unusable
 from paceline.cluster.engine import ClusterEngine
+from paceline.cluster.figures import FiguresCollector, WorkerFigures, selection_metrics
 from paceline.cluster.learning import LearnerRuntime, RankLearner, ShardedLearner
 from paceline.cluster.timeline import Timeline
-from paceline.cluster.training import DrafterTraining, load_trained, save_trained
+from paceline.cluster.training import DrafterTraining, pack_drafter, unpack_drafter
 from paceline.cluster.types import PolicyConfig
 from paceline.cluster.worker import Send, Worker, gpu_of
 from paceline.config import ClusterConfig, TrainConfig
@@ -33,6 +34,9 @@ from paceline.models.weights import load_model, open_checkpoint
 from paceline.rl.checkpoint import drafter_folder, policy_folder
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer
+from paceline.spot import drafter_of, load_snapshot
+from paceline.spot.alarms import AlarmConfig
+from paceline.spot.initialization import is_untrained
 from paceline.trainer import Trainer
 from paceline.trainer.device import are_workers_elsewhere
 from paceline.trainer.drafter import OnlineDrafterTrainer, training_config
@@ -55,14 +59,17 @@ class TrainWorkerSpec:
         if config.compare_off:
             second, _ = load_model(resolve_model(config.model), config.device, config.dtype)
             baseline = engine_for(config, second, tokenizer, speculate=False)
+        eagle, training = engine.drafting.eagle, None
+        if eagle is not None and is_untrained(eagle.module):
+            engine.distrust("eagle")
         for each in (engine, baseline):
             if each is not None:
                 each.warm_up(config.rollout.prompts * config.rollout.group_size)
-        eagle, training = engine.drafting.eagle, None
-        if eagle is not None and config.train_drafter and config.cluster.spot_training:
+        if eagle is not None and config.train_drafter:
             training = DrafterTraining(engine, training_config(config, eagle.module), int(config.drafter_buffer_gb * 2**30))
         learner = RankLearner(config, worker_id) if config.cluster.shard_training else None
-        return Worker(worker_id, engine, send, training, learner=learner, gpu=gpu_of(engine.model.norm.device), baseline=baseline)
+        return Worker(worker_id, engine, send, training, learner=learner, gpu=gpu_of(engine.model.norm.device), baseline=baseline,
+                      figures=FiguresCollector(engine, config.rollout.max_new_tokens))
 
 
 class ClusterTrainer(Trainer):
@@ -117,12 +124,23 @@ class ClusterTrainer(Trainer):
     def _make_engine(self) -> Engine:
         engine = self._make_cluster_engine(is_baseline=False)
         assert self._coordinator is not None
-        trained = load_trained(self._drafter_file)
-        if trained is not None:
-            self._coordinator.publish_drafter(trained)
+        self._load_drafter()
         found = cast(Engine, engine)  # what the trainer uses of an engine, a cluster has as well
         self._publish_to(found, self.learner, self.state.step)
         return found
+
+    def _load_drafter(self) -> None:
+        """Continue with the drafter of the run's checkpoint, whatever the number of workers that trained it, if it is one
+        that the settings ask for."""
+        assert self._coordinator is not None
+        found = load_snapshot(self._drafter_folder)
+        if found is None or self.config.drafter in ("suffix", "none") or not self.config.train_drafter:
+            return
+        why = why_unusable(found, self.config, open_checkpoint(resolve_model(self.config.model)).config)
+        if why is None:
+            self._coordinator.publish_drafter(pack_drafter(found))
+        else:
+            self._warn(f"the drafter of the checkpoint is not used: {why}; another one is trained")
 
     def _publish_to(self, engine: Engine, learner: Learner, version: int) -> None:
         """Workers update both of their engines."""
@@ -145,7 +163,18 @@ class ClusterTrainer(Trainer):
         return RayRuntime(cluster.workers, TrainWorkerSpec(config), cluster.address, cluster.cpus_per_worker, gpus)
 
     def _make_drafter_parts(self) -> tuple[OnlineDrafterTrainer | None, DrafterMonitor | None]:
-        return None, None  # the workers train the drafter
+        config = self.config
+        if config.drafter in ("suffix", "none"):
+            return None, None
+        monitor = DrafterMonitor(cast(Engine, self.engine), AlarmConfig(**config.drafter_alarms), config.train_drafter)
+        if not config.train_drafter:
+            return None, monitor
+        trainer = ClusterDrafterTrainer(config, self.engine.coordinator, self._drafter_folder)
+        trainer.budget.on_note = self._note
+        num_answers = config.rollout.prompts * config.rollout.group_size
+        if not config.cluster.carry_over:  # otherwise answers are still being generated
+            trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(self._next_problem, num_answers, stopped)
+        return cast(OnlineDrafterTrainer, trainer), monitor  # what the trainer uses of one, this has as well
 
     def _warm_up(self) -> None:
         self.engine.wait_until_ready()
@@ -154,10 +183,28 @@ class ClusterTrainer(Trainer):
 
     def _collect(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         groups = super()._collect(cursor, count, timer)
+        self._add_figures()
         coordinator = self.engine.coordinator
         coordinator.use_baseline(False)
         coordinator.step(0.0)  # generation has ended: drafter training stops now, not when the next step begins
         return groups
+
+    def _on_step_begin(self, step: int) -> None:
+        self.engine.coordinator.figures.take()  # those of evaluations
+        self._figures: list[WorkerFigures] = []
+        super()._on_step_begin(step)
+
+    def _add_figures(self) -> None:
+        """Add what the workers have measured to the metrics, alarms and charts of the step."""
+        new = self.engine.coordinator.figures.take()
+        self._figures += new
+        for found in new:
+            self.engine.note(found)
+            self._trace.add_engine_steps(found.trace)
+            if self.monitor is not None:
+                self.monitor.merge(found.drafter)
+            if self.drafter_trainer is not None:
+                cast(ClusterDrafterTrainer, self.drafter_trainer).add_profile(found.profile)
 
     def _on_phase(self, phase: str) -> None:
         super()._on_phase(phase)
@@ -172,30 +219,25 @@ class ClusterTrainer(Trainer):
         if self.config.cluster.carry_over:
             self._shares["cluster/carried_over"] = len(self.collector.open_groups)
         published = {"cluster/publish_s": self.learner.publish_s} if isinstance(self.learner, ShardedLearner) else {}
-        return {**super()._engine_metrics(phase_metrics), **self._shares, **published}
-
-    def _save(self) -> None:
-        super()._save()
-        trained = self.engine.coordinator.trained
-        if trained is not None:
-            save_trained(self._drafter_file, trained)
+        return {**super()._engine_metrics(phase_metrics), **selection_metrics(self._figures), **self._shares, **published}
 
     def _save_drafter(self, checkpoint: Path) -> None:
-        trained = self.engine.coordinator.trained
-        if trained is None:
+        trained, config = self.engine.coordinator.trained, self.config
+        if config.drafter in ("suffix", "none") or (trained is None and config.drafter == "learned"):
             return
         policy, _ = load_model(policy_folder(checkpoint), "cpu")  # this process may have none
-        drafter = make_drafter(self.config, policy)
-        assert isinstance(drafter, Eagle), "the workers have trained one"
-        drafter.load_state_dict(load(trained.weights), strict=False)  # everything but the draft ids, which it has
-        drafter.policy_fingerprint = trained.fingerprint
+        if trained is None:
+            drafter = make_drafter(config, policy)
+            assert isinstance(drafter, Eagle), "it is a folder"
+        else:
+            drafter = drafter_of(unpack_drafter(trained), drafter_config(config, policy.config), policy.norm.dtype)
         save_eagle(drafter, drafter_folder(checkpoint), policy)
 
     @property
-    def _drafter_file(self) -> Path:
-        return self.folder.path / "drafter" / "cluster.safetensors"
+    def _drafter_folder(self) -> Path:
+        return self.folder.path / "drafter"
 
 
 def policy_config(cluster: ClusterConfig) -> PolicyConfig:
     """What the scheduling policy may do in a run."""
-    return PolicyConfig(cluster.scheduling, cluster.reallocation, max_trainers=cluster.workers if cluster.spot_training else 0)
+    return PolicyConfig(cluster.scheduling, cluster.reallocation, max_trainers=0)  # until the drafter trainer allows it

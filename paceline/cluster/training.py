@@ -7,32 +7,34 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
-from paceline.cluster.messages import TrainedDrafter
+from paceline.cluster.messages import DrafterMeasured, TrainedDrafter
 from paceline.cluster.spot_group import SpotGroup, TrainingRound, in_background
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine import Engine
-from paceline.files import atomic_write
-from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, restore, snapshot
+from paceline.optim import NonFiniteError
+from paceline.spot import FeatureBuffer, SpotConfig, SpotReport, SpotTrainer, drafter_of, fresh_eagle, restore, snapshot
 from paceline.spot.buffer import MAX_AGE
 from paceline.spot.checkpoint import Snapshot
-from paceline.spot.trainer import StepPlan
+from paceline.spot.initialization import is_untrained
+from paceline.spot.trainer import SCALE_RECORDS, StepPlan
+from paceline.trainer.drafter import expected_accept_length, to_measure
 from paceline.types import FeatureRecord
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOMENT_S = 0.002
 """Longest time that a worker waits for others before it looks for messages."""
+_OF_DRAFTER = ("average.", "scales.", "draft_ids")
+"""Beginnings of the names of those tensors of a snapshot that the drafter itself is made from."""
 
 
 class DrafterTraining:
@@ -43,12 +45,20 @@ class DrafterTraining:
         assert engine.drafting.eagle is not None, "the engine has a learned drafter"
         self._engine, self._config, self._publish_s = engine, config, publish_s
         self._buffer = FeatureBuffer(buffer_bytes, max_age=MAX_AGE, device=engine.model.norm.device)
+        self._held_out: list[tuple[FeatureRecord, int]] = []
+        self._before: Eagle | None = None
+        """The engine's drafter when the gain of training was last measured, if it has another one since."""
         self._trainer: SpotTrainer | None = None
         self._known: TrainedDrafter | None = None
         """The drafter that this worker reported last."""
         self._reported_at, self._num_new = 0.0, 0
         self.active, self.round = False, -1
         """Whether this worker trains, and the number of the newest round that it takes part in."""
+        self.failure: str | None = None
+        """Why the drafter cannot be trained any more; None: it can."""
+        self.max_passes: float | None = None
+        """Number of passes over the answers after which more of them are waited for; None: no limit."""
+        self._rows_per_pass: int | None = None  # None: there are new answers since
         self._group: SpotGroup | None = None
         """None: this worker trains alone."""
         self._forming: Future[bytes] | None = None
@@ -58,13 +68,26 @@ class DrafterTraining:
         """Whether the drafter has to be reported as soon as the one before is."""
 
     @property
-    def has_data(self) -> bool:
-        """Whether there is any answer to train on."""
-        return len(self._buffer) > 0
+    def can_train(self) -> bool:
+        """Whether there are answers to train on that training has not seen often enough."""
+        return self.failure is None and len(self._buffer) > 0 and not self._has_had_its_passes()
 
-    def add(self, record: FeatureRecord, version: int) -> None:
-        """Keep the features of a finished answer. `version`: the policy's, which counts the steps of the run."""
-        self._buffer.add(record, version)
+    def _has_had_its_passes(self) -> bool:
+        trainer, passes = self._trainer, self.max_passes
+        if trainer is None or passes is None:
+            return False
+        if self._rows_per_pass is None:
+            self._rows_per_pass = trainer.rows_per_pass()
+        return trainer.progress.tokens >= passes * self._rows_per_pass
+
+    def add(self, record: FeatureRecord, version: int, is_held_out: bool = False) -> None:
+        """Keep the features of a finished answer. `version`: the policy's, which counts the steps of the run. `is_held_out`: to
+        be measured on before it is trained on."""
+        if is_held_out:
+            self._held_out.append((record, version))
+        else:
+            self._buffer.add(record, version)
+            self._rows_per_pass = None
 
     def policy_changed(self) -> None:
         """The engine has new policy weights."""
@@ -73,45 +96,85 @@ class DrafterTraining:
 
     def install(self, trained: TrainedDrafter) -> None:
         """Generate with this drafter from the next step on."""
-        drafter = unpack_drafter(trained, self._engine)
+        assert self._engine.drafting.eagle is not None
+        own, policy = self._engine.drafting.eagle.module, self._engine.model
+        if self._before is None:
+            self._before = deepcopy(own)
+        found = Snapshot(load(trained.drafter), trained.snapshot_metadata)
+        drafter = drafter_of(found, own.config, policy.norm.dtype, policy.norm.device)
         with warnings.catch_warnings(action="ignore"):  # a drafter that is trained meanwhile is often one policy version behind
             self._engine.update_drafter(drafter, min(trained.fingerprint.version, self._engine.version))
 
-    def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int) -> None:
+    def measure(self, is_wanted: bool, seed: int) -> DrafterMeasured:
+        """What the engine's drafter has gained on the held-out answers since the last call, if that is wanted. Then they are
+        trained on as well."""
+        assert self._engine.drafting.eagle is not None
+        own, before, held_out = self._engine.drafting.eagle.module, self._before, self._held_out
+        self._before, self._held_out = None, []
+        records = to_measure([record for record, _ in held_out], own.config.window, seed)
+        found = DrafterMeasured(0, 0.0, 0.0)
+        if before is not None and records and is_wanted:
+            old, new = (expected_accept_length(drafter, self._engine, records, self._config.temperature)
+                        for drafter in (before, own))
+            found = DrafterMeasured(len(records), old, new)
+        for record, version in held_out:
+            self.add(record, version)
+        return found
+
+    def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int, frequent: Sequence[int] = ()) -> None:
         """Start to train, from the cluster's newest drafter; or, if this worker trains already, go on with other members. All
-        members continue from the first one's state. `worker`: this one."""
-        assert self.has_data, "there is something to train on"
-        eagle = self._engine.drafting.eagle
-        assert eagle is not None
+        members continue from the first one's state. `worker`: this one. `frequent`: tokens, most frequent first, from which a new
+        drafter's reduced vocabulary is chosen."""
+        assert len(self._buffer), "there is something to train on"
         if self._trainer is None:
-            self._trainer = SpotTrainer(eagle.module, self._engine.model, self._buffer, self._config)
+            self._trainer = SpotTrainer(self._initial_drafter(frequent), self._engine.model, self._buffer, self._config)
             self._trainer.exchange = self._exchange
         if not self.active:
-            if newest is not None and (self._known is None or newest.snapshot != self._known.snapshot):
-                self._continue(self._trainer, newest.snapshot, newest.snapshot_metadata)
+            if newest is not None and (self._known is None or newest.training != self._known.training):
+                self._continue(self._trainer, *unpack_drafter(newest))
             self._reported_at, self._num_new = time.perf_counter(), 0
         self.active, self.round, self._pending, self._group = True, training.number, None, None
         if len(training.members) > 1:
             self._group = SpotGroup(training, worker)
             self._forming = self._group.begin(_state(_copied(self._trainer)) if self._group.rank == 0 else bytes)
 
-    def run_micro_batch(self) -> None:
-        """Train one micro-batch, or wait a moment for the other members. Training has ended afterwards (`active`) if a member is
-        gone."""
+    def _initial_drafter(self, frequent: Sequence[int]) -> Eagle:
+        """The engine's drafter; if it is new and has a reduced vocabulary, one with the most frequent tokens of the answers."""
+        eagle = self._engine.drafting.eagle
+        assert eagle is not None
+        own = eagle.module
+        if own.draft_ids is None or not frequent or not is_untrained(own):
+            return own
+        found = (self._buffer.get(entry.key) for entry in self._buffer.entries()[:SCALE_RECORDS])
+        return fresh_eagle(self._engine.model, self._config.module_form, [record for record in found if record is not None],
+                           own.draft_vocab_size, window=own.config.window, texts=[frequent])
+
+    def run_micro_batch(self) -> SpotReport | None:
+        """Train one micro-batch, or wait a moment for the other members: then there is no report. Training has ended afterwards
+        (`active`) if a member is gone, if it has failed, or if it has had its passes over the answers."""
         assert self._trainer is not None and self.active
         try:
             if not self._is_formed():
-                return
+                return None
             stop = iter((False, True))
-            self._num_new += self._trainer.run(lambda: next(stop)).steps
+            report = self._trainer.run(lambda: next(stop))
+        except NonFiniteError as error:
+            self.failure, self._num_new = str(error), 0
+            self.stop()
+            return None
         except RuntimeError as error:  # what torch.distributed raises
             if self._group is None:
                 raise
             logger.info("drafter training: the group is broken (%s)", error)
             self.stop()
-            return
+            return None
+        self._num_new += report.steps
+        if self._has_had_its_passes():
+            self.stop()
+            return report
         self._is_owed = self._num_new > 0 and self._reports and time.perf_counter() - self._reported_at >= self._publish_s
         self._pack_if_owed()
+        return report
 
     def stop(self) -> None:
         """End training, at a boundary between micro-batches. Nothing here takes long: a request may wait for it."""
@@ -120,13 +183,18 @@ class DrafterTraining:
         self._is_owed = reports
         self._pack_if_owed()
 
-    def take_trained(self) -> TrainedDrafter | None:
-        """A drafter that is to be reported, once: every `publish_s` seconds of training, and after its end if it has changed."""
-        if self._packing is None or not self._packing.done():
-            return None
-        self._known, self._packing = self._packing.result(), None
-        self._pack_if_owed()
-        return self._known
+    @property
+    def owes_drafter(self) -> bool:
+        """Whether there is a drafter that has not been reported."""
+        return self._is_owed or self._packing is not None
+
+    def report_trained(self, report: Callable[[TrainedDrafter], None]) -> None:
+        """Report the drafter, if it is time: every `publish_s` seconds of training, and after its end if it has changed."""
+        if self._packing is not None and self._packing.done():
+            self._known = self._packing.result()
+            report(self._known)  # before it is no longer owed
+            self._packing = None
+            self._pack_if_owed()
 
     @property
     def _reports(self) -> bool:
@@ -146,7 +214,7 @@ class DrafterTraining:
         assert self._trainer is not None and self._group is not None
         if self._group.rank:
             length = int.from_bytes(state[:8], "little")
-            self._continue(self._trainer, state[8 + length :], json.loads(state[8 : 8 + length]))
+            self._continue(self._trainer, load(state[8 + length :]), json.loads(state[8 : 8 + length]))
         return True
 
     def _exchange(self) -> bool:
@@ -166,29 +234,40 @@ class DrafterTraining:
             parameter.grad = part.view_as(parameter).to(parameter.device)
         return True
 
-    def _continue(self, trainer: SpotTrainer, tensors: bytes, metadata: dict[str, Any]) -> None:
+    def _continue(self, trainer: SpotTrainer, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         """Take over another worker's training. A step that it had begun is dropped: its records are there."""
-        restore(trainer, Snapshot(load(tensors), metadata))
+        restore(trainer, Snapshot(tensors, metadata))
         trainer.progress.plan, trainer.progress.cursor = StepPlan(), 0
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.policy_changed()
 
     def _pack_if_owed(self) -> None:
-        """Copy the drafter and the training's state, and serialize them in the background, one after the other."""
+        """Copy the training's state, and serialize it in the background, one after the other."""
         if not self._is_owed or self._packing is not None:
             return
         assert self._trainer is not None
-        drafter, found = self._trainer.drafter(), _copied(self._trainer)
-        assert drafter.policy_fingerprint is not None
-        weights, fingerprint = dict(drafter.named_parameters()), drafter.policy_fingerprint
+        found = _copied(self._trainer)
         self._is_owed, self._reported_at, self._num_new = False, time.perf_counter(), 0
-        self._packing = in_background(lambda: TrainedDrafter(_saved(weights), fingerprint, _saved(found.tensors), found.metadata))
+        self._packing = in_background(lambda: pack_drafter(found))
+
+
+def pack_drafter(found: Snapshot) -> TrainedDrafter:
+    """A snapshot as it is sent."""
+    of_drafter = {name: tensor for name, tensor in found.tensors.items() if name.startswith(_OF_DRAFTER)}
+    return TrainedDrafter(_saved(of_drafter), _saved({name: t for name, t in found.tensors.items() if name not in of_drafter}),
+                          found.metadata)
+
+
+def unpack_drafter(trained: TrainedDrafter) -> Snapshot:
+    """What `pack_drafter` has packed."""
+    return Snapshot({**load(trained.drafter), **load(trained.training)}, trained.snapshot_metadata)
 
 
 def _copied(trainer: SpotTrainer) -> Snapshot:
-    """The trainer's state, which further training does not change."""
+    """The trainer's state, which further training does not change, without the gradients of a step that is under way."""
     found = snapshot(trainer)
-    return Snapshot({name: tensor.detach().clone() for name, tensor in found.tensors.items()}, found.metadata)
+    return Snapshot({name: tensor.detach().clone() for name, tensor in found.tensors.items()
+                     if not name.startswith("gradient.")}, found.metadata)
 
 
 def _saved(tensors: Mapping[str, Tensor]) -> bytes:
@@ -208,35 +287,3 @@ def _result(future: Future[T]) -> T | None:
         return future.result(_MOMENT_S)
     except TimeoutError:
         return None
-
-
-def save_trained(path: Path, trained: TrainedDrafter) -> None:
-    """Write a drafter and the state of its training as one file, which is never seen half-written."""
-    tensors = {f"{part}.{name}": tensor for part, data in (("drafter", trained.weights), ("training", trained.snapshot))
-               for name, tensor in load(data).items()}
-    metadata = {"fingerprint": json.dumps(trained.fingerprint.as_json()), "training": json.dumps(trained.snapshot_metadata)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, lambda temporary: save_file(tensors, temporary, metadata))
-
-
-def load_trained(path: Path) -> TrainedDrafter | None:
-    """Read what `save_trained` wrote; None if there is no such file."""
-    if not path.is_file():
-        return None
-    with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    parts = {part: save({name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")})
-             for part in ("drafter", "training")}
-    fingerprint = PolicyFingerprint.from_json(json.loads(metadata["fingerprint"]))
-    assert fingerprint is not None
-    return TrainedDrafter(parts["drafter"], fingerprint, parts["training"], json.loads(metadata["training"]))
-
-
-def unpack_drafter(found: TrainedDrafter, engine: Engine) -> Eagle:
-    """The drafter as a module that `Engine.update_drafter` accepts."""
-    assert engine.drafting.eagle is not None, "the engine has a learned drafter"
-    own = engine.drafting.eagle.module
-    module = Eagle(own.config, own.draft_ids, own.head is not None).to(engine.model.norm.dtype).requires_grad_(False)
-    module.load_state_dict(load(found.weights), strict=False)  # everything but the draft ids, which it has
-    module.policy_fingerprint = found.fingerprint
-    return module

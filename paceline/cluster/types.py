@@ -98,6 +98,8 @@ class ClusterView:
     """Newest version of the policy. A worker with an older one must not generate."""
     drafter_version: int = 0
     """Newest version of the drafter."""
+    waits_for_drafter: bool = False
+    """Whether the run waits for the drafter's training, after generation and before the policy's update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class PolicyConfig:
     """Largest number of pairs of workers between which one decision moves requests."""
     max_trainers: int = 1
     """Largest number of idle workers that train the drafter at the same time. 0: none."""
-    min_train_s: float = 2.0
+    min_train_s: float = 0.1
     """Training starts only if generation is expected to go on for so many seconds."""
 
 

@@ -20,18 +20,22 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from paceline.cluster.figures import FiguresCollector, WorkerFigures
 from paceline.cluster.learning import RankLearner
 from paceline.cluster.messages import (
     Add,
     Arrive,
     Arrived,
     Cancel,
+    DistrustDrafter,
+    DrafterSettings,
     DrafterTrained,
     EndTraining,
     Event,
     Finished,
     FirstPages,
     LearnText,
+    MeasureDrafter,
     Message,
     MoveOut,
     NewTokens,
@@ -43,6 +47,7 @@ from paceline.cluster.messages import (
     StartTraining,
     Stayed,
     StepSums,
+    TrainingFailed,
     TrainingPreempted,
     UseEngine,
     WorkerLimits,
@@ -72,6 +77,8 @@ class _Held:
     """Id of the request in this worker's engine."""
     reported: int
     """Number of answer tokens that the coordinator knows."""
+    is_held_out: bool
+    """As in `Add`."""
 
 
 class _Reserved(NamedTuple):
@@ -87,17 +94,19 @@ class Worker:
 
     def __init__(self, worker_id: int, engine: Engine, send: Send, training: DrafterTraining | None = None,
                  clock: Callable[[], float] = time.time, learner: RankLearner | None = None, tell_s: float = 5.0,
-                 gpu: str = "", baseline: Engine | None = None) -> None:
+                 gpu: str = "", baseline: Engine | None = None, figures: FiguresCollector | None = None) -> None:
         """`training`: None if this worker does not train a drafter. `clock`: the same for all workers. `learner`: its part of the
         policy's training, if the workers train the policy. `tell_s`: seconds between two reports of new tokens; so much
         generation is repeated if this worker dies. `gpu`: which one it is on (`WorkerLimits.gpu`). `baseline`: an engine that
-        does not speculate, for comparison."""
+        does not speculate, for comparison. `figures`: collects what the metrics and charts of a run need."""
         self.id, self.engine, self.training, self.learner = worker_id, engine, training, learner
         self._engines = [engine] if baseline is None else [engine, baseline]
         self._lacks_weights = False  # the engines sleep and have discarded them
         self._calls: deque[tuple[str, tuple[Any, ...], Future[Any]]] = deque()
         self._is_updating = False
-        self._send, self._clock = send, clock
+        self._send, self._clock, self._figures = send, clock, figures
+        self._found_figures: deque[WorkerFigures] = deque()
+        self._settings = self._told_settings = 0
         self._told_at, self._tell_s = clock(), tell_s
         self._gpu = gpu
         self._inbox: deque[tuple[Message, Any, float]] = deque()
@@ -121,7 +130,7 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        if self._is_updating:
+        if self._is_updating or self._calls:
             return WorkerState.UPDATING
         if self.training is not None and self.training.active:
             return WorkerState.TRAINING
@@ -129,8 +138,14 @@ class Worker:
 
     @property
     def has_news(self) -> bool:
-        """Whether the coordinator should hear from this worker soon: a request has ended or moved, or there is a drafter."""
-        return bool(self._events)
+        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there is a drafter, or
+        what the coordinator has said about its training was handled."""
+        return bool(self._events) or self._settings != self._told_settings
+
+    @property
+    def max_wait_s(self) -> float:
+        """Seconds that a worker without anything to do may wait for messages."""
+        return 0.005 if self.training is not None and self.training.owes_drafter else 1.0
 
     def step(self) -> bool:
         """Handle all messages, then generate one step or train one micro-batch. Returns whether there was anything to do."""
@@ -145,25 +160,26 @@ class Worker:
         if self.engine.has_work:
             self._generate()
         elif self.training is not None and self.training.active:
-            self.training.run_micro_batch()
-            if not self.training.active:
-                self._events.append(TrainingPreempted(0.0, self.training.round))
+            self._train(self.training)
         else:
             return handled
         return True
 
     def report(self) -> Report:
         """What has happened since the last report."""
+        owes_drafter, settings = self.training is not None and self.training.owes_drafter, self._settings  # before the events
+        self._told_settings = settings
         events = [self._events.popleft() for _ in range(len(self._events))]
         progress, tokens = self._progress(), self._new_tokens()
         with self._sums_lock:
             sums, self._sums = self._sums, StepSums()
-        can_train = self.training is not None and self.training.has_data
+        can_train = self.training is not None and self.training.can_train
+        figures = self._found_figures.popleft() if self._found_figures else None
         scheduler = self.engine.scheduler
         kv_tokens = scheduler.pages.num_pages * scheduler.pages.page_size
         limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length, self._gpu)
         return Report(self.id, self.state, limits, self.policy_version, self.drafter_version, can_train, events, progress,
-                      tokens, sums)
+                      tokens, sums, figures, owes_drafter, settings)
 
     # -- generation
 
@@ -172,14 +188,34 @@ class Worker:
         result = self.engine.step()
         with self._sums_lock:
             self._count(result, self.engine.scheduler.num_preemptions - before)
+        if self._figures is not None and self.engine is self._engines[0]:
+            self._figures.on_engine_step(result)
         for rollout in result.finished:
             request = self._by_local.pop(rollout.request_id, None)
             if request is None:
                 continue  # it was cancelled while its last step was in flight
             held = self._held.pop(request)
             if self.training is not None and rollout.features is not None:
-                self.training.add(rollout.features, self.policy_version)
+                self.training.add(rollout.features, self.policy_version, held.is_held_out)
+            if not self._held:
+                self._take_figures()  # before the coordinator hears that the last request is finished
             self._events.append(Finished(request, held.epoch, replace(rollout, features=None)))
+
+    def _take_figures(self) -> None:
+        if self._figures is not None and self.engine is self._engines[0]:
+            self._found_figures.append(self._figures.take())
+
+    def _train(self, training: DrafterTraining) -> None:
+        report = training.run_micro_batch()
+        if report is not None:
+            with self._sums_lock:
+                self._sums.trained_s += report.seconds
+                self._sums.trained_tokens += report.tokens
+                self._sums.max_micro_batch_s = max(self._sums.max_micro_batch_s, report.max_micro_batch_s)
+        if not training.active:
+            self._events.append(TrainingPreempted(0.0, training.round))
+            if training.failure is not None:
+                self._events.append(TrainingFailed(training.failure))
 
     def _count(self, result: StepResult, preemptions: int) -> None:
         sums, tokens = self._sums, sum(map(len, result.tokens.values()))
@@ -239,13 +275,24 @@ class Worker:
                 assert self.training is not None, "a drafter is published only if workers train it"
                 self.training.install(payload)
                 self.drafter_version = version
+                if self._figures is not None:
+                    self._figures.drafter_replaced()
             case StartTraining():
-                if self.training is not None and not self._held and self.training.has_data:
-                    self.training.start(payload, message.round, self.id)
+                if self.training is not None and not self._held and self.training.can_train:
+                    self.training.start(payload, message.round, self.id, message.frequent_tokens)
                 else:
                     self._events.append(TrainingPreempted(0.0, message.round.number))
             case EndTraining():
                 self._stop_training(posted_at)
+            case DrafterSettings(number, keeps_answers, max_passes):
+                self._engines[0].reports_features, self._settings = keeps_answers, number
+                if self.training is not None:
+                    self.training.max_passes = max_passes
+            case MeasureDrafter(is_wanted):
+                if self.training is not None:
+                    self._events.append(self.training.measure(is_wanted, self.policy_version))
+            case DistrustDrafter():
+                self._engines[0].distrust("eagle")
             case LearnText(answers):
                 for prompt_ids, token_ids in answers:
                     self.engine.drafting.learn_text(prompt_ids, token_ids)
@@ -262,6 +309,8 @@ class Worker:
 
     def _set_policy(self, weights: Callable[[], Weights], version: int) -> None:
         """Update every engine. `weights` is called once for each."""
+        if self._held:
+            self._take_figures()  # those of the step that has ended; the requests go on in the next one
         for engine in self._engines:
             engine.update_weights(weights(), version)
         self.policy_version, self._lacks_weights = version, False
@@ -309,7 +358,7 @@ class Worker:
         if self._has_newer(message.request, message.epoch):
             return
         local = self.engine.migration.import_request(message.state, self.engine.version)
-        self._hold(message.request, message.epoch, local, len(message.state.output_ids))
+        self._hold(message.request, message.epoch, local, len(message.state.output_ids), message.is_held_out)
 
     def _stop_training(self, asked_at: float) -> None:
         if self.training is not None and self.training.active:
@@ -317,13 +366,15 @@ class Worker:
             self._events.append(TrainingPreempted(self._clock() - asked_at, self.training.round))
 
     def _report_drafter(self) -> None:
-        if self.training is not None and (trained := self.training.take_trained()) is not None:
-            self._events.append(DrafterTrained(trained))
+        if self.training is not None:
+            self.training.report_trained(lambda trained: self._events.append(DrafterTrained(trained)))
 
-    def _hold(self, request: int, epoch: int, local: int, reported: int) -> None:
+    def _hold(self, request: int, epoch: int, local: int, reported: int, is_held_out: bool) -> None:
         self._cancel(Cancel(request, epoch - 1))  # an earlier stay that the coordinator has given up
-        self._held[request] = _Held(epoch, local, reported)
+        self._held[request] = _Held(epoch, local, reported, is_held_out)
         self._by_local[local] = request
+        if self._figures is not None:
+            self._figures.begin_request(local, reported)
 
     def _drop(self, request: int) -> None:
         held = self._held.pop(request, None)
@@ -389,7 +440,7 @@ class Worker:
             self._send(message.target, Cancel(message.request, message.epoch))
             return
         del self._held[message.request], self._by_local[held.local]
-        self._send(message.target, Arrive(message.request, message.epoch, state, self._clock()))
+        self._send(message.target, Arrive(message.request, message.epoch, state, self._clock(), held.is_held_out))
 
     def _arrive(self, message: Arrive) -> None:
         """The request continues here, unless this worker has it for a later stay, or was started again and lacks its policy. If
@@ -404,7 +455,7 @@ class Worker:
         if not expected:
             state.kv = None  # the pages that came before are gone
         local = self.engine.migration.import_request(state, self.engine.version, pages)
-        self._hold(message.request, message.epoch, local, len(state.output_ids))
+        self._hold(message.request, message.epoch, local, len(state.output_ids), message.is_held_out)
         prefilled = not self.engine.migration.is_running(local)
         self._events.append(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))
 

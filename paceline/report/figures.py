@@ -46,6 +46,8 @@ class RunFigures:
     """Median length of all answers that were trained on, in tokens."""
     length_p99: float | None
     """99th percentile of those lengths."""
+    drafter_accept_length: float | None = None
+    """Tokens per verification that the learned drafter had on held-out answers after its last training that was measured."""
 
     @classmethod
     def of(cls, records: Sequence[Record], traces: Sequence[Mapping[str, Any]] = ()) -> RunFigures:
@@ -57,13 +59,15 @@ class RunFigures:
         on, off, steps = sum(on for on, _ in pairs), sum(off for _, off in pairs), _total(records, "time/step")
         verifications = _total(records, "verifications")
         lengths = [length for trace in traces for length in trace.get("lengths", ())]
+        drafter = [value for record in records if (value := finite_value(record, "drafter/expected_after")) is not None]
         p50, p99 = map(float, np.percentile(lengths, [50, 99])) if lengths else (None, None)
         return cls(records[-1]["step"] if records else 0, window, fmean(rewards[:window]) if rewards else None,
                    fmean(rewards[-window:]) if rewards else None,
                    _total(records, "generated_tokens") / verifications if verifications else None,
                    steps + off + _total(records, "time/evaluate"), off,
                    int(_total(records, "compare/rollouts")), int(_total(records, "compare/differing")),
-                   off / on if on > 0 else None, (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99)
+                   off / on if on > 0 else None, (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99,
+                   drafter[-1] if drafter else None)
 
     def summary(self) -> dict[str, Any]:
         """The figures as they are written to `summary.json`."""
@@ -71,6 +75,8 @@ class RunFigures:
             "steps": self.steps, "reward_first": _rounded(self.reward_first, 4), "reward_last": _rounded(self.reward_last, 4),
             "accept_length": _rounded(self.accept_length, 3), "length_p50": self.length_p50, "length_p99": self.length_p99,
             "seconds": round(self.seconds, 1)}
+        if self.drafter_accept_length is not None:
+            summary["drafter_accept_length"] = round(self.drafter_accept_length, 3)
         if not self.compared:
             return summary
         return {**summary, "identical_rollouts": not self.differing, "compared_rollouts": self.compared,

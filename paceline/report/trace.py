@@ -99,6 +99,9 @@ class RolloutTrace:
         """`drafter_version` is that of the learned drafter; None: there is none."""
         self._drafter_version = drafter_version
         self._on, self._off = _Course(), _Course()
+        self._others: list[Mapping[str, Any]] = []
+        self.reached: dict[int, int] = {}
+        """Number of tokens that requests had before the first step that is added here; requests that are not listed had none."""
         self._width = -(-max_new_tokens // _NUM_POSITIONS)
 
     def add(self, result: StepResult, num_live: int) -> None:
@@ -109,6 +112,17 @@ class RolloutTrace:
         """Adds a step of the engine that generates the same batch without speculation."""
         self._off.add(result, num_live)
 
+    def take_engine_steps(self) -> dict[str, Any]:
+        """What `record` has of the engine's steps (`batch`, `position`), which start anew: a worker's part of a training step.
+        Requests that go on are at the position that they have reached."""
+        steps, self._on = [step for step in self._on.steps if step.requests], _Course()
+        return {"batch": _by_batch(steps), "position": _by_position(steps, self._width, self.reached)} if steps else {}
+
+    def add_engine_steps(self, found: Mapping[str, Any]) -> None:
+        """Adds what another process has taken."""
+        if found:
+            self._others.append(found)
+
     def record(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         """The line of the training step, which trains on `groups`."""
         lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
@@ -116,7 +130,11 @@ class RolloutTrace:
                                   "lengths": _quantiles(lengths), "drafter_version": self._drafter_version}
         steps = [step for step in self._on.steps if step.requests]
         if steps:
-            record["batch"], record["position"] = _by_batch(steps), _by_position(steps, self._width)
+            record["batch"], record["position"] = _by_batch(steps), _by_position(steps, self._width, self.reached)
+        elif self._others:
+            record["batch"] = {str(bucket): {name: list(sums) for name, sums in cell.items()}
+                               for bucket, cell in sums_by_batch(self._others).items()}
+            record["position"] = _sum_of_positions([found["position"] for found in self._others])
         return {name: value for name, value in record.items() if value not in ({}, [], None)}
 
 
@@ -132,10 +150,14 @@ def _by_batch(steps: Sequence[_EngineStep]) -> dict[str, dict[str, list[float]]]
             for bucket, cell in sorted(found.items())}
 
 
-def _by_position(steps: Sequence[_EngineStep], width: int) -> dict[str, Any]:
-    """Tokens and verifications by position in the answer: of all steps, and of those that verified drafts."""
+def _by_position(steps: Sequence[_EngineStep], width: int, reached: dict[int, int]) -> dict[str, Any]:
+    """Tokens and verifications by position in the answer: of all steps, and of those that verified drafts. `reached`: number of
+    tokens that requests had before, by request; afterwards, those that they have now."""
     first = min(min(step.requests) for step in steps)
     position = np.zeros(max(max(step.requests) for step in steps) - first + 1, np.int64)  # tokens so far, by request
+    for request, count in reached.items():
+        if 0 <= request - first < len(position):
+            position[request - first] = count
     sums = np.zeros((2, _NUM_POSITIONS, 2), np.int64)
     for step in steps:
         requests = np.array(step.requests) - first
@@ -145,8 +167,19 @@ def _by_position(steps: Sequence[_EngineStep], width: int) -> dict[str, Any]:
         tokens = np.bincount(part, counts, _NUM_POSITIONS).astype(np.int64)
         added = np.stack([tokens, np.bincount(part, minlength=_NUM_POSITIONS)], axis=1)
         sums[: 2 if step.drafted else 1] += added
+    reached.clear()
+    reached.update((request, int(position[request - first])) for request in steps[-1].requests)
     used = int(np.flatnonzero(sums[0, :, 1]).max()) + 1
     return {"width": width, "all": sums[0, :used].tolist(), "drafted": sums[1, :used].tolist()}
+
+
+def _sum_of_positions(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sum of what `_by_position` has found in several processes."""
+    sums = np.zeros((2, max(len(each["all"]) for each in found), 2), np.int64)
+    for each in found:
+        for kind, name in enumerate(("all", "drafted")):
+            sums[kind, : len(each[name])] += np.array(each[name], np.int64)
+    return {"width": found[0]["width"], "all": sums[0].tolist(), "drafted": sums[1].tolist()}
 
 
 def sums_by_batch(traces: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Sums]]:

@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.files import DamagedFile, damaged, save_tensors
-from paceline.spot.scaling import Scales
+from paceline.spot.scaling import Scales, to_plain_scale
 from paceline.spot.trainer import SpotTrainer, StepPlan, TrainingProgress
 
 _FILE = "spot.safetensors"
@@ -63,6 +64,22 @@ def load_snapshot(folder: Path | str) -> Snapshot | None:
             return Snapshot({name: file.get_tensor(name) for name in file.keys()}, metadata)  # noqa: SIM118 (not a mapping)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(f"{damaged(path, error)}; remove it to train the drafter from the start") from None
+
+
+def drafter_of(found: Snapshot, config: EagleConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Eagle:
+    """Returns the drafter that the trainer of a snapshot has reached, as `SpotTrainer.drafter` does. Raises a ValueError if it is
+    not one of this architecture."""
+    tensors, metadata = found
+    averaged = {name.removeprefix("average."): t.to(device) for name, t in tensors.items() if name.startswith("average.")}
+    ids = tensors.get("draft_ids")
+    module = Eagle(config, None if ids is None else ids.to(device), own_head="head.weight" in averaged).to(device)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    if shapes != {name: tensor.shape for name, tensor in averaged.items()}:
+        raise ValueError("checkpoint: its drafter has another architecture")
+    scales = Scales(metadata["embedding"], metadata["stream"], tensors["scales.features"].to(device))
+    drafter = to_plain_scale(module, averaged, scales, config, dtype)
+    drafter.policy_fingerprint = PolicyFingerprint.from_json(metadata["policy"])
+    return drafter
 
 
 def restore(trainer: SpotTrainer, found: Snapshot) -> None:

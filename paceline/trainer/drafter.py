@@ -40,25 +40,25 @@ from paceline.spot.coverage import coverage
 from paceline.spot.initialization import is_untrained
 from paceline.spot.packing import random_stretch
 from paceline.spot.trainer import SCALE_RECORDS
-from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
+from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length, predicted_costs
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _RECORDS = "records"
 """Subfolder of the drafter's folder for captured answers."""
-_HELD_OUT_EVERY = 6
+HELD_OUT_EVERY = 6
 """The answers to every sixth prompt of a step are held out to measure what training gained; afterwards they are trained on as
 well. Whole prompts are held out because answers to the same prompt are alike."""
 _MAX_MEASURED, _MEASURED_TOKENS = 12, 256
 """Maximum number of held-out answers that the gain of training is measured on, and of tokens per answer. Measuring whole answers
 of thousands of tokens would take longer than training."""
-_MEASURED_DEPTH = 6
+MEASURED_DEPTH = 6
 """Depth of the draft that training's gain is measured with."""
 _LOADED_HEAD_START = 500
 """Number of optimizer steps that a drafter loaded from a folder is assumed to have been trained for."""
-_GENERATION_WINDOW = 8
+GENERATION_WINDOW = 8
 """Number of recent steps whose median generation time is taken as usual: one long answer can make a step many times longer."""
-_AHEAD_SHARE = 0.35
+AHEAD_SHARE = 0.35
 """Share of a new drafter's warm-up in which answers to later prompts are generated: it learns more from many answers than from
 many passes over the answers of one step."""
 _TAIL_SHARE = 0.25
@@ -67,7 +67,7 @@ _TAIL_SHARE = 0.25
 
 def new_drafter(config: TrainConfig, policy: Decoder) -> Eagle:
     """An untrained drafter for this policy. Which tokens a reduced vocabulary has is decided when there are answers to train on;
-    several workers and a background process cannot exchange it, so there the drafter can predict all tokens."""
+    a background process cannot exchange it, so there the drafter can predict all tokens."""
     spot = SpotConfig(**config.spot)
     size = spot.draft_vocab_for(policy.config.vocab_size) if can_choose_vocabulary(config) else 0
     return fresh_eagle(policy, spot.module_form, draft_vocab=size, window=spot.window)
@@ -75,7 +75,7 @@ def new_drafter(config: TrainConfig, policy: Decoder) -> Eagle:
 
 def can_choose_vocabulary(config: TrainConfig) -> bool:
     """Whether the tokens of a new drafter's reduced vocabulary can be chosen during the run."""
-    return not config.cluster.needs_ray and config.drafter_mode != "background_process"
+    return config.cluster.needs_ray or config.drafter_mode != "background_process"
 
 
 def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
@@ -119,7 +119,7 @@ class OnlineDrafterTrainer:
         """Why the drafter is no longer trained; None: it is."""
         self.answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
         """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
-        self._profile = RolloutProfile(engine)
+        self._profile = RolloutProfile(partial(predicted_costs, engine))
         self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
         self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
         self._texts: list[list[int]] | None = [] if self._is_new else None
@@ -153,12 +153,12 @@ class OnlineDrafterTrainer:
         held_out, self._held_out = self._held_out, []
         self._prompts.clear()
         self._generation_s[step] = generation_s
-        self._usual_generation_s = median_low(list(self._generation_s.values())[-_GENERATION_WINDOW:])
+        self._usual_generation_s = median_low(list(self._generation_s.values())[-GENERATION_WINDOW:])
         self.budget.set_step(step)
         if self.failure is not None:
             return {}
         try:
-            metrics = self._train(_to_measure(held_out, self._start.config.window, step))
+            metrics = self._train(to_measure(held_out, self._start.config.window, step))
         except NonFiniteError as error:
             self.failure = str(error)
             return {"drafter/failed": 1.0}
@@ -219,7 +219,7 @@ class OnlineDrafterTrainer:
                 continue
             if self._texts is not None:
                 self._texts.append(rollout.token_ids)
-            is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % _HELD_OUT_EVERY == 0
+            is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % HELD_OUT_EVERY == 0
             self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
 
     def _add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> None:
@@ -229,7 +229,7 @@ class OnlineDrafterTrainer:
         began = time.perf_counter()
         if self._is_new and len(self.buffer):
             self._is_new = False
-            trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, _MEASURED_DEPTH), _MEASURED_DEPTH)
+            trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
             self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
             self._generate_ahead()
         seconds = self._next_seconds() - (time.perf_counter() - began)
@@ -254,7 +254,7 @@ class OnlineDrafterTrainer:
         the warm-up's time is over."""
         if self.answers_ahead is None or not self.budget.warming_up:
             return
-        until, tokens = time.perf_counter() + _AHEAD_SHARE * self.budget.warm_up_left, 0
+        until, tokens = time.perf_counter() + AHEAD_SHARE * self.budget.warm_up_left, 0
         self.engine.reports_features = True
         try:
             for rollout in self.answers_ahead(lambda: time.perf_counter() >= until or self.buffer.is_full):
@@ -273,7 +273,7 @@ class OnlineDrafterTrainer:
 
     def _next_seconds(self) -> float:
         """Seconds to train in this step."""
-        saved = None if self._expected is None else 1 - self._profile.relative_time(self._expected, _MEASURED_DEPTH)
+        saved = None if self._expected is None else 1 - self._profile.relative_time(self._expected, MEASURED_DEPTH)
         return self.budget.next_seconds(self._usual_generation_s, saved)
 
     def _replace_drafter(self, drafter: Eagle, held_out: list[FeatureRecord], began: float) -> dict[str, float]:
@@ -284,7 +284,7 @@ class OnlineDrafterTrainer:
         if self.budget.measuring and held_out:
             measuring = time.perf_counter()
             before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
-            old, new = (self._profile.relative_time(expected, _MEASURED_DEPTH) for expected in (before, after))
+            old, new = (self._profile.relative_time(expected, MEASURED_DEPTH) for expected in (before, after))
             outcome = TrainingOutcome(self._waited_s + time.perf_counter() - began, before, after, 1 - new / old)
             paid, self._expected = self.budget.update(outcome, self._usual_generation_s), after
             metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid),
@@ -298,13 +298,16 @@ class OnlineDrafterTrainer:
         self.engine.update_drafter(drafter, version)
 
     def _accept_length(self, drafter: Eagle, records: list[FeatureRecord]) -> float:
-        """Expected number of tokens per verification on these answers, if the drafter drafts a chain."""
-        tau = self.engine.config.tau
-        found = coverage(drafter, self.engine.model, records, tau, _MEASURED_DEPTH, (1,), self.config.temperature)
-        return found.accept_length[1][-1]
+        return expected_accept_length(drafter, self.engine, records, self.config.temperature)
 
 
-def _to_measure(held_out: Sequence[FeatureRecord], window: int | None, seed: int) -> list[FeatureRecord]:
+def expected_accept_length(drafter: Eagle, engine: Engine, records: list[FeatureRecord], temperature: float) -> float:
+    """Expected number of tokens per verification on these answers of the engine's policy, if the drafter drafts a chain."""
+    found = coverage(drafter, engine.model, records, engine.config.tau, MEASURED_DEPTH, (1,), temperature)
+    return found.accept_length[1][-1]
+
+
+def to_measure(held_out: Sequence[FeatureRecord], window: int | None, seed: int) -> list[FeatureRecord]:
     """Returns a random part of each of at most `_MAX_MEASURED` held-out answers. They are evenly spaced in the order in which
     the answers finished, so short and long answers are measured alike."""
     every, rng = max(1, math.ceil(len(held_out) / _MAX_MEASURED)), random.Random(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from paceline.engine import Engine
 from paceline.strategy import AutoSelector
@@ -16,11 +16,17 @@ _MAX_DEPTH, _MAX_ROWS = 8, 512
 """Largest depth of a draft, and number of rows that a step with drafts has at most, unless it is one draft token per request."""
 
 
+def predicted_costs(engine: Engine) -> CostCurve | None:
+    """The cost curve by which the engine's selector chooses; None if a strategy is given, or if the curve is a guess."""
+    return engine.costs if isinstance(engine.select, AutoSelector) and engine.costs.profiled else None
+
+
 class RolloutProfile:
     """Batch sizes of the engine's steps in a training step."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, costs: Callable[[], CostCurve | None]) -> None:
+        """`costs`: the engine's cost curve (`predicted_costs`)."""
+        self._costs = costs
         self._steps: Counter[int] = Counter()
 
     def begin_step(self) -> None:
@@ -32,13 +38,23 @@ class RolloutProfile:
         if result.num_requests:
             self._steps[result.num_requests] += max(1, round(sum(map(len, result.tokens.values())) / result.num_requests))
 
+    def take(self) -> Counter[int]:
+        """The counts so far, by batch size, which start anew."""
+        found, self._steps = self._steps, Counter()
+        return found
+
+    def add(self, steps: Mapping[int, int]) -> None:
+        """Adds what another profile has taken."""
+        self._steps.update(steps)
+
     def relative_time(self, accept_length: float, depth: int) -> float:
         """Generation time with a drafter relative to that without. `accept_length` is the drafter's number of tokens per
         verification for a chain of `depth` draft tokens. A strategy that is given speculates whatever it costs; only `auto` does
         without a drafter that does not pay."""
-        if not isinstance(self._engine.select, AutoSelector) or not self._engine.costs.profiled or not self._steps:
+        costs = self._costs()
+        if costs is None or not self._steps:
             return 1 / accept_length
-        return relative_time(self._steps, self._engine.costs, acceptance_of(accept_length, depth))
+        return relative_time(self._steps, costs, acceptance_of(accept_length, depth))
 
 
 def relative_time(steps: Mapping[int, int], costs: CostCurve, acceptance: float) -> float:

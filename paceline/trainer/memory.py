@@ -193,10 +193,9 @@ def _dtype(config: TrainConfig) -> torch.dtype:
 def _kv_bytes(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
     """Bytes of a token in the KV cache of the engine that speculates, and in that of the second one, if there is one."""
     plain, drafter = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
-    has_second = config.compare_off and not config.cluster.needs_ray  # several workers have one engine each
     layers = plain if drafter is None else [*plain, (drafter.model.num_kv_heads, drafter.model.head_dim)]
     second = PagedStore.bytes_per_token(plain, len(set(config.engine.capture)) * shape.hidden_size, _dtype(config))
-    return PagedStore.bytes_per_token(layers, _feature_size(config, shape), _dtype(config)), second if has_second else 0
+    return PagedStore.bytes_per_token(layers, _feature_size(config, shape), _dtype(config)), second if config.compare_off else 0
 
 
 def _engine_bytes(config: TrainConfig, shape: ModelConfig) -> int:
@@ -257,10 +256,9 @@ def _learner_items(config: TrainConfig, shape: ModelConfig, width: int) -> Itera
 
 
 def _engine_items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
-    several, targets = config.cluster.needs_ray, config.learner.lora_targets
-    yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off and not several else 1), "engine")
+    yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
     if config.learner.lora_rank:
-        largest = max(map(math.prod, _adapted_matrices(shape, targets)))
+        largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
         yield MemoryItem("merging of adapters", 2 * largest * max(4, width), "engine", is_later=True)
 
 
@@ -280,7 +278,6 @@ def _drafter_items(config: TrainConfig, shape: ModelConfig, answer_tokens: int) 
     if drafter is None:
         return
     spot, dtype, is_trained = SpotConfig.for_drafter(drafter.form, **config.spot), _dtype(config), config.train_drafter
-    is_trained &= not several or config.cluster.spot_training
     heads = 2 * spot.draft_vocab_for(shape.vocab_size) * shape.hidden_size * dtype.itemsize  # gathered rows
     yield MemoryItem("learned drafter", _drafter_parameters(drafter) * (dtype.itemsize + (_DRAFTER_BYTES if is_trained else 0))
                      + heads, is_later=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.engine import Engine
@@ -19,7 +20,7 @@ step's. (The nodes of one tree are not independent, so verifications are counted
 
 
 @dataclass(slots=True)
-class _Sums:
+class DrafterSums:
     """Sums over the engine steps of one training step that used the learned drafter."""
 
     tokens: int = 0
@@ -34,8 +35,35 @@ class _Sums:
     """Number of observed draft nodes expected to be accepted."""
     hits: int = 0
     """Number of observed draft nodes accepted."""
-    ms: dict[tuple[int, bool], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
-    """(bit length of the batch size, with the learned drafter?) → [milliseconds, engine steps]."""
+    ms: dict[tuple[int, bool], tuple[float, int]] = field(default_factory=dict)
+    """(bit length of the batch size, with the learned drafter?) → milliseconds, engine steps."""
+
+    def add(self, result: StepResult, is_untrained: Callable[[], bool]) -> None:
+        """Adds one engine step. `is_untrained`: whether the engine's learned drafter has not been trained yet."""
+        learned = result.strategy.drafter in ("eagle", "both")
+        decoding = result.num_requests > 0 and not result.num_prefill_rows
+        if decoding and result.strategy.drafter in ("none", "eagle"):
+            self._add_ms((result.num_requests.bit_length(), learned), result.ms, 1)
+        if not learned or is_untrained():
+            return
+        self.tokens += sum(map(len, result.tokens.values()))
+        self.verifications += result.num_requests
+        if result.drafts is not None and result.drafted:
+            self.observed += result.num_requests
+            self.nodes += result.drafted
+            self.expected += float(result.drafts.survival.sum())
+            self.hits += result.accepted
+
+    def merge(self, other: DrafterSums) -> None:
+        """Adds the sums of another engine."""
+        for name in ("tokens", "verifications", "observed", "nodes", "expected", "hits"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for key, (ms, steps) in other.ms.items():
+            self._add_ms(key, ms, steps)
+
+    def _add_ms(self, key: tuple[int, bool], ms: float, steps: int) -> None:
+        before = self.ms.get(key, (0.0, 0))
+        self.ms[key] = before[0] + ms, before[1] + steps
 
 
 class DrafterMonitor:
@@ -49,24 +77,16 @@ class DrafterMonitor:
         self.engine, self.config, self.is_trained = engine, config, is_trained
         self._history: deque[DrafterFigures] = deque(maxlen=config.window + 1)
         self._usual: deque[float] = deque(maxlen=config.window)  # accepted over expected nodes of recent training steps
-        self._sums = _Sums()
+        self._sums = DrafterSums()
         self._untrained: bool | None = None  # None: to be looked up in the next engine step, because the drafter may be replaced
 
     def on_engine_step(self, result: StepResult) -> None:
         """Adds one engine step to the figures."""
-        learned = result.strategy.drafter in ("eagle", "both")
-        sums, decoding = self._sums, result.num_requests > 0 and not result.num_prefill_rows
-        if decoding and result.strategy.drafter in ("none", "eagle"):
-            cell = sums.ms[result.num_requests.bit_length(), learned]
-            cell[0], cell[1] = cell[0] + result.ms, cell[1] + 1
-        if not learned or self._is_untrained():
-            return
-        sums.tokens += sum(map(len, result.tokens.values()))
-        sums.verifications += result.num_requests
-        if result.drafts is not None and result.drafted:
-            sums.observed, sums.nodes, sums.expected, sums.hits = (
-                sums.observed + result.num_requests, sums.nodes + result.drafted,
-                sums.expected + float(result.drafts.survival.sum()), sums.hits + result.accepted)
+        self._sums.add(result, self._is_untrained)
+
+    def merge(self, sums: DrafterSums) -> None:
+        """Adds the engine steps of another process."""
+        self._sums.merge(sums)
 
     def _is_untrained(self) -> bool:
         if self._untrained is None:
@@ -74,7 +94,7 @@ class DrafterMonitor:
             self._untrained = learned is None or is_untrained(learned.module)
         return self._untrained
 
-    def _shares(self, sums: _Sums) -> tuple[float, float]:
+    def _shares(self, sums: DrafterSums) -> tuple[float, float]:
         """Shares of the observed nodes that were expected to be accepted and that were accepted. Expectations are the drafter's
         own probabilities, corrected by the ratio of accepted to expected nodes in recent steps."""
         expected, hits = sums.expected / sums.nodes, sums.hits / sums.nodes
@@ -87,12 +107,12 @@ class DrafterMonitor:
         """Metrics of the training step that has ended, and the alarms it gives reason for."""
         engine, sums, metrics = self.engine, self._sums, self._metrics(self._sums)
         self._untrained = None
-        self._sums = _Sums(observed=sums.observed, nodes=sums.nodes, expected=sums.expected, hits=sums.hits)
+        self._sums = DrafterSums(observed=sums.observed, nodes=sums.nodes, expected=sums.expected, hits=sums.hits)
         found = self._age_only()
         if sums.verifications >= _MIN_VERIFICATIONS:
             expected, hits = 0.0, 0.0
             if sums.observed >= _MIN_OBSERVED:
-                self._sums, (expected, hits) = _Sums(), self._shares(sums)
+                self._sums, (expected, hits) = DrafterSums(), self._shares(sums)
                 metrics |= {"drafter/hits": hits, "drafter/expected_hits": expected}
             self._history.append(DrafterFigures(sums.tokens / sums.verifications, engine.version, engine.drafter_version,
                                                 expected, hits, _cost(sums)))
@@ -108,7 +128,7 @@ class DrafterMonitor:
         figures = DrafterFigures(1.0, self.engine.version, self.engine.drafter_version, 0.0, 0.0)
         return alarms([figures], self.config)
 
-    def _metrics(self, sums: _Sums) -> dict[str, float]:
+    def _metrics(self, sums: DrafterSums) -> dict[str, float]:
         engine = self.engine
         metrics = {"drafter/age": float(engine.version - engine.drafter_version),
                    "drafter/mismatch": float(engine.drafter_mismatch is not None)}
@@ -117,7 +137,7 @@ class DrafterMonitor:
         return metrics
 
 
-def _cost(sums: _Sums) -> float | None:
+def _cost(sums: DrafterSums) -> float | None:
     """Time of an engine step with the learned drafter divided by the time of one without, at equal batch sizes. None: no batch
     size occurred both with and without it."""
     sizes = [size for size, learned in sums.ms if learned and (size, False) in sums.ms]

@@ -77,8 +77,8 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "", lambda: _check_sampling(config)
     yield "device", lambda: check_run_device(config)
     if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
-        yield "spot.draft_vocab", lambda: _refuse("with several workers, or in a background process, a new drafter predicts all "
-                                                  "tokens; train it beforehand (paceline drafter train)")
+        yield "spot.draft_vocab", lambda: _refuse("in a background process a new drafter predicts all tokens; train it "
+                                                  "beforehand (paceline drafter train)")
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
     if config.optimizer.kind == "adamw_8bit":
@@ -106,7 +106,7 @@ def _worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]
     if config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
         yield "drafter_disk_gb", lambda: _refuse("several workers keep captured answers in memory only (drafter_buffer_gb)")
     if config.drafter_mode != TrainConfig.model_fields["drafter_mode"].default:
-        yield "drafter_mode", lambda: _refuse("of several workers, idle ones train the drafter (cluster.spot_training)")
+        yield "drafter_mode", lambda: _refuse("several workers train the drafter while they are idle, and after generation")
     if config.sleep_during_update and not cluster.shard_training:
         yield "sleep_during_update", lambda: _refuse("the process that trains has no engine (cluster.shard_training = false)")
     if cluster.carry_over:

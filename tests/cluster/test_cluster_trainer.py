@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.config import TrainConfig
-from paceline.drafters.checkpoint import load_eagle
 from paceline.models.weights import load_model
 from paceline.rl.checkpoint import read_state
 from paceline.trainer import RunStatus, Trainer, TrainerCallback
@@ -48,15 +46,6 @@ class LocalTrainer(ClusterTrainer):
         groups = super()._collect(*args)
         self.mixed += [rollout for group in groups for rollout in group.rollouts if len(set(rollout.versions)) > 1]
         return groups
-
-
-class EagerTrainer(LocalTrainer):
-    """Idle workers train even if there are only a few milliseconds left."""
-
-    def _make_engine(self) -> Any:
-        engine = super()._make_engine()
-        engine.coordinator.config = replace(engine.coordinator.config, min_train_s=0.0)
-        return engine
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -101,27 +90,6 @@ def test_what_ended_a_run_is_what_is_said(tmp_path, exists):
     with pytest.raises(ValueError, match="as if there was no memory"):
         Broken(config(out, cluster=cluster)).run()
     assert out.exists() == exists and not any(out.glob("*")), "nothing is left of it"
-
-
-def test_a_run_resumes_with_its_trained_drafter(tmp_path):
-    spot = {"form": "eagle", "step_tokens": 64, "micro_batch_tokens": 64}
-    fields = {"cluster": {"workers": 3, "reallocation": False, "shard_training": False}, "drafter": "learned",
-              "spot": spot, "strategy": "eagle:d2w2v3",
-              "checkpoint_every": 1}
-    first = EagerTrainer(config(tmp_path / "run", **fields))
-    assert first.run().status is RunStatus.COMPLETED
-    assert (tmp_path / "run" / "drafter" / "cluster.safetensors").is_file()
-    (*_, last) = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    policy, _ = load_model(last / "policy")
-    deployed = load_eagle(last / "drafter", policy)
-    assert deployed.policy_fingerprint == first.engine.coordinator.trained.fingerprint and deployed.attention.o.weight.any()
-    steps = first.engine.coordinator.trained.snapshot_metadata["progress"]["step"]
-    assert steps > 0
-    more = EagerTrainer(config(tmp_path / "run", **{**fields, "steps": 3}), resume=True)
-    assert more.run().num_steps == 3
-    assert more.engine.coordinator.trained.snapshot_metadata["progress"]["step"] >= steps
-    one = Trainer(config(tmp_path / "one", steps=3)).run()
-    assert one.num_steps == 3 and tokens(tmp_path / "run") == tokens(tmp_path / "one"), "the drafter changes no token"
 
 
 def test_unfinished_answers_continue_in_the_next_step(tmp_path):

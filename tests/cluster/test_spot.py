@@ -217,10 +217,10 @@ def test_members_join_and_leave(tmp_path):
     run_until([first, second], 6)
     assert torch.equal(drafter_weights(first), drafter_weights(second))
     first.run_micro_batch()  # it waits for the second one now
-    before = drafter_weights(second)
+    before, reported = drafter_weights(second), []
     first.stop()
     second.stop()
-    wait_until(lambda: first.take_trained() is not None)
+    wait_until(lambda: first.report_trained(reported.append) or reported)
     assert second._packing is None, "the first one reports the drafter"
     third.start(None, TrainingRound(3, (1, 2), str(tmp_path / "c")), 2)
     second.start(None, TrainingRound(3, (1, 2), str(tmp_path / "c")), 1)

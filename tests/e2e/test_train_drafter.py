@@ -121,7 +121,7 @@ def test_a_warm_up_ends_when_no_step_brings_more_answers_than_it_drops(folder, m
     """Otherwise it would wait for them, and the drafter would never be trained again."""
     monkeypatch.setattr("paceline.spot.budget._MIN_LEARNING_RATIO", 0.0)
     monkeypatch.setattr("paceline.spot.budget._SAVED_PER_SECOND", 1e-4)
-    monkeypatch.setattr("paceline.trainer.drafter._AHEAD_SHARE", 0.0)
+    monkeypatch.setattr("paceline.trainer.drafter.AHEAD_SHARE", 0.0)
     few = {"drafter_budget.shortest_s": 0.001, "drafter_budget.warm_up_passes": 1e-6, "drafter_budget.upkeep": 0}
     assert run(settings(folder, "full", drafter="learned", steps=4, **few)) == 0
     notes = [line.get("notes", "") for line in read_metrics(folder / "full")]

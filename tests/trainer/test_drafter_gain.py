@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.strategy import CostCurve, Points
-from paceline.trainer.drafter_gain import RolloutProfile, acceptance_of, chain_length, relative_time
+from paceline.trainer.drafter_gain import RolloutProfile, acceptance_of, chain_length, predicted_costs, relative_time
 from paceline.types import StepResult, Strategy
 
 
@@ -35,11 +36,15 @@ def test_free_rows_save_verifications_and_dear_ones_nothing():
 
 def test_a_profile_counts_steps_without_speculation():
     """Two tokens per request in one step would have taken two steps."""
-    engine = SimpleNamespace(select=None, costs=curve(0.0, 0.0))
-    profile = RolloutProfile(engine)
+    profile = RolloutProfile(partial(predicted_costs, SimpleNamespace(select=None, costs=curve(0.0, 0.0))))
     assert profile.relative_time(2.0, 6) == 0.5, "a fixed strategy always speculates"
     for strategy, size, tokens in ((Strategy.OFF, 8, 1), (Strategy("eagle", 4, 1, 4), 2, 2)):
         profile.on_engine_step(StepResult(0, strategy, size, size, 0, 0, 0, {i: [0] * tokens for i in range(size)}, [], 1.0))
-    assert profile._steps == {8: 1, 2: 2}
-    profile.begin_step()
-    assert not profile._steps
+    taken = profile.take()
+    assert taken == {8: 1, 2: 2} and profile.take() == {}
+    both = RolloutProfile(lambda: curve(0.2))
+    both.add(taken)
+    both.add({8: 1})
+    assert both.relative_time(3.0, 6) == relative_time({8: 2, 2: 2}, curve(0.2), acceptance_of(3.0, 6))
+    both.begin_step()
+    assert both.take() == {}

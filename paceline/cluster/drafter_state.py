@@ -1,0 +1,53 @@
+"""What the coordinator knows of the drafter's training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.cluster.messages import DrafterMeasured, DrafterSettings
+from paceline.trainer.drafter import HELD_OUT_EVERY
+
+_MAX_FREQUENT = 1 << 16
+"""Largest number of tokens that a reduced vocabulary is chosen from."""
+
+
+@dataclass(slots=True)
+class DrafterState:
+    """Kept by the coordinator, and changed by the run's drafter trainer."""
+
+    settings: DrafterSettings = field(default_factory=lambda: DrafterSettings(0, True, None))
+    """What workers were told last."""
+    handled: dict[int, int] = field(default_factory=dict)
+    """Worker → number of the newest settings that it has."""
+    is_awaited: bool = False
+    """Whether the run waits for the drafter's training."""
+    holds_out: bool = False
+    """Whether answers to requests that are submitted may be held out."""
+    held_out: set[int] = field(default_factory=set)
+    """Requests whose answers the gain of training is measured on."""
+    tokens: Counter[int] = field(default_factory=Counter)
+    """How often each token is in the answers of a run whose drafter has not been trained yet."""
+    measured: dict[int, DrafterMeasured] = field(default_factory=dict)
+    """Worker → what it has measured."""
+    owing: frozenset[int] = frozenset()
+    """Workers that have trained a drafter and are about to report it."""
+    failure: str | None = None
+    """Why the drafter cannot be trained any more; None: it can."""
+    _num_prompts: int = 0
+
+    def begin_step(self) -> None:
+        """A step of the run begins; those of its prompts are counted anew."""
+        self.holds_out, self._num_prompts = True, 0
+        self.held_out.clear()
+
+    def submit(self, requests: Sequence[int]) -> None:
+        """The answers to one prompt were submitted. All of them are held out or none, because they are alike."""
+        if self.holds_out:
+            self.held_out.update(requests if self._num_prompts % HELD_OUT_EVERY == 0 else ())
+            self._num_prompts += 1
+
+    def frequent_tokens(self) -> tuple[int, ...]:
+        """Tokens of the answers, most frequent first; none once the drafter has been trained."""
+        return tuple(token for token, _ in self.tokens.most_common(_MAX_FREQUENT))

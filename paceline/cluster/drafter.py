@@ -99,6 +99,7 @@ class ClusterDrafterTrainer:
 
     def _train(self) -> dict[str, float]:
         began, coordinator = time.perf_counter(), self.coordinator
+        self._settle()
         idle_s = coordinator.sums.trained_s
         if self._is_new and coordinator.can_train_drafter:
             self._is_new = False
@@ -109,11 +110,8 @@ class ClusterDrafterTrainer:
         seconds = self.budget.next_seconds(self._usual_generation_s, saved) - (time.perf_counter() - began)
         if seconds <= 0:
             self.budget.end_warm_up("its time is over")
-        waiting = time.perf_counter()
-        has_trained = seconds > 0 and self._train_on_all(seconds)
-        waited = time.perf_counter() - waiting
-        self._settle()
-        if seconds > 0 and not has_trained:
+        waited = self._train_on_all(seconds) if seconds > 0 else 0.0
+        if seconds > 0 and not waited:
             self.budget.end_warm_up("it has had its passes over the answers")
         newest, sums = coordinator.trained, coordinator.sums
         metrics = {"drafter/beside_seconds": idle_s} if idle_s else {}
@@ -122,7 +120,9 @@ class ClusterDrafterTrainer:
             return metrics
         metrics |= self._judge(began, idle_s, waited)
         self._in_use = newest
-        return {**metrics, "drafter/seconds": waited, "drafter/tokens": sums.trained_tokens,
+        if waited:
+            metrics["drafter/seconds"] = waited
+        return {**metrics, "drafter/tokens": sums.trained_tokens,
                 "drafter/steps": newest.num_steps, "drafter/longest_micro_batch_s": sums.max_micro_batch_s}
 
     def _generate_ahead(self) -> None:
@@ -136,17 +136,18 @@ class ClusterDrafterTrainer:
         drafter.holds_out = True
         self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
 
-    def _train_on_all(self, seconds: float) -> bool:
+    def _train_on_all(self, seconds: float) -> float:
         """All workers with answers train together for so many seconds, or until they have seen their answers often enough.
-        Returns whether any has trained."""
-        coordinator, until = self.coordinator, time.perf_counter() + seconds
-        before = coordinator.sums.trained_tokens
+        Returns the seconds that this took; 0 if none has trained."""
+        coordinator, began = self.coordinator, time.perf_counter()
+        until, before = began + seconds, coordinator.sums.trained_tokens
         self._allow(True)
         coordinator.set_drafter(True, self._max_passes)
         coordinator.drafter.is_awaited = True
         while time.perf_counter() < until and coordinator.drafter.failure is None and coordinator.can_train_drafter:
             coordinator.advance(min(0.05, seconds))
-        return coordinator.sums.trained_tokens > before
+        self._settle()
+        return time.perf_counter() - began if coordinator.sums.trained_tokens > before else 0.0
 
     def _settle(self) -> None:
         """Ends training, and waits until the drafter that was trained is there."""

@@ -312,12 +312,13 @@ class _WorkerActor:
         try:
             state = self._worker.state
             while True:
-                if not self._worker.step():
-                    self._wake.wait(self._worker.max_wait_s)
-                    self._wake.clear()
+                is_busy = self._worker.step()
                 if self._worker.has_news or self._worker.state is not state:
                     state = self._worker.state
                     self._news.set()
+                if not is_busy:
+                    self._wake.wait(self._worker.max_wait_s)
+                    self._wake.clear()
         except BaseException:  # the thread's errors would go unnoticed: end the process, which Ray does notice
             traceback.print_exc()
             os._exit(1)

@@ -248,7 +248,8 @@ class ClusterConfig(Config):
     reallocation: bool = True
     """Move running requests to less loaded workers."""
     spot_training: bool = True
-    """Train the learned drafter on workers that have nothing to generate."""
+    """Train the learned drafter on workers that have nothing to generate while others do. False: only after generation, on all of
+    them, as one worker does."""
     carry_over: float = Field(0.0, ge=0, lt=1)
     """Partial rollouts: share of a step's prompts whose answers may be unfinished when the step ends. They continue in the next
     step, with the new policy. 0: every step waits for its last answer."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,6 @@ import numpy as np
 from paceline.cluster.messages import TrainedDrafter
 from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.worker import Send, Worker
-from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine.migration import KvPages, RequestState, Reservation
 from paceline.sim.pace import DrafterQuality, Pace
 from paceline.strategy import CostCurve
@@ -181,13 +181,13 @@ class CalibratedMigration:
 class CalibratedTraining:
     """The part of `DrafterTraining` that a worker uses: it sleeps, and counts how long the drafter was trained."""
 
-    has_data = True
+    can_train, failure, max_passes = True, None, None
 
     def __init__(self, engine: CalibratedEngine, publish_s: float = 2.0) -> None:
         self._engine, self._publish_s, self._trained_s, self._since = engine, publish_s, engine.trained_s, 0.0
         self.active, self.round, self._members, self._reports, self._is_owed = False, -1, 1, True, False
 
-    def add(self, record: Any, version: int) -> None:
+    def add(self, record: Any, version: int, is_held_out: bool) -> None:
         pass
 
     def policy_changed(self) -> None:
@@ -196,7 +196,7 @@ class CalibratedTraining:
     def install(self, trained: TrainedDrafter) -> None:
         self._engine.trained_s = trained.snapshot_metadata["trained_s"]
 
-    def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int) -> None:
+    def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int, frequent: tuple[int, ...]) -> None:
         if not self.active and newest is not None:
             self._trained_s = newest.snapshot_metadata["trained_s"]
         self.active, self.round = True, training.number
@@ -211,8 +211,11 @@ class CalibratedTraining:
     def stop(self) -> None:
         self.active, self._is_owed = False, self._reports and self._since > 0
 
-    def take_trained(self) -> TrainedDrafter | None:
-        if not self._is_owed:
-            return None
-        self._is_owed, self._since = False, 0.0
-        return TrainedDrafter(b"", PolicyFingerprint("", "", 0), b"", {"trained_s": self._trained_s})
+    @property
+    def owes_drafter(self) -> bool:
+        return self._is_owed
+
+    def report_trained(self, report: Callable[[TrainedDrafter], None]) -> None:
+        if self._is_owed:
+            report(TrainedDrafter(b"", b"", {"trained_s": self._trained_s, "progress": {"step": 0}}))
+            self._is_owed, self._since = False, 0.0

@@ -170,12 +170,12 @@ class Watcher(TrainerCallback):
 
 def test_engines_sleep_while_their_workers_train(tmp_path, one_rank):
     fields = {"drafter": "learned", "strategy": "eagle:d2w2v3", "spot": {"form": "eagle"}, "sleep_during_update": True,
-              "compare_off": True, "steps": 3, "device": "cpu"}
+              "compare_off": True, "device": "cpu", "dtype": "float32"}
     watcher = Watcher()
     result = LocalTrainer(config(tmp_path / "run", cluster=one_rank, **fields), callbacks=[watcher]).run()
     assert watcher.asleep["train"] == {True} and watcher.asleep["generate"] == watcher.asleep["published"] == {False}
-    assert result.summary["identical_rollouts"] and result.summary["compared_rollouts"] == 18
-    Trainer(config(tmp_path / "one", steps=3)).run()
+    assert result.summary["identical_rollouts"] and result.summary["compared_rollouts"] == 12
+    Trainer(config(tmp_path / "one", dtype="float32")).run()
     assert tokens(tmp_path / "run") == tokens(tmp_path / "one")
 
 
@@ -204,7 +204,7 @@ def test_a_driver_without_a_gpu_leads_workers_that_have_one(tmp_path, one_rank, 
 
 def test_the_comparison_is_of_the_same_workers_without_speculation(tmp_path):
     cluster = {"workers": 2, "shard_training": False}
-    trainer = LocalTrainer(config(tmp_path / "run", steps=2, compare_off=True, cluster=cluster))
+    trainer = LocalTrainer(config(tmp_path / "run", compare_off=True, dtype="float32", cluster=cluster))
     assert trainer.run().summary["identical_rollouts"]
     for worker in trainer._coordinator.runtime.workers.values():
         speculating, baseline = worker._engines

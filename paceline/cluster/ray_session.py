@@ -1,8 +1,8 @@
 """A connection to Ray: a cluster that is joined, or a Ray of this process's own, of which nothing stays behind.
 
-Ray's own processes end when the process that started them does, however that ends; its session folder stays. So a session of
-our own has a folder of its own, which a small watching process removes once this process is gone. A folder of its own also keeps
-two runs on one machine apart.
+Most of Ray's own processes end when the process that started them does, however that ends; its session folder stays. So a session
+of our own has a folder of its own. Once this process is gone, a small watching process removes the folder, and ends what still
+writes to it. A folder of its own also keeps two runs on one machine apart.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from ray._private import ray_constants
 from paceline.trainer.device import cluster_address
 
 _WATCH = """
-import os, shutil, sys, time
+import glob, os, shutil, signal, sys, time
+folder = sys.argv[1]
 sys.stdin.read()  # ends when the process that has the other end does
-if os.path.exists(sys.argv[1]):
-    for _ in range(100):  # Ray's processes notice a little later, and may write to it until then
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
-        time.sleep(0.1)
+if os.path.exists(folder):
+    for turn in range(50):  # Ray's processes notice a little later, and may write to it until then
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.2)
+        for link in glob.glob("/proc/[0-9]*/fd/*") if turn > 5 else ():  # some of them would stay for minutes
+            try:
+                if os.readlink(link).startswith(folder + "/"):
+                    os.kill(int(link.split("/")[2]), signal.SIGKILL)
+            except OSError:
+                pass  # it has ended, or is another user's
 """
 _LONGEST_FOLDER = 30
 """Ray puts sockets into its folder, whose paths may have about a hundred characters."""

@@ -1,0 +1,83 @@
+"""However a run with workers ends, nothing of it stays behind but its folder; and two runs on one machine do not meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"cluster.workers": 2, "steps": 200, "rollout.prompts": 2, "rollout.group_size": 3, "rollout.max_new_tokens": 24,
+            "strategy": "suffix:d4w2v6", "compare_off": "false", "threads": 1, "checkpoint_every": 100, "device": "cpu"}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where Ray lives. Its sockets need a short path."""
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as path:
+        yield Path(path)
+
+
+def start(folder: Path, out: Path, **changes: object) -> subprocess.Popen[str]:
+    words = [word for key, value in {**SETTINGS, **changes, "out": out}.items() for word in ("--set", f"{key}={value}")]
+    return subprocess.Popen([sys.executable, "-m", "paceline.cli", "train", *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env={**os.environ, "RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT)})
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.1)
+    return condition()
+
+
+def tokens(out: Path) -> list[tuple]:
+    lines = [json.loads(line) for file in sorted(out.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
+    return [(line["step"], line["id"], line["sample"], tuple(line["token_ids"])) for line in lines]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda ending: ending.name)
+def test_nothing_stays_behind(folder, tmp_path, ending):
+    """Also if the run is killed: then a second process cleans up, within seconds."""
+    process = start(folder, tmp_path / "run")
+    try:
+        assert wait_for(lambda: len(list((tmp_path / "run").glob("rollouts-*"))) > 1 or process.poll() is not None, 240)
+        assert process.poll() is None, process.stderr.read()
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) > 4 and list(folder.iterdir())
+        process.send_signal(ending)
+        code = process.wait(60)
+        assert code == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(ending, code) and code != 0
+        psutil.wait_procs(family, timeout=30)
+        assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 30)
+    finally:
+        process.kill()
+
+
+def test_a_run_that_fails_says_why_and_leaves_nothing(folder, tmp_path):
+    process = start(folder, tmp_path / "run", **{"engine.kv_tokens": 16, "rollout.max_new_tokens": 64})
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 2 and "engine.kv_tokens: the KV cache holds" in said and "timeline" not in said
+    assert not (tmp_path / "run").exists() and not list(folder.iterdir())
+
+
+def test_two_runs_on_one_machine_do_not_meet(folder, tmp_path):
+    """They start at the same moment, and each ends with the rollouts of its own seed."""
+    runs = {seed: start(folder, tmp_path / str(seed), steps=2, seed=seed) for seed in (1, 2)}
+    for seed, process in runs.items():
+        assert process.wait(400) == 0, (seed, process.stderr.read())
+    alone = start(folder, tmp_path / "alone", steps=2, seed=1, **{"cluster.workers": 1})
+    assert alone.wait(240) == 0
+    assert tokens(tmp_path / "1") == tokens(tmp_path / "alone") != tokens(tmp_path / "2")
+    assert not list(folder.iterdir())

@@ -14,7 +14,7 @@ from paceline.names import suggest
 
 FinishReason = Literal["stop", "length", "abort", "error", "crash"]
 """Why an answer ended. `crash`: it was on a worker of a cluster that died, again and again."""
-DrafterName = Literal["none", "suffix", "eagle", "both"]
+DrafterName = Literal["none", "suffix", "eagle"]
 
 MAX_TREE_ROWS = 128
 """Largest number of rows of one request in a step (its last token and its draft tokens): a tree mask has two 64-bit words."""
@@ -175,7 +175,7 @@ class Strategy:
         if self.drafter == "none":
             _require((self.depth, self.width, self.budget) == (0, 0, 0), "strategy", self, "without sizes when off")
             return
-        _require(self.drafter in ("suffix", "eagle", "both"), "strategy", self.drafter, "off, suffix, eagle or both")
+        _require(self.drafter in ("suffix", "eagle"), "strategy", self.drafter, "off, suffix or eagle")
         _require(1 <= self.depth <= 64, "strategy depth", self.depth, "in 1..64")
         _require(1 <= self.width <= 64, "strategy width", self.width, "in 1..64")
         _require(1 <= self.budget < MAX_TREE_ROWS, "strategy budget", self.budget, f"in 1..{MAX_TREE_ROWS - 1}")
@@ -188,9 +188,9 @@ class Strategy:
         request."""
         if text == "off":
             return cls.OFF
-        match = re.fullmatch(r"(suffix|eagle|both):d(\d+)w(\d+)v(\d+)", text)
+        match = re.fullmatch(r"(suffix|eagle):d(\d+)w(\d+)v(\d+)", text)
         if match is None:
-            raise ValueError(f"strategy {text!r}: expected off, auto, beg, or like suffix:d8w2v16, eagle:d6w4v32, both:d6w4v32")
+            raise ValueError(f"strategy {text!r}: expected off, auto, beg, or like suffix:d8w2v16, eagle:d6w4v32")
         drafter, depth, width, budget = match.groups()
         return cls(drafter, int(depth), int(width), int(budget))  # type: ignore[arg-type]
 

@@ -75,7 +75,8 @@ class FakeGraphs:
         self.asked: set[Hashable] = set()
         self.capture_seconds, self.num_irregular = 0.0, 0
 
-    def run(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None], capture_now: bool = False) -> Any:
+    def run(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None], capture_now: bool = False,
+            is_rare: bool = False) -> Any:
         if key not in self.steps:
             if not capture_now and key not in self.asked:
                 self.asked.add(key)
@@ -94,6 +95,6 @@ class FakeGraphs:
 def captured(engine: Engine, row_sizes: tuple[int, ...]) -> FakeGraphs:
     """Make this engine capture its steps, without a GPU, and launch each step before it reads the last one's outputs."""
     graphs = FakeGraphs()
-    engine.graphs.attach(graphs, row_sizes)
-    engine._pipelined = True
+    engine.executor.graphs.attach(graphs, row_sizes)
+    engine.planner.pipelined = True
     return graphs

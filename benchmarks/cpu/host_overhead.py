@@ -26,8 +26,8 @@ from benchmarks.lib.results import Report, add_result_arguments
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.drafters.tree import Drafts
-from paceline.engine.batch import StepBatch
 from paceline.engine.graphs import GRAPH_SIZES
+from paceline.engine.rows import StepRows
 from paceline.kernels import Ops, SampledTokens
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -63,11 +63,13 @@ def measure(drafter: str, strategy: str, batch: int, steps: int) -> tuple[float,
     policy = Decoder.random(SHAPE, 0, 0.1)
     engine = Engine(policy, None, fresh_eagle(policy) if drafter == "learned" else drafter, strategy, EngineConfig(
         max_batch=batch, max_rows=8192, profile=False, pack_weights=False, kv_tokens=batch * 2048))
-    device = StandIn(engine.ops)
-    engine.graphs.attach(device, GRAPH_SIZES)  # type: ignore[arg-type]
-    engine.runner.run, engine.drafting._draft_slots = device.run, device.draft  # type: ignore[method-assign]
-    engine.batches._ops = device  # type: ignore[assignment]
-    engine._pipelined = True
+    device = StandIn(engine.executor.ops)
+    engine.executor.graphs.attach(device, GRAPH_SIZES)  # type: ignore[arg-type]
+    engine.executor.runner.run = device.run  # type: ignore[method-assign]
+    if engine.executor.learned is not None:
+        engine.executor.learned._draft_slots = device.draft  # type: ignore[method-assign]
+    engine.executor.rows._ops = device  # type: ignore[assignment]
+    engine.planner.pipelined = True
     for prompt in range(batch // _GROUP):
         words = np.random.default_rng(prompt).integers(0, SHAPE.vocab_size, _PROMPT).tolist()
         engine.add(words, SamplingParams(max_new_tokens=3000, seed=prompt), _GROUP)
@@ -94,22 +96,19 @@ class StandIn:
         words = self._draw.integers(0, SHAPE.vocab_size, (64, max(GRAPH_SIZES), 16))
         self._words = torch.from_numpy(np.where(self._draw.random(words.shape) < 0.5, words % 200, words))
 
-    def run(self, batch: StepBatch, want_raw: bool = False, capture_now: bool = False,
-            adjustments: object = None) -> SampledTokens | None:
+    def run(self, step: StepRows, chunks: object, want_raw: bool = False, capture_now: bool = False,
+            adjustments: object = None) -> SampledTokens:
         began = time.thread_time()
-        if not batch.num_requests:
-            return None
         self._steps += 1
-        lines, depth = len(batch.inputs.slots), batch.max_depth
-        most = np.zeros(lines, np.int64)
-        most[: len(batch.most_accepted)] = batch.most_accepted
+        lines, depth = len(step.slots), step.max_depth
+        most = step.tree.length.numpy() - 1 if depth else np.zeros(lines, np.int64)
         tokens = self._words[self._steps % len(self._words), torch.arange(lines) % max(GRAPH_SIZES), : depth + 1]
-        counts = torch.from_numpy(1 + np.minimum(most, self._draw.integers(0, 3, lines)))
+        counts = torch.from_numpy(1 + np.minimum(np.clip(most, 0, depth), self._draw.integers(0, 3, lines)))
         drawn = SampledTokens(tokens, torch.zeros(tokens.shape), None, counts, tokens, tokens)
         self.seconds += time.thread_time() - began
         return drawn
 
-    def draft(self, slots: list[int], strategy: Strategy, capture_now: bool = False) -> Drafts:
+    def draft(self, slots: np.ndarray, strategy: Strategy, capture_now: bool = False) -> Drafts:
         """The learned drafter: one path for each request."""
         began, shape = time.thread_time(), (len(slots), strategy.budget)
         node = torch.arange(strategy.budget).expand(shape)

@@ -157,7 +157,7 @@ class PhasePeaks(TrainerCallback):
     _phase: str = "start"
 
     def on_run_begin(self, trainer: Trainer) -> None:
-        self.kv_bytes = sum(tensor.nbytes for tensor in trainer.engine.store.tensors())
+        self.kv_bytes = sum(tensor.nbytes for tensor in trainer.engine.executor.store.tensors())
 
     def on_phase(self, phase: str) -> None:
         if phase.startswith("capturing"):

@@ -176,10 +176,10 @@ def use(engine: Engine, variant: str) -> None:
     """Switches the engine to the kernels of a variant; all graphs are captured again."""
     from paceline.kernels.triton.ops import TritonOps
 
-    engine.ops = engine.runner.ops = TritonOps("cuda", max_context=4096, **VARIANTS[variant])
-    assert engine.graphs.enabled
+    engine.executor.ops = engine.executor.runner.ops = TritonOps("cuda", max_context=4096, **VARIANTS[variant])
+    assert engine.executor.graphs.enabled
     torch.cuda.synchronize()
-    engine.graphs.clear()
+    engine.executor.graphs.clear()
 
 
 def start(engine: Engine, batch: int, config: ModelConfig, length: int) -> list[int]:

@@ -34,7 +34,7 @@ class GraphComparison:
 def compare_graph_memory(engine: Engine, strategies: Sequence[Strategy], batches: Sequence[int]) -> GraphComparison:
     """Captures every strategy at every batch size whose rows fit the engine's largest row size, and frees the graphs again. The
     engine must be idle and must use CUDA graphs."""
-    own = engine.graphs.pool
+    own = engine.executor.graphs.pool
     if own is None or engine.has_work:
         raise ValueError("engine: graphs are compared on an idle engine that captures them")
     own.clear()
@@ -42,7 +42,7 @@ def compare_graph_memory(engine: Engine, strategies: Sequence[Strategy], batches
         ours = _measure(engine, strategies, batches, shared=True)
         alone = {str(strategy): _measure(engine, [strategy], batches, shared=False) for strategy in strategies}
     finally:
-        engine.graphs.pool = own
+        engine.executor.graphs.pool = own
     return GraphComparison(ours, alone)
 
 
@@ -50,7 +50,7 @@ def _measure(engine: Engine, strategies: Sequence[Strategy], batches: Sequence[i
     """Captures into a fresh pool. Without `shared`, steps are padded to the batch size only and no two graphs share memory."""
     gc.collect()
     torch.cuda.empty_cache()
-    pool = GraphPool(engine.state.device, max_bytes=1 << 62, shared=shared)
-    engine.graphs.pool = pool
+    pool = GraphPool(engine.device, max_bytes=1 << 62, shared=shared)
+    engine.executor.graphs.pool = pool
     engine.capture_graphs(strategies, batches, exact=not shared)
     return pool.report()

@@ -101,7 +101,7 @@ class GivenLengthsTrainer(Trainer):
 
     def _load(self) -> None:
         super()._load()
-        self.engine._eos = frozenset()  # with `ignore_eos`, `auto` would take the limit for the length of every answer
+        self.engine.planner.eos = frozenset()  # with `ignore_eos`, `auto` would take the limit for the length of every answer
         assert self._task is not None
         self.collector = GivenLengths(self.engine, None, InOrder(self._task, 0, None), self.pool, self.config.rollout,
                                       self.config.seed, self._on_engine_step)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.engine import Engine
-from paceline.engine.draft_outcomes import ObservedDrafts
-from paceline.engine.outputs import InFlight
-from paceline.engine.runner import Download
+from paceline.engine.command import StepCommand, StepOutputs
+from paceline.engine.strategy_control import StrategyControl
+from paceline.strategy import AnyStrategy
 from paceline.strategy.beg import SUFFIX, arms_of, bucket_of
 from paceline.types import Decision, DrafterName, DraftOutcomes, StepResult, Strategy
 
@@ -27,14 +27,15 @@ class Stopwatch:
         self.seconds += time.perf_counter() - began
 
 
-class _TimedDrafts(NamedTuple):
-    observed: ObservedDrafts
-    watch: Stopwatch
+class _TimedControl(StrategyControl):
+    def __init__(self, strategy: AnyStrategy, watch: Stopwatch) -> None:
+        super().__init__(strategy)
+        self._watch = watch
 
-    def result(self, drawn: Download) -> DraftOutcomes:
+    def outcomes(self, strategy: Strategy, command: StepCommand, outputs: StepOutputs) -> DraftOutcomes | None:
         began = time.perf_counter()
-        found = self.observed.result(drawn)
-        self.watch.add_since(began)
+        found = super().outcomes(strategy, command, outputs)
+        self._watch.add_since(began)
         return found
 
 
@@ -46,18 +47,13 @@ class TimedEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.choosing = Stopwatch()
         super().__init__(*args, **options)
+        self.planner.control = _TimedControl(self.planner.control.current, self.choosing)
 
     def _select(self) -> Decision:
         began = time.perf_counter()
         found = super()._select()
         self.choosing.add_since(began)
         return found
-
-    def _launch(self, *args: Any) -> InFlight:
-        step = super()._launch(*args)
-        if step.observed is None:
-            return step
-        return step._replace(observed=_TimedDrafts(step.observed, self.choosing))  # type: ignore[arg-type]
 
 
 class Step(NamedTuple):

@@ -122,7 +122,7 @@ def generate(
     raw_logprobs: Annotated[bool, typer.Option(
         "--raw-logprobs", help="Also write log-probabilities of the unfiltered distribution.")] = False,
     strategy: Annotated[str, typer.Option(
-        help="off, auto, beg, or a fixed one like suffix:d8w2v16, eagle:d6w4v32 or both:d6w4v32: depth, children per "
+        help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32: depth, children per "
              "node, nodes verified. Changes no token.")] = "auto",
     drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",

@@ -71,7 +71,7 @@ class FiguresCollector:
 
     def _is_untrained(self) -> bool:
         if self._untrained is None:
-            eagle = self._engine.drafting.eagle
+            eagle = self._engine.eagle
             self._untrained = eagle is None or is_untrained(eagle.module)
         return self._untrained
 

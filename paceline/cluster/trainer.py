@@ -59,7 +59,7 @@ class TrainWorkerSpec:
         if config.compare_off:
             second, _ = load_model(resolve_model(config.model), config.device, config.dtype)
             baseline = engine_for(config, second, tokenizer, speculate=False)
-        eagle, training = engine.drafting.eagle, None
+        eagle, training = engine.eagle, None
         if eagle is not None and is_untrained(eagle.module):
             engine.distrust("eagle")
         for each in (engine, baseline):

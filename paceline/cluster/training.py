@@ -42,7 +42,7 @@ class DrafterTraining:
 
     def __init__(self, engine: Engine, config: SpotConfig, buffer_bytes: int = 1 << 30, publish_s: float = 2.0) -> None:
         """`publish_s`: seconds of training between two reports of the drafter."""
-        assert engine.drafting.eagle is not None, "the engine has a learned drafter"
+        assert engine.eagle is not None, "the engine has a learned drafter"
         self._engine, self._config, self._publish_s = engine, config, publish_s
         self._buffer = FeatureBuffer(buffer_bytes, max_age=MAX_AGE, device=engine.model.norm.device)
         self._held_out: list[tuple[FeatureRecord, int]] = []
@@ -96,8 +96,8 @@ class DrafterTraining:
 
     def install(self, trained: TrainedDrafter) -> None:
         """Generate with this drafter from the next step on."""
-        assert self._engine.drafting.eagle is not None
-        own, policy = self._engine.drafting.eagle.module, self._engine.model
+        assert self._engine.eagle is not None
+        own, policy = self._engine.eagle.module, self._engine.model
         if self._before is None:
             self._before = deepcopy(own)
         found = Snapshot(load(trained.drafter), trained.snapshot_metadata)
@@ -108,8 +108,8 @@ class DrafterTraining:
     def measure(self, is_wanted: bool, seed: int) -> DrafterMeasured:
         """What the engine's drafter has gained on the held-out answers since the last call, if that is wanted. Then they are
         trained on as well."""
-        assert self._engine.drafting.eagle is not None
-        own, before, held_out = self._engine.drafting.eagle.module, self._before, self._held_out
+        assert self._engine.eagle is not None
+        own, before, held_out = self._engine.eagle.module, self._before, self._held_out
         self._before, self._held_out = None, []
         records = to_measure([record for record, _ in held_out], own.config.window, seed)
         found = DrafterMeasured(0, 0.0, 0.0)
@@ -140,7 +140,7 @@ class DrafterTraining:
 
     def _initial_drafter(self, frequent: Sequence[int]) -> Eagle:
         """The engine's drafter; if it is new and has a reduced vocabulary, one with the most frequent tokens of the answers."""
-        eagle = self._engine.drafting.eagle
+        eagle = self._engine.eagle
         assert eagle is not None
         own = eagle.module
         if own.draft_ids is None or not frequent or not is_untrained(own):

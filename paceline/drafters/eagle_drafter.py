@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
-from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, Ops, PagedCache, SlotTensors
+from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, Ops, PagedCache, Segments, SlotTensors
 from paceline.kernels.base import RankedTokens
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
@@ -134,14 +134,43 @@ class EagleDrafter:
         request = np.repeat(np.arange(len(counts)), counts)
         rows = np.stack([request, np.cumsum(counts)[request] - np.arange(len(request))])
         bounds = upload(counts, device)
-        width = view.features.shape[1] + 6 * self.module.config.model.hidden_size  # of all tensors that are alive at once
-        size = max(1, MAX_CATCH_UP_BYTES // (width * view.features.element_size()))
+        size = self._catch_up_rows(view.features)
         for start in range(0, len(request), size):
             places = upload(np.ascontiguousarray(rows[:, start : start + size]), device)
             committed, state = self._committed(view, places[0], places[1], bounds, least=0)
-            cos, sin = self.rope(committed.positions)
-            attend = PagedAttend(self.ops, [view.cache], cos, sin, committed.write, committed.segments)
-            self.module.write_keys(self.policy.embed(committed.tokens), state, attend)
+            self._write_keys(committed, state, view.cache)
+
+    def read(self, next_tokens: Tensor, features: Tensor, positions: Tensor, write: Tensor, segments: Segments,
+             cache: PagedCache, spare: int) -> None:
+        """Fills in the drafter's KV cache for rows that the policy has just computed, without attention or MLP.
+
+        Shapes follow from the arguments alone, so a CUDA graph can capture it.
+
+        Args:
+            next_tokens: [R] token behind each row; rows with a negative one are left out.
+            features: [R, F] the policy's captured hidden states.
+            positions: [R] positions.
+            write: [R] cache indices.
+            segments: Segments of the step; they are not read.
+            cache: KV cache of the drafter's layer.
+            spare: A cache index that is never read.
+        """
+        tokens, places = next_tokens.clamp_min(0), torch.where(next_tokens >= 0, write, spare)
+        size = self._catch_up_rows(features)
+        for start in range(0, len(tokens), size):
+            part = slice(start, start + size)
+            rows = DraftRows(tokens[part], positions[part], places[part], segments)
+            self._write_keys(rows, self._encode(features[part]), cache)
+
+    def _write_keys(self, rows: DraftRows, state: Tensor, cache: PagedCache) -> None:
+        cos, sin = self.rope(rows.positions)
+        attend = PagedAttend(self.ops, [cache], cos, sin, rows.write, rows.segments)
+        self.module.write_keys(self.policy.embed(rows.tokens), state, attend)
+
+    def _catch_up_rows(self, features: Tensor) -> int:
+        """Largest number of rows that are processed at once."""
+        width = features.shape[1] + 6 * self.module.config.model.hidden_size  # of all tensors that are alive at once
+        return max(1, MAX_CATCH_UP_BYTES // (width * features.element_size()))
 
     def _run_newest(self, view: DraftView, count: int, recent: RecentContext | None) -> Tensor:
         """Runs the drafter over the last `count` positions of every request. Returns its output at the last one."""
@@ -192,10 +221,13 @@ class EagleDrafter:
                    least: int) -> tuple[DraftRows, Tensor]:
         """Returns the rows of committed positions and their states [R, H]. See `Ops.catch_up_rows` for the arguments."""
         rows = self.ops.catch_up_rows(view.requests, view.tokens, view.cache, request, back, counts, least, view.spare)
-        features = view.features.index_select(0, rows.write)
+        return rows, self._encode(view.features.index_select(0, rows.write))
+
+    def _encode(self, features: Tensor) -> Tensor:
+        """The drafter's states [R, H] of captured features [R, F]."""
         if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):
             features = features[:, self._columns]
-        return rows, self.module.encode(features, self.ops)
+        return self.module.encode(features, self.ops)
 
     def _draft_fused(self, view: DraftView, state: Tensor, depth: int, width: int,
                      budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

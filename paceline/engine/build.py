@@ -1,10 +1,11 @@
-"""Construction of an engine's parts: limits from the configuration and the device, storage of that size, and what works on it."""
+"""Construction of planner and executor: limits from the configuration and the device, storage of that size, and what works on
+it."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,16 @@ from paceline.drafters.checkpoint import check_drafter_folder, load_eagle
 from paceline.drafters.eagle import Eagle, feature_columns
 from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine.batch import INPUTS_PER_ROW, BatchBuilder
 from paceline.engine.drafting import Drafting
+from paceline.engine.executor import Executor
 from paceline.engine.graphs import GRAPH_SIZES, CudaGraphs, GraphPool
+from paceline.engine.learned_drafting import LearnedDrafting
+from paceline.engine.planner import Planner
+from paceline.engine.rows import INPUTS_PER_ROW
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
+from paceline.engine.strategy_control import StrategyControl
 from paceline.kernels import Ops, ops_for
 from paceline.models.decoder import Decoder, Rope
 from paceline.strategy import AnyStrategy, FixedSelector, Selector, make_selector
@@ -43,31 +48,15 @@ def require_drafter(selector: Selector, has_learned: bool, has_suffix: bool) -> 
     if not isinstance(selector, FixedSelector):
         return
     strategy = selector.strategy
-    if strategy.drafter in ("eagle", "both") and not has_learned:
+    if strategy.drafter == "eagle" and not has_learned:
         raise ValueError(f"strategy {strategy}: it needs a learned drafter; set drafter to the folder of one")
     if strategy.drafter == "suffix" and not has_suffix:
         raise ValueError(f"strategy {strategy}: it needs the suffix drafter, but drafter is none")
 
 
-class Parts(NamedTuple):
-    """The parts of one engine."""
-
-    ops: Ops
-    scheduler: Scheduler
-    store: PagedStore
-    state: SlotState
-    graphs: CudaGraphs
-    batches: BatchBuilder
-    runner: Runner
-    drafting: Drafting
-    feature_columns: Tensor | None
-    """Columns of the stored features that rollouts report (`EngineConfig.capture`); None if they report none."""
-    pipelined: bool
-    """Whether a step is launched before the outputs of the last one are read, as on a GPU."""
-
-
-def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConfig) -> Parts:
-    """Build the parts of an engine for this policy."""
+def build(model: Decoder, tokenizer: Any, drafter: str | Path | Eagle | None, strategy: AnyStrategy,
+          config: EngineConfig) -> tuple[Planner, Executor]:
+    """Build the two halves of an engine for this policy."""
     suffix, eagle = _drafters(drafter, model, config)
     shape, device, dtype = model.config, model.norm.device, model.norm.dtype
     capture = tuple(dict.fromkeys((*config.capture, *(eagle.config.feature_layers if eagle else ()))))
@@ -86,26 +75,32 @@ def build(model: Decoder, drafter: str | Path | Eagle | None, config: EngineConf
     length = scheduler.max_length
     store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
     state = SlotState(limits.max_batch, -(-length // config.page_size), config.page_size, num_pages, device)
-    rope = Rope(shape, length + 1, dtype, device)
     pipelined = device.type == "cuda"
-    row_sizes = config.row_sizes or (GRAPH_SIZES if pipelined else ())
-    capturable = ops.name == "triton" and dtype != torch.float64
-    pool = GraphPool(device) if capturable and config.cuda_graphs else None
-    if pipelined and config.cuda_graphs and not capturable:
-        logger.info("steps are not captured as CUDA graphs: %s kernels in %s cannot be captured", ops.name, dtype)
-    graphs = CudaGraphs(row_sizes, state.padding, device, INPUTS_PER_ROW, pool)
-    runner = Runner(model, rope, store, state, ops, capture, graphs)
+    graphs = _graphs(config, ops, state, dtype, pipelined)
     learned = None
     if eagle is not None:
         columns = _column_index(capture, eagle.config.feature_layers, shape.hidden_size, device)
         own_rope = Rope(eagle.config.model, length + 1, dtype, device)
         # Tokens do not depend on drafts, so on a GPU the drafter may sum in any order.
         own_ops = ops_for(device, dtype, False, context, config.kernels) if pipelined else ops
-        learned = EagleDrafter(eagle.to(device, dtype), model, own_rope, own_ops, columns, config.tau)
-    drafting = Drafting(state, store, suffix, learned, config.tau, config.suffix_tau, graphs)
-    batches = BatchBuilder(graphs, ops, state.padding, device)
+        drafts = EagleDrafter(eagle.to(device, dtype), model, own_rope, own_ops, columns, config.tau)
+        learned = LearnedDrafting(drafts, state, store, graphs, config.tau)
+    runner = Runner(model, Rope(shape, length + 1, dtype, device), store, state, ops, capture, graphs, learned)
     recorded = _column_index(capture, config.capture, shape.hidden_size, device) if config.capture else None
-    return Parts(ops, scheduler, store, state, graphs, batches, runner, drafting, recorded, pipelined)
+    executor = Executor(model, config, ops, store, state, graphs, runner, learned, recorded)
+    drafting = Drafting(suffix, config.suffix_tau, None if eagle is None else eagle.draft_vocab_size, config.tau)
+    return Planner(scheduler, drafting, StrategyControl(strategy), tokenizer, frozenset(shape.eos_token_ids), shape.vocab_size,
+                   pipelined), executor
+
+
+def _graphs(config: EngineConfig, ops: Ops, state: SlotState, dtype: torch.dtype, on_gpu: bool) -> CudaGraphs:
+    """Return the captured steps of an executor, of which there are none yet, and the sizes that its steps are padded to."""
+    row_sizes = config.row_sizes or (GRAPH_SIZES if on_gpu else ())
+    capturable = ops.name == "triton" and dtype != torch.float64
+    pool = GraphPool(state.device) if capturable and config.cuda_graphs else None
+    if on_gpu and config.cuda_graphs and not capturable:
+        logger.info("steps are not captured as CUDA graphs: %s kernels in %s cannot be captured", ops.name, dtype)
+    return CudaGraphs(row_sizes, state.padding, state.device, INPUTS_PER_ROW, pool)
 
 
 class Limits(NamedTuple):

@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from paceline.engine.batch import StepBatch
-from paceline.engine.runner import Download
-from paceline.engine.scheduler import StepPlan
+from paceline.engine.command import StepCommand, StepOutputs
 from paceline.types import DraftOutcomes, Strategy
 
 
-class ObservedDrafts(NamedTuple):
-    """The draft tokens of one step, on their way to the host. The download starts between drafting and verification, because
-    captured graphs share memory, and verification may overwrite what the drafter's graph left there."""
-
-    strategy: Strategy
-    lines: np.ndarray  # [L] indices of the decode requests that were drafted for
-    first_rows: np.ndarray  # [L] row of each one's root
-    num_nodes: np.ndarray  # [L] number of draft tokens
-    nodes: Download | None  # tokens, parents, depths [R] of the rows, survival [lines of the drafts, N]; None: no draft tokens
-    drafts: np.ndarray  # [L] line of the drafts
-
-    @classmethod
-    def start(cls, plan: StepPlan, batch: StepBatch) -> ObservedDrafts:
-        """Start the download of a step's draft tokens."""
-        counts = np.array(batch.num_nodes, int)
-        first = np.cumsum(counts + 1) - counts - 1
-        tree, nodes = batch.inputs.tree, None
-        if batch.survival is not None:
-            nodes = Download.start(tree.tokens, tree.parents, tree.depths, batch.survival)
-        lines = (np.array(plan.num_nodes, int) > 0).nonzero()[0]
-        drafts = np.array(batch.draft_lines, int)
-        return cls(plan.strategy, lines, first[lines], counts[lines], nodes, drafts[lines])
-
-    def result(self, sampled: Download) -> DraftOutcomes:
-        """Return the outcomes. `sampled`: the outputs of the step."""
-        if self.nodes is None:
-            none = np.zeros(0, int)
-            return DraftOutcomes(self.strategy, len(self.lines), none, none, none, np.zeros(0), np.zeros(0, bool))
-        tokens, parents, depths, survival = self.nodes.arrays()
-        found = sampled.arrays()
-        generated, count = found[0][self.lines], found[-1][self.lines]
-        line = np.repeat(np.arange(len(self.lines)), self.num_nodes)
-        node = np.arange(len(line)) - np.repeat(np.cumsum(self.num_nodes) - self.num_nodes, self.num_nodes)
-        row = self.first_rows[line] + 1 + node
-        depth = depths[row]
-        parent = np.where(depth == 1, -1, parents[row] - row + np.arange(len(row)))
-        matches = tokens[row] == generated[line, np.minimum(depth, generated.shape[1]) - 1]
-        accepted, width = _walk(line, parent, depth, matches & (count[line] > depth))
-        return DraftOutcomes(self.strategy, len(self.lines), line, depth, width,
-                             survival[self.drafts[line], node].astype(float), accepted)
+def draft_outcomes(strategy: Strategy, command: StepCommand, outputs: StepOutputs) -> DraftOutcomes:
+    """Return the outcomes of a step's draft tokens."""
+    lines = np.zeros(0, int) if command.draft is None else command.draft.requests  # requests that were drafted for
+    if outputs.drafts is None or outputs.counts is None:
+        none = np.zeros(0, int)
+        return DraftOutcomes(strategy, len(lines), none, none, none, np.zeros(0), np.zeros(0, bool))
+    first = (np.cumsum(command.num_nodes + 1) - command.num_nodes - 1)[lines]  # row of each one's root
+    num_nodes = command.num_nodes[lines]
+    tokens, parents, depths, survival = outputs.drafts
+    generated, num_generated = outputs.tokens[lines], outputs.counts[lines]
+    line = np.repeat(np.arange(len(lines)), num_nodes)
+    node = np.arange(len(line)) - np.repeat(np.cumsum(num_nodes) - num_nodes, num_nodes)
+    row = first[line] + 1 + node
+    depth = depths[row]
+    parent = np.where(depth == 1, -1, parents[row] - row + np.arange(len(row)))
+    matches = tokens[row] == generated[line, np.minimum(depth, generated.shape[1]) - 1]
+    accepted, width = _walk(line, parent, depth, matches & (num_generated[line] > depth))
+    return DraftOutcomes(strategy, len(lines), line, depth, width, survival[line, node].astype(float), accepted)
 
 
 def _walk(line: np.ndarray, parent: np.ndarray, depth: np.ndarray, matches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,11 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
+import numpy as np
 import torch
 
-from paceline.engine.batch import BatchBuilder
-from paceline.engine.drafting import Drafting
-from paceline.engine.runner import Runner
+from paceline.engine.command import (
+    DummyCatchUp,
+    DummyDraft,
+    DummyStep,
+    HostDrafts,
+    StepCommand,
+    no_copies,
+    no_pages,
+    no_slots,
+)
+from paceline.engine.executor import Executor
 from paceline.engine.scheduler import Scheduler
 from paceline.strategy import MAX_ROWS, drafts_at
 from paceline.types import Strategy
@@ -21,58 +30,91 @@ logger = logging.getLogger(__name__)
 _CATCH_UP_ROWS, _CATCH_UP_ALL = (8, 16, 32, 64, 128), (2, 4, 16, 64)
 """What the learned drafter catches up with when an engine is warmed up: so many tokens of one request (each the largest of a
 range of row counts that share compiled kernels), and so many tokens of every request of a full batch."""
+_FORCED_ROWS = (4, 1024)
+"""Range of the rows of steps with forced rows that are captured when an engine is warmed up."""
 
 
 class DummySteps:
     """Runs the policy and the learned drafter on padding requests."""
 
-    def __init__(self, runner: Runner, batches: BatchBuilder, drafting: Drafting, scheduler: Scheduler) -> None:
-        self._runner, self._batches, self._drafting, self._graphs = runner, batches, drafting, runner.graphs
-        self.device = runner.state.device
+    def __init__(self, executor: Executor, scheduler: Scheduler, can_speculate: bool) -> None:
+        """`can_speculate`: whether there is a drafter."""
+        self._executor, self._graphs, self._can_speculate = executor, executor.graphs, can_speculate
+        self.device = executor.device
         self.max_batch, self.max_rows, self.max_length = scheduler.max_batch, scheduler.max_rows, scheduler.max_length
-        self.page_size = runner.state.tensors.page_size
+        self.page_size = scheduler.pages.page_size
 
     @property
     def tree_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that steps with draft trees are padded to."""
+        """Numbers of rows that steps with draft trees or forced rows are padded to."""
         return self._graphs.tree_sizes
 
     @property
     def has_learned_drafter(self) -> bool:
-        return self._drafting.eagle is not None
+        return self._executor.learned is not None
 
-    @torch.inference_mode()
     def run_step(self, num_requests: int, strategy: Strategy, padded: bool = True) -> None:
         """Run the policy once for so many requests with draft trees of the strategy's size; nothing is drafted. `padded`: pad
         to a row size."""
-        self._runner.run(self._batches.dummy(num_requests, strategy, padded), capture_now=True)
+        self._executor.execute(DummyStep(self._command([self._padding] * num_requests, strategy), padded))
+
+    def run_forced(self, num_rows: int, num_sampled: int) -> None:
+        """Run the policy once on so many rows, nearly all of them forced. `num_sampled`: number of sampled rows."""
+        self._executor.execute(DummyStep(self._forced_command(num_rows, num_sampled)))
 
     def lent_slots(self, num_requests: int, context: int) -> AbstractContextManager[list[int]]:
         """Slots for `run_with_context`."""
-        return self._runner.state.lent_slots(num_requests, context)
+        return self._executor.state.lent_slots(num_requests, context)
 
     @torch.inference_mode()
     def run_with_context(self, slots: list[int], strategy: Strategy, context: int) -> None:
         """Like `run_step`, for requests in `lent_slots` that read so many tokens of context. Each has pages of its own: pages in
         common would stay in the caches of the device."""
-        self._runner.state.tensors.context[: len(slots)] = context
-        self._runner.run(self._batches.dummy(len(slots), strategy, slots=slots), capture_now=True)
+        self._executor.state.tensors.context[: len(slots)] = context
+        self._executor.execute(DummyStep(self._command(slots, strategy)))
 
-    @torch.inference_mode()
     def run_drafter(self, num_requests: int, strategy: Strategy) -> None:
         """Run the learned drafter once for so many requests, if the strategy uses it."""
-        self._drafting.draft_dummy(num_requests, strategy)
+        self._executor.execute(DummyDraft(num_requests, strategy))
 
-    @torch.inference_mode()
     def run_catch_up(self, num_requests: int, missing: int) -> None:
         """Let the learned drafter process so many tokens of each of so many requests."""
-        self._drafting.catch_up_dummy(num_requests, missing)
+        self._executor.execute(DummyCatchUp(num_requests, missing))
+
+    @property
+    def _padding(self) -> int:
+        return self._executor.state.padding
+
+    def _command(self, slots: list[int], strategy: Strategy) -> StepCommand:
+        """Return a step of requests that feed their last tokens. A draft tree is one path of full depth, and leaves."""
+        none, count = np.zeros(0, np.int64), len(slots)
+        zeros, draft = np.zeros(count, np.int64), None
+        if strategy.budget:
+            node = np.tile(np.arange(strategy.budget), (count, 1))
+            on_path, empty = node < strategy.depth, np.zeros_like(node)
+            draft = HostDrafts(np.arange(count), empty, np.where(on_path, node - 1, -1), np.where(on_path, node + 1, 1),
+                               empty.astype(np.float32))
+        return StepCommand(np.array(slots, np.int64), zeros + strategy.budget, zeros, np.ones(count, bool), none, zeros - 1,
+                           zeros, no_slots(), no_pages(), no_copies(), draft, min(strategy.depth, strategy.budget))
+
+    def _forced_command(self, num_rows: int, num_sampled: int) -> StepCommand:
+        """Return a step of `num_sampled` - 1 requests that feed their last tokens, and requests with forced rows, the last of
+        which is sampled from."""
+        left, lengths = num_rows - num_sampled + 1, []
+        while left > 0:
+            lengths.append(min(left, self.max_length - 1))
+            left -= lengths[-1]
+        forced = np.array([0] * (num_sampled - 1) + lengths, np.int64)
+        zeros, samples = np.zeros_like(forced), forced == 0
+        samples[-1] = True
+        return StepCommand(zeros + self._padding, zeros, forced, samples, np.zeros(sum(lengths), np.int64), zeros - 1, zeros,
+                           no_slots(), no_pages(), no_copies())
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
         """Compile the Triton kernels of steps and drafts of all sizes in parallel, without running anything on the device. If
         that fails, they are compiled when they are first launched, one after the other."""
-        if self._runner.ops.name != "triton":
+        if self._executor.ops.name != "triton":
             return
         logger.info("compiling kernels, up to a minute, once per model and machine", extra={"is_progress": True})
         began = time.perf_counter()
@@ -91,13 +133,25 @@ class DummySteps:
         """Steps and drafts that together launch nearly all kernels, the largest sizes first, which take the longest."""
         sizes = [size for size in self.tree_sizes if size <= MAX_ROWS]
         for rows in reversed(sizes):
-            yield partial(self._runner.run_uncaptured, self._batches.dummy(rows, Strategy.OFF))
-            if rows > 1 and self._drafting.available:
-                yield partial(self._runner.run_uncaptured, self._batches.dummy(rows // 2, Strategy("eagle", 1, 1, 1)))
-        if self.has_learned_drafter:
+            yield self._uncaptured(self._command([self._padding] * rows, Strategy.OFF))
+            if rows > 1 and self._can_speculate:
+                yield self._uncaptured(self._command([self._padding] * (rows // 2), Strategy("eagle", 1, 1, 1)))
+        for rows, sampled in self._forced_sizes(self.max_batch):
+            yield self._uncaptured(self._forced_command(rows, sampled))
+        learned = self._executor.learned
+        if learned is not None:
             for requests in (size for size in sizes[::-2] if size <= self.max_batch):
                 for strategy in drafts_at(requests):
-                    yield self._drafting.dummy_draft(requests, strategy)
+                    yield learned.dummy_draft(requests, strategy)
+
+    def _uncaptured(self, command: StepCommand) -> Callable[[], object]:
+        return partial(self._executor.runner.run_uncaptured, self._executor.dummy_rows(DummyStep(command)), [])
+
+    def _forced_sizes(self, max_requests: int) -> list[tuple[int, int]]:
+        """Numbers of rows and of sampled rows of steps with forced rows: for so many requests, and for one."""
+        largest = min(self._graphs.max_rows, _FORCED_ROWS[1])
+        return [(rows, n) for n in sorted({1, max_requests}) for rows in self.tree_sizes
+                if max(n + 1, _FORCED_ROWS[0]) <= rows <= largest]
 
     def capture(self, strategies: Iterable[Strategy], batches: Sequence[int], padded: bool = True) -> None:
         """Capture the graphs that these strategies need at these batch sizes."""
@@ -115,7 +169,8 @@ class DummySteps:
         batches, trees = self._graphs.row_sizes, self._graphs.tree_sizes
         largest = next((size for size in batches if size >= max_requests), self.max_batch)
         jobs = [partial(self.run_step, rows, Strategy.OFF) for rows in batches if rows <= largest]
-        if self._drafting.available:
+        jobs += [partial(self.run_forced, *size) for size in self._forced_sizes(largest)]
+        if self._can_speculate:
             jobs += [partial(self.run_step, rows // 2, Strategy("eagle", 1, 1, 1)) for rows in trees if 1 < rows <= MAX_ROWS]
         if self.has_learned_drafter:
             jobs += [partial(self.run_drafter, requests, strategy) for requests in trees if requests <= largest

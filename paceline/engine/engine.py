@@ -1,4 +1,5 @@
-"""The engine: requests in, rollouts out. `Engine.step` selects, schedules, drafts, launches and processes one step."""
+"""The engine: requests in, rollouts out. A thin class over its two halves: the planner, which decides about every step, and the
+executor, which runs it on the device. Start reading at `Engine.step`."""
 
 from __future__ import annotations
 
@@ -9,35 +10,32 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
+from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.engine.build import build, check_speculation
-from paceline.engine.draft_outcomes import ObservedDrafts
-from paceline.engine.drafting import StepDrafts
+from paceline.engine.command import LoadDrafter, LoadWeights, ReadFeatures, Sleep, Wake
+from paceline.engine.drafting import Drafting
 from paceline.engine.dummy import DummySteps
-from paceline.engine.failures import end_broken_requests
 from paceline.engine.generate import generate_groups
-from paceline.engine.graphs import GraphReport, Timestamp
-from paceline.engine.logit_adjustments import LogitAdjustments
+from paceline.engine.graphs import GraphReport
 from paceline.engine.migration import Migration
-from paceline.engine.outputs import NOT_A_NUMBER, InFlight, append_outputs, make_rollout, read_features
+from paceline.engine.outputs import feature_record, make_rollout
 from paceline.engine.profile import engine_identity, load_or_profile
-from paceline.engine.prompts import Prompt, answer_seeds, check, encode
+from paceline.engine.prompts import Prompt, encode
 from paceline.engine.request import Request
-from paceline.engine.runner import Download, record_event
-from paceline.engine.scheduler import StepPlan
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Counters
-from paceline.engine.step_timer import StepTimer
+from paceline.engine.step_timer import InFlight, StepTimer
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
-from paceline.engine.weights import PolicyWeights, copy_drafter, drafter_mismatch, offload, prepare_linears, restore
+from paceline.engine.weights import drafter_mismatch
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.strategy import AnyStrategy, CostCurve, Selector, make_selector
@@ -71,27 +69,18 @@ class Engine:
         self.version = self.drafter_version = 0
         self.reports_features = True
         """Whether rollouts come with the features of `EngineConfig.capture`, if there are any: reading them takes time."""
-        self._control = StrategyControl(strategy)
-        self._counters, self._ids, self._groups = Counters(), count(), count()
-        self._requests: dict[int, Request] = {}
+        self._counters = Counters()
         self._in_flight: InFlight | None = None
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
-        self._asleep, self._may_profile = False, self.config.profile
-        self._weights = PolicyWeights(model)
-        self._eos = frozenset(model.config.eos_token_ids)
-        parts = build(model, drafter, self.config)
-        (self.ops, self.scheduler, self.store, self.state, self.graphs, self.batches, self.runner, self.drafting,
-         self._feature_columns, self._pipelined) = parts
-        self._watchdog = Watchdog(self.scheduler)
-        self._timer = StepTimer(self.graphs, self.drafting.eagle is not None)
-        self.dummy_steps = DummySteps(self.runner, self.batches, self.drafting, self.scheduler)
-        self.migration = Migration(self._requests, self.scheduler, self.store, self.state, self.drafting,
-                                   lambda: next(self._ids), self._stop_ids, self._drain)
-        self._prepare_weights()
+        self._may_profile = self.config.profile
+        self.planner, self.executor = build(model, tokenizer, drafter, strategy, self.config)
+        self._watchdog, self._timer = Watchdog(self.scheduler), StepTimer(self.executor.graphs)
+        self.dummy_steps = DummySteps(self.executor, self.scheduler, bool(self.drafting.available))
+        self.migration = Migration(self.planner, self.executor, self._drain)
         self.drafter_mismatch: str | None = None
-        if self.drafting.eagle is not None:
-            self._check_drafter_origin(self.drafting.eagle.module)
+        if self.eagle is not None:
+            self._check_drafter_origin(self.eagle.module)
 
     @classmethod
     def load(cls, source: str | Path, device: str = "auto", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
@@ -105,6 +94,30 @@ class Engine:
         model, tokenizer = load_model(source, device, dtype)
         return cls(model, tokenizer, drafter, strategy, config)
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """The planner's scheduler: waiting and running requests, and pages."""
+        return self.planner.scheduler
+
+    @property
+    def drafting(self) -> Drafting:
+        """The planner's part of drafting: the suffix drafter."""
+        return self.planner.drafting
+
+    @property
+    def eagle(self) -> EagleDrafter | None:
+        """The learned drafter, if there is one."""
+        return self.executor.eagle
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the engine runs on."""
+        return self.executor.device
+
+    @property
+    def _control(self) -> StrategyControl:
+        return self.planner.control
+
     # -- the step
 
     def step(self, strategy: Strategy | None = None) -> StepResult:
@@ -113,9 +126,7 @@ class Engine:
         `strategy` overrides the engine's selector for this step."""
         if self._results:
             return self._results.popleft()
-        if self._asleep:
-            raise RuntimeError("step: the engine is asleep; call wake() first")
-        self._weights.require_complete()
+        self.executor.require_weights()
         self._timer.resume()
         decision = self._select() if strategy is None else Decision(strategy)
         self.drafting.check(decision.strategy)
@@ -124,22 +135,18 @@ class Engine:
         return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, decision.strategy)
 
     def _advance(self, decision: Decision) -> None:
-        """Plan, draft and launch a step, and process the outputs of a completed one."""
+        """Plan and launch a step, and process the outputs of a completed one."""
         launched = None
-        if decision.strategy.drafter in ("suffix", "both"):  # the suffix drafter drafts from the generated text
+        if decision.strategy.drafter == "suffix":  # the suffix drafter drafts from the generated text
             self._process()
-        with torch.inference_mode():
-            began = self.graphs.now()
-            plan = self.scheduler.schedule(decision)
-            if plan:
-                started = record_event(self.state.device)
-                self.runner.prepare(plan, self.scheduler.running)
-                drafted = self.drafting.draft(plan)
-                launched = self._launch(plan, drafted, began, started)
+        began = self.executor.graphs.now()
+        step = self.planner.plan(decision, self.version)
+        if step is not None:
+            launched = InFlight(step, self.executor.execute(step.command), began, self._timer.launched(began))
         if not self._results:
             self._process()
         self._in_flight = launched
-        if not self._results and not self._pipelined:
+        if not self._results and not self.planner.pipelined:
             self._process()
         if launched is None and not self._results and self.scheduler.waiting and self.scheduler.pages.num_held == 0:
             self._refuse(self.scheduler.waiting[0])
@@ -148,67 +155,47 @@ class Engine:
         """Ask the selector about the next step."""
         if self._control.needs_profile:
             self._profile_if_possible()
-        return self._control.select(self.scheduler, self.drafting.available)
-
-    def _launch(self, plan: StepPlan, drafted: StepDrafts, began: Timestamp, started: torch.cuda.Event | None) -> InFlight:
-        """Lay out the planned step and queue it on the device, without waiting for it."""
-        batch = self.batches.build(plan, drafted)
-        observed = ObservedDrafts.start(plan, batch) if self._control.observes(plan.decision) else None
-        adjustments = LogitAdjustments.of(plan.decode, batch.num_nodes, self.model.config.vocab_size, self.state.device)
-        output = self.runner.run(batch, any(request.params.raw_logprobs for request in plan.decode), adjustments=adjustments)
-        context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
-        self.drafting.on_launch(plan, batch.most_accepted)
-        self.scheduler.on_launch(plan, batch.most_accepted)
-        sampled = None
-        if output is not None:  # without draft tokens every request gets one token
-            counts = output.num_drawn if batch.max_depth else None
-            sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
-        return InFlight(plan, batch, sampled, self.version, began, observed, context, self._timer.launched(began))
+        return self.planner.select()
 
     def _process(self) -> None:
         """Read the outputs of the step in flight, if there is one, append its tokens to their requests, and queue its result."""
-        step, self._in_flight = self._in_flight, None
-        if step is None:
+        launched, self._in_flight = self._in_flight, None
+        if launched is None:
             return
-        self._timer.wait_for(step, self._pipelined)
-        tokens, ended, accepted = append_outputs(step, self.scheduler.max_length, self.tokenizer)
-        self.scheduler.on_complete(step.plan, step.batch.most_accepted)
-        self.drafting.on_complete(step.plan.decode, step.batch.most_accepted, tokens, self._timer.came_late)
-        drafts = None if step.observed is None or step.sampled is None else step.observed.result(step.sampled)
-        timed = self._timer.processed(step)
+        step, pending = launched.step, launched.pending
+        self._timer.wait_for(launched, self.planner.pipelined)
+        (tokens, ended, accepted), drafts = self.planner.complete(step, pending.read(), self._timer.came_late)
+        timed = self._timer.processed(launched)
         finished = [self._rollout(request, reason) for request, reason in ended]
         for request, _ in ended:
-            self.drafting.finish(request)
-            self.scheduler.finish(request)
+            self.planner.finish(request)
+        num_forced_rows = step.command.num_forced_rows
         result = StepResult(
-            step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens),
-            num_rows=step.batch.num_rows + step.plan.num_prefill_rows, num_prefill_rows=step.plan.num_prefill_rows,
-            drafted=sum(step.batch.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
+            step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens), num_rows=pending.num_rows,
+            num_prefill_rows=num_forced_rows, drafted=sum(step.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
             ms=timed.ms, drafts=drafts,
-            drafted_by_request={request.id: nodes for request, nodes in
-                                zip(step.plan.decode, step.batch.num_nodes, strict=False) if nodes})
+            drafted_by_request={request.id: nodes for request, nodes in zip(step.plan.decode, step.num_nodes, strict=True)
+                                if nodes})
         self._results.append(result)
-        for rollout in finished:
-            del self._requests[rollout.request_id]
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
+        num_rows = step.num_decode_rows if num_forced_rows else pending.num_rows
         self._control.record(StepOutcome(
-            step.plan.decision, result.num_requests, result.num_prefill_rows, num_tokens, timed.ms if timed.is_usual else 0.0,
-            result.num_rows, step.context, timed.host_ms, drafts), finished)
+            step.plan.decision, result.num_requests, num_forced_rows, num_tokens, timed.ms if timed.is_usual else 0.0,
+            num_rows, step.context, timed.host_ms, drafts), finished)
 
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""
-        request.finish_reason = reason
-        layers = self.config.capture if self.reports_features else ()
-        features = read_features(request, self.store, layers, self._feature_columns)
+        request.finish_reason, features = reason, None
+        if self.config.capture and self.reports_features and request.slot >= 0:
+            stored = self.executor.execute(ReadFeatures(request.pages, request.num_computed))
+            features = None if stored is None else feature_record(request, stored, self.config.capture)
         return make_rollout(request, reason, self.tokenizer, features)
 
     def _finish(self, request: Request, reason: FinishReason) -> Rollout:
         """End a request: return its rollout and free its slot and pages."""
         rollout = self._rollout(request, reason)
-        self.drafting.finish(request)
-        self.scheduler.finish(request)
-        del self._requests[request.id]
+        self.planner.finish(request)
         self._watchdog.observe(progress=True)
         return rollout
 
@@ -227,8 +214,7 @@ class Engine:
             work()
         except BaseException as error:
             self._in_flight = None
-            self._queue_finished(end_broken_requests(self._requests, self._results, self.scheduler, self.drafting, error,
-                                                     self.migration.reserved_pages))
+            self._queue_finished(self.planner.end_broken(self._results, error, self.migration.reserved_pages))
             raise
 
     def _refuse(self, request: Request) -> None:
@@ -249,20 +235,7 @@ class Engine:
             seeds: Sequence[int] | None = None) -> list[int]:
         """Queue n answers of one prompt and return their request ids. Each answer's seed is derived from `params.seed`, the
         key (or the prompt) and the number of the answer, unless `seeds` gives the seeds."""
-        params = params or SamplingParams()
-        prompt_ids = self.encode(prompt)
-        check(prompt_ids, params, n, self.tokenizer, self.model.config.vocab_size, self.scheduler.max_length)
-        own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
-        stop_ids, group = self._stop_ids(params), next(self._groups)
-        requests = [Request(next(self._ids), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
-                    for sample, seed in enumerate(own_seeds)]
-        for request in requests:
-            self._requests[request.id] = request
-            self.scheduler.add(request)
-        return [request.id for request in requests]
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self._eos)
+        return self.planner.add(self.encode(prompt), params or SamplingParams(), n, key, seeds)
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt given as text, chat messages or token ids. `chat_template_kwargs`: variables that the
@@ -284,13 +257,13 @@ class Engine:
 
     def abort(self, request_ids: Iterable[int]) -> list[Rollout]:
         """End requests where they are and return what they have generated. Ids of finished requests are ignored."""
-        found = [self._requests[i] for i in request_ids if i in self._requests]
+        found = [self.planner.requests[i] for i in request_ids if i in self.planner.requests]
         return [self._finish(request, "abort") for request in found]
 
     def raw_logprobs(self, request_id: int, start: int = 0) -> list[float]:
         """Return the raw log-probabilities (`SamplingParams.raw_logprobs`) of a request's tokens from number `start` on; empty if
         there are none, or the request is finished."""
-        request = self._requests.get(request_id)
+        request = self.planner.requests.get(request_id)
         return [] if request is None else request.raw_logprobs[start:]
 
     @property
@@ -328,8 +301,8 @@ class Engine:
         """Measure what steps cost, in about so many seconds (without captures), or read what an earlier start measured.
         Selectors that predict step times start from this cost curve; without it they start from a guess and learn from their
         steps."""
-        eagle = self.drafting.eagle
-        identity = engine_identity(self.model, None if eagle is None else eagle.module, self.ops.name, self.config,
+        eagle = self.eagle
+        identity = engine_identity(self.model, None if eagle is None else eagle.module, self.executor.ops.name, self.config,
                                    self.scheduler.max_batch, self.scheduler.max_rows)
         self._control.set_costs(load_or_profile(self.dummy_steps, identity, seconds, folder))
         return self.costs
@@ -360,7 +333,7 @@ class Engine:
         batch), and run steps with prompts, so that no later step has to wait for a capture or a compilation. Every iteration
         does one part and yields the number of parts done, and of all. Between two of them the engine may be used."""
         requests = min(max_requests or self.scheduler.max_batch, self.scheduler.max_batch)
-        prompts = min(requests, _WARM_UP_PROMPTS if self.state.device.type == "cuda" else 2)
+        prompts = min(requests, _WARM_UP_PROMPTS if self.device.type == "cuda" else 2)
         parts: list[Callable[[], object]] = [self._profile_if_possible, *self.dummy_steps.captures(requests),
                                              partial(self._run_prompts, prompts)]
         if self.drafting.suffix is not None:
@@ -374,16 +347,17 @@ class Engine:
         it."""
         if self.has_work:
             return
-        own, scheduler = (self._control, self._counters), self.scheduler
+        own, scheduler = (self.planner.control, self._counters), self.scheduler
         counts = scheduler.num_preemptions, scheduler.num_cached_tokens
         strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
-        self._control, self._counters = StrategyControl(strategy if self.drafting.available else Strategy.OFF), Counters()
+        usual = strategy if self.drafting.available else Strategy.OFF
+        self.planner.control, self._counters = StrategyControl(usual), Counters()
         try:
             self.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)
             self._drain()
             self._results.clear()
         finally:
-            self._control, self._counters = own
+            self.planner.control, self._counters = own
             scheduler.num_preemptions, scheduler.num_cached_tokens = counts
 
     def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
@@ -393,7 +367,7 @@ class Engine:
 
     def graph_report(self) -> GraphReport:
         """Return the number, memory and capture time of CUDA graphs; all zero where none are captured."""
-        return self.graphs.report()
+        return self.executor.graphs.report()
 
     # -- weights and memory
 
@@ -403,13 +377,8 @@ class Engine:
 
         A mapping or a list is checked completely before anything is copied: if it is refused, nothing has changed. Any other
         iterable is copied tensor by tensor. If it fails on the way, the engine does not run until a later update succeeds."""
-        self._weights.replace(state, lambda: self._on_new_weights(self.version + 1 if version is None else version))
-
-    def _on_new_weights(self, version: int) -> None:
-        self._prepare_weights()
-        self.version = version
-        if self.drafting.eagle is not None and not self._asleep:  # otherwise `wake` does it
-            self.drafting.eagle.policy_changed()
+        self.executor.execute(LoadWeights(state))
+        self.version = self.version + 1 if version is None else version
         if self.config.on_update == "recompute":
             self._drain()
             self.scheduler.preempt_all()
@@ -419,15 +388,12 @@ class Engine:
         """Replace the learned drafter's weights in place, from the next step on. `version`: version of the policy that the
         drafter was trained for. Tokens do not depend on the drafter, so running requests continue. The policy's weights are
         not touched."""
-        if self.drafting.eagle is None:
+        if self.eagle is None:
             raise ValueError("update_drafter: the engine was loaded without a learned drafter")
         if version > self.version:
             raise ValueError(f"update_drafter: version {version} is newer than the policy's, {self.version}")
-        own = self.drafting.eagle.module
-        copy_drafter(drafter, into=own)
-        self._prepare_weights()
-        if not self._asleep:  # otherwise `wake` does it
-            self.drafting.eagle.policy_changed()  # it may have another reduced vocabulary
+        self.executor.execute(LoadDrafter(drafter))
+        own = self.eagle.module
         own.policy_fingerprint, self.drafter_version = drafter.policy_fingerprint, version
         self._control.drafter_replaced()
         self._check_drafter_origin(own)
@@ -447,39 +413,15 @@ class Engine:
 
         With "discard" nothing is copied to the host for the policy: its weights are lost, and `update_weights` has to follow
         `wake`. `keep`: names of the policy's parameters that are not discarded, because somebody else uses their memory."""
-        if not self._asleep:
+        if not self.executor.is_asleep:
             self._drain()
             self.scheduler.preempt_all()
             self.scheduler.drop_prefixes()
-            self.runner.release_cache()
-            self._asleep = True
-        if weights:
-            if weights == "discard":
-                self._weights.discard(keep)
-            offload(self._modules()[1:] if weights == "discard" else self._modules())
-            if self.drafting.eagle is not None:
-                self.drafting.eagle.module.policy_changed()  # also frees the rows that it gathered from the policy's head
-        if self.state.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.executor.execute(Sleep(weights, keep))
 
     def wake(self) -> None:
         """Allocate the memory again that `sleep` freed, and bring offloaded weights back to the device."""
-        if not self._asleep:
-            return
-        restore(self._modules(), self.state.device)
-        self._weights.allocate()
-        self.runner.allocate_cache()
-        if self.drafting.eagle is not None:
-            self.drafting.eagle.policy_changed()
-        self._asleep = False
-
-    def _prepare_weights(self) -> None:
-        if self.config.pack_weights or self.state.device.type != "cpu":  # only CPU kernels keep a copy
-            prepare_linears(self._modules(), self.ops)
-
-    def _modules(self) -> list[nn.Module]:
-        learned = self.drafting.eagle
-        return [self.model] if learned is None else [self.model, learned.module]
+        self.executor.execute(Wake())
 
     # -- statistics
 

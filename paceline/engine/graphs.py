@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768,
                896, 1024, 1280, 1536, 2048)
 """Numbers of rows that steps are padded to: a few sizes per doubling, so that padding costs little and there are few graphs."""
+_LEAST_SAMPLED = 8
+"""Smallest number of sampled rows of captured steps with forced rows."""
 _UNCAPTURED_RUNS = 3
 """Number of times that a step of a new shape runs uncaptured before it is captured."""
 
@@ -94,14 +96,16 @@ class GraphPool:
     def report(self) -> GraphReport:
         return GraphReport(len(self._graphs), self.num_bytes, self.capture_seconds)
 
-    def run(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None], capture_now: bool = False) -> Any:
+    def run(self, key: Hashable, step: Callable[[], Any], warm_up: Callable[[], None], capture_now: bool = False,
+            is_rare: bool = False) -> Any:
         """Replay the graph of `key`. If there is none, run `step` uncaptured the first few times and capture it after that (with
-        `capture_now`: at once). `warm_up` runs the step without effect, so that everything is compiled and allocated before the
-        capture. The returned tensors are valid until the next graph runs, which may use the same memory."""
+        `capture_now`: at once; with `is_rare`: the second time). `warm_up` runs the step
+        without effect, so that everything is compiled and allocated before the capture. The returned tensors are valid until the
+        next graph runs, which may use the same memory."""
         entry = self._graphs.get(key)
         if entry is None:
             self.num_irregular += 1
-            if not capture_now and self._uncaptured_runs[key] < _UNCAPTURED_RUNS:
+            if not capture_now and self._uncaptured_runs[key] < (1 if is_rare else _UNCAPTURED_RUNS):
                 self._uncaptured_runs[key] += 1
                 return step()
             entry = self._capture(key, step, warm_up)
@@ -177,11 +181,19 @@ class CudaGraphs:
         index = bisect_left(sizes, num_rows)
         return sizes[index] - num_rows if index < len(sizes) else 0
 
-    def run(self, key: Hashable, step: Callable[[], Any], slots: Tensor, capture_now: bool = False) -> Any:
+    def num_sampled(self, count: int, num_rows: int) -> int:
+        """Pad the number of sampled rows of a step of `num_rows` rows, some of them forced. Few sizes keep the number of graphs
+        small, and a sampled row costs little more than one that is not."""
+        if num_rows > self.max_rows:
+            return count
+        return min(num_rows, max(_LEAST_SAMPLED, 1 << (count - 1).bit_length()))
+
+    def run(self, key: Hashable, step: Callable[[], Any], slots: Tensor, capture_now: bool = False,
+            is_rare: bool = False) -> Any:
         """Run a step through its captured graph (see `GraphPool.run`). `slots`: the fixed tensor that the step reads its
-        requests' slots from."""
+        requests' slots from. `is_rare`: such steps come now and then, each taking many times as long without a graph."""
         assert self.pool is not None
-        return self.pool.run(key, step, partial(self._warm_up, step, slots), capture_now)
+        return self.pool.run(key, step, partial(self._warm_up, step, slots), capture_now, is_rare)
 
     def clear(self) -> None:
         """Drop all graphs, because the tensors that they point to are about to be freed."""

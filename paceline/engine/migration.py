@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from paceline.cache.store import PagedStore
-from paceline.engine.drafting import Drafting
+from paceline.engine.command import ExportPages, ImportPages
+from paceline.engine.executor import Executor
+from paceline.engine.planner import Planner
 from paceline.engine.request import Request, Status
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.state import SlotState
 from paceline.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -91,12 +90,11 @@ class Reservation:
 class Migration:
     """Exports requests from one engine and imports them into it. Must be called between two steps of the engine."""
 
-    def __init__(self, requests: dict[int, Request], scheduler: Scheduler, store: PagedStore, state: SlotState,
-                 drafting: Drafting, new_id: Callable[[], int], stop_ids: Callable[[SamplingParams], frozenset[int]],
-                 drain: Callable[[], None]) -> None:
-        """`requests`: the engine's requests by id. `drain`: waits for the step in flight."""
-        self._requests, self._scheduler, self._store, self._state, self._drafting = requests, scheduler, store, state, drafting
-        self._new_id, self._stop_ids, self._drain = new_id, stop_ids, drain
+    def __init__(self, planner: Planner, executor: Executor, drain: Callable[[], None]) -> None:
+        """`drain`: waits for the step in flight."""
+        self._planner, self._executor, self._drain = planner, executor, drain
+        self._requests, self._scheduler, self._drafting = planner.requests, planner.scheduler, planner.drafting
+        self._page_size = planner.scheduler.pages.page_size
         self.reserved_pages: set[int] = set()
         """Pages that hold the beginnings of requests that have not followed yet."""
 
@@ -110,11 +108,11 @@ class Migration:
         request = self._requests.get(request_id)
         if request is None or request.status is not Status.DECODE:
             return None
-        num_pages = request.num_computed // self._store.page_size
+        num_pages = request.num_computed // self._page_size
         drafted = request.num_computed - self._drafting.lag(request)
         if not num_pages:
             return None
-        return self._copy(request.pages[:num_pages], num_pages * self._store.page_size, drafted, shares_gpu)
+        return self._copy(request.pages[:num_pages], num_pages * self._page_size, drafted, shares_gpu)
 
     def export_request(self, request_id: int, version: int, num_sent: int = 0, shares_gpu: bool = False) -> RequestState | None:
         """Take a request out of the engine. `version`: the policy's. `num_sent`: number of leading tokens that `export_pages`
@@ -126,12 +124,10 @@ class Migration:
         found = RequestState(request.prompt_ids, request.params, request.group, request.sample, request.output_ids,
                              request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale)
         if request.status is Status.DECODE:
-            first = num_sent // self._store.page_size
+            first = num_sent // self._page_size
             found.kv = self._copy(request.pages[first:], request.num_computed - num_sent, 0, shares_gpu)
             found.drafter_lag = self._drafting.lag(request)
-        self._drafting.finish(request)
-        self._scheduler.finish(request)
-        del self._requests[request_id]
+        self._planner.finish(request)
         return found
 
     # -- arriving
@@ -147,7 +143,7 @@ class Migration:
             return None
         allocated = allocator.allocate(wanted)
         assert allocated is not None
-        self._store.import_request(allocated, tensors)
+        self._executor.execute(ImportPages(allocated, tensors))
         self.reserved_pages.update(allocated)
         return Reservation(allocated, pages.num_tokens, pages.num_drafted)
 
@@ -159,8 +155,9 @@ class Migration:
     def import_request(self, state: RequestState, version: int, reservation: Reservation | None = None) -> int:
         """Continue a request here and return its new id. With its stored tensors and room for them it is in the next step;
         otherwise it is prefilled like a new request. `version`: version of this engine's policy."""
-        request = Request(self._new_id(), state.group, state.sample, state.prompt_ids, state.params, self._stop_ids(state.params),
-                          logprobs=list(state.logprobs), raw_logprobs=list(state.raw_logprobs), versions=list(state.versions))
+        request = Request(self._planner.new_id(), state.group, state.sample, state.prompt_ids, state.params,
+                          self._planner.stop_ids(state.params), logprobs=list(state.logprobs),
+                          raw_logprobs=list(state.raw_logprobs), versions=list(state.versions))
         request.tokens += state.output_ids
         self._requests[request.id] = request
         if state.kv is None or state.version != version or not self._place(request, state, reservation):
@@ -184,7 +181,7 @@ class Migration:
         if pages is None:
             return False
         if tensors:
-            self._store.import_request(pages, tensors)
+            self._executor.execute(ImportPages(pages, tensors))
         self.reserved_pages.difference_update(held)
         request.pages, request.num_computed, request.stale = held + pages, num_computed, state.stale
         self._scheduler.adopt(request)
@@ -192,7 +189,6 @@ class Migration:
         if reservation is not None and reservation.num_drafted < reservation.num_tokens:
             lag = max(lag, num_computed - reservation.num_drafted)
         self._drafting.adopt(request, lag)
-        self._state.update([request], self._scheduler.running)
         return True
 
     # -- following requests
@@ -223,7 +219,7 @@ class Migration:
     # -- tensors and bytes
 
     def _copy(self, pages: list[int], num_tokens: int, num_drafted: int, shares_gpu: bool) -> KvPages:
-        tensors = self._store.export_request(pages, num_tokens, shares_gpu)
+        tensors = self._executor.execute(ExportPages(pages, num_tokens, shares_gpu))
         if shares_gpu:
             return KvPages(num_tokens, [reduce_tensor(tensor) for tensor in tensors], num_drafted)
         return KvPages(num_tokens, [tensor.contiguous().view(torch.uint8).numpy() for tensor in tensors], num_drafted)
@@ -231,7 +227,7 @@ class Migration:
     def _open(self, pages: KvPages) -> list[Tensor] | None:
         """The tensors; None if they were in the memory of another process that has died."""
         try:
-            return [_opened(array, own.dtype) for array, own in zip(pages.arrays, self._store.tensors(), strict=True)]
+            return [_opened(array, own.dtype) for array, own in zip(pages.arrays, self._executor.store.tensors(), strict=True)]
         except (RuntimeError, OSError) as error:  # of CUDA IPC, and of shared memory
             if all(isinstance(array, np.ndarray) for array in pages.arrays):
                 raise

@@ -9,44 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from paceline.cache.store import PagedStore
-from paceline.engine.batch import StepBatch
-from paceline.engine.draft_outcomes import ObservedDrafts
-from paceline.engine.graphs import Timestamp
+from paceline.engine.command import StepOutputs
 from paceline.engine.request import Request, Status
-from paceline.engine.runner import Download
-from paceline.engine.scheduler import StepPlan
 from paceline.types import FeatureRecord, FinishReason, Rollout
 
 NOT_A_NUMBER = -1
 """Token id that is sampled where the policy's logits are not numbers. It is one of every request's `stop_ids`."""
-
-
-class Launch(NamedTuple):
-    """How a step was launched."""
-
-    seconds: float
-    """Time of the host, strategy selection included."""
-    is_irregular: bool
-    """Whether a CUDA graph was captured, or a step that is usually captured ran without one: the device's time for such a step
-    says nothing about others."""
-
-
-class InFlight(NamedTuple):
-    """A step that has been launched and whose outputs have not been read."""
-
-    plan: StepPlan
-    batch: StepBatch
-    sampled: Download | None
-    """Tokens, log-probabilities, raw log-probabilities and numbers of tokens; None for a step of prefill only."""
-    version: int
-    """Version of the policy that the step was launched with."""
-    began: Timestamp
-    observed: ObservedDrafts | None
-    """The step's draft tokens, if their outcomes are observed."""
-    context: float
-    """Mean context length of the decode requests."""
-    launch: Launch
 
 
 class Appended(NamedTuple):
@@ -66,21 +34,19 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
 
-def append_outputs(step: InFlight, max_length: int, tokenizer: Tokenizer | None) -> Appended:
-    """Append the sampled tokens of a step to its requests, up to the token that ends an answer. Waits for the step if
-    necessary."""
-    if step.sampled is None:
-        return Appended({}, [], 0)
-    requests, batch, finished = step.plan.decode, step.batch, Status.FINISHED
-    tokens, logprobs, raw = _sampled_lists(step.sampled, len(requests))
+def append_outputs(requests: list[Request], num_nodes: list[int], outputs: StepOutputs, version: int, max_length: int,
+                   tokenizer: Tokenizer | None) -> Appended:
+    """Append the sampled tokens of a step to its requests, up to the token that ends an answer. `num_nodes`: numbers of draft
+    tokens of the first requests, which had some. `version`: version of the policy."""
+    finished = Status.FINISHED
+    tokens, logprobs, raw = _sampled_lists(outputs, len(requests))
     appended: dict[int, list[int]] = {}
     ended: list[tuple[Request, FinishReason]] = []
-    accepted = 0
-    for request, new, chances, nodes in zip(requests, tokens, logprobs, batch.num_nodes, strict=True):
-        if request.status is finished:  # it ended while this step was in flight
+    accepted = sum([len(new) - 1 for request, new, nodes in zip(requests, tokens, num_nodes, strict=False)
+                    if nodes and request.status is not finished])
+    for request, new, chances in zip(requests, tokens, logprobs, strict=True):
+        if request.status is finished or not new:  # it ended while this step was in flight, or is not yet sampled from
             continue
-        if nodes:
-            accepted += len(new) - 1
         own = request.tokens
         end = len(own) + len(new)
         if end < request.max_tokens and end < max_length and request.stop_ids.isdisjoint(new) and not request.params.stop:
@@ -93,17 +59,17 @@ def append_outputs(step: InFlight, max_length: int, tokenizer: Tokenizer | None)
         appended[request.id] = new
         request.num_computed = len(own) - 1
         request.logprobs += chances
-        request.versions += [step.version] * len(new)
+        request.versions += [version] * len(new)
     for request, chances in zip(requests, raw, strict=False):
         if request.params.raw_logprobs and request.id in appended:
             request.raw_logprobs += chances[: len(appended[request.id])]
     return Appended(appended, ended, accepted)
 
 
-def _sampled_lists(sampled: Download, num_requests: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
+def _sampled_lists(outputs: StepOutputs, num_requests: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
     """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Only
     what was generated is converted to Python numbers: padding rows and unused tree levels can be many times as much."""
-    tokens, logprobs, raw, counts = sampled.optional_arrays()
+    tokens, logprobs, raw, counts, _ = outputs
     fields = [array[:num_requests] for array in (tokens, logprobs, raw) if array is not None]
     if counts is None:  # one token each
         lists = [field.tolist() for field in fields]
@@ -147,13 +113,9 @@ def failed_rollout(sample: int, error: str) -> Rollout:
                    versions=[], error=error)
 
 
-def read_features(request: Request, store: PagedStore, layers: tuple[int, ...], columns: Any) -> FeatureRecord | None:
-    """Return the hidden states of these layers for every token that was fed, as they were stored while generating; None if
-    there are no such layers or the request has no slot. `columns`: index tensor of the layers' columns in the stored features."""
-    if not layers or store.features is None or request.slot < 0:
-        return None
-    features = store.features[store.slots(request.pages, request.num_computed)]
-    return FeatureRecord(request.tokens[: request.num_computed + 1], features[:, columns], layers, request.versions,
+def feature_record(request: Request, features: Any, layers: tuple[int, ...]) -> FeatureRecord:
+    """Return the hidden states of these layers, as they were stored while generating, for every token that was fed."""
+    return FeatureRecord(request.tokens[: request.num_computed + 1], features, layers, request.versions,
                          len(request.prompt_ids))
 
 

@@ -67,9 +67,10 @@ class Request:
         self.max_tokens = len(self.prompt_ids) + self.params.max_new_tokens
 
     @property
-    def num_to_prefill(self) -> int:
-        """Number of tokens that must be prefilled before the last token can be fed."""
-        return len(self.tokens) - 1 - self.num_computed
+    def num_to_feed(self) -> int:
+        """Number of known tokens that are not in the KV cache. While decoding that is the last one; of a request that prefills,
+        all of them are forced rows."""
+        return len(self.tokens) - self.num_computed
 
     @property
     def output_ids(self) -> list[int]:

@@ -1,7 +1,8 @@
 """The scheduler: which requests run in the next step, and on which pages. Plain Python: no torch, no clock, no randomness.
 
 `schedule` plans a step and reserves pages for it, `on_launch` records that it is in flight on the device, and `on_complete` that
-its outputs have been read. A new step may be scheduled while one is in flight, so everything here works with upper bounds: a
+its outputs have been read. Prompts are prefilled by forced rows beside the rows of decoding requests, and the last of them is
+sampled from. A new step may be scheduled while one is in flight, so everything here works with upper bounds: a
 request whose last step has not been read may have grown by up to `num_in_flight` tokens.
 
 When the KV cache is full, `_reserve_or_preempt` pre-empts the youngest running requests; they are prefilled again later.
@@ -22,14 +23,24 @@ from paceline.types import Decision, Strategy
 logger = logging.getLogger(__name__)
 
 
-class Prefill(NamedTuple):
-    """A chunk of a request's tokens to be prefilled."""
+class ForcedRows(NamedTuple):
+    """Known tokens of a request that a step computes: a prompt, a chunk of it, or what a pre-empted request computes again."""
 
     request: Request
     start: int
-    """Position of the chunk's first token."""
+    """Position of the first of these tokens."""
     num_rows: int
-    """Number of tokens of the chunk."""
+    """Number of these tokens."""
+    samples: bool
+    """Whether they end with the request's last token, after which the next one is sampled."""
+
+
+class Admitted(NamedTuple):
+    """A request that got a slot."""
+
+    request: Request
+    context: int
+    """Number of its tokens that are in the KV cache already."""
 
 
 @dataclass(slots=True)
@@ -38,12 +49,12 @@ class StepPlan:
 
     decision: Decision
     decode: list[Request] = field(default_factory=list)
-    """Requests that generate tokens in this step."""
+    """Requests that feed their last token in this step, and draft tokens behind it."""
     num_nodes: list[int] = field(default_factory=list)
     """Number of draft tokens that each decode request may have beside its last token; pages are reserved for them."""
-    prefill: list[Prefill] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    """Requests that got a slot in this step, which the device does not know yet."""
+    forced: list[ForcedRows] = field(default_factory=list)
+    admitted: list[Admitted] = field(default_factory=list)
+    """Requests that got a slot since the last step, which the device does not know yet."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Pages to copy before the step, as (from, to): the shared beginning of a page that two requests will write to."""
     borrowed: list[int] = field(default_factory=list)
@@ -54,11 +65,16 @@ class StepPlan:
         return self.decision.strategy
 
     @property
-    def num_prefill_rows(self) -> int:
-        return sum(item.num_rows for item in self.prefill)
+    def requests(self) -> list[Request]:
+        """All requests of the step, in the order of its rows."""
+        return self.decode + [item.request for item in self.forced] if self.forced else self.decode
+
+    @property
+    def num_forced_rows(self) -> int:
+        return sum([item.num_rows for item in self.forced])
 
     def __bool__(self) -> bool:
-        return bool(self.decode or self.prefill)
+        return bool(self.decode or self.forced)
 
 
 class Scheduler:
@@ -78,6 +94,7 @@ class Scheduler:
         self.num_cached_tokens = 0
         """Number of tokens whose keys and values were found in the cache at admission."""
         self._free_slots = list(range(max_batch - 1, -1, -1))
+        self._adopted: list[Request] = []
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -85,6 +102,7 @@ class Scheduler:
     def adopt(self, request: Request) -> None:
         """Run a request that comes with its pages, filled on another engine. There must be a free slot (`has_slot`)."""
         request.slot, request.status = self._free_slots.pop(), Status.DECODE
+        self._adopted.append(request)
         self._insert_running(request)
 
     @property
@@ -96,17 +114,34 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, decision: Decision) -> StepPlan:
-        """Plan the next step and reserve pages for it. Every running request gets a row first, then prefill continues, then
-        waiting requests are admitted; draft tokens get the rows and pages that are left."""
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests whose prompts have been computed."""
+        decoding = Status.DECODE
+        return sum([request.status is decoding for request in self.running])
+
+    @property
+    def num_prefilling(self) -> int:
+        """Number of requests that have to be prefilled and have a slot, or can get one."""
+        prefilling = Status.PREFILL  # looked up once: access to enum members is slow
+        return sum([request.status is prefilling for request in self.running]) + min(len(self.waiting), len(self._free_slots))
+
+    def schedule(self, decision: Decision, max_forced_rows: int | None = None) -> StepPlan:
+        """Plan the next step and reserve pages for it. Every decoding request gets a row first, then prefill continues, then
+        waiting requests are admitted; draft tokens get the rows and pages that are left. `max_forced_rows`: most rows of prefill;
+        None: as many as there is room for."""
         plan = StepPlan(decision)
         rows_left = self._plan_decode(plan)
-        prefilling = Status.PREFILL  # looked up once: access to enum members is slow
+        room = rows_left if max_forced_rows is None else min(rows_left, max_forced_rows)
+        prefilling = Status.PREFILL
         for request in [request for request in self.running if request.status is prefilling]:
-            if rows_left > 0:
-                rows_left -= self._prefill_chunk(plan, request, rows_left)
-        rows_left = self._admit(plan, rows_left)
-        self._plan_nodes(plan, rows_left)
+            if plan.num_forced_rows < room:
+                self._plan_forced(plan, request, room - plan.num_forced_rows)
+        self._admit(plan, room, rows_left)
+        self._plan_nodes(plan, self.max_rows - len(plan.decode) - plan.num_forced_rows)
+        # One that came with its pages may have been pre-empted again.
+        plan.admitted += [Admitted(request, request.num_computed) for request in self._adopted if request.slot >= 0]
+        self._adopted = []
         return plan
 
     def on_launch(self, plan: StepPlan, most_accepted: list[int]) -> None:
@@ -118,22 +153,29 @@ class Scheduler:
             request.num_steps_in_flight += 1
         self.pages.release(plan.borrowed)
         plan.borrowed = []
-        for request, _, _ in plan.prefill:
-            if request.status is Status.DECODE and not request.stale:
-                self.pages.publish(request.tokens[: request.num_computed], request.pages)
+        for request, _, _, samples in plan.forced:
+            if samples:
+                request.num_in_flight += 1
+                request.num_steps_in_flight += 1
+                if not request.stale:
+                    self.pages.publish(request.tokens[: request.num_computed], request.pages)
 
     def on_complete(self, plan: StepPlan, most_accepted: list[int]) -> None:
         """The step's outputs have been read. `most_accepted`: the same bounds as in `on_launch`."""
         for request, most in zip(plan.decode, most_accepted, strict=True):
             request.num_in_flight -= 1 + most
             request.num_steps_in_flight -= 1
+        for request, _, _, samples in plan.forced:
+            if samples:
+                request.num_in_flight -= 1
+                request.num_steps_in_flight -= 1
 
     def reset(self, requests: Iterable[Request], held_pages: Collection[int] = ()) -> None:
         """Begin again with these requests: all of them wait, and nobody has a slot or a page. For a step that was broken off,
         which may have left slots and pages in any state. `held_pages`: pages of somebody else, which stay allocated."""
         self.pages.reset(held_pages)
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
-        self.running = []
+        self.running, self._adopted = [], []
         self.waiting = deque(sorted(requests, key=lambda request: request.id))
         for request in self.waiting:
             request.status, request.slot, request.pages, request.stale = Status.WAITING, -1, [], False
@@ -244,24 +286,25 @@ class Scheduler:
         request.pages += pages
         return True
 
-    def _prefill_chunk(self, plan: StepPlan, request: Request, rows_left: int) -> int:
-        """Plan the request's next prefill chunk and return its number of rows."""
-        count = min(rows_left, request.num_to_prefill)
-        plan.prefill.append(Prefill(request, request.num_computed, count))
-        request.num_computed += count
-        if request.num_to_prefill == 0:
-            request.status = Status.DECODE
-        return count
+    def _plan_forced(self, plan: StepPlan, request: Request, room: int) -> None:
+        """Plan the request's next forced rows, at most `room` of them."""
+        count = min(room, request.num_to_feed)
+        samples = count == request.num_to_feed
+        plan.forced.append(ForcedRows(request, request.num_computed, count, samples))
+        request.num_computed += count - samples  # then it has fed its last token, like a decoding request
+        request.status = Status.DECODE if samples else Status.PREFILL
 
-    def _admit(self, plan: StepPlan, rows_left: int) -> int:
+    def _admit(self, plan: StepPlan, room: int, rows_left: int) -> None:
         """Admit waiting requests, oldest first, while slots, rows and pages last. The other answers of a prompt wait until the
-        first one has prefilled it. Return the number of rows left."""
+        first one has prefilled it. `room`: most forced rows of the step. `rows_left`: rows that are left for them and for
+        requests that need no prefill."""
         if not (self.waiting and self._free_slots and rows_left > 0):
-            return rows_left
+            return
         blocked: list[Request] = []
         prefilling = {request.group for request in self.running if request.status is Status.PREFILL}
-        prefilling |= {item.request.group for item in plan.prefill}  # their prompts can be shared from the next step on
-        while self.waiting and self._free_slots and rows_left > 0:
+        prefilling |= {item.request.group for item in plan.forced}  # their prompts can be shared from the next step on
+        num_forced, num_decode = plan.num_forced_rows, len(plan.decode)
+        while self.waiting and self._free_slots and num_forced < room and num_forced + len(plan.decode) - num_decode < rows_left:
             request = self.waiting.popleft()
             if request.group in prefilling:
                 blocked.append(request)
@@ -269,16 +312,15 @@ class Scheduler:
             if not self._place(plan, request):
                 self.waiting.appendleft(request)
                 break
-            if request.num_to_prefill:
-                request.status = Status.PREFILL
+            if request.num_to_feed > 1:
                 prefilling.add(request.group)
-                rows_left -= self._prefill_chunk(plan, request, rows_left)
+                most = min(room, rows_left - len(plan.decode) + num_decode)
+                self._plan_forced(plan, request, most - num_forced)
+                num_forced = plan.num_forced_rows
             else:
                 request.status = Status.DECODE
                 plan.decode.append(request)
-                rows_left -= 1
         self.waiting.extendleft(reversed(blocked))
-        return rows_left
 
     def _place(self, plan: StepPlan, request: Request) -> bool:
         """Give a waiting request a slot, and pages for all of its tokens. Return False if there is no room now, which never
@@ -302,7 +344,7 @@ class Scheduler:
             plan.borrowed.append(known.tail)
         self.num_cached_tokens += request.num_computed
         request.slot = self._free_slots.pop()
-        plan.admitted.append(request)
+        plan.admitted.append(Admitted(request, request.num_computed))
         self._insert_running(request)
         return True
 

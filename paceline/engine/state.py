@@ -8,36 +8,26 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from paceline.engine.request import Request
+from paceline.engine.command import PageEdits, SlotUpdates
 from paceline.kernels import SlotTensors
 from paceline.kernels.upload import upload
 
 
 class SlotState:
     """Context length, last token, sampling parameters and page table of every slot, with one more slot for padding: a request
-    that never ends, on the store's spare page, whose rows pad a step to one of the row sizes. On a CPU the tensors share
-    memory with the host's arrays."""
+    that never ends, on the store's spare page, whose rows pad a step to one of the row sizes."""
 
     def __init__(self, max_batch: int, max_pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
-        self.device = device
+        self.device, self._spare_page = device, spare_page
         slots = max_batch + 1
         self.padding = max_batch
         """Slot of the padding request."""
-        self._host: dict[str, np.ndarray] = {
-            "context": np.zeros(slots, np.int64),
-            "last_token": np.zeros(slots, np.int64),
-            "seed": np.zeros(slots, np.int64),
-            "temperature": np.zeros(slots, np.float32),
-            "top_k": np.zeros(slots, np.int32),
-            "top_p": np.ones(slots, np.float32),
-            "min_p": np.zeros(slots, np.float32),
-            "shared": np.zeros(slots, np.int64),
-        }
-        self._host_pages = np.zeros((slots, max_pages), np.int32)
-        self._host_pages[self.padding] = spare_page
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in self._host.items()}
-        self.tensors = SlotTensors(**tensors, page_table=torch.from_numpy(self._host_pages).to(device), page_size=page_size)
-        self._num_pages = [0] * slots
+        wide, real = (torch.zeros(slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+        page_table = torch.zeros(slots, max_pages, dtype=torch.int32, device=device)
+        page_table[self.padding] = spare_page
+        self.tensors = SlotTensors(
+            context=wide, last_token=wide.clone(), seed=wide.clone(), temperature=real, top_k=wide.int(), top_p=real + 1,
+            min_p=real.clone(), shared=wide.clone(), page_table=page_table, page_size=page_size)
 
     @contextmanager
     def lent_slots(self, num_requests: int, context: int) -> Iterator[list[int]]:
@@ -45,8 +35,8 @@ class SlotState:
         Afterwards the slots are as before. `context`: whole pages."""
         lent = [tensor[:num_requests] for tensor in self.tensors[:-1]]
         saved = [tensor.clone() for tensor in lent]
-        spare, filled = int(self._host_pages[self.padding, 0]), context // self.tensors.page_size
-        pages = torch.arange(num_requests * filled, dtype=torch.int32).view(num_requests, filled) % spare
+        filled = context // self.tensors.page_size
+        pages = torch.arange(num_requests * filled, dtype=torch.int32).view(num_requests, filled) % self._spare_page
         try:
             for tensor, whole in zip(lent, self.tensors[:-1], strict=True):
                 tensor[:] = whole[self.padding]
@@ -56,34 +46,17 @@ class SlotState:
             for tensor, before in zip(lent, saved, strict=True):
                 tensor.copy_(before)
 
-    def update(self, admitted: list[Request], running: list[Request]) -> None:
-        """Upload the slots of newly admitted requests, and the page tables of all running requests that got pages since the last
-        step."""
-        self._admit(admitted)
-        self._update_pages(running)
-
-    def _admit(self, requests: list[Request]) -> None:
-        for request in requests:
-            slot, params = request.slot, request.params
-            seed = params.seed & (2**64 - 1)
-            values = (len(request.tokens) - 1, request.tokens[-1], seed - 2**64 if seed >= 2**63 else seed,
-                      params.temperature, params.top_k, params.top_p, params.min_p, request.num_shared)
-            for array, value in zip(self._host.values(), values, strict=True):
-                array[slot] = value
-            self._num_pages[slot] = 0
-        if self.device.type != "cpu" and requests:
-            slots = [request.slot for request in requests]
-            index = upload(slots, self.device)
-            tensors = self.tensors._asdict()
-            for name, array in self._host.items():
-                tensors[name][index] = upload(array[slots], self.device)
-
-    def _update_pages(self, requests: list[Request]) -> None:
-        known = self._num_pages
-        grown = [request for request in requests if len(request.pages) != known[request.slot]]
-        changed = [request.slot for request in grown]
-        for request, slot in zip(grown, changed, strict=True):
-            self._host_pages[slot, known[slot] : len(request.pages)] = request.pages[known[slot] :]
-            known[slot] = len(request.pages)
-        if changed and self.device.type != "cpu":
-            self.tensors.page_table[upload(changed, self.device)] = upload(self._host_pages[changed], self.device)
+    def update(self, admitted: SlotUpdates, edits: PageEdits) -> None:
+        """Write the slots of newly admitted requests, and new entries of the page table."""
+        if len(admitted.slots):
+            integers = upload(np.stack([admitted.slots, admitted.context, admitted.last_token, admitted.seed, admitted.shared,
+                                        admitted.top_k.astype(np.int64)]), self.device)
+            reals = upload(np.stack([admitted.temperature, admitted.top_p, admitted.min_p]), self.device)
+            slots, of = integers[0], self.tensors
+            for tensor, values in zip((of.context, of.last_token, of.seed, of.shared, of.top_k), integers[1:], strict=True):
+                tensor[slots] = values.to(tensor.dtype)
+            for tensor, values in zip((of.temperature, of.top_p, of.min_p), reals, strict=True):
+                tensor[slots] = values
+        if len(edits.slots):
+            slots, columns, pages = upload(np.stack(edits), self.device)
+            self.tensors.page_table[slots, columns] = pages.int()

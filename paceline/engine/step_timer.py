@@ -10,8 +10,28 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from paceline.engine.executor import PendingStep
 from paceline.engine.graphs import CudaGraphs, Timestamp
-from paceline.engine.outputs import InFlight, Launch
+from paceline.engine.planner import PlannedStep
+
+
+class Launch(NamedTuple):
+    """How a step was launched."""
+
+    seconds: float
+    """Time of the host, strategy selection included."""
+    is_irregular: bool
+    """Whether a CUDA graph was captured, or a step that is usually captured ran without one: the device's time for such a step
+    says nothing about others."""
+
+
+class InFlight(NamedTuple):
+    """A step that has been launched and whose outputs have not been read."""
+
+    step: PlannedStep
+    pending: PendingStep
+    began: Timestamp
+    launch: Launch
 
 
 class StepTime(NamedTuple):
@@ -28,8 +48,8 @@ class StepTime(NamedTuple):
 class StepTimer:
     """Measures the steps of one engine, in the order of their launches."""
 
-    def __init__(self, graphs: CudaGraphs, has_learned_drafter: bool) -> None:
-        self._graphs, self._has_learned_drafter = graphs, has_learned_drafter
+    def __init__(self, graphs: CudaGraphs) -> None:
+        self._graphs = graphs
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
         self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
         self._resumed_at = 0.0
@@ -38,7 +58,6 @@ class StepTimer:
         self.came_late = False
         """Whether the outputs of the last step had arrived before the engine asked for them: the device waits for the host."""
         self._device_waited = False  # whether the device ran out of work before the step in flight was launched
-        self._waits_for_drafter = False  # whether the learned drafter reads the prompts of the last step on the device
 
     def resume(self) -> None:
         """The caller lets the engine work again."""
@@ -52,10 +71,9 @@ class StepTimer:
         return Launch(now.at - max(self._resumed_at, self._processed.at), now.num_irregular != began.num_irregular)
 
     def wait_for(self, step: InFlight, pipelined: bool) -> None:
-        """Wait for the outputs of a step. pipelined: Whether steps are launched before the outputs of the last one are read."""
-        self._pipelined, self.came_late = pipelined, pipelined and step.sampled is not None and step.sampled.has_arrived
-        if step.sampled is not None:
-            step.sampled.wait()
+        """Wait for the outputs of a step. `pipelined`: whether steps are launched before the outputs of the last one are read."""
+        self._pipelined, self.came_late = pipelined, pipelined and step.pending.sampled.has_arrived
+        step.pending.sampled.wait()
         self._read_at = time.perf_counter()
 
     def processed(self, step: InFlight) -> StepTime:
@@ -69,11 +87,10 @@ class StepTimer:
         elif self._device_waited:  # from some point of this step's launch on
             seconds = min(seconds, _device_seconds(step) or seconds)
         self._processed, self._idle_from, self._device_waited = now, now.at, self.came_late
-        is_usual = now.num_irregular == since.num_irregular and not self._waits_for_drafter
-        self._waits_for_drafter = self._pipelined and self._has_learned_drafter and step.plan.num_prefill_rows > 0
+        is_usual = now.num_irregular == since.num_irregular
         return StepTime(1e3 * max(0.0, seconds), is_usual, 1e3 * host_seconds)
 
 
 def _device_seconds(step: InFlight) -> float | None:
     """Return the time from when the device was done with the step before; None if it says nothing."""
-    return None if step.sampled is None or step.launch.is_irregular else step.sampled.device_seconds()
+    return None if step.launch.is_irregular else step.pending.sampled.device_seconds()

@@ -6,13 +6,19 @@ steps are observed draft token by draft token. Generated tokens never depend on 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from paceline.engine.command import StepCommand, StepOutputs
+from paceline.engine.draft_outcomes import draft_outcomes
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
 from paceline.strategy import AnyStrategy, AutoSelector, CostCurve, FixedSelector, Selector, make_selector
-from paceline.types import Decision, DrafterName, Rollout, StepOutcome, StepView
+from paceline.types import Decision, DrafterName, DraftOutcomes, Rollout, StepOutcome, StepView, Strategy
 
 _OBSERVE_EVERY = 32
 """Every so many speculative steps the draft tokens are observed without a request for it, for the drafter's monitor."""
+_LEAST_SHARE = 0.5
+"""Steps in which forced rows take more than the rest of the time do not count as measured steps of a strategy."""
 _CUT_MEMORY, _MOSTLY_CUT = 0.05, 0.9
 """Weight of the newest answer in the share of answers that end at their limit; share from which on limits are taken for
 lengths."""
@@ -66,11 +72,25 @@ class StrategyControl:
         self._num_speculated += decision.strategy.drafter != "none"
         return decision.strategy.drafter != "none" and (decision.observe or self._num_speculated % _OBSERVE_EVERY == 0)
 
+    def outcomes(self, strategy: Strategy, command: StepCommand, outputs: StepOutputs) -> DraftOutcomes | None:
+        """Return what became of a step's draft tokens; None if they were not observed."""
+        return draft_outcomes(strategy, command, outputs) if command.observe else None
+
     def record(self, outcome: StepOutcome, finished: list[Rollout]) -> None:
         """Report a completed step to the current selector."""
         for rollout in finished:
             self._share_cut += _CUT_MEMORY * ((rollout.finish_reason == "length") - self._share_cut)
-        self.current.observe(outcome)
+        self.current.observe(self._without_prefill(outcome) if outcome.num_prefill_rows else outcome)
+
+    def _without_prefill(self, outcome: StepOutcome) -> StepOutcome:
+        """Return the outcome of a step as if it had had no forced rows: by the cost curve, the rest of the step would have taken
+        its share of the time. Where most of the time went to forced rows, that says too little."""
+        if not self.costs.profiled or not outcome.num_requests:
+            return outcome
+        alone, together = self.costs.policy.at(outcome.num_rows), self.costs.policy.at(outcome.num_rows + outcome.num_prefill_rows)
+        if alone < _LEAST_SHARE * together:
+            return outcome
+        return replace(outcome, num_prefill_rows=0, ms=outcome.ms * float(alone / together))
 
     def drafter_replaced(self) -> None:
         """The learned drafter has new weights: earlier measurements of it are outdated, and it is trusted again."""
@@ -85,10 +105,10 @@ class StrategyControl:
     def _view(self, scheduler: Scheduler, drafters: tuple[DrafterName, ...]) -> StepView:
         decode = Status.DECODE
         decoding = [request for request in scheduler.running if request.status is decode]
-        prefilling = sum([request.num_to_prefill for request in scheduler.running if request.status is not decode])
+        prefilling = sum([request.num_to_feed for request in scheduler.running if request.status is not decode])
         context = sum([request.num_computed for request in decoding]) / max(1, len(decoding))
         if self.distrusted is not None:
-            drafters = tuple(name for name in drafters if name not in (self.distrusted, "both"))
+            drafters = tuple(name for name in drafters if name != self.distrusted)
         remaining = () if scheduler.waiting or prefilling else self._remaining(decoding)
         return StepView(len(decoding), prefilling, drafters, context, remaining)
 

@@ -162,7 +162,7 @@ class FileGenerator:
 
     def _warm_up(self) -> None:
         """Capture CUDA graphs beforehand as far as the run is long enough for that to pay."""
-        if self._num_wanted is not None and self.engine.graphs.enabled:
+        if self._num_wanted is not None and self.engine.executor.graphs.enabled:
             seconds = _WARM_UP_SHARE * self._num_wanted * self.options.params.max_new_tokens / _USUAL_RATE
             self.engine.warm_up(self._num_wanted, seconds, self.callback.on_warm_up)
 

@@ -86,7 +86,7 @@ class PacelineRollout:
         self._calls += 1
         self.engine.wake()
         rollouts = self._generate(prompt_ids, params, seeds, "train" if training else "eval")
-        if self._sleep or (self._sleep is None and self.engine.state.device.type == "cuda"):
+        if self._sleep or (self._sleep is None and self.engine.device.type == "cuda"):
             self.engine.sleep()
         return {"prompt_ids": prompt_ids, "completion_ids": [rollout.token_ids for rollout in rollouts],
                 "logprobs": [rollout.logprobs for rollout in rollouts]}
@@ -129,7 +129,7 @@ class PacelineRollout:
 
     def _monitor_drafter(self) -> None:
         """Watch over the learned drafter, if there is one."""
-        config, learned = self._config, self.engine.drafting.eagle
+        config, learned = self._config, self.engine.eagle
         if learned is None:
             return
         if not config.train_drafter and learned.module.policy_fingerprint is not None:
@@ -142,8 +142,8 @@ class PacelineRollout:
 
     def begin_drafter_training(self) -> OnlineDrafterTrainer | None:
         """Return the learned drafter's trainer, which continues from its last checkpoint; None if there is nothing to train."""
-        config, device = self._config, self.engine.state.device
-        if self.drafter_trainer is None and self.engine.drafting.eagle is not None and config.train_drafter:
+        config, device = self._config, self.engine.device
+        if self.drafter_trainer is None and self.engine.eagle is not None and config.train_drafter:
             rank = self._trainer.accelerator.process_index
             folder = Path(config.out) / (f"{DRAFTER_FOLDER}-{rank}" if rank else DRAFTER_FOLDER)
             self.drafter_trainer = make_drafter_trainer(config, self.engine, folder, max(1, idle_cores()))

@@ -6,7 +6,8 @@ one when the engine is built, and the model and the runner call it through `Ops`
 Vocabulary:
 
 - A *step* is one forward pass over a flat list of *rows*; a row is one token. The rows of one request are adjacent and form a
-  *segment*: either the request's last token followed by the nodes of its draft tree, or a chunk of its prompt (chunked prefill).
+  *segment*: either the request's last token followed by the nodes of its draft tree, or *forced* rows, whose tokens are given: a
+  chunk of its prompt (chunked prefill), or what a pre-empted request computes again.
 - A *slot* is the place of a running request in the batch: its row of the page table and of `SlotTensors`.
 - A *cache index* is the index of one token in the flat KV cache [T, Hkv, D] (vLLM calls this the slot mapping); `cache_index`
   computes it.
@@ -71,32 +72,36 @@ def cache_index(pages: PagedCache | SlotTensors, slots: Tensor | int, positions:
 
 
 class DraftTree(NamedTuple):
-    """The draft trees of all decode requests of one step as rows. The requests follow each other in scheduling order; within a
-    request the root (its last token) comes first and parents come before their children."""
+    """The rows of all requests of one step. The requests follow each other in scheduling order. Within a request with a draft
+    tree the root (its last token) comes first and parents come before their children. All rows of a request with forced rows
+    are forced: their tokens are given, in the order of their positions, and the last of them may be sampled from."""
 
-    tokens: Tensor  # [R] int64 draft tokens; the value at a root is ignored, since the device knows each request's last token
-    parents: Tensor  # [R] int64 row of the parent; a root is its own parent
-    depths: Tensor  # [R] int64 depth in the tree; 0 for a root
+    tokens: Tensor  # [R] int64 draft tokens and forced tokens; ignored at a root, since the device knows a request's last token
+    parents: Tensor  # [R] int64 row of the parent; a root and a forced row are their own parents
+    depths: Tensor  # [R] int64 depth in the tree; 0 for a root; of a forced row its index within the request
     node: Tensor  # [R] int64 index of the row within its request; 0 for a root
-    request: Tensor  # [R] int64 index of the request among the step's decode requests
-    mask: Tensor  # [R, 2] int64 rows of the same request that this row attends to; see `Segments.mask`
-    first: Tensor  # [B] int64 row of each request's root; 0 for a request without rows
+    request: Tensor  # [R] int64 index of the request among the step's requests
+    mask: Tensor  # [R, 2] int64 rows of the same request that this row attends to; see `Segments.mask`. Forced rows are causal
+    first: Tensor  # [B] int64 first row of each request; 0 for a request without rows
     length: Tensor  # [B] int64 number of rows of each request
+    forced: Tensor  # [B] int64 number of forced rows: all of the request's rows, or 0
+    sample: Tensor  # [B] int64 index of the request's first sampled row among all sampled rows; -1 if none of its rows is
+    sampled: Tensor | None  # [L] int64 rows whose next token is sampled; None: all rows, in order
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of every row whose next token is sampled."""
+    """Sampling parameters of every row whose next token is sampled (`DraftTree.sampled`)."""
 
-    seed: Tensor  # [R] int64
-    position: Tensor  # [R] int64 position of the token being sampled
-    temperature: Tensor  # [R] float32; 0 is greedy
-    top_k: Tensor  # [R] int32; 0 keeps all tokens
-    top_p: Tensor  # [R] float32
-    min_p: Tensor  # [R] float32
+    seed: Tensor  # [L] int64
+    position: Tensor  # [L] int64 position of the token being sampled
+    temperature: Tensor  # [L] float32; 0 is greedy
+    top_k: Tensor  # [L] int32; 0 keeps all tokens
+    top_p: Tensor  # [L] float32
+    min_p: Tensor  # [L] float32
 
 
 class DecodeRows(NamedTuple):
-    """The decode rows of a step in the form that the model and the sampler read."""
+    """The rows of a step in the form that the model and the sampler read."""
 
     tokens: Tensor  # [R] int64
     positions: Tensor  # [R] int64
@@ -106,13 +111,13 @@ class DecodeRows(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that every decode request gained in a step: column d is the token sampled after the accepted node at depth d.
-    Columns at and beyond `num_drawn` repeat the root's values and must be ignored."""
+    """The tokens that every request gained in a step: column d is the token sampled after the accepted node at depth d, or, in
+    column 0, after the last forced row. Columns at and beyond `num_drawn` must be ignored."""
 
     tokens: Tensor  # [B, D + 1] int64; -1 where the logits were NaN or infinite
     logprobs: Tensor  # [B, D + 1]
     raw_logprobs: Tensor | None  # [B, D + 1] log-probabilities at temperature 1 without filters, if they were asked for
-    num_drawn: Tensor  # [B] int64 number of valid columns: accepted rows including the root
+    num_drawn: Tensor  # [B] int64 number of valid columns: accepted rows including the root; 0 for forced rows without a sample
     source: Tensor  # [B, D + 1] int64 cache indices of the accepted nodes, whose keys and values `move_tokens` copies to …
     target: Tensor  # [B, D + 1] int64 … the positions right after the context; equal to `source` where nothing has to move
 
@@ -297,10 +302,11 @@ class Ops(Protocol):
     # -- attention
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]], trees: bool = False) -> Any:
+                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> Any:
         """Metadata that `attention` needs and that is the same for all layers of a step. `chunks` lists (slot, start, rows) of
-        the prompt chunks, whose segments come last. `trees` says that adjacent rows belong to one request and share most of their
-        keys."""
+        forced rows whose numbers are known on the host, so that kernels for long prompts can serve them; their segments come
+        last. `trees` says that rows may belong to draft trees: adjacent rows share most of their keys. `forced` says that forced
+        rows may be among the others, which a captured step does not know beforehand."""
         ...
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
@@ -314,19 +320,20 @@ class Ops(Protocol):
                        max_depth: int) -> None:
         """Write drafted nodes into the rows of `tree`, whose `node`, `request`, `first` and `length` say where they go. tokens,
         parents and depths are [N, n] int64, one line per drafted request; a parent is a node of the same line, or -1 for the
-        root. draft [B] int64 is the line that holds a request's draft."""
+        root. draft [B] int64 is the line that holds a request's draft. Forced rows are left as they are."""
         ...
 
     def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
-        """Turn draft trees into the rows of a step: tokens, positions, cache indices, segments and sampling parameters.
-        slots [B] int64 are the slots of the tree's requests. The key and value of node i are written at position context + i."""
+        """Turn draft trees and forced rows into the rows of a step: tokens, positions, cache indices, segments and sampling
+        parameters. slots [B] int64 are the slots of the tree's requests. The key and value of row i of a request are written at
+        position context + i."""
         ...
 
     def verify(self, slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, logprobs: Tensor, raw: Tensor | None,
                max_depth: int) -> SampledTokens:
         """Accept the longest path from the root on which every draft token equals the token that the policy sampled after its
-        parent. sampled [R] is the token that the policy samples after each row. Updates `context` and `last_token` of `of` in
-        place."""
+        parent; forced rows are accepted without comparison. sampled, logprobs and raw [L] belong to the sampled rows. Updates
+        `context` and `last_token` of `of` in place."""
         ...
 
     def movable(self, tensors: list[Tensor]) -> Any:

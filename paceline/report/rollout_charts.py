@@ -18,7 +18,7 @@ Trace = Mapping[str, Any]
 """What happened within one training step, as read from `trace.jsonl`."""
 
 _DRAFTERS = {"none": ("grey", "off"), "suffix": ("blue", "suffix drafter"), "eagle": ("green", "learned drafter"),
-             "both": ("purple", "both drafters"), "": ("pale", "prefill only")}
+             "": ("pale", "prefill only")}
 """Drafter of a strategy → colour and name."""
 _MIN_VERIFICATIONS = 16
 """Fewest verifications that an accept length is drawn for."""
@@ -141,7 +141,7 @@ def drafter_version_chart(traces: Sequence[Trace]) -> Chart | None:
     """Accept length of the learned drafter by its version: the number of policy updates it has seen."""
     versions: dict[int, Sums] = {}
     for trace in traces:
-        own = _sum(sums for name, sums in _drafting(trace) if name in ("eagle", "both"))
+        own = _sum(sums for name, sums in _drafting(trace) if name == "eagle")
         if "drafter_version" in trace and own.verifications >= _MIN_VERIFICATIONS:
             versions[trace["drafter_version"]] = versions.get(trace["drafter_version"], Sums()) + own
     if not versions:
@@ -156,7 +156,7 @@ def drafter_cost_chart(records: Sequence[Record], traces: Sequence[Trace]) -> Ch
     """Seconds that the run waited for the drafter's training, and those that the trained drafter saved, summed up."""
     if not any(finite_value(record, "time/drafter") for record in records):
         return None
-    used = {trace["step"]: _sum(sums for name, sums in _drafting(trace) if name in ("eagle", "both")).seconds for trace in traces}
+    used = {trace["step"]: _sum(sums for name, sums in _drafting(trace) if name == "eagle").seconds for trace in traces}
     gain, spent, saved = 0.0, [0.0], [0.0]
     for record in records:
         spent.append(spent[-1] + (finite_value(record, "time/drafter") or 0.0))

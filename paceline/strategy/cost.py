@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from paceline.types import DrafterName, StepOutcome
 
 _NUM_HOST_SAMPLES = 9
-_MERGE_MS = 0.02
-"""Milliseconds per draft token where two drafters' trees are merged on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,15 @@ class Points:
             return self._at_number(x)
         return np.interp(x, self.x, self.y) + np.maximum(x - self.x[-1], 0.0) * self.slope
 
+    def inverse(self, y: float) -> float:
+        """Largest x with a value of at most y; the first point's x if there is none."""
+        xs, ys = self.numbers
+        if y >= ys[-1]:
+            return xs[-1] + (y - ys[-1]) / self.slope
+        after = bisect_right(ys, y)
+        if after == 0:
+            return xs[0]
+        return xs[after - 1] + (y - ys[after - 1]) / (ys[after] - ys[after - 1]) * (xs[after] - xs[after - 1])
 
     def _at_number(self, at: float) -> float:
         x, y = self.numbers
@@ -103,11 +110,11 @@ class CostCurve:
         tokens of all requests. Numbers, or arrays that broadcast."""
         rows = self.padded(rows)
         ms = self.with_trees.at(rows) + (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
-        if drafter in ("eagle", "both"):
+        if drafter == "eagle":
             ms = ms + self.start.at(drafted) + (depth - 1) * self.level.at(drafted * width)
-        if drafter in ("suffix", "both"):
+        if drafter == "suffix":
             ms = ms + self.host_ms
-        return ms + _MERGE_MS * (rows - requests) if drafter == "both" else ms
+        return ms
 
     def step_ms(self, outcome: StepOutcome) -> float:
         """Predicted ms of a completed step."""

@@ -81,8 +81,8 @@ def can_choose_vocabulary(config: TrainConfig) -> bool:
 def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
     """The online drafter trainer for `config.drafter_mode`. A checkpoint in `folder` is continued. `threads` is the number of CPU
     threads of a background process."""
-    assert engine.drafting.eagle is not None, "the engine was made with a learned drafter"
-    training = training_config(config, engine.drafting.eagle.module)
+    assert engine.eagle is not None, "the engine was made with a learned drafter"
+    training = training_config(config, engine.eagle.module)
     budget = TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps)
     limits = BufferLimits(int(config.drafter_buffer_gb * 2**30), int(config.drafter_disk_gb * 2**30))
     match config.drafter_mode:
@@ -107,9 +107,9 @@ class OnlineDrafterTrainer:
     """Whether features of finished answers are needed while others are generated."""
 
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
-        assert engine.drafting.eagle is not None
+        assert engine.eagle is not None
         self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
-        self._start, self._usual_generation_s = engine.drafting.eagle.module, 0.0
+        self._start, self._usual_generation_s = engine.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
         self._waited_s = 0.0  # for the features of this step's answers
         self._downloads = FeatureDownloads(delayed=not self._needs_features_at_once)

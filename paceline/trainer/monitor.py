@@ -40,7 +40,7 @@ class DrafterSums:
 
     def add(self, result: StepResult, is_untrained: Callable[[], bool]) -> None:
         """Adds one engine step. `is_untrained`: whether the engine's learned drafter has not been trained yet."""
-        learned = result.strategy.drafter in ("eagle", "both")
+        learned = result.strategy.drafter == "eagle"
         decoding = result.num_requests > 0 and not result.num_prefill_rows
         if decoding and result.strategy.drafter in ("none", "eagle"):
             self._add_ms((result.num_requests.bit_length(), learned), result.ms, 1)
@@ -90,7 +90,7 @@ class DrafterMonitor:
 
     def _is_untrained(self) -> bool:
         if self._untrained is None:
-            learned = self.engine.drafting.eagle
+            learned = self.engine.eagle
             self._untrained = learned is None or is_untrained(learned.module)
         return self._untrained
 

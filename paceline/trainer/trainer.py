@@ -185,7 +185,7 @@ class Trainer:
         return make_engine(config, self.learner, self.tokenizer, speculate=False) if config.compare_off else None
 
     def _make_drafter_parts(self) -> tuple[OnlineDrafterTrainer | None, DrafterMonitor | None]:
-        config, learned = self.config, self.engine.drafting.eagle
+        config, learned = self.config, self.engine.eagle
         if learned is None:
             return None, None
         drafter_trainer = None
@@ -402,7 +402,7 @@ class Trainer:
 
     def _save_drafter(self, checkpoint: Path) -> None:
         """Writes the learned drafter, if there is one, as a folder that `paceline generate --drafter` and other engines load."""
-        learned = self.engine.drafting.eagle
+        learned = self.engine.eagle
         if learned is not None:
             save_eagle(learned.module, drafter_folder(checkpoint), self.engine.model)
 

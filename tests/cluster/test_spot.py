@@ -65,7 +65,7 @@ def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
     workers = list(coordinator.runtime.workers.values())
     wait_until(lambda: coordinator.step() or
                {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1})
-    drafters = [list(worker.engine.drafting.eagle.module.parameters()) for worker in workers]
+    drafters = [list(worker.engine.eagle.module.parameters()) for worker in workers]
     for other in drafters[1:]:
         assert all(torch.equal(a, b) for a, b in zip(drafters[0], other, strict=True))
     original = list(eagle("llama").parameters())

@@ -32,7 +32,7 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
     strategies = iter(["eagle:d4w1v4", "eagle:d4w1v4", "off", "off", "eagle:d4w1v4", "suffix:d4w2v8", "eagle:d4w1v4"] * 4)
     engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=8, max_batch=2))
     made = []
-    real = engine.drafting.eagle.draft
+    real = engine.eagle.draft
 
     def spy(view, missing, *sizes):
         drafts = real(view, missing, *sizes)
@@ -40,7 +40,7 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
         made.append((list(request.tokens), drafts.tokens[0].tolist()))
         return drafts
 
-    engine.drafting.eagle.draft = spy
+    engine.eagle.draft = spy
     engine.add([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], SamplingParams(temperature=0, max_new_tokens=25))
     while engine.has_work:
         engine.step(Strategy.parse(next(strategies)))
@@ -70,7 +70,7 @@ def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
     strategies = iter(["eagle:d4w1v4", "eagle:d3w1v3", "off", "off", "eagle:d4w1v4"] * 20)
     config = EngineConfig(page_size=1, max_rows=160, max_batch=4, kernels=kernels)
     engine = Engine(policy, drafter=drafter, strategy="off", config=config)
-    made, real = [], engine.drafting.eagle.draft
+    made, real = [], engine.eagle.draft
 
     def spy(view, missing, *sizes):
         drafts = real(view, missing, *sizes)
@@ -79,7 +79,7 @@ def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
             made.append((list(request.tokens), drafts.tokens[line].tolist()))
         return drafts
 
-    engine.drafting.eagle.draft = spy
+    engine.eagle.draft = spy
     rng, params = random.Random(0), SamplingParams(temperature=0, max_new_tokens=25)
     for length in (10, 120):
         engine.add([rng.randrange(VOCAB) for _ in range(length)], params, 2)
@@ -118,9 +118,9 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
     texts = {}  # slot -> text
     truth = [r for g in Engine(policy, drafter=None, strategy="off").generate(prompts, params, n=2) for r in g.rollouts]
     engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=60, max_batch=6))
-    engine._pipelined = pipelined
+    engine.planner.pipelined = pipelined
     made = []
-    real = engine.drafting.eagle.draft
+    real = engine.eagle.draft
 
     def spy(view, max_missing, *sizes):
         drafts = real(view, max_missing, *sizes)
@@ -132,12 +132,12 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
                 drafts.tokens[line, : len(told)] = torch.tensor(told)
         return drafts
 
-    engine.drafting.eagle.draft = spy
+    engine.eagle.draft = spy
     ids = [request for prompt in prompts for request in engine.add(prompt, params, n=2)]
     while engine.has_work:
         choice = rng.choice(["eagle:d4w1v4", "eagle:d4w1v4", "eagle:d7w1v7", "eagle:d1w1v1", "suffix:d4w2v8", "off"])
         for _ in range(rng.choice([1, 1, 1, 9])):
-            texts |= {r.slot: t.prompt_ids + t.token_ids for r in engine._requests.values()
+            texts |= {r.slot: t.prompt_ids + t.token_ids for r in engine.planner.requests.values()
                       for t in [truth[ids.index(r.id)]]}
             if not texts.keys() >= set(range(6)):
                 engine.step(Strategy.OFF)  # until everybody has a slot

@@ -127,20 +127,20 @@ def test_the_engine_drafts_with_it(variant, tmp_path):
     write(tmp_path, theirs.tensors(prefix), raw)
     policy = model("qwen3")
     engine = Engine(policy, drafter=tmp_path, strategy="eagle:d3w1v3")
-    made, real = [], engine.drafting.eagle.draft
+    made, real = [], engine.eagle.draft
 
     def spy(view, *sizes):
         drafts = real(view, *sizes)
         made.append((list(engine.scheduler.running[0].tokens), drafts.tokens[0].tolist()))
         return drafts
 
-    engine.drafting.eagle.draft = spy
+    engine.eagle.draft = spy
     params = SamplingParams(temperature=0, max_new_tokens=12)
     found = engine.generate([[5, 6, 7, 8]], params)[0].rollouts[0].token_ids
     assert found == Engine(policy, drafter=None, strategy="off").generate([[5, 6, 7, 8]], params)[0].rollouts[0].token_ids
     assert len(made) > 3
     for tokens, guesses in made:
-        assert guesses == greedy_chain(policy, engine.drafting.eagle.module, tokens, 3)
+        assert guesses == greedy_chain(policy, engine.eagle.module, tokens, 3)
 
 
 def test_what_is_ignored_is_said(tmp_path, caplog):

@@ -82,7 +82,7 @@ def test_every_checkpoint_has_a_drafter_to_deploy(folder, form):
     for step in (1, 2):
         checkpoint = folder / "run" / "checkpoints" / f"step-{step:06d}"
         engine = Engine.load(checkpoint / "policy", drafter=checkpoint / "drafter", strategy="eagle:d3w1v3")
-        module = engine.drafting.eagle.module
+        module = engine.eagle.module
         assert trained > 0 and module.policy_fingerprint.version < step and module.head is None
         assert module.attention.o.weight.any(), "a drafter that was not trained adds nothing"
         assert engine.generate(["abc"], SamplingParams(max_new_tokens=8))[0].rollouts[0].error is None
@@ -245,7 +245,7 @@ def test_an_untrained_drafter_is_no_measure_of_the_trained_one():
     monitor = DrafterMonitor(engine, AlarmConfig(), is_trained=True)
     feed(monitor, 1, expected=16.0, steps=60)
     feed(monitor, 3, expected=16.0, steps=4)
-    engine.drafting.eagle.module.attention.o.weight.fill_(1.0)  # trained after generation, before the monitor is asked
+    engine.eagle.module.attention.o.weight.fill_(1.0)  # trained after generation, before the monitor is asked
     metrics, found = monitor.end_step()
     assert not found and "drafter/hits" not in metrics and "drafter/accept_length" not in metrics
     feed(monitor, 3, expected=8.0, steps=64)

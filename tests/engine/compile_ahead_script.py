@@ -60,7 +60,8 @@ def engine(sizes):
 
 
 def tensors(made):
-    return [*made.model.state_dict().values(), *made.store.tensors(), *made.state.tensors[:-1], made.graphs.step_inputs]
+    return [*made.model.state_dict().values(), *made.executor.store.tensors(), *made.executor.state.tensors[:-1],
+            made.executor.graphs.step_inputs]
 
 
 def same_bytes(before, after):
@@ -103,7 +104,7 @@ def broken():
     handler = logging.Handler()
     handler.emit = records.append
     logger.addHandler(handler)
-    made.runner.run_uncaptured = lambda batch: 1 / 0
+    made.executor.runner.run_uncaptured = lambda batch, chunks: 1 / 0
     made.dummy_steps.compile_ahead()
     return {"raised": False, "logged": any(record.exc_info for record in records)}
 

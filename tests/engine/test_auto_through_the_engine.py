@@ -8,15 +8,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import tiny
 import torch
 
 from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.world import gpu_costs
-from paceline import Engine, SamplingParams, Strategy
+from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.tree import Drafts
+from paceline.engine.command import LearnedDrafts
 from paceline.engine.graphs import Timestamp
 from paceline.strategy import AutoSelector, CostCurve, Points
 
@@ -42,20 +44,22 @@ class Simulated:
         self.rng, self.used, self.num_calls = random.Random(0), Counter(), 0
         engine = self.engine
         engine._control.set_costs(profile or gpu_costs())
-        engine.graphs.now = lambda: Timestamp(self.seconds)
-        engine.drafting._draft_learned = self.draft
-        run = engine.runner.run
+        engine.executor.graphs.now = lambda: Timestamp(self.seconds)
+        engine.executor.learned.draft = self.draft
+        run = engine.executor.runner.run
 
         def timed(batch, *args, **options):
-            rows = batch.num_rows + sum(item.num_rows for item in batch.prefill)
+            rows = batch.num_rows
             suffix = HOST_MS if batch.survival is not None and not self.drafted else 0.0
             self.seconds += 1e-3 * (float(self.costs.policy.at(rows)) + suffix)
             self.drafted = False
             return run(batch, *args, **options)
 
-        engine.runner.run, self.drafted = timed, False
+        engine.executor.runner.run, self.drafted = timed, False
 
-    def draft(self, requests, strategy: Strategy) -> Drafts:
+    def draft(self, draft: LearnedDrafts, slots: np.ndarray) -> Drafts:
+        by_slot, strategy = {request.slot: request for request in self.engine.scheduler.running}, draft.strategy
+        requests = [by_slot[slot] for slot in slots.tolist()]
         n, width = len(requests), strategy.width
         levels = float(self.costs.start.at(n)) + (strategy.depth - 1) * float(self.costs.level.at(n * width))
         self.seconds, self.drafted = self.seconds + 1e-3 * levels, True

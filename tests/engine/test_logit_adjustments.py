@@ -55,7 +55,7 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
 def test_every_token_is_sampled_from_the_adjusted_logits(name, kernels):
     """A tree of drafts is verified; every token is the one that the definition gives, with its log-probability."""
     params, config = PARAMS[name], EngineConfig(kernels=kernels)
-    engine = Engine(model(), None, eagle(), "both:d4w3v10", config)
+    engine = Engine(model(), None, eagle(), "eagle:d4w3v10", config)
     (rollout,) = engine.generate([PROMPT], params)[0].rollouts
     assert engine.stats().drafted > 0
     for number, (token, logprob) in enumerate(zip(rollout.token_ids, rollout.logprobs, strict=True)):

@@ -57,12 +57,12 @@ def test_dummy_requests_read_pages_of_their_own_and_change_nothing():
     one.add([1, 2, 3, 4, 5] * 8, SamplingParams(max_new_tokens=30, seed=1), 3)
     for _ in range(6):
         one.step()
-    state, steps = one.runner.state, one.dummy_steps
+    state, steps = one.executor.state, one.dummy_steps
 
     def everything():
         slots = [tensor[: state.padding].clone() for tensor in state.tensors[:-1]]
-        kept = one.store.spare_page * one.store.page_size
-        return slots + [tensor[:kept].clone() for tensor in one.store.tensors()]
+        kept = one.executor.store.spare_page * one.executor.store.page_size
+        return slots + [tensor[:kept].clone() for tensor in one.executor.store.tensors()]
 
     before = everything()
     for requests, missing in ((1, 8), (1, 128), (4, 2)):
@@ -70,7 +70,7 @@ def test_dummy_requests_read_pages_of_their_own_and_change_nothing():
     with steps.lent_slots(3, 48) as slots:
         pages = state.tensors.page_table[slots, :3]
         assert len(set(pages.flatten().tolist())) == 9
-        assert (state.tensors.page_table[slots, 3:] == one.store.spare_page).all()
+        assert (state.tensors.page_table[slots, 3:] == one.executor.store.spare_page).all()
         for strategy in (Strategy.OFF, Strategy.parse("eagle:d2w1v2")):
             for _ in range(2):
                 steps.run_with_context(slots, strategy, 48)

@@ -16,24 +16,25 @@ PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3]]
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.3, seed=2)
 
 
-def engine(strategy: str = "both:d4w2v8") -> Engine:
+def engine(strategy: str = "eagle:d4w2v8") -> Engine:
     return Engine(model("qwen3"), drafter=eagle("qwen3", "eagle3", draft_vocab=20), strategy=strategy,
                   config=EngineConfig(max_batch=8, page_size=3, kv_tokens=900))
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("strategy", ["both:d4w2v8", "eagle:d3w2v6", "off"])
+@pytest.mark.parametrize("strategy", ["eagle:d4w2v8", "eagle:d3w2v6", "off"])
 @pytest.mark.parametrize("weights", [False, True])
 def test_requests_sleep_and_go_on_with_the_same_tokens(strategy, weights, pipelined):
     want = [r.token_ids for group in engine("off").generate(PROMPTS, PARAMS, n=2) for r in group.rollouts]
     sleeper = engine(strategy)
-    sleeper._pipelined = pipelined
+    sleeper.planner.pipelined = pipelined
     ids = [request for prompt in PROMPTS for request in sleeper.add(prompt, PARAMS, n=2)]
     got = {}
     for nap in range(200):
         if nap in (5, 9, 10):
             sleeper.sleep(weights)
-            assert sleeper.store.tensors()[0].numel() == 0 and sleeper.store.layers == [] and not sleeper.scheduler.running
+            store = sleeper.executor.store
+            assert store.tensors()[0].numel() == 0 and store.layers == [] and not sleeper.scheduler.running
             while sleeper._results:  # what was in flight is not lost
                 got |= {r.request_id: r.token_ids for r in sleeper.step().finished}
             with pytest.raises(RuntimeError, match="wake"):

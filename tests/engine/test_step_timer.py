@@ -25,7 +25,7 @@ class Machine:
         self.ends: list[float] = []
         """When the device was done with each step."""
         monkeypatch.setattr(step_timer.time, "perf_counter", lambda: self.clock)
-        self.timer = StepTimer(SimpleNamespace(now=self.now), has_learned_drafter=True)
+        self.timer = StepTimer(SimpleNamespace(now=self.now))
 
     def now(self) -> Timestamp:
         return Timestamp(self.clock, 0.0, self.irregular)
@@ -64,8 +64,7 @@ class Machine:
             def device_seconds(self) -> float:
                 return ends - starts
 
-        return SimpleNamespace(began=began, sampled=Sampled(), launch=self.timer.launched(began),
-                               plan=SimpleNamespace(num_prefill_rows=0))
+        return SimpleNamespace(began=began, pending=SimpleNamespace(sampled=Sampled()), launch=self.timer.launched(began))
 
 
 @pytest.mark.parametrize("caller", [0.0, 0.5])

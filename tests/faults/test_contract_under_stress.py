@@ -129,7 +129,7 @@ class Case:
         self.engine = Engine(own_model(self.kind), drafter=drafter, strategy=RandomSelector(rng), config=config)
         self.engine._watchdog.patience_s = 0.0
         how = rng.choice(["plain", "plain", "pipelined", "captured"])
-        self.engine._pipelined = how != "plain"
+        self.engine.planner.pipelined = how != "plain"
         if how == "captured":
             captured(self.engine, (1, 4, 16, 40))
             # On a GPU outcomes are observed in copies of the graphs' buffers; here they would be read where the next step writes.
@@ -159,7 +159,7 @@ class Case:
         for rollout in self.got.values():
             self._compare(rollout)
         stats = engine.stats()
-        assert stats.free_pages == stats.total_pages and engine._requests == {}, "pages or requests leaked"
+        assert stats.free_pages == stats.total_pages and engine.planner.requests == {}, "pages or requests leaked"
 
     def _disturbed_step(self) -> Iterator[Rollout]:
         engine, rng = self.engine, self.rng
@@ -174,25 +174,25 @@ class Case:
         if rng.random() < self.updates:
             version = 1 - engine.version if self.changes_weights else 0
             engine.update_weights(weights(self.kind, version), version)
-        if rng.random() < self.aborts and engine._requests:
-            yield from engine.abort([rng.choice(list(engine._requests))])
+        if rng.random() < self.aborts and engine.planner.requests:
+            yield from engine.abort([rng.choice(list(engine.planner.requests))])
         yield from self._failing_step() if rng.random() < self.fails else engine.step().finished
 
     def _failing_step(self) -> list[Rollout]:
         """A step in which the device fails after it has computed, unless the step computes nothing."""
-        real = self.engine.runner.run
+        real = self.engine.executor.runner.run
 
         def run(*args, **kwargs):
             real(*args, **kwargs)
             raise Injected
 
-        self.engine.runner.run = run  # type: ignore[method-assign]
+        self.engine.executor.runner.run = run  # type: ignore[method-assign]
         try:
             return self.engine.step().finished
         except Injected:
             return []
         finally:
-            self.engine.runner.run = real  # type: ignore[method-assign]
+            self.engine.executor.runner.run = real  # type: ignore[method-assign]
 
     def _compare(self, rollout: Rollout) -> None:
         job, sample = self.owner[rollout.request_id]

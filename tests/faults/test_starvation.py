@@ -36,7 +36,7 @@ def answers(engine: Engine, prompts: list[list[int]], n: int, most_steps: int, *
 @pytest.mark.parametrize("strategy", ["off", "suffix:d4w2v8"])
 def test_a_cached_prefix_gives_way_to_a_request_that_needs_all_pages(strategy, pipelined):
     engine = Engine(model(), strategy=strategy, config=EngineConfig(page_size=16, kv_tokens=64))
-    engine._pipelined = pipelined
+    engine.planner.pipelined = pipelined
     got = answers(engine, [PROMPT], 2, 100, max_new_tokens=10, seed=3)
     assert got == answers(Engine(model(), drafter=None, strategy="off"), [PROMPT], 2, 100, max_new_tokens=10, seed=3)
     engine.scheduler.pages.check_integrity()
@@ -91,7 +91,7 @@ def test_what_can_never_fit_ends_with_an_error_and_the_others_go_on():
     engine = Engine(model(), strategy="off", config=EngineConfig(page_size=16, kv_tokens=64))
     params = SamplingParams(max_new_tokens=4)
     first, large, last = (engine.add(prompt, params)[0] for prompt in (PROMPT[:20], PROMPT, PROMPT[20:30]))
-    engine._requests[large].tokens += [1] * 30
+    engine.planner.requests[large].tokens += [1] * 30
     finished = {}
     while engine.has_work:
         finished |= {rollout.request_id: rollout for rollout in engine.step().finished}

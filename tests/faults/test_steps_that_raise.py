@@ -43,7 +43,7 @@ class Words:
 def make(strategy: Any, pipelined: bool, kv_tokens: int = 120) -> Engine:
     engine = Engine(model("qwen3"), Words(), eagle("qwen3", "eagle3"), strategy,
                     EngineConfig(max_batch=5, max_rows=24, page_size=4, kv_tokens=kv_tokens, capture=(-1,)))
-    engine._pipelined = pipelined
+    engine.planner.pipelined = pipelined
     return engine
 
 
@@ -97,7 +97,7 @@ def check(engine: Engine, got: dict[tuple[int, int], Rollout]) -> int:
         assert rollout.logprobs == pytest.approx(want[key].logprobs[:count], abs=1e-9)
         assert len(rollout.versions) == count and len(rollout.raw_logprobs or rollout.token_ids) == count
     stats = engine.stats()
-    assert stats.free_pages == stats.total_pages and engine._requests == {} and engine.drafting._max_missing == {}
+    assert stats.free_pages == stats.total_pages and engine.planner.requests == {} and engine.drafting._max_missing == {}
     again, raised = run_through(engine, add_all(engine))
     assert raised == 0
     for key, rollout in again.items():
@@ -127,20 +127,24 @@ PHASES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "schedule": lambda engine: (engine.scheduler, "schedule"),
     "schedule: decode": lambda engine: (engine.scheduler, "_plan_decode"),
     "schedule: admission": lambda engine: (engine.scheduler, "_place"),
-    "schedule: prefill": lambda engine: (engine.scheduler, "_prefill_chunk"),
+    "schedule: prefill": lambda engine: (engine.scheduler, "_plan_forced"),
     "schedule: pages": lambda engine: (engine.scheduler.pages, "allocate"),
     "schedule: draft tokens": lambda engine: (engine.scheduler, "_plan_nodes"),
-    "prepare": lambda engine: (engine.runner, "prepare"),
-    "prepare: slots": lambda engine: (engine.state, "update"),
-    "prepare: copies": lambda engine: (engine.runner, "copy_pages"),
+    "plan": lambda engine: (engine.planner, "plan"),
+    "plan: command": lambda engine: (engine.planner, "_forced"),
+    "plan: pages": lambda engine: (engine.planner, "_page_edits"),
+    "execute": lambda engine: (engine.executor, "execute"),
+    "prepare: slots": lambda engine: (engine.executor.state, "update"),
+    "prepare: copies": lambda engine: (engine.executor.runner, "copy_pages"),
     "draft": lambda engine: (engine.drafting, "draft"),
     "draft: suffix starts": lambda engine: (engine.drafting.suffix, "start"),
     "draft: suffix": lambda engine: (engine.drafting.suffix, "draft"),
-    "draft: learned": lambda engine: (engine.drafting, "_draft_learned"),
-    "launch: layout": lambda engine: (engine.batches, "build"),
-    "launch: forward pass": lambda engine: (engine.runner, "run"),
-    "launch: sampling": lambda engine: (engine.ops, "sample"),
-    "launch: drafter's prefill": lambda engine: (engine.drafting, "on_launch"),
+    "draft: learned": lambda engine: (engine.executor.learned, "draft"),
+    "launch: layout": lambda engine: (engine.executor.rows, "build"),
+    "launch: forward pass": lambda engine: (engine.executor.runner, "run"),
+    "launch: sampling": lambda engine: (engine.executor.ops, "sample"),
+    "launch: drafter's prefill": lambda engine: (engine.executor.learned, "read_forced"),
+    "launch: drafters": lambda engine: (engine.drafting, "on_launch"),
     "launch: scheduler": lambda engine: (engine.scheduler, "on_launch"),
     "process": lambda engine: (engine, "_process"),
     "process: text": lambda engine: (engine.tokenizer, "decode"),
@@ -157,7 +161,7 @@ PHASES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_may_raise(phase, monkeypatch):
     total = 0
-    for strategy, at_call, afterwards, pipelined in (("both:d3w2v6", 1, False, False), ("both:d2w2v4", 3, True, True)):
+    for strategy, at_call, afterwards, pipelined in (("suffix:d3w2v6", 1, False, False), ("eagle:d2w2v4", 3, True, True)):
         engine = make(strategy, pipelined)
         owner = add_all(engine)
         target, name = PHASES[phase](engine)
@@ -236,12 +240,12 @@ def test_what_finished_in_the_step_that_raises_is_not_lost(monkeypatch):
     engine = make("suffix:d2w2v4", pipelined=True)
     (first,) = engine.add([1, 2], SamplingParams(max_new_tokens=3))
     engine.add([3, 4], SamplingParams(max_new_tokens=30))
-    while len(engine._requests[first].tokens) < 4:
+    while len(engine.planner.requests[first].tokens) < 4:
         engine.step()
     real = engine.drafting.draft
 
     def draft(plan):
-        if first not in engine._requests:
+        if first not in engine.planner.requests:
             raise Injected
         return real(plan)
 
@@ -254,12 +258,12 @@ def test_what_finished_in_the_step_that_raises_is_not_lost(monkeypatch):
 
 
 def test_an_interrupt_within_a_step_leaves_a_usable_engine(monkeypatch):
-    engine = make("both:d3w2v6", pipelined=False)
-    monkeypatch.setattr(engine.runner, "run", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+    engine = make("eagle:d3w2v6", pipelined=False)
+    monkeypatch.setattr(engine.executor.runner, "run", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2, 3]], n=8)
     monkeypatch.undo()
-    assert engine.scheduler.pages.num_available == engine.scheduler.pages.num_pages and not engine._requests
+    assert engine.scheduler.pages.num_available == engine.scheduler.pages.num_pages and not engine.planner.requests
     prompt, params, n = JOBS[0]
     rollouts = engine.generate([prompt], params, n)[0].rollouts
     assert [r.token_ids for r in rollouts] == [reference()[0, i].token_ids for i in range(n)]
@@ -274,7 +278,7 @@ def test_a_parameter_that_the_device_cannot_hold_is_refused_and_the_neighbour_is
     admitted = engine.add(prompt, params, n=2)
     engine.step()
     (wrong,) = engine.add([2, 3], SamplingParams(max_new_tokens=5))
-    object.__setattr__(engine._requests[wrong].params, "top_k", top_k)  # as if validation had let it through
+    object.__setattr__(engine.planner.requests[wrong].params, "top_k", top_k)  # as if validation had let it through
     neighbours = engine.add(prompt, params, n=3)
     finished: dict[int, Rollout] = {}
     num_raised = 0

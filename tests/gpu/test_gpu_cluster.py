@@ -28,7 +28,7 @@ LONG = replace(PARAMS, max_new_tokens=160)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("strategy", ["off", "both:d3w2v4"])
+@pytest.mark.parametrize("strategy", ["off", "eagle:d3w2v4"])
 def test_workers_share_a_gpu(monkeypatch, workers, strategy):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")]))
     alone = make_device_engine("cuda", "off", seed=0)

@@ -10,17 +10,17 @@ from cluster.processes import check_processes
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("strategy", ["off", "both:d3w2v4"])
+@pytest.mark.parametrize("strategy", ["off", "eagle:d3w2v4"])
 def test_processes_share_a_gpu(workers, strategy):
     show(check_processes("cuda", workers, strategy), f"{workers} processes, {strategy}")
 
 
 def test_processes_exchange_bytes_where_they_share_no_gpu():
-    show(check_processes("cuda", 2, "both:d3w2v4", shared=False), "2 processes, through the host")
+    show(check_processes("cuda", 2, "eagle:d3w2v4", shared=False), "2 processes, through the host")
 
 
 def test_a_process_that_shares_the_gpu_is_killed():
-    show(check_processes("cuda", 2, "both:d3w2v4", kills=True), "2 processes, one killed")
+    show(check_processes("cuda", 2, "eagle:d3w2v4", kills=True), "2 processes, one killed")
 
 
 def show(moves, name):

@@ -23,7 +23,7 @@ from paceline.types import StepView
 
 PROMPTS = [[1, 2, 3, 4, 5] * 5, [7, 8, 9], [3], [11] * 40, [50, 51] * 9]
 PARAMS = SamplingParams(max_new_tokens=64, seed=3, temperature=0.5)
-STRATEGIES = ["off", "eagle:d3w2v6", "eagle:d6w4v24", "eagle:d1w1v1", "suffix:d4w2v8", "both:d3w2v6"]
+STRATEGIES = ["off", "eagle:d3w2v6", "eagle:d6w4v24", "eagle:d1w1v1", "suffix:d4w2v8"]
 
 
 def moved(kind: str, dtype: torch.dtype) -> Decoder:
@@ -69,12 +69,12 @@ def test_observed_drafts_are_what_the_drafter_estimated():
     for graphs in (True, False):
         engine, observed = made("off", cuda_graphs=graphs), []
 
-        def overwriting(batch, *args, run=engine.runner.run, **options):
+        def overwriting(batch, *args, run=engine.executor.runner.run, **options):
             if batch.survival is not None:
                 batch.survival.fill_(float("nan"))
             return run(batch, *args, **options)
 
-        engine.runner.run = overwriting
+        engine.executor.runner.run = overwriting
         engine.generate(PROMPTS, PARAMS, 2, strategy=strategy, on_step=lambda result, observed=observed: observed.append(
             [] if result.drafts is None else result.drafts.survival.tolist()))
         seen.append(observed)
@@ -112,7 +112,7 @@ def test_launching_a_step_never_waits_for_the_device(strategy):
     engine = made(strategy)
     for _ in range(4):  # everything is captured and compiled, what is asked for once in a run, too
         tokens(engine)
-    prepare, launch = engine.runner.prepare, engine._launch
+    prepare, launch = engine.executor.runner.prepare, engine._launch
 
     def unwaiting_from_here(*args):
         torch.cuda.set_sync_debug_mode("error")
@@ -124,7 +124,7 @@ def test_launching_a_step_never_waits_for_the_device(strategy):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine.runner.prepare, engine._launch = unwaiting_from_here, unwaiting_until_here
+    engine.executor.runner.prepare, engine._launch = unwaiting_from_here, unwaiting_until_here
     try:
         got = tokens(engine)
     finally:
@@ -144,10 +144,10 @@ def test_what_is_asked_for_twice_is_not_captured():
 def test_a_warmed_up_engine_captures_nothing_more(strategy):
     engine = made(strategy)
     engine.warm_up()
-    captured = set(engine.graphs.pool.sizes)
+    captured = set(engine.executor.graphs.pool.sizes)
     for _ in range(3):
         assert tokens(engine) == tokens(made("off"))
-    assert set(engine.graphs.pool.sizes) == captured
+    assert set(engine.executor.graphs.pool.sizes) == captured
 
 
 def test_new_weights_reach_captured_drafting():
@@ -170,7 +170,7 @@ def test_a_sleeping_engine_has_given_its_memory_back(weights):
     torch.cuda.empty_cache()
     engine = made("eagle:d3w2v6", kv_tokens=1_000_000, max_batch=4096)  # each tensor is too large for a segment of other tests
     before = tokens(engine), engine.stats().accepted
-    held = sum(tensor.numel() * tensor.element_size() for tensor in engine.store.tensors())
+    held = sum(tensor.numel() * tensor.element_size() for tensor in engine.executor.store.tensors())
     reserved = torch.cuda.memory_reserved()
     engine.sleep(weights)
     assert reserved - torch.cuda.memory_reserved() > 0.95 * held and engine.graph_report().num_graphs == 0

@@ -49,7 +49,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_changes_nothing(tmp_path, m
         trainer.run()
         held[-3:] = [bytes_held - before for bytes_held in held[-3:]]
         tokens.append(record.tokens)
-        cache = sum(tensor.nbytes for tensor in trainer.engine.store.tensors())
+        cache = sum(tensor.nbytes for tensor in trainer.engine.executor.store.tensors())
         if learner:
             frozen, own = unadapted_parameters(trainer.learner.policy.model), dict(trainer.engine.model.named_parameters())
             assert all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in frozen.items())

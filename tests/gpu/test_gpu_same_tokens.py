@@ -38,7 +38,7 @@ DEVICE = "cuda"
 NUM_PROMPTS, NEW_TOKENS = 40, 24
 TIGHT = 560
 """Tokens of a KV cache in which requests are pre-empted."""
-STRATEGIES = ["off", "suffix:d4w2v8", "eagle:d3w2v6", "eagle:d1w1v1", "eagle:d6w4v32", "both:d3w2v6", "auto"]
+STRATEGIES = ["off", "suffix:d4w2v8", "eagle:d3w2v6", "eagle:d1w1v1", "eagle:d6w4v32", "auto"]
 Answer = tuple[list[int], list[float]]
 
 

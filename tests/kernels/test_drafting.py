@@ -35,6 +35,13 @@ def test_trees_become_rows_and_are_walked(num_nodes: list[int], depth: int, node
     assert_same_walk(CPU, TORCH, num_nodes, depth, nodes, fixed, dtype, raw=fixed)
 
 
+@pytest.mark.parametrize(("num_nodes", "depth", "nodes"), [([3, 0, 12], 6, 12), ([0, 0], 0, 0), ([], 0, 0)])
+@pytest.mark.parametrize("forced", [((5, True),), ((4, False), (9, True), (1, True)), ((30, False),)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_forced_rows_are_accepted_without_comparison(num_nodes, depth, nodes, forced, fixed) -> None:
+    assert_same_walk(CPU, TORCH, num_nodes, depth, nodes, fixed, forced=forced)
+
+
 def test_move_tokens() -> None:
     tensors = [torch.arange(40)] + [torch.randn(40, 2, 17).bfloat16() for _ in range(3)] + [torch.randn(40, 700)]
     source = torch.tensor([[0, 3, 4, 7, 39], [20, 22, 39, 39, 39], [30, 31, 32, 39, 39], [10, 11, 39, 39, 39]])
@@ -126,13 +133,13 @@ def test_a_whole_tree_in_one_call_is_what_its_parts_make(form: str, kind: str, d
         engine.step()
     for depth, width, budget in ((6, 1, 6), (4, 4, 16), (1, 3, 2), (3, 2, 99)):
         made = []
-        for family in (CPU, engine.ops):  # the first knows no weights: nothing is fused
+        for family in (CPU, engine.executor.ops):  # the first knows no weights: nothing is fused
             with monkeypatch.context() as patch:
-                patch.setattr(engine.drafting.eagle, "ops", family)
+                patch.setattr(engine.eagle, "ops", family)
                 slots = torch.tensor([request.slot for request in engine.scheduler.running])
-                drafts = engine.drafting._draft(slots, Strategy("eagle", depth, width, budget))
-                made.append([*drafts, engine.store.layers[-1].k.clone(), engine.store.layers[-1].v.clone()])
+                drafts = engine.executor.learned._draft(slots, Strategy("eagle", depth, width, budget))
+                made.append([*drafts, engine.executor.store.layers[-1].k.clone(), engine.executor.store.layers[-1].v.clone()])
         state = torch.zeros(6, policy.config.hidden_size, dtype=dtype)
-        assert engine.drafting.eagle._draft_fused(engine.drafting._view(slots), state, depth, width, budget) is not None
+        assert engine.eagle._draft_fused(engine.executor.learned._view(slots), state, depth, width, budget) is not None
         for i, (parts, whole) in enumerate(zip(*made, strict=True)):
             torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-5, equal_nan=True, msg=str(i))

@@ -122,6 +122,13 @@ def test_trees_become_rows_and_are_walked(ops: TritonOps, num_nodes: list[int], 
     assert_same_walk(ops, TORCH, num_nodes, depth, nodes, fixed)
 
 
+@pytest.mark.parametrize(("num_nodes", "depth", "nodes", "fixed"), [([3, 0, 12], 6, 12, True), ([0, 0], 0, 0, True),
+                                                                    ([], 0, 0, False)])
+@pytest.mark.parametrize("forced", [((4, False), (30, True), (1, True)), ((30, False),)])
+def test_forced_rows_are_accepted_without_comparison(ops: TritonOps, num_nodes, depth, nodes, fixed, forced) -> None:
+    assert_same_walk(ops, TORCH, num_nodes, depth, nodes, fixed, forced=forced)
+
+
 # -- drafting
 
 

@@ -4,12 +4,15 @@ Tensors are made on torch's default device."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tiny import FakeGraphs
 from torch import Tensor
 
-from paceline.engine.batch import INPUTS_PER_ROW, BatchBuilder
+from paceline.drafters.tree import Drafts
+from paceline.engine.command import HostDrafts, StepCommand, no_copies, no_pages, no_slots
 from paceline.engine.graphs import CudaGraphs
+from paceline.engine.rows import INPUTS_PER_ROW, RowBuilder
 from paceline.kernels import Candidates, DraftRequests, DraftRows, DraftTree, PagedCache, Segments, SlotTensors, TorchOps
 from paceline.kernels.base import RankedTokens
 
@@ -64,38 +67,62 @@ def assert_same_rows(ours: DraftRows, theirs: DraftRows) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), name
 
 
+Forced = tuple[tuple[int, bool], ...]
+"""Number of forced rows of each of the last requests, and whether the last one is sampled from."""
+
+
 def assert_same_walk(ours: TorchOps, theirs: TorchOps, num_nodes: list[int], depth: int, nodes: int, padded: bool,
-                     dtype: torch.dtype = torch.float32, raw: bool = True) -> None:
-    """Both flatten the same random trees, build their rows and walk them after the same draws: every number is equal, padding,
-    empty requests and failed logits included."""
+                     dtype: torch.dtype = torch.float32, raw: bool = True, forced: Forced = ()) -> None:
+    """Both flatten the same random trees, build their rows, forced ones behind them, and walk them after the same draws: every
+    number is equal, padding, empty requests and failed logits included."""
     of, drafts = slot_tensors(_SLOTS, 40), random_drafts(len(num_nodes), nodes, depth, 4) if depth else None
-    results = [_walk(family, of, drafts, num_nodes, depth, padded, dtype, raw) for family in (ours, theirs)]
+    results = [_walk(family, of, drafts, num_nodes, depth, padded, dtype, raw, forced) for family in (ours, theirs)]
     assert_same_tensors(results[0][0], results[1][0])
     if depth > 1 and nodes > 6:
         assert results[0][1] > 1, "nothing was accepted: the walk was not tried"
 
 
+def step_command(slots: list[int], num_nodes: list[int], depth: int, forced: Forced = ()) -> StepCommand:
+    """A step of these slots: the first ones with trees, the last ones with forced rows."""
+    trees, total = len(num_nodes), len(num_nodes) + len(forced)
+    counts = np.array([0] * trees + [count for count, _ in forced], np.int64)
+    samples = np.array([True] * trees + [sampled for _, sampled in forced])
+    tokens = np.arange(counts.sum()) % 50
+    lines = HostDrafts(np.arange(trees)[::-1].copy(), *[np.zeros(0)] * 4) if depth else None
+    return StepCommand(np.array(slots[:total], np.int64), np.array(num_nodes + [0] * len(forced), np.int64), counts, samples,
+                       tokens, np.where(samples, -1, 7), np.zeros(total, np.int64), no_slots(), no_pages(), no_copies(), lines,
+                       depth)
+
+
 def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tensor] | None, num_nodes: list[int], depth: int,
-          padded: bool, dtype: torch.dtype, with_raw: bool) -> tuple[list[Tensor], int]:
+          padded: bool, dtype: torch.dtype, with_raw: bool, forced: Forced) -> tuple[list[Tensor], int]:
     """All tensors it leaves, and the most tokens that a request drew."""
-    state, batch = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of)), len(num_nodes)
+    state = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of))
     graphs = CudaGraphs((160,), _SLOTS - 1, of.context.device, INPUTS_PER_ROW, FakeGraphs() if padded else None)  # type: ignore[arg-type]
-    builder = BatchBuilder(graphs, family, _SLOTS - 1, of.context.device)
-    mine = [3, 0, 7, 5, _SLOTS - 1, _SLOTS - 1][:batch]
-    step = builder.trees(mine, num_nodes, list(reversed(range(batch)))) if depth else builder.roots(mine)
-    if drafts is not None:
-        family.flatten_drafts(*drafts, step.draft, step.tree, depth)
-    tree = DraftTree(*(x.clone() for x in step.tree))
+    builder = RowBuilder(graphs, family, _SLOTS - 1, of.context.device)
+    command = step_command([3, 0, 7, 5, 1, 2, _SLOTS - 1, _SLOTS - 1], num_nodes, depth, forced)
+    found = None if drafts is None else Drafts(*drafts, drafts[0].float(), drafts[0][:, 0])
+    step = builder.build(command, found, padded=padded)
+    tree = DraftTree(*(None if x is None else x.clone() for x in step.tree))
     rows = family.build_rows(step.slots, tree, state)
     torch.manual_seed(1)
-    num_rows = len(tree.tokens)
-    sampled, logprobs, raw = torch.randint(0, 4, (num_rows,)), torch.rand(num_rows, dtype=dtype), torch.rand(num_rows)
-    sampled[num_rows // 2] = -1
-    drawn = family.verify(step.slots, tree, state, sampled, logprobs, raw if with_raw else None, depth)
+    num_sampled = len(rows.sampling.seed)
+    sampled, logprobs, raw = torch.randint(0, 4, (num_sampled,)), torch.rand(num_sampled, dtype=dtype), torch.rand(num_sampled)
+    sampled[num_sampled // 2] = -1
+    drawn = family.verify(step.slots, tree, state, sampled, logprobs, raw if with_raw else None, step.max_depth)
     state.last_token[-1] = 0  # of padding: whatever
     moved = [drawn.source, drawn.target] if depth else []
-    left = [*tree, *rows[:3], *rows.segments, *rows.sampling, drawn.tokens, drawn.logprobs, drawn.num_drawn, *moved, *state[:8],
-            *([drawn.raw_logprobs] if with_raw else [])]
+    left = [*(x for x in tree if x is not None), *rows[:3], *rows.segments, *rows.sampling, drawn.tokens, drawn.logprobs,
+            drawn.num_drawn, *moved, *state[:8], *([drawn.raw_logprobs] if with_raw else [])]
+    first = len(num_nodes)
+    for i, (count, sampled_from) in enumerate(forced, first):  # what verification means for forced rows
+        slot = int(command.slots[i])
+        assert int(drawn.num_drawn[i]) == sampled_from and int(state.context[slot]) == int(of.context[slot]) + count
+        if sampled_from:
+            assert int(drawn.tokens[i, 0]) == int(sampled[tree.sample[i]])
+            assert int(state.last_token[slot]) == max(0, int(drawn.tokens[i, 0]))
+        else:
+            assert int(state.last_token[slot]) == int(of.last_token[slot])
     return left, int(drawn.num_drawn.max())
 
 

@@ -67,7 +67,7 @@ class RunningServer:
     def is_idle(self) -> bool:
         """Whether nothing of any request is left."""
         engine = self.engine
-        return (self.thread.num_pending == 0 and not engine.has_work and not engine._requests and not self.thread._requests
+        return (self.thread.num_pending == 0 and not engine.has_work and not engine.planner.requests and not self.thread._requests
                 and engine.scheduler.pages.num_held == 0)
 
 

@@ -95,7 +95,7 @@ def test_streams_are_the_same_answers_in_pieces(server):
 def test_steps_whose_outputs_are_read_late_are_streamed_too(tokens, plain):
     """As on a GPU: a step is launched before the one before has been read."""
     engine = make_engine(tokens, "off")
-    engine._pipelined = True
+    engine.planner.pipelined = True
     wanted = plain.generate(["abc"], SamplingParams(seed=5, max_new_tokens=30, raw_logprobs=True))[0].rollouts[0]
     with RunningServer(engine) as server:
         chunks = [chunk.choices[0] for chunk in server.client.completions.create(
@@ -247,14 +247,14 @@ def test_a_request_that_takes_too_long_is_dropped(tokens):
 def test_a_step_that_fails_costs_its_requests_only(tokens):
     engine = make_engine(tokens)
     with RunningServer(engine) as server:
-        run, broken = engine.runner.run, iter([True])
+        run, broken = engine.executor.runner.run, iter([True])
 
         def fail_once(*args, **options):
             if next(broken, False):
                 raise RuntimeError("broken kernel")
             return run(*args, **options)
 
-        engine.runner.run = fail_once
+        engine.executor.runner.run = fail_once
         with pytest.raises(openai.InternalServerError, match="broken kernel"):
             server.client.completions.create(model="tiny", prompt="abc")
         assert server.client.completions.create(model="tiny", prompt="abc").choices

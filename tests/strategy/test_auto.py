@@ -102,7 +102,7 @@ def test_a_step_has_no_more_rows_than_are_captured():
 
 
 def test_a_growing_batch_meets_drafters_that_were_never_tried():
-    views = [StepView(running, 0, ("suffix", "eagle", "both")) for running in (8, 8, 8, 8, 16, 64)]
+    views = [StepView(running, 0, ("suffix", "eagle")) for running in (8, 8, 8, 8, 16, 64)]
     selector = AutoSelector(gpu_costs())
     assert len([selector.select(view) for view in views]) == len(views)
 

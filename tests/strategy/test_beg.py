@@ -11,7 +11,7 @@ from paceline.strategy import BegSelector, make_selector
 from paceline.strategy.beg import arms_of, bucket_of
 from paceline.types import StepView, Strategy
 
-ALL = ("suffix", "eagle", "both")
+ALL = ("suffix", "eagle")
 
 
 def test_finds_an_arm_as_good_as_the_best():

@@ -36,7 +36,7 @@ class Look(TrainerCallback):
         self._look()
 
     def _look(self):
-        self.ids.append(set(self.trainer.engine.drafting.eagle.module.draft_ids.tolist()))
+        self.ids.append(set(self.trainer.engine.eagle.module.draft_ids.tolist()))
 
 
 def test_only_large_vocabularies_are_reduced():

@@ -274,7 +274,7 @@ class Spoil:
 
 
 def capture_seconds(engine: Engine) -> float:
-    return engine.graphs.capture_seconds
+    return engine.executor.graphs.capture_seconds
 
 
 def _add(total: StepTally, more: StepTally) -> None:

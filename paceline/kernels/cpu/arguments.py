@@ -44,14 +44,14 @@ SAMPLE = _layout("sample", "logits num_rows vocab token given logprob seed posit
 
 # -- trees as rows
 
-FLATTEN_DRAFTS = _layout("flatten_drafts", "tokens parents depths draft first request node row_tokens row_parents row_depths "
-                         "mask num_rows num_nodes max_depth")
-BUILD_ROWS = _layout("build_rows", "slots request node depths tokens first length context last_token seed temperature top_k "
-                     "top_p min_p page_table row_tokens positions write row_seed next_position row_temperature row_top_p "
-                     f"row_min_p row_top_k {_SEGMENTS} num_rows num_requests page_size table_columns")
-VERIFY = _layout("verify", "slots first length tokens parents sampled logprobs raw context last_token page_table out_tokens "
-                 "out_logprobs out_raw num_drawn source target num_requests num_rows num_columns padding_slot page_size "
-                 "table_columns wide_logprobs wide_raw")
+FLATTEN_DRAFTS = _layout("flatten_drafts", "tokens parents depths draft first request node forced row_tokens row_parents "
+                         "row_depths mask num_rows num_nodes max_depth")
+BUILD_ROWS = _layout("build_rows", "slots request node depths tokens first length forced sampled context last_token seed "
+                     "temperature top_k top_p min_p page_table row_tokens positions write row_seed next_position row_temperature "
+                     f"row_top_p row_min_p row_top_k {_SEGMENTS} num_rows num_requests num_sampled page_size table_columns")
+VERIFY = _layout("verify", "slots first length forced sample tokens parents sampled logprobs raw context last_token page_table "
+                 "out_tokens out_logprobs out_raw num_drawn source target num_requests num_rows num_sampled num_columns "
+                 "padding_slot page_size table_columns wide_logprobs wide_raw")
 MOVE_TOKENS = _layout("move_tokens", "tensors sizes source target num_tensors num_lines num_columns")
 
 # -- the learned drafter

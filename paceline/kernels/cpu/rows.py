@@ -55,25 +55,29 @@ class RowOps(TorchOps):
         tokens, parents, depths = tokens.contiguous(), parents.contiguous(), depths.contiguous()
         run("flatten_drafts", INT, 1, tokens=address(INT, tokens), parents=address(INT, parents), depths=address(INT, depths),
             draft=address(INT, draft), first=address(INT, tree.first), request=address(INT, tree.request),
-            node=address(INT, tree.node), row_tokens=address(INT, tree.tokens), row_parents=address(INT, tree.parents),
-            row_depths=address(INT, tree.depths), mask=address(INT, tree.mask), num_rows=num_rows, num_nodes=tokens.shape[1],
-            max_depth=max_depth)
+            node=address(INT, tree.node), forced=address(INT, tree.forced), row_tokens=address(INT, tree.tokens),
+            row_parents=address(INT, tree.parents), row_depths=address(INT, tree.depths), mask=address(INT, tree.mask),
+            num_rows=num_rows, num_nodes=tokens.shape[1], max_depth=max_depth)
 
     def build_rows(self, slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
         num_rows, num_requests = len(tree.tokens), len(slots)
-        tokens, positions, write, seed, following = torch.empty(5, num_rows, dtype=INT).unbind()
-        temperature, top_p, min_p = torch.empty(3, num_rows, dtype=REAL).unbind()
-        top_k = torch.empty(num_rows, dtype=HALF)
+        num_sampled = num_rows if tree.sampled is None else len(tree.sampled)
+        tokens, positions, write = torch.empty(3, num_rows, dtype=INT).unbind()
+        seed, following = torch.empty(2, num_sampled, dtype=INT).unbind()
+        temperature, top_p, min_p = torch.empty(3, num_sampled, dtype=REAL).unbind()
+        top_k = torch.empty(num_sampled, dtype=HALF)
         segments = _segments(num_requests, tree.mask)
         run("build_rows", INT, 1, slots=address(INT, slots), request=address(INT, tree.request), node=address(INT, tree.node),
             depths=address(INT, tree.depths), tokens=address(INT, tree.tokens), first=address(INT, tree.first),
-            length=address(INT, tree.length), context=address(INT, of.context), last_token=address(INT, of.last_token),
-            seed=address(INT, of.seed), temperature=address(REAL, of.temperature), top_k=address(HALF, of.top_k),
+            length=address(INT, tree.length), forced=address(INT, tree.forced), sampled=address(INT, tree.sampled),
+            context=address(INT, of.context), last_token=address(INT, of.last_token), seed=address(INT, of.seed),
+            temperature=address(REAL, of.temperature), top_k=address(HALF, of.top_k),
             top_p=address(REAL, of.top_p), min_p=address(REAL, of.min_p), page_table=address(HALF, of.page_table),
             row_tokens=tokens.data_ptr(), positions=positions.data_ptr(), write=write.data_ptr(), row_seed=seed.data_ptr(),
             next_position=following.data_ptr(), row_temperature=temperature.data_ptr(), row_top_p=top_p.data_ptr(),
             row_min_p=min_p.data_ptr(), row_top_k=top_k.data_ptr(), **segment_addresses(segments), num_rows=num_rows,
-            num_requests=num_requests, page_size=of.page_size, table_columns=of.page_table.shape[1])
+            num_requests=num_requests, num_sampled=num_sampled, page_size=of.page_size,
+            table_columns=of.page_table.shape[1])
         return DecodeRows(tokens, positions, write, segments,
                           SamplingTensors(seed, following, temperature, top_k, top_p, min_p))
 
@@ -87,13 +91,14 @@ class RowOps(TorchOps):
                       torch.empty(batch, dtype=INT), source, target)
         logprobs, raw = logprobs.contiguous(), None if raw is None else raw.contiguous()
         run("verify", INT, 1, slots=address(INT, slots), first=address(INT, tree.first), length=address(INT, tree.length),
-            tokens=address(INT, tree.tokens), parents=address(INT, tree.parents), sampled=address(INT, sampled),
+            forced=address(INT, tree.forced), sample=address(INT, tree.sample), tokens=address(INT, tree.tokens),
+            parents=address(INT, tree.parents), sampled=address(INT, sampled),
             logprobs=logprobs.data_ptr(), raw=0 if raw is None else raw.data_ptr(), context=address(INT, of.context),
             last_token=address(INT, of.last_token), page_table=address(HALF, of.page_table), out_tokens=tokens.data_ptr(),
             out_logprobs=drawn.logprobs.data_ptr(), out_raw=0 if drawn.raw_logprobs is None else drawn.raw_logprobs.data_ptr(),
             num_drawn=drawn.num_drawn.data_ptr(), source=source.data_ptr(), target=target.data_ptr(), num_requests=batch,
-            num_rows=num_rows, num_columns=columns, padding_slot=len(of.context) - 1, page_size=of.page_size,
-            table_columns=of.page_table.shape[1], wide_logprobs=logprobs.element_size() == 8,
+            num_rows=num_rows, num_sampled=len(sampled), num_columns=columns, padding_slot=len(of.context) - 1,
+            page_size=of.page_size, table_columns=of.page_table.shape[1], wide_logprobs=logprobs.element_size() == 8,
             wide_raw=raw is not None and raw.element_size() == 8)
         return drawn
 

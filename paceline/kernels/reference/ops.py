@@ -87,7 +87,7 @@ class TorchOps:
         return None
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]], trees: bool = False) -> Any:
+                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> Any:
         return None
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:

@@ -11,12 +11,14 @@ from paceline.kernels.base import DecodeRows, DraftTree, SampledTokens, Sampling
 
 def flatten_drafts(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:
     """See `base.Ops.flatten_drafts`."""
-    line, column, is_root = draft[tree.request], (tree.node - 1).clamp_min(0), tree.node == 0
-    root = tree.first[tree.request]
-    tree.tokens.copy_(torch.where(is_root, 0, tokens[line, column]))
-    tree.depths.copy_(torch.where(is_root, 0, depths[line, column]))
-    tree.parents.copy_(torch.where(is_root, root, root + 1 + parents[line, column]))
-    tree.mask.copy_(ancestor_masks(tree.parents, tree.node, max_depth))
+    line, column, is_root = draft[tree.request], (tree.node - 1).clamp(0, tokens.shape[1] - 1), tree.node == 0
+    root, forced = tree.first[tree.request], _is_forced(tree)
+    tree.tokens.copy_(torch.where(forced, tree.tokens, torch.where(is_root, 0, tokens[line, column])))
+    tree.depths.copy_(torch.where(forced, tree.depths, torch.where(is_root, 0, depths[line, column])))
+    above = torch.where(is_root, root, root + 1 + parents[line, column])
+    tree.parents.copy_(torch.where(forced, tree.parents, above))
+    masks = ancestor_masks(tree.parents, torch.where(forced, 0, tree.node), max_depth)
+    tree.mask.copy_(torch.where(forced[:, None], tree.mask, masks))
 
 
 def ancestor_masks(parents: Tensor, node: Tensor, max_depth: int) -> Tensor:
@@ -41,10 +43,12 @@ def build_rows(slots: Tensor, tree: DraftTree, of: SlotTensors) -> DecodeRows:
     slot = slots[tree.request]
     context = of.context[slot]
     segments = Segments(row=tree.first.int(), length=tree.length.int(), slot=slots.int(), context=of.context[slots].int(),
-                        causal=torch.zeros_like(slots, dtype=torch.bool), mask=tree.mask)
+                        causal=tree.forced > 0, mask=tree.mask)
     positions = context + tree.depths
-    sampling = SamplingTensors(of.seed[slot], positions + 1, of.temperature[slot], of.top_k[slot], of.top_p[slot], of.min_p[slot])
-    return DecodeRows(torch.where(tree.depths == 0, of.last_token[slot], tree.tokens), positions,
+    at, after = (slot, positions + 1) if tree.sampled is None else (slot[tree.sampled], positions[tree.sampled] + 1)
+    sampling = SamplingTensors(of.seed[at], after, of.temperature[at], of.top_k[at], of.top_p[at], of.min_p[at])
+    is_root = (tree.depths == 0) & ~_is_forced(tree)
+    return DecodeRows(torch.where(is_root, of.last_token[slot], tree.tokens), positions,
                       cache_index(of, slot, context + tree.node), segments, sampling)
 
 
@@ -53,11 +57,17 @@ def verify(slots: Tensor, tree: DraftTree, of: SlotTensors, sampled: Tensor, log
     """See `base.Ops.verify`."""
     path, count = accepted_path(tree, sampled, max_depth)
     source, target = _moves(slots, tree, of, path, count) if max_depth else (path, path)
-    last = path.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
-    of.context[slots] += count
+    index = path - tree.first[:, None] + tree.sample.clamp_min(0)[:, None]  # among the sampled rows
+    last = index.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
+    of.last_token[slots] = torch.where(count > 0, sampled[last].clamp_min(0), of.last_token[slots])
+    of.context[slots] += torch.where(tree.forced > 0, tree.forced, count)
     of.context[len(of.context) - 1 :].zero_()  # the padding slot stays empty
-    of.last_token[slots] = sampled[last].clamp_min(0)
-    return SampledTokens(sampled[path], logprobs[path], None if raw is None else raw[path], count, source, target)
+    return SampledTokens(sampled[index], logprobs[index], None if raw is None else raw[index], count, source, target)
+
+
+def _is_forced(tree: DraftTree) -> Tensor:
+    """Which rows [R] are forced."""
+    return tree.forced[tree.request] > 0
 
 
 def _moves(slots: Tensor, tree: DraftTree, of: SlotTensors, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,11 +81,13 @@ def _moves(slots: Tensor, tree: DraftTree, of: SlotTensors, path: Tensor, count:
 
 
 def accepted_path(tree: DraftTree, sampled: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """The accepted nodes of every request: (row at each depth [B, D + 1], where depths beyond the path repeat the root's row;
-    number of accepted rows [B])."""
-    if max_depth == 0:  # roots only
-        return tree.first[:, None], tree.length
-    matches = (tree.depths == 0) | (tree.tokens == sampled[tree.parents])
+    """The accepted nodes of every request: (row at each depth [B, D + 1], where depths beyond the path repeat the first row;
+    number of accepted rows [B]). A request with forced rows has its first row and, if it is sampled from, a count of 1."""
+    forced = tree.forced > 0
+    if max_depth == 0:  # roots and forced rows only
+        return tree.first[:, None], torch.where(forced, (tree.sample >= 0).long(), tree.length)
+    by_row = sampled[tree.sample.clamp_min(0)[tree.request] + torch.where(forced[tree.request], 0, tree.node)]
+    matches = ((tree.depths == 0) | (tree.tokens == by_row[tree.parents])) & ~forced[tree.request]
     accepted = matches
     for _ in range(max_depth):
         accepted = matches & accepted[tree.parents]
@@ -85,4 +97,4 @@ def accepted_path(tree: DraftTree, sampled: Tensor, max_depth: int) -> tuple[Ten
     path = tree.first[:, None].repeat(1, width)
     path.view(-1).scatter_(0, tree.request * width + column, torch.arange(len(tree.tokens), device=sampled.device))
     count = torch.zeros_like(tree.first).index_add_(0, tree.request, accepted.long())
-    return path[:, :-1], count
+    return path[:, :-1], torch.where(forced, (tree.sample >= 0).long(), count)

@@ -76,7 +76,8 @@ class AttentionPlan(NamedTuple):
     trees: bool  # whether rows may belong to draft trees
     launch: Launch = Launch()
     prefill: Prefill | None = None
-    prompts: AttentionPlan | None = None  # if fixed: the plan of the rows from `prefill.first_row` on
+    prompts: AttentionPlan | None = None  # if fixed: the plan of the rows from `first_prompt` on
+    first_prompt: int = 0
 
 
 def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, block_m: int, num_splits: int,
@@ -191,7 +192,10 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, record
         length = tl.where(first_row >= offset, length, 0)
         known = tl.load(context_of + s, mask=length > 0, other=0)
         tiles = (length + TILE_ROWS - 1) // TILE_ROWS
-        most = known // FIXED_BLOCK * FIXED_BLOCK if TREES else known + length
+        most = known + length
+        if TREES:  # what all rows of a tile attend to: the context, and the forced rows before the tile
+            is_causal = tl.load(causal_of + s, mask=length > 0, other=0) != 0
+            most = tl.where(is_causal, most, known) // FIXED_BLOCK * FIXED_BLOCK
         chunks = tl.where(length > 0, chunk_of(tl.maximum(most - 1, 0)) + 1, 0) if DIVIDED else (length > 0).to(tl.int32)
         ends = tl.max(tl.where(length > 0, first_row + length, offset), axis=0)
         padding = 0 if TREES else tl.maximum(offset + num_rows - ends, 0)  # rows that follow, which are tasks of their own

@@ -9,8 +9,9 @@ into the result in order. Which program computes what depends on the step, the o
   many parts as there are programs, however different the contexts are (`attention_plan`). The first part of a tile folds its
   chunks, the others store each of theirs, and the last to finish folds all.
 - Tiles of prompt rows, which are causal, are one part each.
-- The rows of a draft tree share their context, but each has keys of its own after it. One kernel reduces the blocks that lie
-  before the end of the context for tiles of rows; a second one goes on from there, row by row (`_tail_kernel`).
+- The rows of a draft tree share their context, but each has keys of its own after it. One kernel reduces the blocks that all
+  rows of a tile attend to; a second one goes on from there, row by row (`_tail_kernel`). Forced rows beside draft trees go the
+  same way: a tile of them shares the context and the rows before the tile.
 
 A row of a matrix product does not depend on the tile that it is part of, maxima are exact, and the sum of the softmax's weights
 is a matrix product with ones. So the shape of the tile and the number of warps have no influence. A block of keys that a row does
@@ -74,21 +75,22 @@ def launch_for(num_rows: int, num_heads: int, num_kv_heads: int) -> Launch:
 
 
 def fixed_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, max_context: int, trees: bool,
-               prompts_from: int | None = None, launch: Launch | None = None) -> AttentionPlan:
+               prompts_from: int | None = None, launch: Launch | None = None, forced: bool = False) -> AttentionPlan:
     """The metadata of `fixed_attention` for a step's rows.
 
     max_context: The longest context of any request.
     trees: Rows may belong to draft trees; otherwise every segment is causal or has one row.
     prompts_from: The rows are those of prompt chunks, from this row of the step on.
-    launch: None chooses."""
-    tiled = trees or prompts_from is not None
+    launch: None chooses.
+    forced: There may be forced rows beside the others, of numbers that the host does not know."""
+    tiled = trees or forced or prompts_from is not None
     block_m = TILED_BLOCK_M if tiled else BLOCK_M
     tile_rows = max(block_m // (num_heads // num_kv_heads), 1)
     most = min(num_rows, len(segments.row) + num_rows // tile_rows) if tiled else num_rows  # tiles
     if prompts_from is not None:
         return make_plan(segments, num_rows, num_heads, num_kv_heads, block_m, most, fixed=True, trees=False,
                          first_row=prompts_from)
-    launch = launch or (tree_launch(num_rows) if trees else launch_for(num_rows, num_heads, num_kv_heads))
+    launch = launch or (tree_launch(num_rows) if trees or forced else launch_for(num_rows, num_heads, num_kv_heads))
     max_chunks = chunks_until(max_context + MASK_BITS)
     if 4 * num_rows * num_heads * (max_chunks + 1) * (padded_dim(head_dim) + 2) > MAX_STORED:
         max_chunks = 1
@@ -211,8 +213,8 @@ def _fixed_kernel(q, k_cache, v_cache, page_table, record, tasks, counter, out, 
                   v_stride, BLOCK_M: tl.constexpr, TREES: tl.constexpr, DIVIDED: tl.constexpr, MAX_PARTS: tl.constexpr,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr,
                   BLOCK: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr):
-    """Program: one part of one tile, for the heads of one key/value head. TREES: only blocks before the end of the context; the
-    sums are stored for `_tail_kernel`. Slots of stored sums: 0 for the first part, the following ones for the chunks of the
+    """Program: one part of one tile, for the heads of one key/value head. TREES: only blocks that all rows attend to; the sums
+    are stored for `_tail_kernel`. Slots of stored sums: 0 for the first part, the following ones for the chunks of the
     others in order, and the last one for an incomplete chunk of the first part."""
     kv_head = tl.program_id(1)
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -229,7 +231,7 @@ def _fixed_kernel(q, k_cache, v_cache, page_table, record, tasks, counter, out, 
     valid = r < led
     place = (row + r).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
     if TREES:
-        stop = context // BLOCK * BLOCK
+        stop = tl.load(record + row * 8 + 7) // BLOCK * BLOCK
     else:
         stop = tl.where(led < 0, 0, context + first + led)
     chunk, start, end = which * 0, which * 0, stop
@@ -295,7 +297,7 @@ def _tail_kernel(q, k_cache, v_cache, page_table, record, tasks, path, out, part
                  BLOCK_M: tl.constexpr, BITS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
                  DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr,
                  PDL: tl.constexpr):
-    """Program: the rest of the keys of one row, from the last block boundary in its context on, and the result."""
+    """Program: the rest of the keys of one row, from the last block that all rows of its tile attend to on, and the result."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
     let_next_begin(PDL)
     led, slot, context = tl.load(record + row * 8), tl.load(record + row * 8 + 2), tl.load(record + row * 8 + 3)
@@ -309,7 +311,7 @@ def _tail_kernel(q, k_cache, v_cache, page_table, record, tasks, path, out, part
     if led < 0:  # padding rows must be finite
         tl.store(out + place[:, None] * DIM + d[None, :], tl.zeros([BLOCK_M, DIM_PADDED], out.dtype.element_ty), mask=inside)
         return
-    stop = context // BLOCK * BLOCK
+    stop = tl.load(record + row * 8 + 7) // BLOCK * BLOCK
     chunk = chunk_of(stop)
     table = page_table + slot.to(tl.int64) * table_stride
     query = tl.load(q + place[:, None] * DIM + d[None, :], mask=inside, other=0.0)

@@ -208,31 +208,33 @@ class TritonOps(TorchOps):
              prefill: Prefill | None = None, trees: bool = True) -> AttentionPlan:
         """The metadata that `attention` reads in every layer of a step; made once per step, inside the captured graph. prefill:
         The rows from `prefill.first_row` on are prompt chunks (see `attention_plan.prefill_chunks`); such steps are never
-        captured."""
-        rows = num_rows if prefill is None else prefill.first_row
+        captured. Deterministic attention has plans of its own (`_fixed_plan`)."""
         if self.deterministic:
-            return self._fixed_plan(segments, rows, num_rows, (num_heads, num_kv_heads, head_dim), prefill, trees)
+            return self._fixed_plan(segments, num_rows, num_rows, (num_heads, num_kv_heads, head_dim), trees)
+        rows = num_rows if prefill is None else prefill.first_row
         splits = attention_plan.default_splits(max(rows, 1), num_kv_heads)
         plan = attention_plan.make_plan(segments, rows, num_heads, num_kv_heads, attention_plan.tile_size(rows, trees), splits,
                                      min_chunk=self.min_chunk)
         return plan._replace(prefill=prefill, launch=attention_plan.launch_for(rows, num_kv_heads, head_dim, trees))
 
-    def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, heads: tuple[int, int, int], prefill: Prefill | None,
-                    trees: bool) -> AttentionPlan:
+    def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, heads: tuple[int, int, int], trees: bool,
+                    forced: bool = False) -> AttentionPlan:
         """A plan for `fixed_attention`: of the rows before the prompt chunks, and one of the chunks' own rows."""
-        plan = fixed_attention.fixed_plan(segments, rows, *heads, self._max_context, trees)
-        if prefill is None:
+        plan = fixed_attention.fixed_plan(segments, rows, *heads, self._max_context, trees, forced=forced)
+        if rows == all_rows:
             return plan
         prompts = fixed_attention.fixed_plan(segments, all_rows - rows, *heads, self._max_context, False, prompts_from=rows)
-        return plan._replace(prefill=prefill, prompts=prompts)
+        return plan._replace(prompts=prompts, first_prompt=rows)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]], trees: bool = False) -> AttentionPlan | None:
+                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> AttentionPlan | None:
         if cache.k.dtype not in _DTYPES:
             return None
         first = num_rows - sum(count for _, _, count in chunks)
+        if self.deterministic:
+            return self._fixed_plan(segments, first, num_rows, (num_heads, *cache.k.shape[1:]), trees, forced)
         prefill = attention_plan.prefill_chunks(first, chunks, cache) if chunks else None
-        return self.plan(segments, num_rows, num_heads, cache.k.shape[1], cache.k.shape[2], prefill, trees)
+        return self.plan(segments, num_rows, num_heads, cache.k.shape[1], cache.k.shape[2], prefill, trees or forced)
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float,
                   plan: AttentionPlan | None = None) -> Tensor:
@@ -253,8 +255,7 @@ class TritonOps(TorchOps):
     def _fixed_attention(self, q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: float) -> Tensor:
         if plan.prompts is None:
             return fixed_attention.fixed_attention(q, cache, plan, scale, self._uses_pdl(q))
-        assert plan.prefill is not None
-        first = plan.prefill.first_row
+        first = plan.first_prompt
         prompts = fixed_attention.fixed_attention(q[first:], cache, plan.prompts, scale)
         if first == 0:
             return prompts

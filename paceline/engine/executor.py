@@ -1,0 +1,218 @@
+"""The executor: the device's half of an engine. It owns the policy, the KV cache, the learned drafter, the CUDA graphs and the
+state of every slot, and does what commands say (`command.py`).
+
+It knows no request and takes no decisions. The same commands on an executor with the same weights give the same outputs, bit for
+bit, so recorded commands can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.cache import PagedStore
+from paceline.config import EngineConfig
+from paceline.drafters.eagle_drafter import EagleDrafter
+from paceline.drafters.tree import Drafts
+from paceline.engine.command import (
+    Command,
+    DummyCatchUp,
+    DummyDraft,
+    DummyStep,
+    ExportPages,
+    HostDrafts,
+    ImportPages,
+    LoadDrafter,
+    LoadWeights,
+    ObservedTrees,
+    ReadFeatures,
+    Sleep,
+    StepCommand,
+    StepOutputs,
+    Wake,
+)
+from paceline.engine.downloads import Download, record_event
+from paceline.engine.graphs import CudaGraphs
+from paceline.engine.learned_drafting import LearnedDrafting
+from paceline.engine.logit_adjustments import LogitAdjustments
+from paceline.engine.rows import RowBuilder, StepRows
+from paceline.engine.runner import Chunks, Runner
+from paceline.engine.state import SlotState
+from paceline.engine.weights import PolicyWeights, copy_drafter, offload, prepare_linears, restore
+from paceline.kernels import Ops
+from paceline.kernels.upload import upload
+from paceline.models.decoder import Decoder
+
+
+class PendingStep(NamedTuple):
+    """A step that is queued on the device."""
+
+    num_rows: int
+    """Number of rows, padding included."""
+    sampled: Download
+    """Tokens, log-probabilities, raw log-probabilities and numbers of tokens."""
+    observed: Download | None
+    """Tokens, parents, depths and survival of draft trees, if they are observed."""
+
+    def read(self) -> StepOutputs:
+        """Wait for the step and return its outputs."""
+        tokens, logprobs, raw, counts = self.sampled.optional_arrays()
+        assert tokens is not None and logprobs is not None
+        drafts = None if self.observed is None else ObservedTrees(*self.observed.arrays())
+        return StepOutputs(tokens, logprobs, raw, counts, drafts)
+
+
+class Executor:
+    """Runs commands on one device."""
+
+    def __init__(self, model: Decoder, config: EngineConfig, ops: Ops, store: PagedStore, state: SlotState, graphs: CudaGraphs,
+                 runner: Runner, learned: LearnedDrafting | None, feature_columns: Tensor | None) -> None:
+        """`feature_columns`: columns of the stored features that `ReadFeatures` returns; None if it returns none."""
+        self.model, self.config, self.ops, self.store, self.state, self.graphs = model, config, ops, store, state, graphs
+        self.runner, self.learned, self._feature_columns = runner, learned, feature_columns
+        self.rows = RowBuilder(graphs, ops, state.padding, state.device)
+        self._weights = PolicyWeights(model)
+        self.is_asleep = False
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            StepCommand: self._step, ExportPages: self._export, ImportPages: self._import, ReadFeatures: self._read_features,
+            LoadWeights: self._load_weights, LoadDrafter: self._load_drafter, Sleep: self._sleep, Wake: self._wake,
+            DummyStep: self._dummy_step, DummyDraft: self._dummy_draft, DummyCatchUp: self._dummy_catch_up,
+        }
+        self._prepare_weights()
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @property
+    def eagle(self) -> EagleDrafter | None:
+        """The learned drafter, if there is one."""
+        return None if self.learned is None else self.learned.eagle
+
+    def execute(self, command: Command) -> Any:
+        """Do what a command says. A `StepCommand` is queued without waiting for it and returns a `PendingStep`; what other
+        commands return is in their docstrings."""
+        return self._handlers[type(command)](command)
+
+    def require_weights(self) -> None:
+        """Raise RuntimeError if the policy's weights are incomplete or the executor sleeps."""
+        if self.is_asleep:
+            raise RuntimeError("step: the engine is asleep; call wake() first")
+        self._weights.require_complete()
+
+    # -- steps
+
+    @torch.inference_mode()
+    def _step(self, command: StepCommand) -> PendingStep:
+        self.state.update(command.admitted, command.page_edits)
+        self.runner.copy_pages(command.copies)
+        started = record_event(self.device)
+        rows = self.rows.build(command, self._drafts(command))
+        observed = None
+        if command.observe and rows.survival is not None:
+            # Before verification: captured graphs share memory, and it may overwrite what the drafter's graph left there.
+            observed = Download.start(rows.tree.tokens, rows.tree.parents, rows.tree.depths, rows.survival)
+        edits = None if command.edits is None else LogitAdjustments(command.edits, self.device)
+        output = self.runner.run(rows, _chunks(command), command.raw_logprobs, adjustments=edits)
+        counts = output.num_drawn if rows.max_depth or rows.has_forced else None  # otherwise every request gets one token
+        sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
+        return PendingStep(rows.num_rows, sampled, observed)
+
+    def _drafts(self, command: StepCommand) -> Drafts | None:
+        """Return the step's draft trees on the device."""
+        found = command.draft
+        if found is None:
+            return None
+        if not isinstance(found, HostDrafts):
+            assert self.learned is not None
+            return self.learned.draft(found, command.slots[found.requests])
+        if not command.max_depth:
+            return None
+        tokens, parents, depths = (upload(array, self.device) for array in found[1:4])
+        return Drafts(tokens, parents, depths, torch.from_numpy(found.survival), depths[:, 0])
+
+    @torch.inference_mode()
+    def _dummy_step(self, command: DummyStep) -> None:
+        self.runner.run(self.dummy_rows(command), [], capture_now=True)
+
+    def dummy_rows(self, command: DummyStep) -> StepRows:
+        """Lay out a step of padding requests."""
+        return self.rows.build(command.command, self._drafts(command.command), command.padded)
+
+    @torch.inference_mode()
+    def _dummy_draft(self, command: DummyDraft) -> None:
+        if self.learned is not None and command.strategy.drafter == "eagle":
+            self.learned.draft_dummy(command.num_requests, command.strategy)
+
+    @torch.inference_mode()
+    def _dummy_catch_up(self, command: DummyCatchUp) -> None:
+        assert self.learned is not None
+        self.learned.catch_up_dummy(command.num_requests, command.missing)
+
+    # -- pages
+
+    def _export(self, command: ExportPages) -> list[Tensor]:
+        return self.store.export_request(command.pages, command.num_tokens, command.on_device)
+
+    def _import(self, command: ImportPages) -> None:
+        self.store.import_request(command.pages, list(command.tensors))
+
+    def _read_features(self, command: ReadFeatures) -> Tensor | None:
+        if self.store.features is None or self._feature_columns is None:
+            return None
+        return self.store.features[self.store.slots(command.pages, command.num_tokens)][:, self._feature_columns]
+
+    # -- weights and memory
+
+    def _load_weights(self, command: LoadWeights) -> None:
+        self._weights.replace(command.state, self._on_new_weights)
+
+    def _on_new_weights(self) -> None:
+        self._prepare_weights()
+        if self.eagle is not None and not self.is_asleep:  # otherwise `Wake` does it
+            self.eagle.policy_changed()
+
+    def _load_drafter(self, command: LoadDrafter) -> None:
+        assert self.eagle is not None
+        copy_drafter(command.drafter, into=self.eagle.module)
+        self._on_new_weights()  # it may have another reduced vocabulary
+
+    def _sleep(self, command: Sleep) -> None:
+        if not self.is_asleep:
+            self.runner.release_cache()
+            self.is_asleep = True
+        if command.weights:
+            discard = command.weights == "discard"
+            if discard:
+                self._weights.discard(command.keep)
+            offload(self._modules()[1:] if discard else self._modules())
+            if self.eagle is not None:
+                self.eagle.module.policy_changed()  # also frees the rows that it gathered from the policy's head
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wake(self, command: Wake) -> None:
+        if self.is_asleep:
+            restore(self._modules(), self.device)
+            self._weights.allocate()
+            self.runner.allocate_cache()
+            if self.eagle is not None:
+                self.eagle.policy_changed()
+            self.is_asleep = False
+
+    def _prepare_weights(self) -> None:
+        if self.config.pack_weights or self.device.type != "cpu":  # only CPU kernels keep a copy
+            prepare_linears(self._modules(), self.ops)
+
+    def _modules(self) -> list[nn.Module]:
+        return [self.model] if self.eagle is None else [self.model, self.eagle.module]
+
+
+def _chunks(command: StepCommand) -> Chunks:
+    """Return the forced rows of a step for the kernels of long prompts."""
+    chosen = command.forced > 0
+    fields = (command.slots, command.starts, command.forced)
+    return list(zip(*(field[chosen].tolist() for field in fields), strict=True))

@@ -1,0 +1,229 @@
+"""The planner: the host's half of an engine. It owns requests, scheduler, pages, strategy selection and the suffix drafter, turns
+them into one command per step, and turns the outputs of steps into tokens and finished answers. No torch.
+
+`plan` decides about a step, and `complete` takes its outputs. A step may be planned while another one is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.engine.command import (
+    LogitEdits,
+    PageEdits,
+    Penalties,
+    SlotUpdates,
+    StepCommand,
+    StepOutputs,
+    no_copies,
+    no_pages,
+    no_slots,
+)
+from paceline.engine.drafting import Drafting
+from paceline.engine.failures import end_broken_requests
+from paceline.engine.outputs import NOT_A_NUMBER, Appended, Tokenizer, append_outputs
+from paceline.engine.prompts import answer_seeds, check
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Admitted, Scheduler, StepPlan
+from paceline.engine.strategy_control import StrategyControl
+from paceline.types import Decision, DraftOutcomes, Rollout, SamplingParams, StepResult
+
+_FORCED_ROWS = {False: 64, True: 512}
+"""Most rows of prefill beside decoding requests where step times have not been measured: on a CPU, and on a GPU."""
+_LEAST_FORCED_ROWS = 16
+"""Rows of prefill that every step may have."""
+
+
+class PlannedStep(NamedTuple):
+    """A step that has been planned, and what the planner has to remember until its outputs come."""
+
+    plan: StepPlan
+    command: StepCommand
+    num_nodes: list[int]
+    """Number of draft tokens of each decode request."""
+    most_accepted: list[int]
+    """Upper bound on the number of draft tokens that each decode request can accept."""
+    version: int
+    """Version of the policy."""
+    context: float
+    """Mean context length of the decode requests."""
+
+    @property
+    def num_decode_rows(self) -> int:
+        return len(self.num_nodes) + sum(self.num_nodes)
+
+
+class Planner:
+    """Plans the steps of one engine."""
+
+    def __init__(self, scheduler: Scheduler, drafting: Drafting, control: StrategyControl, tokenizer: Tokenizer | None,
+                 eos: frozenset[int], vocabulary: int, pipelined: bool) -> None:
+        """`eos`: the policy's end-of-text ids. `pipelined`: whether a step is planned before the outputs of the last one are
+        read, as on a GPU."""
+        self.scheduler, self.drafting, self.control, self.tokenizer = scheduler, drafting, control, tokenizer
+        self.eos, self.pipelined, self._vocabulary = eos, pipelined, vocabulary
+        self.requests: dict[int, Request] = {}
+        self._ids, self._groups = count(), count()
+        self._num_pages = [0] * (scheduler.max_batch + 1)
+        """Number of pages of each slot that the executor knows of."""
+
+    # -- requests
+
+    def add(self, prompt_ids: list[int], params: SamplingParams, n: int, key: str | None,
+            seeds: Sequence[int] | None) -> list[int]:
+        """Queue n answers of a prompt and return their request ids; see `Engine.add`."""
+        check(prompt_ids, params, n, self.tokenizer, self._vocabulary, self.scheduler.max_length)
+        own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
+        stop_ids, group = self.stop_ids(params), next(self._groups)
+        ids = []
+        for sample, seed in enumerate(own_seeds):
+            request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
+            self.requests[request.id] = request
+            self.scheduler.add(request)
+            ids.append(request.id)
+        return ids
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return the token ids that end an answer."""
+        return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self.eos)
+
+    def finish(self, request: Request) -> None:
+        """Forget a request that has ended, and free its slot and pages."""
+        self.drafting.finish(request)
+        self.scheduler.finish(request)
+        del self.requests[request.id]
+
+    def end_broken(self, results: Iterable[StepResult], error: BaseException, held_pages: set[int]) -> list[Rollout]:
+        """A step was broken off: end all requests that run; see `end_broken_requests`."""
+        return end_broken_requests(self.requests, results, self.scheduler, self.drafting, error, held_pages)
+
+    # -- steps
+
+    def select(self) -> Decision:
+        """Ask the selector about the next step."""
+        return self.control.select(self.scheduler, self.drafting.available)
+
+    def plan(self, decision: Decision, version: int) -> PlannedStep | None:
+        """Plan the next step; None if there is nothing to do. The command has to be executed: everything here counts on it.
+        `version`: version of the policy."""
+        plan = self.scheduler.schedule(decision, self._max_forced_rows())
+        if not plan:
+            return None
+        draft, num_nodes = self.drafting.draft(plan)
+        depth = min(plan.strategy.depth, max(num_nodes, default=0))
+        most_accepted = [nodes if nodes < depth else depth for nodes in num_nodes]
+        command = self._forced(plan)._replace(
+            num_nodes=np.array(num_nodes + [0] * len(plan.forced), np.int64), draft=draft, max_depth=depth,
+            raw_logprobs=any(request.params.raw_logprobs for request in plan.requests),
+            edits=_logit_edits(plan, num_nodes, self._vocabulary), observe=self.control.observes(decision))
+        context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
+        self.drafting.on_launch(plan, most_accepted)
+        self.scheduler.on_launch(plan, most_accepted)
+        return PlannedStep(plan, command, num_nodes, most_accepted, version, context)
+
+    def complete(self, step: PlannedStep, outputs: StepOutputs, device_waits: bool) -> tuple[Appended, DraftOutcomes | None]:
+        """Append the outputs of a step to its requests. Return the new tokens, and the outcomes of the draft tokens if they were
+        observed. Requests that ended stay until `finish` is called. `device_waits`: the device waits for the host."""
+        appended = append_outputs(step.plan.requests, step.num_nodes, outputs, step.version, self.scheduler.max_length,
+                                  self.tokenizer)
+        self.scheduler.on_complete(step.plan, step.most_accepted)
+        self.drafting.on_complete(step.plan.decode, step.most_accepted, appended.tokens, device_waits)
+        return appended, self.control.outcomes(step.plan.strategy, step.command, outputs)
+
+    # -- parts of `plan`
+
+    def _max_forced_rows(self) -> int | None:
+        """Return how many rows of prefill the next step may have; None: as many as there is room for.
+
+        Prefill may make a step twice as long as decoding alone, or longer in proportion where more requests wait to be prefilled
+        than decode: then the time goes to where most requests are. Nobody waits while nothing decodes."""
+        num_decoding, num_waiting = self.scheduler.num_decoding, self.scheduler.num_prefilling
+        if num_decoding == 0 or num_waiting == 0:
+            return None
+        weight = max(1.0, num_waiting / num_decoding)
+        costs = self.control.costs
+        if not costs.profiled:
+            return int(_FORCED_ROWS[self.pipelined] * weight)
+        rows = costs.policy.inverse(float(costs.policy.at(num_decoding)) * (1 + weight)) - num_decoding
+        return max(_LEAST_FORCED_ROWS, int(rows))
+
+    def _forced(self, plan: StepPlan) -> StepCommand:
+        """Return the command of a plan's slots, pages and forced rows, without draft tokens."""
+        slots = np.array([request.slot for request in plan.requests], np.int64)
+        forced, starts = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
+        samples, next_token = np.ones(len(slots), bool), np.full(len(slots), -1, np.int64)
+        tokens: list[int] = []
+        for i, (request, start, num_rows, is_sampled) in enumerate(plan.forced, len(plan.decode)):
+            forced[i], starts[i], samples[i] = num_rows, start, is_sampled
+            tokens += request.tokens[start : start + num_rows]
+            if not is_sampled:
+                next_token[i] = request.tokens[start + num_rows]
+        updates = _slot_updates(plan.admitted) if plan.admitted else no_slots()
+        copies = np.array(plan.copies, np.int64) if plan.copies else no_copies()
+        return StepCommand(slots, no_copies()[:, 0], forced, samples, np.array(tokens, np.int64), next_token, starts, updates,
+                           self._page_edits(plan), copies)
+
+    def _page_edits(self, plan: StepPlan) -> PageEdits:
+        """Return the page-table entries of all running requests that got pages since the last step."""
+        known = self._num_pages
+        for request, _ in plan.admitted:
+            known[request.slot] = 0
+        grown = [request for request in self.scheduler.running if len(request.pages) != known[request.slot]]
+        if not grown:
+            return no_pages()
+        new = [(request.slot, column, request.pages[column]) for request in grown
+               for column in range(known[request.slot], len(request.pages))]
+        for request in grown:
+            known[request.slot] = len(request.pages)
+        return PageEdits(*np.array(new, np.int64).T.copy())
+
+
+def _slot_updates(admitted: list[Admitted]) -> SlotUpdates:
+    requests = [item.request for item in admitted]
+    params = [request.params for request in requests]
+    seeds = np.array([each.seed & (2**64 - 1) for each in params], np.uint64).view(np.int64)
+    return SlotUpdates(
+        np.array([request.slot for request in requests], np.int64), np.array([item.context for item in admitted], np.int64),
+        np.array([request.tokens[-1] for request in requests], np.int64), seeds,
+        np.array([each.temperature for each in params], np.float32), np.array([each.top_k for each in params], np.int32),
+        np.array([each.top_p for each in params], np.float32), np.array([each.min_p for each in params], np.float32),
+        np.array([request.num_shared for request in requests], np.int64))
+
+
+def _logit_edits(plan: StepPlan, num_nodes: list[int], vocabulary: int) -> LogitEdits | None:
+    """Return what the sampling parameters of a step's requests change in its logits; None if they change nothing. A decode
+    request has a sampled row for its last token and one for every draft token; then follow the last forced rows."""
+    sampled = [(item.request, 1, item.num_rows) for item in plan.forced if item.samples]
+    if not any(request.adjusts_logits for request in plan.requests):
+        return None
+    fed = [(request, 1 + nodes, 1) for request, nodes in zip(plan.decode, num_nodes, strict=True)] + sampled
+    ends = np.cumsum([rows for _, rows, _ in fed]).tolist()
+    chosen = [(request, range(end - rows, end), num_fed) for (request, rows, num_fed), end in zip(fed, ends, strict=True)
+              if request.adjusts_logits]
+    bias = [(row, *pair) for request, rows, _ in chosen for row in rows for pair in request.params.logit_bias]
+    stops = [(row, token, len(request.prompt_ids) + request.params.min_tokens) for request, rows, _ in chosen
+             if len(request.tokens) < len(request.prompt_ids) + request.params.min_tokens
+             for row in rows for token in sorted(request.stop_ids) if 0 <= token < vocabulary]
+    penalised = [each for each in chosen if each[0].params.has_penalties]
+    return LogitEdits(_penalties(penalised) if penalised else None,
+                      np.array([entry[:2] for entry in bias], np.int64).reshape(-1, 2).T.copy(),
+                      np.array([entry[2] for entry in bias], np.float64),
+                      np.array(stops, np.int64).reshape(-1, 3).T.copy())
+
+
+def _penalties(requests: list[tuple[Request, range, int]]) -> Penalties:
+    rows, owner = np.array([(row, i) for i, (_, rows, _) in enumerate(requests) for row in rows], np.int64).T.copy()
+    slots, prompt_length, num_fed = np.array(
+        [(request.slot, len(request.prompt_ids), fed) for request, _, fed in requests], np.int64).T.copy()
+    weights = np.array([(request.params.repetition_penalty, request.params.frequency_penalty, request.params.presence_penalty)
+                        for request, _, _ in requests]).T.copy()
+    longest = max(len(request.tokens) + request.num_in_flight for request, _, _ in requests)
+    return Penalties(rows, owner, slots, prompt_length, num_fed, weights, longest)

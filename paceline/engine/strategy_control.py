@@ -87,7 +87,8 @@ class StrategyControl:
         its share of the time. Where most of the time went to forced rows, that says too little."""
         if not self.costs.profiled or not outcome.num_requests:
             return outcome
-        alone, together = self.costs.policy.at(outcome.num_rows), self.costs.policy.at(outcome.num_rows + outcome.num_prefill_rows)
+        cost = self.costs.policy.at
+        alone, together = cost(outcome.num_rows), cost(outcome.num_rows + outcome.num_prefill_rows)
         if alone < _LEAST_SHARE * together:
             return outcome
         return replace(outcome, num_prefill_rows=0, ms=outcome.ms * float(alone / together))

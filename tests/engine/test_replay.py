@@ -69,8 +69,9 @@ def run(recorders: list[Recorder], rng: random.Random, steps: int) -> None:
         if rng.random() < 0.4:
             prompt = shared[: rng.randrange(1, 15)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
             extra = {"repetition_penalty": 1.3, "min_tokens": 3, "logit_bias": {5: 1.0}} if rng.random() < 0.2 else {}
-            engine.add(prompt, SamplingParams(max_new_tokens=rng.randrange(3, 30), seed=number, temperature=rng.choice([0.0, 1.0]),
-                                              raw_logprobs=rng.random() < 0.2, **extra), n=rng.randrange(1, 4))
+            params = SamplingParams(max_new_tokens=rng.randrange(3, 30), seed=number, temperature=rng.choice([0.0, 1.0]),
+                                    raw_logprobs=rng.random() < 0.2, **extra)
+            engine.add(prompt, params, n=rng.randrange(1, 4))
         engine.step()
         other.step()
         running = engine.scheduler.running

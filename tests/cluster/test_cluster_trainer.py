@@ -162,7 +162,7 @@ class Watcher(TrainerCallback):
         self.worker, self.asleep = trainer._coordinator.runtime.workers[0], {}
 
     def on_phase(self, phase: str) -> None:
-        self.asleep.setdefault(phase, set()).update(engine._asleep for engine in self.worker._engines)
+        self.asleep.setdefault(phase, set()).update(engine.executor.is_asleep for engine in self.worker._engines)
 
     def on_step_end(self, *_: Any) -> None:
         self.on_phase("published")

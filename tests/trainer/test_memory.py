@@ -148,7 +148,7 @@ def test_an_engine_that_sleeps_during_updates_generates_the_same(tmp_path, monke
     update = Learner.update
 
     def recorded(self, samples, step):
-        asleep.append([engine._asleep for engine in trainer._engines()])
+        asleep.append([engine.executor.is_asleep for engine in trainer._engines()])
         return update(self, samples, step)
 
     monkeypatch.setattr(Learner, "update", recorded)
@@ -185,7 +185,7 @@ def test_the_kv_cache_stores_per_token_what_the_plan_says(tmp_path, changes):
         changes = {**changes, "drafter": str(tmp_path / "drafter")}
     engine = {"kv_tokens": 64, **changes.get("engine", {})}
     settings = make_config(tmp_path, **{**changes, "strategy": "off", "engine": engine})
-    tokens, *stored = engine_for(settings, model, tokenizer, speculate=True).store.tensors()
+    tokens, *stored = engine_for(settings, model, tokenizer, speculate=True).executor.store.tensors()
     assert plan_for(settings, model.config).kv_bytes_per_token == sum(tensor.nbytes for tensor in stored) / len(tokens)
 
 

@@ -34,6 +34,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import numpy as np
 
+from benchmarks.lib.cluster_tables import TRAIN_COLUMNS, train_rows
 from benchmarks.lib.figures import print_table
 from benchmarks.lib.process_runtime import ProcessRuntime
 from benchmarks.lib.results import ROOT, Report, add_result_arguments
@@ -52,8 +53,6 @@ VARIANTS: dict[str, dict[str, bool] | None] = {
     "+ scheduling": {"scheduling": True, "reallocation": False, "spot_training": False},
     "+ reallocation": {"scheduling": True, "reallocation": True, "spot_training": False},
     "+ spot training": {"scheduling": True, "reallocation": True, "spot_training": True}}
-COLUMNS = ("variant", "generate, s", "to static", "step, s", "tokens/s", "idle", "training", "moves", "pause, ms", "drafter",
-           "identical")
 
 
 def main() -> None:
@@ -70,7 +69,7 @@ def main() -> None:
             report.save()
             print(f"{name}: {found['generate_s']:.2f} s of {found['step_s']:.2f} s per step are generation; "
                   f"{time.perf_counter() - began:.0f} s altogether", flush=True)
-    print_table(f"{args.workers} workers, {args.scenario}", COLUMNS, rows(report.content))
+    print_table(f"{args.workers} workers, {args.scenario}", TRAIN_COLUMNS, train_rows(report.content))
 
 
 def parse() -> argparse.Namespace:
@@ -205,19 +204,6 @@ def rollouts(folder: Path) -> dict[tuple[Any, ...], list[int]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def rows(content: dict[str, Any]) -> list[tuple[object, ...]]:
-    """The table of a result."""
-    static = content["variants"].get("static")
-
-    def text(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    return [(name, f"{cell['generate_s']:.2f}", "–" if static is None else f"{static['generate_s'] / cell['generate_s']:.2f}×",
-             f"{cell['step_s']:.2f}", f"{cell['tokens'] / cell['generate_s']:,.0f}", f"{cell['idle']:.0%}",
-             f"{cell['training']:.0%}", cell["moves"], text(cell["pause_ms"], ".0f"), text(cell["drafter_accept_length"], ".2f"),
-             f"{text(cell['identical'], ',')} of {cell['compared']:,}") for name, cell in content["variants"].items()]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.lib.cluster_tables import cluster_nodes, cluster_reallocation, cluster_rollout, cluster_train
 from benchmarks.lib.gpu_check.verdict import ratios
 from benchmarks.lib.queue_tables import gpu_queue
 from benchmarks.lib.rl_tables import cpu_rl_step, gpu_exact_logprobs, gpu_memory, gpu_new_drafter, gpu_rl_step
@@ -340,34 +341,6 @@ def kernels(content: Content, _: str) -> Table:
                  f"{sum(row[2] for row in rows)} failed.", ("section", "results", "failures"), rows)
 
 
-def cluster_rollout(content: Content, _: str) -> Table:
-    found = content["variants"]
-    static = found["static"]
-    rows = [(name, f"{cell['seconds']:.1f}", _times(static["seconds"] / cell["seconds"]), f"{cell['simulated_s']:.1f}",
-             f"{cell['idle']:.0%}", f"{cell['training']:.0%}", f"{cell['tail_s']:.1f}", cell["moves"])
-            for name, cell in found.items()]
-    best = list(found.values())[-1]
-    sentence = (f"{_times(static['seconds'] / best['seconds'])} with everything; idle {static['idle']:.0%} → {best['idle']:.0%}. "
-                "Worker processes, messages and migration are real; a step computes nothing and lasts what an H200's cost curve "
-                "says.")
-    if "pause" in content:
-        one = [abs(cell["seconds"] / cell["simulated_s"] - 1) for cell in content["one_worker"].values()]
-        sentence += (f" A migration pauses a request for {content['pause']['pause_steps']:.1f} steps (median). The simulation is "
-                     f"within {content['reached']['simulation_error'][0]:.0%}, on one worker {max(one):.0%}; the coordinator "
-                     f"of 64 simulated workers takes {content['coordinator_share_64']:.1%} of a core.")
-    return Table("Rollout of a long-tailed batch on several workers", sentence,
-                 ("variant", "seconds", "to static", "simulated, s", "idle", "training", "last 10 %, s", "moves"), rows)
-
-
-def cluster_nodes(content: Content, _: str) -> Table:
-    rows = [(nodes, f"{cell['static_s']:.1f}", f"{cell['seconds']:.1f}", _times(cell["rollout_speedup"]),
-             f"{cell['idle_static']:.0%} → {cell['idle']:.0%}", _times(cell["step_speedup"]), _times(cell["tlt_step_speedup"]))
-            for nodes, cell in content["nodes"].items()]
-    sentence = "A simulation with a cost curve measured on an H200; TLT's figures were measured on H100 nodes, and published."
-    return Table("Simulated speedup by the number of nodes", sentence,
-                 ("nodes", "static, s", "everything, s", "rollouts", "idle", "step", "TLT's step"), rows)
-
-
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "cpu/rl_step": cpu_rl_step,
@@ -375,7 +348,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "background_training": background_training, "cluster/rollout": cluster_rollout,
-    "cluster/nodes": cluster_nodes,
+    "cluster/nodes": cluster_nodes, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }

@@ -56,11 +56,17 @@ class SimConfig:
     """Seconds of training between two publications of the drafter."""
     typical_length: float = 512.0
     """First guess of an answer's length."""
+    slowdowns: tuple[float, ...] = ()
+    """How many times as long the steps of each worker take; those that are not listed take as long as the curve says."""
+    joins_s: tuple[float, ...] = ()
+    """Seconds after which each worker joins; those that are not listed are there from the beginning."""
 
 
 @dataclass(slots=True)
 class _Worker:
     id: int
+    slowdown: float = 1.0
+    joins_s: float = 0.0
     clock: float = 0.0
     running: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     queue: deque[int] = field(default_factory=deque)
@@ -116,7 +122,9 @@ class _Simulation:
         self.worker = np.full(count, NOWHERE)
         self.target = np.full(count, NOWHERE)
         self.finished_at = np.full(count, np.nan)
-        self.workers = [_Worker(i) for i in range(config.workers)]
+        slowdowns, joins_s = ((*given, *[usual] * config.workers)
+                              for given, usual in ((config.slowdowns, 1.0), (config.joins_s, 0.0)))
+        self.workers = [_Worker(i, slowdowns[i], joins_s[i]) for i in range(config.workers)]
         self.moves: list[tuple[float, int]] = []  # when the full pages have arrived, and the request
         self.num_moves, self.now, self.trained_s, self.published_s = 0, 0.0, config.trained_s, config.trained_s
         self.lengths = LengthModel(config.typical_length)
@@ -155,11 +163,13 @@ class _Simulation:
             self.work.prompt_tokens + generated, self.lengths.remaining(groups[left], generated, limit),
             np.full(len(left), self.now), np.zeros(len(left), bool))
         can_train = self.pace.quality is not None
-        workers = tuple(WorkerView(worker.id, self._state(worker), config.max_batch, config.kv_tokens, can_train=can_train)
-                        for worker in self.workers)
+        workers = tuple(WorkerView(worker.id, self._state(worker), config.max_batch, config.kv_tokens, worker.slowdown,
+                                   can_train=can_train) for worker in self.workers)
         return ClusterView(workers, requests, self._table(), config.interval_s, config.move_pause_s, config.move_token_s)
 
     def _state(self, worker: _Worker) -> WorkerState:
+        if self.now < worker.joins_s:
+            return WorkerState.DOWN
         if worker.training_since is not None:
             return WorkerState.TRAINING
         return WorkerState.BUSY if len(worker.running) or worker.queue else WorkerState.IDLE
@@ -202,7 +212,7 @@ class _Simulation:
         self._hand_over()
 
     def _generate(self, worker: _Worker, end: float) -> list[NDArray[np.int64]]:
-        ended, table = [], self._table()
+        ended, table = [], worker.slowdown * self._table()
         worker.clock = max(worker.clock, self.now)
         while worker.clock < end:
             self._admit(worker)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.cluster.calibrated import CalibratedSpec
+from benchmarks.cluster.reallocation import CASES, gain
 from benchmarks.cluster.rollout import EMPTY_WEIGHTS, GOALS, Bench, make_work, parse, reached, sim_config
 from benchmarks.lib.result_tables import make_table
 from paceline.cluster.coordinator import Coordinator
@@ -15,7 +17,7 @@ from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
 from paceline.cluster.types import PolicyConfig
 from paceline.engine.migration import RequestState
-from paceline.sim import DrafterQuality
+from paceline.sim import DrafterQuality, SimConfig
 from paceline.sim.variants import compare, variants
 from paceline.strategy import CostCurve
 from paceline.types import SamplingParams
@@ -50,15 +52,41 @@ def test_the_result_has_a_table_and_says_which_goals_are_reached():
     assert "2.00×" in table.sentence and "1.2 steps" in table.sentence and len(table.rows) == 3
 
 
+def long_tailed(folder: Path) -> Path:
+    """A file of answer lengths."""
+    file = folder / "lengths.txt"
+    file.write_text("\n".join(str(int(n)) for n in np.random.default_rng(0).lognormal(5.0, 0.9, 1000).clip(1, 2000)))
+    return file
+
+
+def test_results_of_real_steps_have_a_table():
+    cell = {"generate_s": 4.0, "step_s": 9.0, "tokens": 8000.0, "idle": 0.3, "training": 0.0, "moves": 0, "pause_ms": None,
+            "drafter_accept_length": None, "identical": 640, "compared": 640}
+    best = {**cell, "generate_s": 2.0, "idle": 0.05, "training": 0.2, "moves": 7, "pause_ms": 12.0, "drafter_accept_length": 2.5}
+    content = {"benchmark": "cluster/train", "scenario": "uneven", "workers": 2,
+               "variants": {"static": cell, "+ spot training": best}}
+    table = make_table(content)
+    assert "2.00× as fast as with static assignment; idle 30% → 5%" in table.sentence and "one of them slow" in table.title
+    assert table.rows[1][:5] == ("+ spot training", "2.00", "2.00×", "9.00", "4,000") and table.rows[0][-1] == "640 of 640"
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_a_slow_worker_is_what_reallocation_is_for(tmp_path):
+    """Simulated: with all workers alike it moves nothing, with a slow one it pays."""
+    args = SimpleNamespace(lengths=long_tailed(tmp_path), min_gain=PolicyConfig().min_gain)
+    alike, slow = (gain(args, SimConfig(4, max_batch=64, trained_s=30.0, interval_s=0.1, **case), 128, True, 0)
+                   for case in (CASES["all alike"], CASES["one 3 times as slow"]))
+    assert alike == (1.0, 0) and slow[0] > 1.5 and slow[1] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 4])
 def test_the_simulation_is_within_a_tenth_of_real_runs(tmp_path, monkeypatch, workers):
     """Worker processes on Ray with calibrated steps, which last three times as long, so that the host keeps up. With fewer
     answers per worker, the time would depend on when the longest ones happen to be begun."""
     monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(str(int(n)) for n in np.random.default_rng(0).lognormal(5.0, 0.9, 1000).clip(1, 2000)))
-    settings = ["--lengths", str(lengths), *f"--requests {256 * workers} --group-size 16 --scale 1 --stretch 3".split()]
+    settings = [*f"--requests {256 * workers} --group-size 16 --scale 1 --stretch 3".split(), "--lengths",
+                str(long_tailed(tmp_path))]
     monkeypatch.setattr("sys.argv", ["rollout.py", *settings])
     args = parse()
     curve, quality = CostCurve.loads(args.curve.read_text()), DrafterQuality.load(args.drafter)

@@ -1,0 +1,80 @@
+"""Tables of the benchmarks with several workers: measured, calibrated (real processes, steps of given duration) and simulated."""
+
+from __future__ import annotations
+
+from benchmarks.lib.table import Content, Table, number, range_of, times
+
+
+def cluster_rollout(content: Content, _: str) -> Table:
+    found = content["variants"]
+    static = found["static"]
+    rows = [(name, f"{cell['seconds']:.1f}", times(static["seconds"] / cell["seconds"]), f"{cell['simulated_s']:.1f}",
+             f"{cell['idle']:.0%}", f"{cell['training']:.0%}", f"{cell['tail_s']:.1f}", cell["moves"])
+            for name, cell in found.items()]
+    best = list(found.values())[-1]
+    sentence = (f"{times(static['seconds'] / best['seconds'])} with everything; idle {static['idle']:.0%} → {best['idle']:.0%}. "
+                "Worker processes, messages and migration are real; a step computes nothing and lasts what an H200's cost curve "
+                "says.")
+    if "pause" in content:
+        one = [abs(cell["seconds"] / cell["simulated_s"] - 1) for cell in content["one_worker"].values()]
+        sentence += (f" A migration pauses a request for {content['pause']['pause_steps']:.1f} steps (median). The simulation is "
+                     f"within {content['reached']['simulation_error'][0]:.0%}, on one worker {max(one):.0%}; the coordinator "
+                     f"of 64 simulated workers takes {content['coordinator_share_64']:.1%} of a core.")
+    return Table("Rollout of a long-tailed batch on several workers, calibrated", sentence,
+                 ("variant", "seconds", "to static", "simulated, s", "idle", "training", "last 10 %, s", "moves"), rows)
+
+
+def cluster_nodes(content: Content, _: str) -> Table:
+    rows = [(nodes, f"{cell['static_s']:.1f}", f"{cell['seconds']:.1f}", times(cell["rollout_speedup"]),
+             f"{cell['idle_static']:.0%} → {cell['idle']:.0%}", times(cell["step_speedup"]), times(cell["tlt_step_speedup"]))
+            for nodes, cell in content["nodes"].items()]
+    sentence = "A simulation with a cost curve measured on an H200; TLT's figures were measured on H100 nodes, and published."
+    return Table("Simulated speedup by the number of nodes", sentence,
+                 ("nodes", "static, s", "everything, s", "rollouts", "idle", "step", "TLT's step"), rows)
+
+
+TRAIN_COLUMNS = ("variant", "generate, s", "to static", "step, s", "tokens/s", "idle", "training", "moves", "pause, ms",
+                 "drafter", "identical")
+
+
+def cluster_train(content: Content, _: str) -> Table:
+    found, workers = content["variants"], content["workers"]
+    best, static = list(found.values())[-1], found.get("static", {})
+    where = {"even": "", "uneven": ", the last of which takes three times as long for its steps"}[content["scenario"]]
+    sentence = (f"Measured from end to end, with real generation and training: {workers} workers{where}. "
+                f"Generation takes {best['generate_s']:.2f} s per step with everything")
+    if static:
+        sentence += f", {times(static['generate_s'] / best['generate_s'])} as fast as with static assignment"
+    sentence += f"; idle {static.get('idle', 0.0):.0%} → {best['idle']:.0%}." if static else "."
+    return Table("RL steps on several workers" + (", one of them slow" if where else ""), sentence, TRAIN_COLUMNS,
+                 train_rows(content))
+
+
+def train_rows(content: Content) -> list[tuple[object, ...]]:
+    static = content["variants"].get("static")
+
+    def text(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    return [(name, f"{cell['generate_s']:.2f}", times(None if static is None else static["generate_s"] / cell["generate_s"]),
+             f"{cell['step_s']:.2f}", number(cell["tokens"] / cell["generate_s"]), f"{cell['idle']:.0%}",
+             f"{cell['training']:.0%}", cell["moves"], text(cell["pause_ms"], ".0f"), text(cell["drafter_accept_length"], ".2f"),
+             f"{text(cell['identical'], ',')} of {cell['compared']:,}") for name, cell in content["variants"].items()]
+
+
+REALLOCATION_COLUMNS = ("workers", "answers", "slots", "case", "speculation", "gain", "from", "to", "moves")
+
+
+def cluster_reallocation(content: Content, _: str) -> Table:
+    cells = content["cases"]
+    alike, slow = ([cell["gain"] for cell in cells if (cell["case"] == "all alike") == is_alike and "join" not in cell["case"]]
+                   for is_alike in (True, False))
+    sentence = (f"Simulated: {range_of(slow)} where one worker is slow, {range_of(alike)} where all are alike. Requests are "
+                f"moved if that saves at least {content['min_gain']:.0%} of the time that a worker has left.")
+    return Table("Gain of moving running requests between workers", sentence, REALLOCATION_COLUMNS, reallocation_rows(content))
+
+
+def reallocation_rows(content: Content) -> list[tuple[object, ...]]:
+    return [(cell["workers"], number(cell["answers"]), cell["slots"], cell["case"], "yes" if cell["speculates"] else "no",
+             times(cell["gain"]), times(cell["least"]), times(cell["most"]), f"{cell['moves']:.0f}")
+            for cell in content["cases"]]

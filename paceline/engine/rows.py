@@ -73,6 +73,8 @@ class RowBuilder:
         with_trees = command.max_depth > 0
         num_rows = len(command.slots) + int(command.num_nodes.sum()) + command.num_forced_rows - int((command.forced > 0).sum())
         pad = self._graphs.num_padding_rows(num_rows, with_trees or command.num_forced_rows > 0) if padded else 0
+        if command.num_forced_rows and num_rows + pad > self._graphs.max_rows:
+            pad = 0  # nothing is captured, and kernels for long prompts want the forced rows at the end
         if not with_trees and not command.num_forced_rows:
             return self.roots(np.append(command.slots, [self._padding_slot] * pad) if pad else command.slots)
         rows = self._lay_out(command, num_rows, pad)

@@ -7,27 +7,40 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.engine.command import PageEdits, SlotUpdates
 from paceline.kernels import SlotTensors
 from paceline.kernels.upload import upload
 
+_FIELDS = {"context": torch.int64, "last_token": torch.int64, "seed": torch.int64, "shared": torch.int64,
+           "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+"""The fields of `SlotTensors` but the page table, those of eight bytes first."""
+
 
 class SlotState:
     """Context length, last token, sampling parameters and page table of every slot, with one more slot for padding: a request
-    that never ends, on the store's spare page, whose rows pad a step to one of the row sizes."""
+    that never ends, on the store's spare page, whose rows pad a step to one of the row sizes.
+
+    All of it lies in one buffer of 32-bit words, so that whatever changes before a step is one upload and one scatter."""
 
     def __init__(self, max_batch: int, max_pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
-        self.device, self._spare_page = device, spare_page
+        self.device, self._spare_page, self._max_pages = device, spare_page, max_pages
         slots = max_batch + 1
         self.padding = max_batch
         """Slot of the padding request."""
-        wide, real = (torch.zeros(slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
-        page_table = torch.zeros(slots, max_pages, dtype=torch.int32, device=device)
-        page_table[self.padding] = spare_page
-        self.tensors = SlotTensors(
-            context=wide, last_token=wide.clone(), seed=wide.clone(), temperature=real, top_k=wide.int(), top_p=real + 1,
-            min_p=real.clone(), shared=wide.clone(), page_table=page_table, page_size=page_size)
+        sizes = [dtype.itemsize // 4 * slots for dtype in _FIELDS.values()]
+        self._starts = dict(zip((*_FIELDS, "page_table"), np.cumsum([0, *sizes]).tolist(), strict=True))
+        """First word of every field."""
+        self._words = torch.zeros(sum(sizes) + slots * max_pages, dtype=torch.int32, device=device)
+        self.tensors = SlotTensors(**{name: self._field(name, size) for name, size in zip(_FIELDS, sizes, strict=True)},
+                                   page_table=self._words[sum(sizes) :].view(slots, max_pages), page_size=page_size)
+        self.tensors.top_p.fill_(1.0)
+        self.tensors.page_table[self.padding] = spare_page
+
+    def _field(self, name: str, size: int) -> Tensor:
+        start = self._starts[name]
+        return self._words[start : start + size].view(_FIELDS[name])
 
     @contextmanager
     def lent_slots(self, num_requests: int, context: int) -> Iterator[list[int]]:
@@ -48,15 +61,14 @@ class SlotState:
 
     def update(self, admitted: SlotUpdates, edits: PageEdits) -> None:
         """Write the slots of newly admitted requests, and new entries of the page table."""
+        places = [self._starts["page_table"] + edits.slots * self._max_pages + edits.columns] if len(edits.slots) else []
+        values = [edits.pages] if len(edits.slots) else []
         if len(admitted.slots):
-            integers = upload(np.stack([admitted.slots, admitted.context, admitted.last_token, admitted.seed, admitted.shared,
-                                        admitted.top_k.astype(np.int64)]), self.device)
-            reals = upload(np.stack([admitted.temperature, admitted.top_p, admitted.min_p]), self.device)
-            slots, of = integers[0], self.tensors
-            for tensor, values in zip((of.context, of.last_token, of.seed, of.shared, of.top_k), integers[1:], strict=True):
-                tensor[slots] = values.to(tensor.dtype)
-            for tensor, values in zip((of.temperature, of.top_p, of.min_p), reals, strict=True):
-                tensor[slots] = values
-        if len(edits.slots):
-            slots, columns, pages = upload(np.stack(edits), self.device)
-            self.tensors.page_table[slots, columns] = pages.int()
+            for name, dtype in _FIELDS.items():
+                width = dtype.itemsize // 4
+                first = self._starts[name] + width * admitted.slots
+                places.append((first[:, None] + np.arange(width)).ravel())
+                values.append(np.ascontiguousarray(getattr(admitted, name)).view(np.int32))
+        if places:
+            found = upload(np.stack([np.concatenate(places), np.concatenate(values)]), self.device)
+            self._words.index_copy_(0, found[0], found[1].int())

@@ -17,6 +17,7 @@ from benchmarks.lib.interruptions import Interruptions
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import MIN_WINDOW
+from paceline.engine.command import StepCommand
 from paceline.engine.graphs import GraphPool
 from paceline.models.decoder import Decoder
 from paceline.types import StepView
@@ -112,19 +113,18 @@ def test_launching_a_step_never_waits_for_the_device(strategy):
     engine = made(strategy)
     for _ in range(4):  # everything is captured and compiled, what is asked for once in a run, too
         tokens(engine)
-    prepare, launch = engine.executor.runner.prepare, engine._launch
+    execute = engine.executor.execute
 
-    def unwaiting_from_here(*args):
+    def unwaiting(command):
+        if not isinstance(command, StepCommand):
+            return execute(command)
         torch.cuda.set_sync_debug_mode("error")
-        prepare(*args)
-
-    def unwaiting_until_here(*args):
         try:
-            return launch(*args)
+            return execute(command)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine.executor.runner.prepare, engine._launch = unwaiting_from_here, unwaiting_until_here
+    engine.executor.execute = unwaiting
     try:
         got = tokens(engine)
     finally:
@@ -136,8 +136,8 @@ def test_what_is_asked_for_twice_is_not_captured():
     engine = made("off")
     engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, seed=3, ignore_eos=True))
     assert engine.graph_report().num_graphs == 0
-    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True))
-    assert engine.graph_report().num_graphs == 1
+    engine.generate([[4, 2, 3]], SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True))
+    assert engine.graph_report().num_graphs == 2, "steps with prompts, at the second time, and those without"
 
 
 @pytest.mark.parametrize("strategy", ["auto", "beg"])

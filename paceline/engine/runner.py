@@ -66,8 +66,9 @@ class Runner:
             adjustments: LogitAdjustments | None = None) -> SampledTokens:
         """Queue one step on the device and return its sampled tokens. The results of padding requests follow those of the step's
         own. The step runs as a captured graph where possible, keyed by its shape. `chunks`: the forced rows, for steps that are
-        too large to be captured and end with them. `want_raw`: also compute log-probabilities of the unfiltered distribution. `capture_now`: capture the step
-        at once if it has no graph yet. `adjustments`: changes of the logits before sampling; such a step runs without a graph."""
+        too large to be captured and end with them. `want_raw`: also compute log-probabilities of the unfiltered distribution.
+        `capture_now`: capture the step at once if it has no graph yet. `adjustments`: changes of the logits before sampling;
+        such a step runs without a graph."""
         if adjustments is not None or not (self.graphs.enabled and step.fixed):
             return self.run_uncaptured(step, [] if step.fixed else chunks, want_raw, adjustments)
         run = partial(self.run_uncaptured, step, [], want_raw)

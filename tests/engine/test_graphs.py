@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import captured, eagle, model
+from kernels.trees import step_command
+from tiny import FakeGraphs, captured, eagle, model
 
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.graphs import GRAPH_SIZES, CudaGraphs, GraphPool, coarse
+from paceline.engine.rows import INPUTS_PER_ROW, RowBuilder
+from paceline.kernels import TorchOps
 from paceline.strategy import drafts_at
 
 PROMPTS = [[1, 2, 3, 4, 5] * 3, [7, 8, 9], [3], [11] * 20, [50, 51] * 5]
@@ -103,3 +106,18 @@ def test_a_warmed_up_engine_is_freed():
     del engine
     gc.collect()
     assert store() is None
+
+
+def test_steps_that_are_not_captured_end_with_their_forced_rows():
+    """Kernels for long prompts read them from there; in captured steps padding follows."""
+    command = step_command([0, 1, 2], [3], 2, ((5, False), (4, True)))
+    for pool, padding in ((None, 0), (FakeGraphs(), 3)):
+        graphs = CudaGraphs((16,), 8, torch.device("cpu"), INPUTS_PER_ROW, pool)
+        step = RowBuilder(graphs, TorchOps(), 8, torch.device("cpu")).build(command, None)
+        tree = step.tree
+        assert step.num_rows == 4 + 9 + padding and step.first_forced == 4 and step.fixed is (padding > 0)
+        assert tree.tokens[4:13].tolist() == command.tokens.tolist()
+        assert tree.forced[tree.request[4:13]].tolist() == [5] * 5 + [4] * 4
+        assert step.next_tokens.tolist()[4:13] == [1, 2, 3, 4, 7, 6, 7, 8, -1]
+        sampled = tree.sampled.tolist()
+        assert sampled[:5] == [0, 1, 2, 3, 12] and tree.sample[:3].tolist() == [0, -1, 4]

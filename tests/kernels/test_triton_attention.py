@@ -77,8 +77,7 @@ def check_mixed_step(ops: TritonOps, dtype: torch.dtype) -> None:
     segments = Segments(row=int32([0, 2, 11]), length=int32([2, 9, 20]), slot=int32([0, 1, 2]),
                         context=int32([5, 0, 30]), causal=torch.ones(3, dtype=torch.bool),
                         mask=torch.zeros(31, 2, dtype=torch.int64))
-    prefill = attention_plan.prefill_chunks(2, [(1, 0, 9), (2, 30, 20)], cache)
-    plan = ops.plan(segments, 31, heads, kv_heads, dim, prefill)
+    plan = ops.plan_step(segments, 31, heads, cache, [(1, 0, 9), (2, 30, 20)], trees=True)
     close(ops.attention(q, cache, segments, 0.25, plan), TORCH.attention(q, cache, segments, 0.25))
 
 
@@ -195,3 +194,25 @@ def test_parts_of_fixed_attention(trees: bool) -> None:
 @DTYPES
 def test_fixed_attention_of_mixed_steps(dtype: torch.dtype) -> None:
     check_mixed_step(TritonOps(DEVICE, deterministic=True, max_context=600), dtype)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("programs", [1, 40, 528])
+def test_fixed_attention_of_forced_rows_beside_others(trees: bool, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step does not know which of its rows are forced. They have the bits of a step that does: natively on a GPU."""
+    heads, kv_heads, dim, dtype = 3, 1, 16, HALF
+    lengths, contexts = [7 if trees else 1, 1, 150, 3], [37, 290, 310, 0]
+    first = [sum(lengths[:i]) for i in range(4)]
+    masks = tree_mask([0, 0, 0, 1, 2, 2, 5])[: lengths[0]] + [[1, 0]] * (1 + 150 + 3)
+    segments = Segments(int32(first), int32(lengths), int32([2, 0, 3, 1]), int32(contexts),
+                        torch.tensor([False, False, True, True]), torch.tensor(masks))
+    q, cache = torch.randn(sum(lengths), heads, dim).to(dtype), random_cache(30, 4, kv_heads, dim, dtype)
+    launch = fixed_attention.Launch(4, 5, programs)
+    monkeypatch.setattr(fixed_attention, "tree_launch", lambda num_rows: launch)
+    ops = TritonOps(DEVICE, deterministic=True, max_context=600)
+    plan = ops.plan_step(segments, len(q), heads, cache, [], trees=trees, forced=True)
+    found = ops.attention(q, cache, segments, 0.25, plan)
+    close(found, TORCH.attention(q, cache, segments, 0.25))
+    chunks = [(3, 310, 150), (1, 0, 3)]
+    known = ops.attention(q, cache, segments, 0.25, ops.plan_step(segments, len(q), heads, cache, chunks, trees=trees))
+    assert torch.equal(found, known) if CUDA else close(found, known) is None

@@ -43,6 +43,10 @@ _MAX_FAILED_STARTS = 3
 """A worker that dies so many times in a row before its first report cannot be started at all."""
 
 
+class CannotStart(ValueError):
+    """A worker cannot be made with the run's settings, however often it is tried."""
+
+
 class WorkerSpec(Protocol):
     """How to make a worker; sent to the process that runs it."""
 
@@ -175,6 +179,8 @@ class RayRuntime:
         try:
             report: Report = ray.get(reference)
         except (RayActorError, RayTaskError) as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, CannotStart):
+                raise CannotStart(str(error.cause)) from None
             if self._failed_starts[worker] >= _MAX_FAILED_STARTS:
                 raise RuntimeError(f"worker {worker} cannot be started: {error}") from None
             return Lost(worker, str(error).splitlines()[0])
@@ -213,11 +219,13 @@ class _Calls:
         """What a worker has to say counts more than a death, and that more than connections that it broke."""
         found = {worker: _error_of(results[0]) for worker, (_, results) in self._calls.items()}
         errors = {worker: error for worker, error in found.items() if error is not None}
+        for worker in errors:
+            _error_of(self._calls[worker][1][1])  # the same one; Ray would print it as nobody's otherwise
         told = [error for error in errors.values() if isinstance(error, RayTaskError)]
         own = [error for error in told if not isinstance(error.cause, RuntimeError)]
         dead = [worker for worker, error in errors.items() if isinstance(error, RayActorError)]
         if own:
-            raise own[0]
+            raise own[0].cause if isinstance(own[0].cause, ValueError) else own[0]
         if dead:
             raise WorkerDied(f"worker {dead[0]} has died")
         for error in errors.values():
@@ -262,7 +270,12 @@ class _WorkerActor:
         self._numbers: dict[tuple[int, int], count[int]] = {}
         self._inbox, self._inbox_lock, self._wake = _Inbox(), threading.Lock(), threading.Event()
         self._news = threading.Event()
-        self._worker = spec.build(worker_id, self._send)
+        self._refusal: str | None = None
+        try:
+            self._worker = spec.build(worker_id, self._send)
+        except ValueError as error:
+            self._refusal = str(error)  # which the first report says; starting again would not help
+            return
         threading.Thread(target=self._run, name="worker", daemon=True).start()
 
     @ray.method(concurrency_group="inbox")
@@ -282,6 +295,8 @@ class _WorkerActor:
     def report(self, number: int, messages: list[Message], collect_s: float) -> Report:
         """Takes messages of the coordinator, and returns the worker's report after `collect_s` seconds or, if there is no news by
         then, as soon as there is, or after a second."""
+        if self._refusal is not None:
+            raise CannotStart(self._refusal)
         self.post(_COORDINATOR, number, messages)
         time.sleep(collect_s)
         self._news.wait(_REPORT_S)

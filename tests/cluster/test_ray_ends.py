@@ -65,11 +65,17 @@ def test_nothing_stays_behind(folder, tmp_path, ending):
         process.kill()
 
 
-def test_a_run_that_fails_says_why_and_leaves_nothing(folder, tmp_path):
-    process = start(folder, tmp_path / "run", **{"engine.kv_tokens": 16, "rollout.max_new_tokens": 64})
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 2 and "engine.kv_tokens: the KV cache holds" in said and "timeline" not in said
-    assert not (tmp_path / "run").exists() and not list(folder.iterdir())
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"engine.kv_tokens": 16, "rollout.max_new_tokens": 64}, "engine.kv_tokens: the KV cache holds 16 tokens"),  # in every worker
+    ({"optimizer.lr": 1e38, "rollout.temperature": 1.5}, "no checkpoint had been written yet."),  # in the update of the policy
+], ids=["start", "update"])
+def test_a_run_that_fails_says_why_and_leaves_nothing(folder, tmp_path, changes, says):
+    """One line, as from a run without workers."""
+    process = start(folder, tmp_path / "run", **changes)
+    _, printed = process.communicate(timeout=240)
+    assert process.returncode == 2 and says.lower() in printed.lower(), printed
+    assert "Traceback" not in printed and "ray::" not in printed and "timeline" not in printed, printed
+    assert not (tmp_path / "run" / "checkpoints").exists() and not list(folder.iterdir())
 
 
 def test_two_runs_on_one_machine_do_not_meet(folder, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ pytest.importorskip("ray")
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
+from paceline.cluster.types import WorkerState
 from paceline.config import TrainConfig
 from paceline.models.weights import load_model
 from paceline.rl.checkpoint import read_state
@@ -217,25 +218,45 @@ def test_the_comparison_is_of_the_same_workers_without_speculation(tmp_path):
 
 
 class Killer(TrainerCallback):
-    """Kills worker 1 twice: while answers are generated, and while the policy is trained."""
+    """`kill -9` of a worker in the middle of each of these: generation, drafter training, an update, a publication."""
 
-    def __init__(self) -> None:
-        self.num_killed = 0
+    def __init__(self, worker: int) -> None:
+        """`worker`: the first one that is killed; then they take turns."""
+        self._worker, self.killed, self._step = worker, [], 0
 
     def on_run_begin(self, trainer: ClusterTrainer) -> None:
-        self.coordinator = trainer.engine.coordinator
+        self._coordinator = trainer.engine.coordinator
+        self._runtime = self._coordinator.runtime
+        self._call, self._runtime.call = self._runtime.call, self._call_and_kill
+        self._advance, self._coordinator.advance = self._coordinator.advance, self._advance_and_kill
+
+    def on_step_begin(self, step: int) -> None:
+        self._step = step
+        self._coordinator.wait_for_all()
+        self._pids = self._runtime.pids()
 
     def on_engine_step(self, result: Any, progress: Any) -> None:
-        if self.coordinator.policy_version == 1 and self.num_killed == 0:
-            self._kill()
+        if self._step == 2 and self._coordinator.book.num_generated:
+            self._kill("generation")
 
-    def on_phase(self, phase: str) -> None:
-        if phase == "train" and self.coordinator.policy_version == 2:
-            threading.Timer(0.05, self._kill).start()
+    def _advance_and_kill(self, timeout_s: float | None = None) -> None:
+        self._advance(timeout_s)
+        states = [view.state for view in self._coordinator._workers.values()]
+        if self._step == 3 and self._coordinator.drafter.is_awaited and WorkerState.TRAINING in states:
+            self._kill("drafter training")
 
-    def _kill(self) -> None:
-        self.num_killed += 1
-        os.kill(self.coordinator.runtime.pids()[1], signal.SIGKILL)
+    def _call_and_kill(self, method: str, each: Any) -> Any:
+        calls = self._call(method, each)
+        if (self._step, method) in ((4, "update"), (5, "publish")):
+            time.sleep(0.02)
+            self._kill(method)
+        return calls
+
+    def _kill(self, moment: str) -> None:
+        if moment not in self.killed:
+            self.killed.append(moment)
+            os.kill(self._pids[self._worker], signal.SIGKILL)
+            self._worker = 1 - self._worker
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -243,25 +264,27 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 4])
-def test_workers_train_the_policy_and_may_die(tmp_path, monkeypatch, workers):
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_train_the_policy_and_may_die(tmp_path, monkeypatch, first):
     """The run is that of one process: the same tokens, and the same weights up to rounding, whatever is killed on the way."""
     from paceline.cli.train import trainer_class
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    fields = {"algorithm": "ppo", "steps": 3}
-    settings = config(tmp_path / "ray", **fields, cluster={"workers": workers})
+    fields = {"algorithm": "ppo", "steps": 6, "drafter": "learned", "drafter_budget": {"pause": 1, "shortest_s": 3.0},
+              "rollout": {"prompts": 2, "group_size": 8, "max_new_tokens": 200}, "strategy": "auto"}
+    settings = config(tmp_path / "ray", **fields, cluster={"workers": 2})
     assert trainer_class(settings) is ClusterTrainer and trainer_class(config(tmp_path)) is Trainer
-    killer = Killer()
+    killer = Killer(first)
     assert trainer_class(settings)(settings, callbacks=[killer]).run().status is RunStatus.COMPLETED
-    assert killer.num_killed == 2
+    assert killer.killed == ["generation", "drafter training", "update", "publish"]
     Trainer(config(tmp_path / "one", **fields)).run()
     assert tokens(tmp_path / "ray") == tokens(tmp_path / "one")
-    found, expected = (weights(tmp_path / run / "checkpoints" / "step-000003") for run in ("ray", "one"))
+    found, expected = (weights(tmp_path / run / "checkpoints" / "step-000006") for run in ("ray", "one"))
     assert all((found[name] - expected[name]).abs().max() < 1e-12 for name in expected)
     lines = [json.loads(line) for line in (tmp_path / "ray" / "metrics.jsonl").read_text().splitlines()]
     assert [line["grad_norm"] for line in lines] == pytest.approx(
         [json.loads(line)["grad_norm"] for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()])
     assert all(line["cluster/publish_s"] > 0 for line in lines)
     events = [json.loads(line) for line in (tmp_path / "ray" / "timeline.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "lost" for event in events) >= 4
     assert any(event["event"] == "interval" and event["state"] == "updating" for event in events)

@@ -111,8 +111,8 @@ class PolicyConfig:
     reallocation: bool = True
     """Move running requests to less loaded workers."""
     min_gain: float = 0.08
-    """Requests are moved if that shortens the finish of two workers by at least this share, and by more than it costs. At 5 % twice
-    as many are moved for nothing, at 15 % large clusters gain nothing (benchmarks/cluster/reallocation.py)."""
+    """Requests are moved if that shortens the finish of two workers by at least this share, and by more than it costs. At 5 %
+    twice as many are moved for nothing, at 15 % large clusters gain nothing (benchmarks/cluster/reallocation.py)."""
     max_pairs: int = 8
     """Largest number of pairs of workers between which one decision moves requests."""
     max_trainers: int = 1

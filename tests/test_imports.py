@@ -36,6 +36,8 @@ ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set
 """Files and folders that import nothing else of Paceline."""
 TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py", "bundled.py", "cache/pages.py",
               "engine/scheduler.py", "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
+              "engine/planner.py", "engine/command.py", "engine/drafting.py", "engine/draft_outcomes.py",
+              "engine/strategy_control.py",
               "strategy/selector.py", "strategy/beg.py", "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
               "cli/app.py", "cli/deploy.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",

@@ -42,8 +42,8 @@ def append_outputs(requests: list[Request], num_nodes: list[int], outputs: StepO
     tokens, logprobs, raw = _sampled_lists(outputs, len(requests))
     appended: dict[int, list[int]] = {}
     ended: list[tuple[Request, FinishReason]] = []
-    accepted = sum([len(new) - 1 for request, new, nodes in zip(requests, tokens, num_nodes, strict=False)
-                    if nodes and request.status is not finished])
+    accepted = 0 if not any(num_nodes) else sum([len(new) - 1 for request, new, nodes in zip(
+        requests, tokens, num_nodes, strict=False) if nodes and request.status is not finished])
     for request, new, chances in zip(requests, tokens, logprobs, strict=True):
         if request.status is finished or not new:  # it ended while this step was in flight, or is not yet sampled from
             continue

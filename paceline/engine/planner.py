@@ -114,7 +114,7 @@ class Planner:
     def plan(self, decision: Decision, version: int) -> PlannedStep | None:
         """Plan the next step; None if there is nothing to do. The command has to be executed: everything here counts on it.
         `version`: version of the policy."""
-        plan = self.scheduler.schedule(decision, self._max_forced_rows())
+        plan = self.scheduler.schedule(decision, self._max_forced_rows)
         if not plan:
             return None
         draft, num_nodes = self.drafting.draft(plan)
@@ -140,14 +140,11 @@ class Planner:
 
     # -- parts of `plan`
 
-    def _max_forced_rows(self) -> int | None:
-        """Return how many rows of prefill the next step may have; None: as many as there is room for.
+    def _max_forced_rows(self, num_decoding: int, num_waiting: int) -> int:
+        """Return how many rows of prefill a step may have beside so many decoding requests, while so many wait for it.
 
         Prefill may make a step twice as long as decoding alone, or longer in proportion where more requests wait to be prefilled
-        than decode: then the time goes to where most requests are. Nobody waits while nothing decodes."""
-        num_decoding, num_waiting = self.scheduler.num_decoding, self.scheduler.num_prefilling
-        if num_decoding == 0 or num_waiting == 0:
-            return None
+        than decode: then the time goes to where most requests are."""
         weight = max(1.0, num_waiting / num_decoding)
         costs = self.control.costs
         if not costs.profiled:

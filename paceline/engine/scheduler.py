@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,30 +114,23 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    @property
-    def num_decoding(self) -> int:
-        """Number of requests whose prompts have been computed."""
-        decoding = Status.DECODE
-        return sum([request.status is decoding for request in self.running])
-
-    @property
-    def num_prefilling(self) -> int:
-        """Number of requests that have to be prefilled and have a slot, or can get one."""
-        prefilling = Status.PREFILL  # looked up once: access to enum members is slow
-        return sum([request.status is prefilling for request in self.running]) + min(len(self.waiting), len(self._free_slots))
-
-    def schedule(self, decision: Decision, max_forced_rows: int | None = None) -> StepPlan:
+    def schedule(self, decision: Decision, max_forced_rows: Callable[[int, int], int] | None = None) -> StepPlan:
         """Plan the next step and reserve pages for it. Every decoding request gets a row first, then prefill continues, then
-        waiting requests are admitted; draft tokens get the rows and pages that are left. `max_forced_rows`: most rows of prefill;
-        None: as many as there is room for."""
+        waiting requests are admitted; draft tokens get the rows and pages that are left. `max_forced_rows`: returns the most rows
+        of prefill, given the number of requests that decode and of those that have to be prefilled and have a slot, or can get
+        one; None: as many as there is room for."""
         plan = StepPlan(decision)
-        rows_left = self._plan_decode(plan)
-        room = rows_left if max_forced_rows is None else min(rows_left, max_forced_rows)
-        prefilling = Status.PREFILL
-        for request in [request for request in self.running if request.status is prefilling]:
-            if plan.num_forced_rows < room:
-                self._plan_forced(plan, request, room - plan.num_forced_rows)
-        self._admit(plan, room, rows_left)
+        rows_left = room = self._plan_decode(plan)
+        prefilling = Status.PREFILL  # looked up once: access to enum members is slow
+        begun = [request for request in self.running if request.status is prefilling]
+        num_new = min(len(self.waiting), len(self._free_slots))
+        if begun or num_new:
+            if max_forced_rows is not None and plan.decode:
+                room = min(rows_left, max_forced_rows(len(plan.decode), len(begun) + num_new))
+            for request in begun:
+                if plan.num_forced_rows < room:
+                    self._plan_forced(plan, request, room - plan.num_forced_rows)
+            self._admit(plan, room, rows_left)
         self._plan_nodes(plan, self.max_rows - len(plan.decode) - plan.num_forced_rows)
         # One that came with its pages may have been pre-empted again.
         plan.admitted += [Admitted(request, request.num_computed) for request in self._adopted if request.slot >= 0]

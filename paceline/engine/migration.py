@@ -159,7 +159,7 @@ class Migration:
                           self._planner.stop_ids(state.params), logprobs=list(state.logprobs),
                           raw_logprobs=list(state.raw_logprobs), versions=list(state.versions))
         request.tokens += state.output_ids
-        self._requests[request.id] = request
+        self._planner.register(request)
         if state.kv is None or state.version != version or not self._place(request, state, reservation):
             if reservation is not None:
                 self.release(reservation)

@@ -71,6 +71,7 @@ class Planner:
         self._ids, self._groups = count(), count()
         self._num_pages = [0] * (scheduler.max_batch + 1)
         """Number of pages of each slot that the executor knows of."""
+        self._has_raw = self._has_edits = False  # whether there ever was such a request: otherwise no step has to look for one
 
     # -- requests
 
@@ -83,10 +84,16 @@ class Planner:
         ids = []
         for sample, seed in enumerate(own_seeds):
             request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
-            self.requests[request.id] = request
+            self.register(request)
             self.scheduler.add(request)
             ids.append(request.id)
         return ids
+
+    def register(self, request: Request) -> None:
+        """Take note of a new request."""
+        self.requests[request.id] = request
+        self._has_raw |= request.params.raw_logprobs
+        self._has_edits |= request.adjusts_logits
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -119,11 +126,11 @@ class Planner:
             return None
         draft, num_nodes = self.drafting.draft(plan)
         depth = min(plan.strategy.depth, max(num_nodes, default=0))
-        most_accepted = [nodes if nodes < depth else depth for nodes in num_nodes]
+        most_accepted = [nodes if nodes < depth else depth for nodes in num_nodes] if depth else num_nodes
         command = self._forced(plan)._replace(
             num_nodes=np.array(num_nodes + [0] * len(plan.forced), np.int64), draft=draft, max_depth=depth,
-            raw_logprobs=any(request.params.raw_logprobs for request in plan.requests),
-            edits=_logit_edits(plan, num_nodes, self._vocabulary), observe=self.control.observes(decision))
+            raw_logprobs=self._has_raw and any(request.params.raw_logprobs for request in plan.requests),
+            edits=_logit_edits(plan, num_nodes, self._vocabulary) if self._has_edits else None, observe=self.control.observes(decision))
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
         self.drafting.on_launch(plan, most_accepted)
         self.scheduler.on_launch(plan, most_accepted)

@@ -24,7 +24,9 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -58,14 +60,17 @@ VARIANTS: dict[str, dict[str, bool] | None] = {
 def main() -> None:
     args = parse()
     names = [name for name in VARIANTS if name in args.variants]
-    report = Report(args, args.device, variant="" if args.scenario == "even" else args.scenario,
+    on_gpu = args.device.startswith("cuda")
+    marks = [mark for mark, is_set in (("gpu", on_gpu), (args.scenario, args.scenario != "even")) if is_set]
+    report = Report(args, args.device, variant="-".join(marks),
                     settings={name: str(value) for name, value in vars(args).items() if name not in ("out", "revision")},
-                    scenario=args.scenario, workers=args.workers, cores=os.cpu_count(), variants={})
+                    scenario=args.scenario, workers=args.workers, on_gpu=on_gpu, cores=os.cpu_count(), variants={})
     os.environ["PYTHONPATH"] = str(ROOT)  # for worker processes
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             began = time.perf_counter()
-            report.content["variants"][name] = found = measure(args, Path(folder), name)
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:  # of its own, which leaves no memory behind
+                report.content["variants"][name] = found = process.submit(measure, args, Path(folder), name).result()
             report.save()
             print(f"{name}: {found['generate_s']:.2f} s of {found['step_s']:.2f} s per step are generation; "
                   f"{time.perf_counter() - began:.0f} s altogether", flush=True)

@@ -41,13 +41,14 @@ def cluster_train(content: Content, _: str) -> Table:
     found, workers = content["variants"], content["workers"]
     best, static = list(found.values())[-1], found.get("static", {})
     where = {"even": "", "uneven": ", the last of which takes three times as long for its steps"}[content["scenario"]]
-    sentence = (f"Measured from end to end, with real generation and training: {workers} workers{where}. "
+    device = "that share one GPU" if content["on_gpu"] else f"on {content['cores']} cores"
+    sentence = (f"Measured from end to end, with real generation and training: {workers} workers {device}{where}. "
                 f"Generation takes {best['generate_s']:.2f} s per step with everything")
     if static:
         sentence += f", {times(static['generate_s'] / best['generate_s'])} as fast as with static assignment"
     sentence += f"; idle {static.get('idle', 0.0):.0%} → {best['idle']:.0%}." if static else "."
-    return Table("RL steps on several workers" + (", one of them slow" if where else ""), sentence, TRAIN_COLUMNS,
-                 train_rows(content))
+    title = f"RL steps on several workers{' on a GPU' if content['on_gpu'] else ''}{', one of them slow' if where else ''}"
+    return Table(title, sentence, TRAIN_COLUMNS, train_rows(content))
 
 
 def train_rows(content: Content) -> list[tuple[object, ...]]:

@@ -63,7 +63,7 @@ def test_results_of_real_steps_have_a_table():
     cell = {"generate_s": 4.0, "step_s": 9.0, "tokens": 8000.0, "idle": 0.3, "training": 0.0, "moves": 0, "pause_ms": None,
             "drafter_accept_length": None, "identical": 640, "compared": 640}
     best = {**cell, "generate_s": 2.0, "idle": 0.05, "training": 0.2, "moves": 7, "pause_ms": 12.0, "drafter_accept_length": 2.5}
-    content = {"benchmark": "cluster/train", "scenario": "uneven", "workers": 2,
+    content = {"benchmark": "cluster/train", "scenario": "uneven", "workers": 2, "on_gpu": False, "cores": 2,
                "variants": {"static": cell, "+ spot training": best}}
     table = make_table(content)
     assert "2.00× as fast as with static assignment; idle 30% → 5%" in table.sentence and "one of them slow" in table.title

@@ -287,4 +287,5 @@ def test_workers_train_the_policy_and_may_die(tmp_path, monkeypatch, first):
     assert all(line["cluster/publish_s"] > 0 for line in lines)
     events = [json.loads(line) for line in (tmp_path / "ray" / "timeline.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "lost" for event in events) >= 4
+    assert (tmp_path / "ray" / "checkpoints" / "step-000006" / "drafter").is_dir() and lines[-1]["step"] == 6
     assert any(event["event"] == "interval" and event["state"] == "updating" for event in events)

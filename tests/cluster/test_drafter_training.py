@@ -152,6 +152,26 @@ def num_steps(folder: Path) -> int:
     return load_snapshot(folder / "drafter").metadata["progress"]["step"]
 
 
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_dies_while_it_trains_the_drafter(tmp_path, one, worker):
+    class Killer(TrainerCallback):
+        def on_run_begin(self, trainer: LocalTrainer) -> None:
+            self._coordinator = trainer.engine.coordinator
+            self._advance, self._coordinator.advance = self._coordinator.advance, self._advance_and_kill
+
+        def _advance_and_kill(self, timeout_s: float | None = None) -> None:
+            self._advance(timeout_s)
+            training = self._coordinator.runtime.workers[worker].training
+            if self._coordinator.drafter.is_awaited and training.active and not killed:
+                killed.append(training)
+                self._coordinator.runtime.kill(worker)
+
+    killed: list[Any] = []
+    trainer = run(tmp_path / "run", callbacks=[Killer()], steps=3)
+    assert killed and trainer.engine.coordinator.num_lost == 1 and tokens(tmp_path / "run") == tokens(one)
+    assert trainer.engine.coordinator.trained.num_steps > 0, "it was trained afterwards"
+
+
 def test_a_drafter_whose_weights_are_not_finite_ends_its_training_only(tmp_path, one, monkeypatch):
     def fails(self: SpotTrainer) -> None:
         raise NonFiniteError("drafter: fc.weight is not finite")

@@ -58,9 +58,10 @@ class DummySteps:
         to a row size."""
         self._executor.execute(DummyStep(self._command([self._padding] * num_requests, strategy), padded))
 
-    def run_forced(self, num_rows: int, num_sampled: int) -> None:
-        """Run the policy once on so many rows, nearly all of them forced. `num_sampled`: number of sampled rows."""
-        self._executor.execute(DummyStep(self._forced_command(num_rows, num_sampled)))
+    def run_forced(self, num_rows: int, num_requests: int, strategy: Strategy) -> None:
+        """Run the policy once on so many rows of so many requests, all but one of which feed their last tokens, with draft trees
+        of the strategy's size; the other rows are forced."""
+        self._executor.execute(DummyStep(self._forced_command(num_rows, num_requests, strategy)))
 
     def lent_slots(self, num_requests: int, context: int) -> AbstractContextManager[list[int]]:
         """Slots for `run_with_context`."""
@@ -97,18 +98,20 @@ class DummySteps:
         return StepCommand(np.array(slots, np.int64), zeros + strategy.budget, zeros, np.ones(count, bool), none, zeros - 1,
                            zeros, no_slots(), no_pages(), no_copies(), draft, min(strategy.depth, strategy.budget))
 
-    def _forced_command(self, num_rows: int, num_sampled: int) -> StepCommand:
-        """Return a step of `num_sampled` - 1 requests that feed their last tokens, and requests with forced rows, the last of
+    def _forced_command(self, num_rows: int, num_requests: int, strategy: Strategy) -> StepCommand:
+        """Return a step of `num_requests` - 1 requests that feed their last tokens, and requests with forced rows, the last of
         which is sampled from."""
-        left, lengths = num_rows - num_sampled + 1, []
+        decode = self._command([self._padding] * (num_requests - 1), strategy)
+        left, lengths = num_rows - (num_requests - 1) * (1 + strategy.budget), []
         while left > 0:
             lengths.append(min(left, self.max_length - 1))
             left -= lengths[-1]
-        forced = np.array([0] * (num_sampled - 1) + lengths, np.int64)
+        forced = np.append(decode.forced, lengths)
         zeros, samples = np.zeros_like(forced), forced == 0
         samples[-1] = True
-        return StepCommand(zeros + self._padding, zeros, forced, samples, np.zeros(sum(lengths), np.int64), zeros - 1, zeros,
-                           no_slots(), no_pages(), no_copies())
+        return decode._replace(slots=zeros + self._padding, num_nodes=np.append(decode.num_nodes, [0] * len(lengths)),
+                               forced=forced, samples=samples, tokens=np.zeros(sum(lengths), np.int64), next_token=zeros - 1,
+                               starts=zeros)
 
     @torch.inference_mode()
     def compile_ahead(self) -> None:
@@ -136,8 +139,8 @@ class DummySteps:
             yield self._uncaptured(self._command([self._padding] * rows, Strategy.OFF))
             if rows > 1 and self._can_speculate:
                 yield self._uncaptured(self._command([self._padding] * (rows // 2), Strategy("eagle", 1, 1, 1)))
-        for rows, sampled in self._forced_sizes(self.max_batch):
-            yield self._uncaptured(self._forced_command(rows, sampled))
+        for size in self._forced_sizes(self.max_batch):
+            yield self._uncaptured(self._forced_command(*size))
         learned = self._executor.learned
         if learned is not None:
             for requests in (size for size in sizes[::-2] if size <= self.max_batch):
@@ -147,11 +150,14 @@ class DummySteps:
     def _uncaptured(self, command: StepCommand) -> Callable[[], object]:
         return partial(self._executor.runner.run_uncaptured, self._executor.dummy_rows(DummyStep(command)), [])
 
-    def _forced_sizes(self, max_requests: int) -> list[tuple[int, int]]:
-        """Numbers of rows and of sampled rows of steps with forced rows: for so many requests, and for one."""
+    def _forced_sizes(self, max_requests: int) -> list[tuple[int, int, Strategy]]:
+        """Arguments of `run_forced` for usual steps: with so many requests, with one, and beside draft trees."""
         largest = min(self._graphs.max_rows, _FORCED_ROWS[1])
-        return [(rows, n) for n in sorted({1, max_requests}) for rows in self.tree_sizes
-                if max(n + 1, _FORCED_ROWS[0]) <= rows <= largest]
+        sizes = [rows for rows in self.tree_sizes if _FORCED_ROWS[0] <= rows <= largest]
+        found = [(rows, n, Strategy.OFF) for n in sorted({1, max_requests}) for rows in sizes if rows > n]
+        if self._can_speculate:
+            found += [(rows, 2, Strategy("eagle", 1, 1, 1)) for rows in sizes]
+        return found
 
     def capture(self, strategies: Iterable[Strategy], batches: Sequence[int], padded: bool = True) -> None:
         """Capture the graphs that these strategies need at these batch sizes."""

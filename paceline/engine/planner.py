@@ -130,7 +130,8 @@ class Planner:
         command = self._forced(plan)._replace(
             num_nodes=np.array(num_nodes + [0] * len(plan.forced), np.int64), draft=draft, max_depth=depth,
             raw_logprobs=self._has_raw and any(request.params.raw_logprobs for request in plan.requests),
-            edits=_logit_edits(plan, num_nodes, self._vocabulary) if self._has_edits else None, observe=self.control.observes(decision))
+            edits=_logit_edits(plan, num_nodes, self._vocabulary) if self._has_edits else None,
+            observe=self.control.observes(decision))
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
         self.drafting.on_launch(plan, most_accepted)
         self.scheduler.on_launch(plan, most_accepted)

@@ -139,7 +139,7 @@ class RowBuilder:
         num_decode, real = int((command.forced == 0).sum()), len(command.slots)
         ends = (first + length - 1)[num_decode:real][command.samples[num_decode:]]
         found = np.concatenate([np.arange(num_decode_rows), ends])
-        size = self._graphs.num_sampled(max(1, len(found)), int(length.sum()))
+        size = self._graphs.num_sampled(max(1, len(found)), int(length.sum()), command.max_depth > 0)
         return np.append(found, [0] * (size - len(found))).astype(np.int64)
 
     def _upload(self, values: np.ndarray, fixed: bool) -> Tensor:

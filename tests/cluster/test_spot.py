@@ -25,7 +25,7 @@ from paceline.spot import SpotConfig, SpotTrainer, capture_layers
 
 
 def make_training_cluster(num_workers: int = 3, max_trainers: int = 1) -> Coordinator:
-    """Workers that report their drafter after every step; a few answers last long."""
+    """Workers that report their drafter after every step."""
     layers = capture_layers(eagle("llama").config)
     config = SpotConfig(form="eagle", step_tokens=64, micro_batch_tokens=64)
 
@@ -39,12 +39,16 @@ def make_training_cluster(num_workers: int = 3, max_trainers: int = 1) -> Coordi
     return coordinator
 
 
+def generate_long(coordinator: Coordinator) -> None:
+    """One worker generates a long answer; the others have nothing to do."""
+    params = SamplingParams(max_new_tokens=200, seed=1)
+    run(coordinator, coordinator.submit([RequestState([3, 1, 4], params, 0, 0)], "long"))
+
+
 def test_idle_workers_train_while_others_generate():
     coordinator = make_training_cluster()
-    ids = submit(coordinator)
-    assert_same(run(coordinator, ids))
-    long = [request for request in submit(coordinator) if request is not None]
-    assert_same(run(coordinator, long))
+    assert_same(run(coordinator, submit(coordinator)))
+    generate_long(coordinator)
     for _ in range(4):
         coordinator.step()
     coordinator.timeline.close()
@@ -60,8 +64,8 @@ def test_idle_workers_train_while_others_generate():
 def test_the_new_drafter_reaches_every_worker_and_leaves_the_policy_alone():
     coordinator = make_training_cluster()
     before = [p.clone() for p in coordinator.runtime.workers[0].engine.model.parameters()]
-    for _ in range(2):
-        run(coordinator, submit(coordinator))
+    run(coordinator, submit(coordinator))
+    generate_long(coordinator)
     workers = list(coordinator.runtime.workers.values())
     wait_until(lambda: coordinator.step() or
                {worker.drafter_version for worker in workers} == {coordinator.drafter_version} != {-1})

@@ -1,0 +1,220 @@
+"""The requests of one worker: those that it generates, those that leave it, and room for those on their way to it.
+
+A request moves in four messages: MoveOut → FirstPages → PagesReady → Arrive. It keeps generating until the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.cluster.messages import (
+    Add,
+    Arrive,
+    Arrived,
+    Cancel,
+    Event,
+    FirstPages,
+    Message,
+    MoveOut,
+    NewTokens,
+    PagesReady,
+    Progress,
+    Stayed,
+)
+from paceline.engine import Engine
+from paceline.engine.migration import Reservation
+
+_RESERVED_S = 60.0
+"""Seconds that room is kept for a request that is on its way."""
+
+Send = Callable[[int, Message], None]
+"""Sends a message to another worker."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A request on this worker."""
+
+    epoch: int
+    local: int
+    """Id of the request in this worker's engine."""
+    reported: int
+    """Number of answer tokens that the coordinator knows."""
+    is_held_out: bool
+    """As in `Add`."""
+
+
+class _Reserved(NamedTuple):
+    """Room for a request that is on its way to this worker."""
+
+    epoch: int
+    pages: Reservation | None
+    since: float
+
+
+class HeldRequests:
+    """Requests by their numbers in the whole cluster."""
+
+    def __init__(self, worker: int, engine: Engine, send: Send, tell: Callable[[Event], None], clock: Callable[[], float],
+                 tell_s: float) -> None:
+        """`send`: to another worker. `tell`: the coordinator of an event. `tell_s`: seconds between two reports of new tokens."""
+        self._worker, self.engine, self._send, self._tell, self._clock = worker, engine, send, tell, clock
+        self._told_at, self._tell_s = clock(), tell_s
+        self._held: dict[int, Held] = {}
+        self._by_local: dict[int, int] = {}
+        self._reserved: dict[int, _Reserved] = {}
+        self.policy_version = -1
+        """Version of the policy that the worker has; -1: none yet."""
+        self.on_begin: Callable[[int, int], None] = lambda local, num_tokens: None
+        """Called with the engine's id of every request that begins here, and with the number of answer tokens that it has."""
+
+    def __len__(self) -> int:
+        """Number of requests that are generated here."""
+        return len(self._held)
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of requests that there is room for, and that are on their way."""
+        return len(self._reserved)
+
+    def use_engine(self, engine: Engine) -> None:
+        """Give all requests up, and generate later ones with another engine."""
+        for request in list(self._held):
+            self._drop(request)
+        for request in list(self._reserved):
+            self._release(request)
+        self.engine = engine
+
+    def finish(self, local: int) -> tuple[int, Held] | None:
+        """A request of the engine has ended. None: it was cancelled while its last step was in flight."""
+        request = self._by_local.pop(local, None)
+        return None if request is None else (request, self._held.pop(request))
+
+    def progress(self) -> Progress:
+        """How far the requests are."""
+        held = [(request, each.epoch, self.engine.migration.num_outputs(each.local))
+                for request, each in list(self._held.items())]
+        return Progress(*np.array([row for row in held if row[-1] is not None], np.int64).reshape(-1, 3).T)
+
+    def new_tokens(self) -> NewTokens | None:
+        """Tokens that the coordinator does not know; every few seconds."""
+        if self._clock() - self._told_at < self._tell_s:
+            return None
+        self._told_at = self._clock()
+        found = []
+        for request, held in list(self._held.items()):
+            new = self.engine.migration.outputs(held.local, held.reported)
+            if new is not None and new[0]:
+                found.append((request, held.epoch, held.reported, new))
+                held.reported += len(new[0])
+        return NewTokens.of(found)
+
+    def _has_newer(self, request: int, epoch: int) -> bool:
+        """Whether the request is here for a later stay than this one, which is outdated then."""
+        held = self._held.get(request)
+        return held is not None and held.epoch >= epoch
+
+    def add(self, message: Add) -> None:
+        """Begin a stay, unless a later one has begun."""
+        if self._has_newer(message.request, message.epoch):
+            return
+        local = self.engine.migration.import_request(message.state, self.engine.version)
+        self._hold(message.request, message.epoch, local, len(message.state.output_ids), message.is_held_out)
+
+    def _hold(self, request: int, epoch: int, local: int, reported: int, is_held_out: bool) -> None:
+        self.cancel(Cancel(request, epoch - 1))  # an earlier stay that the coordinator has given up
+        self._held[request] = Held(epoch, local, reported, is_held_out)
+        self._by_local[local] = request
+        self.on_begin(local, reported)
+
+    def _drop(self, request: int) -> None:
+        held = self._held.pop(request, None)
+        if held is not None:
+            del self._by_local[held.local]
+            self.engine.abort([held.local])
+
+    def cancel(self, message: Cancel) -> None:
+        """End a stay, or give up the room for one."""
+        held = self._held.get(message.request)
+        if held is not None and held.epoch <= message.epoch:
+            self._drop(message.request)
+        reserved = self._reserved.get(message.request)
+        if reserved is not None and reserved.epoch <= message.epoch:
+            self._release(message.request)
+
+    def _release(self, request: int) -> None:
+        pages = self._reserved.pop(request).pages
+        if pages is not None:
+            self.engine.migration.release(pages)
+
+    def expire_reservations(self) -> None:
+        """Free the room for requests that never came, because their worker died."""
+        for request, reserved in list(self._reserved.items()):
+            if self._clock() - reserved.since > _RESERVED_S:
+                self._release(request)
+
+    # -- migration: MoveOut → FirstPages → PagesReady → Arrive
+
+    def offer(self, message: MoveOut) -> None:
+        """Send the full pages of a request, which goes on, to the worker that it is moved to."""
+        held = self._held.get(message.request)
+        if held is None or held.epoch >= message.epoch:
+            return  # it has ended
+        pages = self.engine.migration.export_pages(held.local, message.shares_gpu)
+        self._send(message.target, FirstPages(message.request, message.epoch, self._worker, self.policy_version, pages,
+                                              message.shares_gpu))
+
+    def reserve(self, message: FirstPages) -> None:
+        """Keep room for a request and store its first pages, or refuse it."""
+        before = self._reserved.get(message.request)
+        accepted = (message.policy_version == self.policy_version and not self._has_newer(message.request, message.epoch)
+                    and (before is None or before.epoch <= message.epoch))
+        if accepted and before is not None:
+            self._release(message.request)  # for a stay that is outdated now
+        reservation = None
+        if accepted and message.pages is not None:
+            reservation = self.engine.migration.reserve(message.pages)
+            accepted = reservation is not None
+        if accepted:
+            self.cancel(Cancel(message.request, message.epoch - 1))
+            self._reserved[message.request] = _Reserved(message.epoch, reservation, self._clock())
+        num_tokens = 0 if reservation is None else reservation.num_tokens
+        self._send(message.source, PagesReady(message.request, message.epoch, self._worker, num_tokens, accepted,
+                                              message.shares_gpu))
+
+    def follow(self, message: PagesReady) -> None:
+        """Send the request itself to where there is room for it; it ends here."""
+        held = self._held.get(message.request)
+        if held is None or held.epoch >= message.epoch:
+            self._send(message.target, Cancel(message.request, message.epoch))  # it has ended meanwhile
+            return
+        if not message.accepted:
+            self._tell(Stayed(message.request, message.epoch))
+            return
+        state = self.engine.migration.export_request(held.local, self.engine.version, message.num_tokens, message.shares_gpu)
+        if state is None:
+            self._send(message.target, Cancel(message.request, message.epoch))
+            return
+        del self._held[message.request], self._by_local[held.local]
+        self._send(message.target, Arrive(message.request, message.epoch, state, self._clock(), held.is_held_out))
+
+    def arrive(self, message: Arrive) -> None:
+        """The request continues here, unless this worker has it for a later stay, or was started again and lacks its policy. If
+        the coordinator has given this stay up, it cancels it when it hears of it."""
+        reserved, state = self._reserved.get(message.request), message.state
+        expected = reserved is not None and reserved.epoch == message.epoch
+        if self._has_newer(message.request, message.epoch) or state.version != self.policy_version:
+            if expected:
+                self._release(message.request)
+            return
+        pages = self._reserved.pop(message.request).pages if expected else None
+        if not expected:
+            state.kv = None  # the pages that came before are gone
+        local = self.engine.migration.import_request(state, self.engine.version, pages)
+        self._hold(message.request, message.epoch, local, len(state.output_ids), message.is_held_out)
+        prefilled = not self.engine.migration.is_running(local)
+        self._tell(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))

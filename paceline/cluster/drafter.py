@@ -30,6 +30,8 @@ from paceline.trainer.drafter import AHEAD_SHARE, GENERATION_WINDOW, MEASURED_DE
 from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
 from paceline.types import Rollout, RolloutGroup, StepResult
 
+_MEASURED_IDLE_S = 2.0
+"""Seconds of training on idle workers after which its gain is measured even if nobody waited for it."""
 _ANSWER_S = 60.0
 """Seconds that the run waits for workers' answers about the drafter; then it goes on without them."""
 
@@ -49,7 +51,8 @@ class ClusterDrafterTrainer:
         self._generation_s: list[float] = []
         self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
         self._is_new = config.drafter == "learned" and coordinator.trained is None
-        self._in_use = coordinator.trained  # when its gain was measured last
+        self._in_use = coordinator.trained  # in the step before
+        self._unmeasured_s = 0.0  # of training on idle workers
         self._checkpoints = SpotCheckpoints(folder)
         coordinator.set_drafter(keeps_answers=False)  # until the first step
 
@@ -157,21 +160,24 @@ class ClusterDrafterTrainer:
         self._wait(lambda: self.coordinator.has_settled)
 
     def _judge(self, began: float, idle_s: float, waited: float) -> dict[str, float]:
-        """Measures what training gained, if the budget asks for it, and tells the budget, against the seconds that the run has
-        waited since `began`."""
+        """Measures what training gained, if the budget asks for it or idle workers have trained for a while. If the budget asks,
+        it is told, against the seconds that the run has waited since `began`."""
         measuring = time.perf_counter()
-        found = self._measure(self.budget.measuring)
-        where = f"{idle_s:.1f} s on idle workers and {waited:.1f} s on all of them"
+        self._unmeasured_s += idle_s
+        found = self._measure(self.budget.measuring or self._unmeasured_s >= _MEASURED_IDLE_S)
+        where = f"{self._unmeasured_s:.1f} s on idle workers and {waited:.1f} s on all of them"
         if found is None:
             return {}
         before, after = found
-        old, new = (self._profile.relative_time(expected, MEASURED_DEPTH) for expected in found)
-        outcome = TrainingOutcome(time.perf_counter() - began, before, after, 1 - new / old)
+        self._unmeasured_s, self._expected = 0.0, after
         self.budget.on_note(f"the drafter was trained for {where}: {before:.2f} → {after:.2f} tokens per verification on "
                             "held-out answers")
-        paid, self._expected = self.budget.update(outcome, self._usual_generation_s), after
-        return {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid),
-                "drafter/measure_seconds": time.perf_counter() - measuring}
+        metrics = {"drafter/expected_before": before, "drafter/expected_after": after}
+        if self.budget.measuring:
+            old, new = (self._profile.relative_time(expected, MEASURED_DEPTH) for expected in found)
+            outcome = TrainingOutcome(time.perf_counter() - began, before, after, 1 - new / old)
+            metrics["drafter/paid"] = float(self.budget.update(outcome, self._usual_generation_s))
+        return {**metrics, "drafter/measure_seconds": time.perf_counter() - measuring}
 
     def _measure(self, is_wanted: bool) -> tuple[float, float] | None:
         """Tokens per verification on the held-out answers of all workers, before training and after it; None if not known."""

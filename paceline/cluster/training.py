@@ -106,11 +106,11 @@ class DrafterTraining:
             self._engine.update_drafter(drafter, min(trained.fingerprint.version, self._engine.version))
 
     def measure(self, is_wanted: bool, seed: int) -> DrafterMeasured:
-        """What the engine's drafter has gained on the held-out answers since the last call, if that is wanted. Then they are
+        """What the engine's drafter has gained on the held-out answers since this was last wanted, if it is now. Then they are
         trained on as well."""
         assert self._engine.eagle is not None
         own, before, held_out = self._engine.eagle.module, self._before, self._held_out
-        self._before, self._held_out = None, []
+        self._before, self._held_out = None if is_wanted else before, []
         records = to_measure([record for record, _ in held_out], own.config.window, seed)
         found = DrafterMeasured(0, 0.0, 0.0)
         if before is not None and records and is_wanted:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,3 +98,15 @@ def test_the_simulation_is_within_a_tenth_of_real_runs(tmp_path, monkeypatch, wo
     for variant in (variants(0)[0], variants(0)[2], variants(0)[3]):
         found = Bench(args, curve, quality).measure(work, workers, variant)["seconds"]
         assert found == pytest.approx(predicted[variant.name].seconds, rel=0.1), variant.name
+
+
+@pytest.mark.slow
+def test_whole_steps_are_measured_on_real_workers(tmp_path):
+    """A smoke run on plain processes."""
+    options = ("--quick", "--allow-dirty", "--runtime", "processes", "--drafter", "suffix", "--out", str(tmp_path / "train.json"))
+    command = [sys.executable, str(HERE / "train.py"), *options, "--variants", "one worker", "+ scheduling"]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=600)
+    content = json.loads((tmp_path / "train.json").read_text())
+    one, two = content["variants"].values()
+    assert one["identical"] == one["compared"] == two["compared"] == 64 and two["identical"] >= 60
+    assert two["generate_s"] > 0 and len(make_table(content).rows) == 2

@@ -121,9 +121,10 @@ def test_a_reduced_vocabulary_is_chosen_from_the_first_answers(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "warning"), [
-    ({}, None), ({"cluster": {"workers": 3, "shard_training": False}}, None), ({"drafter": "suffix"}, None),
-    ({"spot": {**SPOT, "form": "eagle3"}}, "spot.form = eagle"), ({"spot": {**SPOT, "draft_vocab": 8}}, "settings ask for 8"),
-    ({"cluster": {**TWO, "spot_training": False}}, None)])
+    ({"cluster": {"workers": 3, "shard_training": False}}, None), ({"spot": {**SPOT, "form": "eagle3"}}, "spot.form = eagle"),
+    ({"drafter": "suffix"}, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ({}, None), ({"spot": {**SPOT, "draft_vocab": 8}}, "settings ask for 8"),
+        ({"cluster": {**TWO, "spot_training": False}}, None)))])
 def test_a_run_resumes_with_other_drafter_settings(tmp_path, one, two, changes, warning):
     class Warnings(TrainerCallback):
         def on_warning(self, message: str) -> None:
@@ -152,7 +153,7 @@ def num_steps(folder: Path) -> int:
     return load_snapshot(folder / "drafter").metadata["progress"]["step"]
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_dies_while_it_trains_the_drafter(tmp_path, one, worker):
     class Killer(TrainerCallback):
         def on_run_begin(self, trainer: LocalTrainer) -> None:

@@ -26,6 +26,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
@@ -66,11 +67,13 @@ def main() -> None:
                     settings={name: str(value) for name, value in vars(args).items() if name not in ("out", "revision")},
                     scenario=args.scenario, workers=args.workers, on_gpu=on_gpu, cores=os.cpu_count(), variants={})
     os.environ["PYTHONPATH"] = str(ROOT)  # for worker processes
+    importable = import_module("benchmarks.cluster.train")  # workers cannot find what is defined in a script that is run
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             began = time.perf_counter()
             with ProcessPoolExecutor(1, get_context("spawn")) as process:  # of its own, which leaves no memory behind
-                report.content["variants"][name] = found = process.submit(measure, args, Path(folder), name).result()
+                run = process.submit(importable.measure, args, Path(folder), name)
+                report.content["variants"][name] = found = run.result()
             report.save()
             print(f"{name}: {found['generate_s']:.2f} s of {found['step_s']:.2f} s per step are generation; "
                   f"{time.perf_counter() - began:.0f} s altogether", flush=True)

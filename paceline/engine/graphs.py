@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768,
                896, 1024, 1280, 1536, 2048)
 """Numbers of rows that steps are padded to: a few sizes per doubling, so that padding costs little and there are few graphs."""
-_LEAST_SAMPLED, _ALL_SAMPLED = 8, 256
-"""Smallest number of sampled rows of captured steps with forced rows, and the same beside draft trees."""
+_LEAST_SAMPLED, _ALL_SAMPLED = 8, 1024
+"""Smallest number of sampled rows of captured steps with forced rows; and number of rows up to which all are sampled beside draft
+trees: capturing another size takes as long as a dozen steps, sampling 256 rows in vain a tenth of one."""
 _UNCAPTURED_RUNS = 3
 """Number of times that a step of a new shape runs uncaptured before it is captured."""
 
@@ -183,12 +184,11 @@ class CudaGraphs:
 
     def num_sampled(self, count: int, num_rows: int, with_trees: bool) -> int:
         """Pad the number of sampled rows of a step of `num_rows` rows, some of them forced. Few sizes keep the number of graphs
-        small, and a sampled row costs little more than one that is not: beside draft trees, whose sizes change from step to
-        step, all rows of small steps are sampled."""
+        small: beside draft trees, whose number of rows changes from step to step, all rows are sampled unless they are many."""
         if num_rows > self.max_rows:
             return count
-        if with_trees:
-            return num_rows if num_rows <= _ALL_SAMPLED else min(num_rows, max(_ALL_SAMPLED, 1 << (count - 1).bit_length()))
+        if with_trees and num_rows <= _ALL_SAMPLED:
+            return num_rows
         return min(num_rows, max(_LEAST_SAMPLED, 1 << (count - 1).bit_length()))
 
     def run(self, key: Hashable, step: Callable[[], Any], slots: Tensor, capture_now: bool = False,

@@ -58,8 +58,8 @@ def test_deterministic_bfloat16_does_not_depend_on_the_strategy(strategy):
     assert tokens(engine) == plain
 
 
-def test_a_step_in_which_the_drafter_still_reads_prompts_is_not_timed():
-    """The time that the drafter took to read the prompts was counted as the cost of the next step's strategy."""
+def test_the_step_after_prompts_is_timed_like_others():
+    """The learned drafter reads prompts within their own step, not in the time of the next one."""
     outcomes = []
 
     class Recorder:
@@ -79,7 +79,7 @@ def test_a_step_in_which_the_drafter_still_reads_prompts_is_not_timed():
         engine.generate([[first, *range(3, 3 + length)] for length in (4, 20, 40)], PARAMS, 3)
     assert outcomes[0].num_prefill_rows > 0
     times = [outcome.ms for outcome in outcomes if not outcome.num_prefill_rows]
-    assert times[0] == 0 and all(ms > 0 for ms in times[1:])
+    assert all(ms > 0 for ms in times)
 
 
 def test_preemption_and_sharing_under_pressure():

@@ -378,11 +378,15 @@ class Engine:
         A mapping or a list is checked completely before anything is copied: if it is refused, nothing has changed. Any other
         iterable is copied tensor by tensor. If it fails on the way, the engine does not run until a later update succeeds."""
         self.executor.execute(LoadWeights(state))
-        self.version = self.version + 1 if version is None else version
-        if self.config.on_update == "recompute":
-            self._drain()
-            self.scheduler.preempt_all()
-        self.scheduler.drop_prefixes()
+        try:
+            self.version = self.version + 1 if version is None else version
+            if self.config.on_update == "recompute":
+                self._drain()
+                self.scheduler.preempt_all()
+            self.scheduler.drop_prefixes()
+        except BaseException as error:  # between new weights and the end of cached prefixes no step may run
+            self.executor.reject_weights(error)
+            raise
 
     def update_drafter(self, drafter: Eagle, version: int) -> None:
         """Replace the learned drafter's weights in place, from the next step on. `version`: version of the policy that the

@@ -103,6 +103,10 @@ class Executor:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         self._weights.require_complete()
 
+    def reject_weights(self, error: BaseException) -> None:
+        """The engine could not take note of new weights: no step may run with them."""
+        self._weights.mark_incomplete(error)
+
     # -- steps
 
     @torch.inference_mode()

@@ -36,6 +36,11 @@ class PolicyWeights:
             raise
         self._problem = None
 
+    def mark_incomplete(self, error: BaseException) -> None:
+        """What has to follow new weights failed: they cannot be used until another `replace` succeeds."""
+        self._problem = (f"update_weights failed after the copies ({describe_error(error)}); the weights are incomplete until "
+                         "another update_weights succeeds")
+
     def discard(self, keep: Collection[str]) -> None:
         """Free the memory of all parameters but those named in `keep`. The weights cannot be used until `allocate` has been
         called and `replace` has succeeded."""

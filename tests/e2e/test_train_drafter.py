@@ -166,7 +166,7 @@ class FakeEngine:
     def __init__(self, output_weight: float = 1.0):
         self.distrusted, self.select = [], None
         attention = SimpleNamespace(o=SimpleNamespace(weight=torch.full((1,), output_weight)))
-        self.drafting = SimpleNamespace(eagle=SimpleNamespace(module=SimpleNamespace(attention=attention)))
+        self.eagle = SimpleNamespace(module=SimpleNamespace(attention=attention))
 
     def distrust(self, name):
         self.distrusted.append(name)

@@ -93,7 +93,7 @@ def test_rollouts_that_end_in_an_error_stop_the_run(folder, capsys, monkeypatch)
         if version == 3:
             with torch.no_grad():
                 self.engine.model.embed.weight.fill_(float("nan"))
-            self.engine._prepare_weights()
+            self.engine.executor._prepare_weights()
 
     monkeypatch.setattr(Trainer, "_publish", poisoned)
     assert run(settings(folder, "run", checkpoint_every=1, keep_checkpoints=1)) == 2

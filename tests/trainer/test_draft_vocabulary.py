@@ -75,7 +75,7 @@ def test_a_drafter_from_elsewhere_keeps_its_vocabulary(folder):  # noqa: F811
 
 
 @pytest.mark.parametrize(("changes", "size"), [
-    ({}, SIZE), ({"drafter_mode": "background_process"}, 0), ({"cluster": {"workers": 2}}, 0)], ids=str)
+    ({}, SIZE), ({"drafter_mode": "background_process"}, 0), ({"cluster": {"workers": 2}}, SIZE)], ids=str)
 def test_where_the_tokens_cannot_be_chosen_later_all_are_kept(folder, monkeypatch, changes, size):  # noqa: F811
     monkeypatch.setattr("paceline.spot.config._DRAFT_VOCAB", SIZE)
     drafter = new_drafter(make_config(folder, drafter="learned", **changes), model("qwen3"))

@@ -51,7 +51,7 @@ def test_what_cannot_be_exact_is_refused(tmp_path, changes, said):
 
 def test_float64_on_a_gpu_is_refused(tmp_path, monkeypatch):
     toy.make_folder(tmp_path)
-    monkeypatch.setattr("paceline.trainer.validation.resolve_device", lambda device: "cuda")
+    monkeypatch.setattr("paceline.trainer.device.resolve_device", lambda device: "cuda")
     monkeypatch.setattr("paceline.kernels.find_spec", lambda package: package)
     exact = {"exact_logprobs": True}
     check_config(make_config(tmp_path, learner=exact, dtype="bfloat16"))

@@ -166,14 +166,14 @@ def _check_exact(config: TrainConfig) -> None:
     except ValueError:
         return  # said already
     on_gpu = device.startswith("cuda")
+    if on_gpu and dtype == torch.float64:
+        raise ValueError("float64 does not have the same bits in every batch on a GPU; set dtype = bfloat16 or float32")
     if on_gpu and not torch.cuda.is_available():
         return  # the workers have it, and this process cannot tell
     backend = choose_backend(device, dtype, config.engine.kernels)
     if backend.name == "torch":
         raise ValueError(f"the torch kernels ({backend.reason}) do not have the same bits in every batch; set engine.kernels = "
                          "auto and dtype = bfloat16 or float32")
-    if on_gpu and dtype == torch.float64:
-        raise ValueError("float64 does not have the same bits in every batch on a GPU; set dtype = bfloat16 or float32")
     if not (on_gpu if config.engine.deterministic is None else config.engine.deterministic):
         raise ValueError("it needs an engine whose bits do not depend on the batch; set engine.deterministic = true")
 

@@ -55,7 +55,7 @@ class PaceModel:
             self._known = None
         if expected > 0:
             old = self._slowdown.get(worker, 1.0)
-            self._slowdown[worker] = old + 0.1 * (took / expected - old)
+            self._slowdown[worker] = old + 0.1 * (float(took / expected) - old)
 
     def slowdown(self, worker: int) -> float:
         """Duration of a worker's steps relative to `token_s`; 1 unless it is clearly slower."""

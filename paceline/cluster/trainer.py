@@ -118,7 +118,7 @@ class ClusterTrainer(Trainer):
         return ClusterEngine(self._coordinator, self.tokenizer, vocab_size, is_baseline)
 
     def _make_baseline(self) -> Engine | None:
-        """The same workers without speculation."""
+        """Generate the same answers on the same workers without speculation, for `compare_off`."""
         return cast(Engine, self._make_cluster_engine(is_baseline=True)) if self.config.compare_off else None
 
     def _make_engine(self) -> Engine:

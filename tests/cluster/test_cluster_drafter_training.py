@@ -39,7 +39,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> Path:
-    """The same run on one worker, one step longer."""
+    """Run the same configuration on one worker, for three steps instead of two."""
     out = tmp_path_factory.mktemp("one") / "run"
     run(out, Trainer, cluster={}, strategy="auto", steps=3)
     return out

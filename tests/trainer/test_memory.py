@@ -286,7 +286,7 @@ def test_every_worker_holds_its_shard_of_what_is_trained():
 
 
 def test_the_engine_of_a_worker_shares_no_weights_with_its_learner():
-    """Of the weights that LoRA leaves alone, the learner of a worker has a shard; its engine needs them whole."""
+    """A worker's learner holds a shard of the weights that LoRA does not train; its engine holds all of them."""
     one, two = (gigabytes(plan_for(config(learner={"lora_rank": 16}, cluster={"workers": n}), QWEN_7B)) for n in (1, 2))
     assert two["engine's policy"] == num_parameters(QWEN_7B) * 2 / 2**30 > one["engine's policy"]
 

@@ -24,7 +24,8 @@ from paceline.report import TrainView
 
 BROKEN_GRADER = "def score(problem, answer):\n    return 1 / 0\n"
 QUICK = ["--set", "steps=1", "--set", "rollout.prompts=2", "--set", "rollout.group_size=2", "--set", "rollout.max_new_tokens=8",
-         "--set", "compare_off=false", "--set", "threads=1", "--set", "device=cpu", "--set", "strategy=off"]
+         "--set", "compare_off=false", "--set", "threads=1", "--set", "device=cpu", "--set", "strategy=off",
+         "--set", "evaluation.every=0"]
 
 
 def run(*args: object) -> int:

@@ -41,9 +41,9 @@ def get(url: str) -> str:
 def test_a_run_that_was_stopped(run_folder, capsys):
     assert paceline("report", run_folder) == 0
     printed = capsys.readouterr().out
-    assert "(stopped after step 2 of 9): In 2 steps the mean reward rose from 0.25 to 0.75." in printed
+    assert "(stopped after step 2 of 9): In 2 steps the mean reward went from 0.25 to 0.75." in printed
     assert f"Report: {run_folder / 'report.html'}" in printed
-    assert "In 2 steps the mean reward rose from 0.25 to 0.75." in (run_folder / "report.html").read_text()
+    assert "In 2 steps the mean reward went from 0.25 to 0.75." in (run_folder / "report.html").read_text()
 
 
 def test_a_run_that_goes_on(run_folder, tmp_path, capsys):

@@ -15,7 +15,7 @@ from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import progress_goes_to, say
 from paceline.cli.report import BrowserView
 from paceline.config import ConfigError, TrainConfig
-from paceline.report import RunFigures, TrainView, read_metrics
+from paceline.report import Run, TrainView
 from paceline.spot.alarms import Alarm
 from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
@@ -126,5 +126,6 @@ def show(result: TrainResult, config: TrainConfig) -> None:
               f"({config.epochs} epoch(s)); raise epochs to go on")
     for name, value in result.summary.items():
         print(f"{name:>20}  {value}")
-    print(RunFigures.of(read_metrics(result.folder)).headline())
+    figures = Run.read(result.folder).figures
+    print(f"{figures.headline()} {figures.speed_reason}".rstrip())
     print(f"Policy: {result.policy}. Picture: {result.folder / 'report.html'}.")

@@ -6,10 +6,10 @@ Nothing in this package imports torch; matplotlib and tensorboard are imported o
 from paceline.report.figures import RunFigures
 from paceline.report.html import write_comparison, write_report
 from paceline.report.live import LivePage
-from paceline.report.metrics import EventLog, length_metrics, read_metrics, read_traces
+from paceline.report.metrics import EventLog, length_metrics, read_evaluations, read_metrics, read_traces
 from paceline.report.run import Run
 from paceline.report.terminal import TrainView
 from paceline.report.trace import RolloutTrace
 
-__all__ = ["EventLog", "LivePage", "RolloutTrace", "Run", "RunFigures", "TrainView", "length_metrics", "read_metrics",
-           "read_traces", "write_comparison", "write_report"]
+__all__ = ["EventLog", "LivePage", "RolloutTrace", "Run", "RunFigures", "TrainView", "length_metrics",
+           "read_evaluations", "read_metrics", "read_traces", "write_comparison", "write_report"]

@@ -23,7 +23,8 @@ _SMOOTH_FROM, _SMOOTH_REWARD_FROM = 300, 20
 """Number of steps from which on a moving mean is drawn over a line; rewards are noisy, so theirs comes earlier."""
 _IN_MAIN_CHARTS = {"reward/mean", "length/p50", "length/p99", "length/max", "accept_length", "tokens_per_second", "time/step",
                    "time/generate_off", "step", "time", "compare/rollouts", "compare/differing", "generated_tokens",
-                   "verifications", "eval/reward", "time/evaluate", *(f"time/{phase}" for phase in PHASES)}
+                   "verifications", "eval/reward", "eval/prompts", "eval/standard_error", "reward/prompts",
+                   "reward/standard_error", "time/evaluate", *(f"time/{phase}" for phase in PHASES)}
 
 
 class FurtherCharts(NamedTuple):
@@ -52,10 +53,11 @@ def further_charts(records: Sequence[Record]) -> FurtherCharts:
     return FurtherCharts(charts, zero, drawn[_MAX_FURTHER_CHARTS:])
 
 
-def reward_chart(records: Sequence[Record]) -> Chart | None:
-    """Mean reward per step, with a moving mean from 20 steps on, and that of evaluations."""
+def reward_chart(records: Sequence[Record], evaluations: Sequence[Record] = ()) -> Chart | None:
+    """Mean reward per step, with a moving mean from 20 steps on, and that of evaluations, the one before the first step
+    included."""
     series = Series("rollouts", "blue", *steps_and_values(records, "reward/mean"))
-    evaluation = Series("evaluation", "green", *steps_and_values(records, "eval/reward"))
+    evaluation = Series("evaluation", "green", *steps_and_values(evaluations or records, "eval/reward"))
     if not len(series.x):
         return None
     lines, note = with_moving_mean([series], _SMOOTH_REWARD_FROM)
@@ -134,7 +136,7 @@ def speculation_chart(records: Sequence[Record]) -> Chart | None:
 
     binned = _in_bins(both, bars_of, max_bins=_MAX_BARS // 2)
     note = "1 step was" if len(both) == 1 else f"{len(both)} steps were"
-    note += f" generated both ways: {RunFigures.of(records).speedup_text} as fast with speculation."
+    note += f" generated both ways: rollouts were {RunFigures.of(records).speedup}."
     note += f" Each pair is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
     legend = (("grey", "without speculation"), ("blue", "with speculation"))
     return bar_chart("Rollout time with and without speculation", binned.bars, binned.x_range, "step", "seconds of rollout",

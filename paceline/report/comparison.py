@@ -45,7 +45,8 @@ def figure_rows(first: RunFigures, second: RunFigures) -> list[tuple[str, str, s
 
     both = (first, second)
     return [row("steps", *(f"{f.steps:,}" for f in both)),
-            row("mean reward", *(f"{format_value(f.reward_first)} → {format_value(f.reward_last)}" for f in both)),
+            row("mean reward", *("–" if f.reward is None else f.reward.arrow for f in both)),
+            row("held-out reward", *("–" if f.held_out is None else f.held_out.reward.arrow for f in both)),
             row("rollout speedup", *(f.speedup_text for f in both)),
             row("identical rollouts", *(f"{f.compared - f.differing:,} of {f.compared:,}" if f.compared else "–" for f in both)),
             row("accept length", *(format_value(f.accept_length) for f in both)),

@@ -9,12 +9,62 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.report.formatting import format_value
 from paceline.report.metrics import Record, finite_value
+from paceline.report.noise import BEYOND_NOISE, Mean, joined, standard_errors_between
+from paceline.report.speculation import Speedup, why_small
+
+
+class Change(NamedTuple):
+    """A mean reward at the beginning and at the end."""
+
+    first: float
+    last: float
+    standard_errors: float | None
+    """The difference in units of its standard error (`report/noise.py`). None: not recorded."""
+
+    @property
+    def arrow(self) -> str:
+        """Both values."""
+        return f"{format_value(self.first)} → {format_value(self.last)}"
+
+    @property
+    def text(self) -> str:
+        """What has happened, as the end of a sentence. A difference within the noise is not called a change."""
+        first, last = format_value(self.first), format_value(self.last)
+        if self.standard_errors is None:
+            return f"went from {first} to {last}"
+        if abs(self.standard_errors) < BEYOND_NOISE:
+            return f"did not change beyond its noise ({first}, then {last})"
+        return f"{'rose' if self.standard_errors > 0 else 'fell'} from {first} to {last}"
+
+
+class HeldOut(NamedTuple):
+    """The first and the last evaluation of a run."""
+
+    step: int
+    """Number of steps before the last one."""
+    problems: int | None
+    """Number of problems. None: not recorded."""
+    reward: Change
+    best: float
+    """Highest mean reward of all evaluations."""
+    best_step: int
+    """Number of steps before the best one; of equals, before the earliest."""
+
+    @classmethod
+    def of(cls, evaluations: Sequence[Record]) -> HeldOut | None:
+        """The result of these evaluations; None if there is none with a reward."""
+        scored = [record for record in evaluations if finite_value(record, "eval/reward") is not None]
+        if not scored:
+            return None
+        first, last, best = scored[0], scored[-1], max(scored, key=lambda record: (record["eval/reward"], -record["step"]))
+        return cls(last["step"], last.get("eval/prompts"), _change([first], [last], "eval", "eval/reward"), best["eval/reward"],
+                   best["step"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +74,9 @@ class RunFigures:
     steps: int
     """Number of the last step."""
     window: int
-    """Number of steps that `reward_first` and `reward_last` are means over: a fifth of the steps, at most five."""
-    reward_first: float | None
-    reward_last: float | None
+    """Number of steps that both values of `reward` are means over: a fifth of the steps, at most five."""
+    reward: Change | None
+    """Mean reward of the first and of the last steps."""
     accept_length: float | None
     """Tokens per verification."""
     seconds: float
@@ -48,35 +98,49 @@ class RunFigures:
     """99th percentile of those lengths."""
     drafter_accept_length: float | None = None
     """Tokens per verification that the learned drafter had on held-out answers after its last training that was measured."""
+    held_out: HeldOut | None = None
+    """Evaluations on held-out problems. None: the run was not evaluated."""
+    speedup: Speedup | None = None
+    """`rollout_speedup` with its noise."""
+    speed_reason: str = ""
+    """One sentence that says why the rollout speedup is small, from measured times; empty if it is not."""
 
     @classmethod
-    def of(cls, records: Sequence[Record], traces: Sequence[Mapping[str, Any]] = ()) -> RunFigures:
-        """The figures of a run whose metrics are `records` and whose traces are `traces`."""
-        rewards = [value for record in records if (value := finite_value(record, "reward/mean")) is not None]
-        window = max(1, min(5, len(rewards) // 5))
-        pairs = [(on, off) for record in records if (on := finite_value(record, "time/generate")) is not None
-                 and (off := finite_value(record, "time/generate_off")) is not None]
-        on, off, steps = sum(on for on, _ in pairs), sum(off for _, off in pairs), _total(records, "time/step")
+    def of(cls, records: Sequence[Record], traces: Sequence[Mapping[str, Any]] = (),
+           evaluations: Sequence[Record] = ()) -> RunFigures:
+        """The figures of a run whose metrics are `records`, whose traces are `traces` and which was evaluated on held-out
+        problems."""
+        rewarded = [record for record in records if finite_value(record, "reward/mean") is not None]
+        window = max(1, min(5, len(rewarded) // 5))
+        change = _change(rewarded[:window], rewarded[-window:], "reward", "reward/mean") if rewarded else None
+        speedup = Speedup.of(records)
+        on, off = (speedup.seconds_on, speedup.seconds_off) if speedup is not None else (0.0, 0.0)
+        steps = _total(records, "time/step")
         verifications = _total(records, "verifications")
         lengths = [length for trace in traces for length in trace.get("lengths", ())]
         drafter = [value for record in records if (value := finite_value(record, "drafter/expected_after")) is not None]
         p50, p99 = map(float, np.percentile(lengths, [50, 99])) if lengths else (None, None)
-        return cls(records[-1]["step"] if records else 0, window, fmean(rewards[:window]) if rewards else None,
-                   fmean(rewards[-window:]) if rewards else None,
+        return cls(records[-1]["step"] if records else 0, window, change,
                    _total(records, "generated_tokens") / verifications if verifications else None,
                    steps + off + _total(records, "time/evaluate"), off,
                    int(_total(records, "compare/rollouts")), int(_total(records, "compare/differing")),
-                   off / on if on > 0 else None, (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99,
-                   drafter[-1] if drafter else None)
+                   None if speedup is None else speedup.ratio,
+                   (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99, drafter[-1] if drafter else None,
+                   HeldOut.of(evaluations), speedup, why_small(speedup, traces))
 
     def summary(self) -> dict[str, Any]:
         """The figures as they are written to `summary.json`."""
+        first, last = (None, None) if self.reward is None else (self.reward.first, self.reward.last)
         summary: dict[str, Any] = {
-            "steps": self.steps, "reward_first": _rounded(self.reward_first, 4), "reward_last": _rounded(self.reward_last, 4),
+            "steps": self.steps, "reward_first": _rounded(first, 4), "reward_last": _rounded(last, 4),
             "accept_length": _rounded(self.accept_length, 3), "length_p50": self.length_p50, "length_p99": self.length_p99,
             "seconds": round(self.seconds, 1)}
         if self.drafter_accept_length is not None:
             summary["drafter_accept_length"] = round(self.drafter_accept_length, 3)
+        if self.held_out is not None:
+            found = self.held_out
+            summary |= {"eval_first": found.reward.first, "eval_last": found.reward.last, "eval_best": found.best,
+                        "eval_best_step": found.best_step}
         if not self.compared:
             return summary
         return {**summary, "identical_rollouts": not self.differing, "compared_rollouts": self.compared,
@@ -85,23 +149,43 @@ class RunFigures:
 
     def headline(self) -> str:
         """What happened, in one sentence for someone who sees this for the first time."""
-        if self.reward_first is None or self.reward_last is None:
+        if self.reward is None:
             return "No steps are recorded yet."
-        steps = "one step" if self.steps == 1 else f"{self.steps:,} steps"
-        first, last = format_value(self.reward_first), format_value(self.reward_last)
-        verb = "rose" if self.reward_last > self.reward_first else "fell"
-        learned = (f"After {steps} the mean reward is {last}" if self.steps == 1 or first == last
-                   else f"In {steps} the mean reward {verb} from {first} to {last}")
-        if self.rollout_speedup is None or not self.compared:
+        learned = self._learned(self.reward)
+        if self.speedup is None or not self.compared:
             return f"{learned}."
         same = "all" if not self.differing else f"{self.compared - self.differing:,} of"
-        return (f"{learned}, and rollouts were {self.speedup_text} as fast as without speculation: {same} {self.compared:,} "
-                "rollouts are identical, token for token.")
+        return (f"{learned}, and rollouts were {self.speedup}: {same} {self.compared:,} rollouts are identical, token for "
+                "token.")
+
+    def _learned(self, reward: Change) -> str:
+        """How the reward has changed: on held-out problems, if it was measured there after a step."""
+        what, steps, held_out = "mean reward", self.steps, self.held_out
+        if held_out is not None and held_out.step:
+            num = "" if held_out.problems is None else f"{held_out.problems:,} "
+            what, steps, reward = f"mean reward on {num}held-out problems", held_out.step, held_out.reward
+        after = "one step" if steps == 1 else f"{steps:,} steps"
+        if (self.steps == 1 and what == "mean reward") or format_value(reward.first) == format_value(reward.last):
+            return f"After {after} the {what} is {format_value(reward.last)}"
+        return f"In {after} the {what} {reward.text}"
 
     @property
     def speedup_text(self) -> str:
         """The rollout speedup as it is shown everywhere."""
         return "–" if self.rollout_speedup is None else f"{self.rollout_speedup:.2f}×"
+
+
+def _change(first: Sequence[Record], last: Sequence[Record], kind: str, name: str) -> Change:
+    """The mean of a metric over the first and over the last records, compared by the noise that is recorded with it."""
+    means = [[_mean(record, kind, name) for record in records] for records in (first, last)]
+    noise = None if any(mean is None for found in means for mean in found) else standard_errors_between(
+        *(joined([mean for mean in found if mean is not None]) for found in means))
+    return Change(fmean(record[name] for record in first), fmean(record[name] for record in last), noise)
+
+
+def _mean(record: Record, kind: str, name: str) -> Mean | None:
+    error, count = (finite_value(record, f"{kind}/{each}") for each in ("standard_error", "prompts"))
+    return None if error is None or not count else Mean(record[name], error, int(count))
 
 
 def _total(records: Sequence[Record], name: str) -> float:

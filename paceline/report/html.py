@@ -91,17 +91,19 @@ def charts_page(title: str, charts: Sequence[Chart], live: bool = False) -> str:
 def cards(figures: RunFigures) -> list[Card]:
     """The four figures that every run is judged by."""
     reward = "–"
-    if figures.reward_first is not None and figures.reward_last is not None:
-        first, last = format_value(figures.reward_first), format_value(figures.reward_last)
-        reward = last if figures.steps == 1 else f"{first} → {last}"
+    if figures.reward is not None:
+        reward = figures.reward.arrow if figures.steps > 1 else format_value(figures.reward.last)
     window = "first and last step" if figures.window == 1 else f"means of the first and last {figures.window} steps"
     speed, same = ("time without speculation / with it", "with and without speculation") if figures.compared else (
         ("not measured; compare_off = true does",) * 2)
     identical = f"{figures.compared - figures.differing:,} of {figures.compared:,}" if figures.compared else "–"
     comparison = f"{100 * figures.comparison_seconds / figures.seconds:.0f} % of it for the comparison" if (
         figures.comparison_seconds) else f"{figures.steps:,} steps"
-    return [Card("mean reward", reward, window),
-            Card("rollout speedup", figures.speedup_text, speed), Card("identical rollouts", identical, same),
+    first, held_out = Card("mean reward", reward, window), figures.held_out
+    if held_out is not None and held_out.step:
+        num = "" if held_out.problems is None else f"{held_out.problems:,} problems, "
+        first = Card("held-out reward", held_out.reward.arrow, f"{num}before and after training on others")
+    return [first, Card("rollout speedup", figures.speedup_text, speed), Card("identical rollouts", identical, same),
             Card("time", format_time(figures.seconds), comparison)]
 
 
@@ -110,7 +112,7 @@ def sections(run: Run) -> list[Section]:
     records, traces = run.records, run.traces
     speed, by_version = speed_chart(records), drafter_version_chart(traces)
     found: list[tuple[str, list[Chart | None]]] = [
-        ("Is it learning?", [reward_chart(records), length_chart(records, run.length_limit)]),
+        ("Is it learning?", [reward_chart(records, run.evaluations), length_chart(records, run.length_limit)]),
         ("Where does speculation set in?", [*_courses(run), strategy_chart(traces), accept_length_chart(records, traces),
                                             accept_position_chart(traces), by_version or speed]),
         ("Where does the time go?", [time_chart(records), speculation_chart(records), speed if by_version else None,

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 
-from paceline.files import atomic_write
+from paceline.files import DamagedFile, atomic_write
 from paceline.report.files import AppendOnlyFile
 
-METRICS_FILE, TRACE_FILE = "metrics.jsonl", "trace.jsonl"
+METRICS_FILE, TRACE_FILE, EVALUATIONS_FILE = "metrics.jsonl", "trace.jsonl", "evaluations.jsonl"
 PHASES = ("generate", "reward", "drafter", "infer", "train", "idle")
 """Phases of a training step. The metric `time/<phase>` holds the seconds that a step spent in the phase."""
 
@@ -207,6 +207,21 @@ def read_traces(folder: Path | str, records: Sequence[Record]) -> list[dict[str,
     """Reads what happened within the steps that `records`, the run's metrics, contain (`report/trace.py`)."""
     steps = {record["step"] for record in records}
     return [trace for trace in _read_log(Path(folder) / TRACE_FILE) if trace["step"] in steps]
+
+
+def read_evaluations(folder: Path | str) -> list[dict[str, Any]]:
+    """Reads the step and the metrics of every evaluation of a run, also of the one before its first step. DamagedFile if the file
+    is not what an evaluation has written."""
+    path = Path(folder) / EVALUATIONS_FILE
+    if not path.is_file():
+        return []
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if all(isinstance(record["step"], int) for record in records):
+            return records
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise DamagedFile(f"{path}: it is damaged; remove it to evaluate anew")
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.report.figures import RunFigures
 from paceline.report.formatting import format_steps
-from paceline.report.metrics import METRICS_FILE, Record, finite_value, read_metrics, read_traces
+from paceline.report.metrics import METRICS_FILE, Record, finite_value, read_evaluations, read_metrics, read_traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Run:
     is_live: bool
     """Whether a process is writing to the folder."""
     figures: RunFigures
+    evaluations: Sequence[Record] = ()
+    """Results of evaluations on held-out problems, also of the one before the first step."""
 
     @classmethod
     def read(cls, folder: Path | str) -> Run:
@@ -47,8 +49,9 @@ class Run:
         name, config, error = _read_config(folder)
         if not name and not (folder / METRICS_FILE).is_file():
             raise ValueError(f"{folder}: there is neither {METRICS_FILE} nor config.json; is it a run folder?")
+        evaluations = read_evaluations(folder)
         return cls(folder, records, traces, config, name, error, is_locked(folder),
-                   RunFigures.of(records, traces))
+                   RunFigures.of(records, traces, evaluations), evaluations)
 
     @property
     def name(self) -> str:

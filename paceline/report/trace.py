@@ -128,6 +128,7 @@ class RolloutTrace:
         lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
         record: dict[str, Any] = {"on": self._on.record(), "off": self._off.record(strategies=False),
                                   "lengths": _quantiles(lengths), "drafter_version": self._drafter_version}
+        record["off_batch"] = _by_batch([step for step in self._off.steps if step.requests])
         steps = [step for step in self._on.steps if step.requests]
         if steps:
             record["batch"], record["position"] = _by_batch(steps), _by_position(steps, self._width, self.reached)
@@ -182,11 +183,12 @@ def _sum_of_positions(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"width": found[0]["width"], "all": sums[0].tolist(), "drafted": sums[1].tolist()}
 
 
-def sums_by_batch(traces: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Sums]]:
-    """Bit length of (batch size - 1) → drafter → sums over all steps."""
+def sums_by_batch(traces: Sequence[Mapping[str, Any]], key: str = "batch") -> dict[int, dict[str, Sums]]:
+    """Bit length of (batch size - 1) → drafter → sums over all steps; with the key `off_batch`, over those of the engine that
+    generates the same batches without speculation."""
     found: dict[int, dict[str, Sums]] = {}
     for trace in traces:
-        for bucket, drafters in trace.get("batch", {}).items():
+        for bucket, drafters in trace.get(key, {}).items():
             cell = found.setdefault(int(bucket), {})
             for name, sums in drafters.items():
                 cell[name] = cell.get(name, Sums()) + tuple(sums)

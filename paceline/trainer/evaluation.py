@@ -11,14 +11,14 @@ from typing import Any
 
 from paceline.config import EvaluationConfig, TrainConfig
 from paceline.engine import Engine
-from paceline.files import DamagedFile, atomic_write
+from paceline.files import atomic_write
+from paceline.report.metrics import EVALUATIONS_FILE, read_evaluations
 from paceline.rl.loop import PhaseTimer
 from paceline.tasks import Problem, RewardPool, Task, make_task
 from paceline.tasks.base import Reward
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.trainer.summary import noise_metrics
 from paceline.types import RolloutGroup
-
-EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class TaskSlice:
@@ -49,7 +49,7 @@ def split_task(config: TrainConfig, task: Task) -> tuple[Task, Task | None]:
         return task, TaskSlice(other, 0, min(len(other), wanted.problems))
     if wanted.problems >= len(task):
         raise ValueError(f"evaluation.problems: {wanted.problems} cannot be held out of the {len(task)} problems of task "
-                         f"{task.name}")
+                         f"{task.name}; hold out fewer, or do not evaluate (evaluation.every = 0)")
     start = len(task) - wanted.problems
     return TaskSlice(task, 0, start), TaskSlice(task, start, len(task))
 
@@ -72,7 +72,7 @@ class Evaluator:
         self._collector.params = replace(self._collector.params, temperature=self.config.temperature)
         self._engine, self._num_problems, self._on_refused = engine, len(task), on_refused
         self._file = folder / EVALUATIONS_FILE
-        self.records: list[dict[str, Any]] = [record for record in _read(self._file) if record["step"] <= step]
+        self.records: list[dict[str, Any]] = [record for record in read_evaluations(folder) if record["step"] <= step]
         """Step and metrics of every evaluation so far."""
 
     def __enter__(self) -> Evaluator:
@@ -106,32 +106,16 @@ class Evaluator:
         scored = [record for record in self.records if "eval/reward" in record]
         return max(scored, key=lambda record: (record["eval/reward"], -record["step"]), default=None)
 
-    def summary(self) -> dict[str, Any]:
-        """Figures for `summary.json`."""
-        best = self.best
-        if best is None:
-            return {}
-        return {"eval_first": self.records[0].get("eval/reward"), "eval_last": self.records[-1].get("eval/reward"),
-                "eval_best": best["eval/reward"], "eval_best_step": best["step"]}
-
 
 def evaluation_metrics(groups: Sequence[RolloutGroup], config: EvaluationConfig) -> dict[str, float]:
-    """Mean reward, share of solved problems (pass@k) and mean length. Answers that could not be graded are left out."""
+    """Mean reward and its standard error, share of solved problems (pass@k) and mean length. Answers that could not be graded are
+    left out."""
     graded = [[r for r in group.rollouts if r.reward is not None] for group in groups]
     graded = [rollouts for rollouts in graded if rollouts]
     if not graded:
         return {}
     solved = [[(r.reward or 0.0) >= config.solved_at for r in rollouts] for rollouts in graded]
     metrics = {"eval/reward": fmean(r.reward or 0.0 for rollouts in graded for r in rollouts),
-               "eval/pass@1": fmean(map(fmean, solved)),
+               **noise_metrics("eval", groups), "eval/pass@1": fmean(map(fmean, solved)),
                "eval/length": fmean(len(r.token_ids) for rollouts in graded for r in rollouts)}
     return metrics if config.samples == 1 else {**metrics, f"eval/pass@{config.samples}": fmean(map(any, solved))}
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except ValueError:
-        raise DamagedFile(f"{file}: it is damaged; remove it to evaluate anew") from None

@@ -12,7 +12,6 @@ from paceline.types import Rollout, RolloutGroup
 _MAX_EXAMPLES = 20
 _STEPS_WITHOUT_SIGNAL = 3
 _MOST_CUT = 0.5
-_GROUP_BASELINES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
 
 
 class GraderFailed(RuntimeError):
@@ -54,14 +53,6 @@ class SignalMonitor:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._steps_without_signal, self._said = 0, set[str]()
-
-    def at_start(self) -> list[str]:
-        """Warnings about the configuration."""
-        rollout, algorithm = self._config.rollout, self._config.algorithm
-        if rollout.group_size == 1 and algorithm in _GROUP_BASELINES:
-            return [f"rollout.group_size is 1: {algorithm} compares the answers of a group, so every advantage is 0 and nothing "
-                    "is learned; use 4 or more"]
-        return []
 
     def observe(self, groups: Sequence[RolloutGroup]) -> list[str]:
         """Warnings about the rollouts of a step."""

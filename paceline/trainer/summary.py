@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts."""
+"""Metrics of rollouts: their rewards, with the noise of the mean, and their lengths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from paceline.report import length_metrics
+from paceline.report.noise import mean_of
 from paceline.types import RolloutGroup
 
 
@@ -16,9 +17,16 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     metrics: dict[str, float] = {"reward/ungraded": len(rollouts) - len(graded)}
     if graded:
         rewards = [rollout.reward or 0.0 for rollout in graded]
-        metrics |= {"reward/mean": fmean(rewards), "reward/max": max(rewards)}
+        metrics |= {"reward/mean": fmean(rewards), "reward/max": max(rewards), **noise_metrics("reward", groups)}
         for name in dict.fromkeys(name for rollout in graded for name in rollout.reward_parts):
             metrics[f"rewards/{name}"] = fmean(rollout.reward_parts.get(name, 0.0) for rollout in graded)
     return {**metrics, "reward/mixed_groups": sum(group.has_signal for group in groups) / len(groups),
             "truncated": fmean(r.finish_reason == "length" for r in rollouts),
             **length_metrics([len(r.token_ids) for r in rollouts])}
+
+
+def noise_metrics(kind: str, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Number of prompts with a reward, and the standard error of the mean reward over them."""
+    rewards = [[r.reward for r in group.rollouts if r.reward is not None] for group in groups]
+    mean = mean_of([fmean(found) for found in rewards if found])
+    return {f"{kind}/standard_error": mean.standard_error, f"{kind}/prompts": mean.num_prompts}

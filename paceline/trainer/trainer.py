@@ -212,8 +212,6 @@ class Trainer:
                 if self.drafter_trainer is not None and config.drafter_mode == "background_process" and not idle_cores():
                     self._warn(f"drafter_mode background_process: generation uses all cores (threads {torch.get_num_threads()}); "
                                "set threads one lower")
-                for line in self._signals.at_start():
-                    self._warn(line)
                 self._warm_up()
                 self._evaluate(self.state.step)
                 self.state = train(self.learner, self.state, config.steps, config.rollout.prompts, self._collect, self._publish,
@@ -418,8 +416,8 @@ class Trainer:
 
     def _summary(self) -> dict[str, Any]:
         records = read_metrics(self.folder.path)
-        found = RunFigures.of(records, read_traces(self.folder.path, records)).summary()
-        return found if self.evaluator is None else {**found, **self.evaluator.summary()}
+        evaluations = [] if self.evaluator is None else self.evaluator.records
+        return RunFigures.of(records, read_traces(self.folder.path, records), evaluations).summary()
 
     def _last_good_checkpoint(self) -> str:
         latest, confirmed = self.checkpoints.latest(), self.checkpoints.confirmed

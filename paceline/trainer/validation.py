@@ -75,6 +75,7 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield ("algorithm_options" if config.algorithm in ALGORITHMS else "algorithm"), lambda: make_algorithm(
         config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     yield "", lambda: _check_sampling(config)
+    yield "", lambda: _check_signal(config)
     yield "device", lambda: check_run_device(config)
     if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
         yield "spot.draft_vocab", lambda: _refuse("in a background process a new drafter predicts all tokens; train it "
@@ -144,6 +145,25 @@ def _check_sampling(config: TrainConfig) -> None:
     except ValueError as error:
         name, _, said = str(error).partition(": ")
         raise ConfigError([ConfigProblem(name if name == "seed" else f"rollout.{name}", said)]) from None
+
+
+def _check_signal(config: TrainConfig) -> None:
+    """Refuses settings with which every advantage is 0, so that nothing can be learned."""
+    rollout, rewards, problems = config.rollout, config.reward, []
+    if config.algorithm in ALGORITHMS and not ALGORITHMS[config.algorithm].needs_critic:
+        compared = f"{config.algorithm} compares the answers to one prompt with each other"
+        if rollout.group_size == 1:
+            problems.append(ConfigProblem("rollout.group_size", f"{compared}, so 1 answer teaches nothing; use 4 or more"))
+        if rollout.top_k == 1:
+            problems.append(ConfigProblem("rollout.top_k", f"{compared}, and with 1 all of them are equal; use 0 for all tokens"))
+        if rollout.min_p == 1:
+            problems.append(ConfigProblem("rollout.min_p", f"{compared}, and with 1 all of them are equal; use less"))
+    if rewards.task_weight == 0 and not any(rewards.functions.values()) and (
+            config.reward_model is None or config.reward_model_weight == 0):
+        problems.append(ConfigProblem("reward.task_weight", "it is 0 and nothing else gives a reward (reward.functions, "
+                                      "reward_model), so nothing can be learned"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_drafter(config: TrainConfig) -> None:

@@ -27,7 +27,8 @@ from paceline.trainer.validation import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["compare_off=false", "steps=2", "rollout.prompts=2", "rollout.group_size=3", "rollout.max_new_tokens=24", "device=cpu",
-         "checkpoint_every=1", "strategy=suffix:d4w2v6", "evaluation.problems=2", "spot.form=eagle", "threads=1"]
+         "checkpoint_every=1", "strategy=suffix:d4w2v6", "evaluation.every=0", "evaluation.problems=2", "spot.form=eagle",
+         "threads=1"]
 """Settings of the runs in here, on top of the bundled configuration: float32, rounding that does not depend on the batch."""
 
 

@@ -19,7 +19,8 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"cluster.workers": 2, "steps": 200, "rollout.prompts": 2, "rollout.group_size": 3, "rollout.max_new_tokens": 24,
-            "strategy": "suffix:d4w2v6", "compare_off": "false", "threads": 1, "checkpoint_every": 100, "device": "cpu"}
+            "strategy": "suffix:d4w2v6", "compare_off": "false", "evaluation.every": 0, "threads": 1,
+            "checkpoint_every": 100, "device": "cpu"}
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def test_the_object_store_is_full():
 
 SETTINGS = {"task": '"collatz"', "steps": 4, "dtype": '"float64"', "strategy": '"suffix:d4w2v6"', "rollout.prompts": 2,
             "rollout.group_size": 3, "rollout.max_new_tokens": 24, "reward.workers": 0, "optimizer.lr": 1e-3,
-            "engine.max_batch": 8, "checkpoint_every": 1, "compare_off": "false"}
+            "engine.max_batch": 8, "checkpoint_every": 1, "compare_off": "false",
+            "evaluation.every": 0}
 
 
 def command(out: Path, **more) -> list[str]:

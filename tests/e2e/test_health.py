@@ -8,6 +8,9 @@ import pytest
 from e2e.test_train import run
 from toy import assert_same_run, settings
 
+from paceline.trainer import load_config
+from paceline.trainer.validation import check_config
+
 
 def test_a_grader_that_always_raises_stops_the_run_with_its_traceback(folder, capsys):
     (folder / "reward.py").write_text("def score(problem, answer):\n    return 1 / len(answer.split('never')[1:])\n")
@@ -41,9 +44,19 @@ def test_rewards_that_never_differ_and_answers_that_are_cut_are_said_once(folder
     assert said.count("of 12 answers were cut at rollout.max_new_tokens (12)") == 1
 
 
-def test_groups_of_one_are_said_at_the_start(folder, capsys):
-    assert run(settings(folder, "out", **{"steps": 1, "rollout.group_size": 1})) == 0
-    assert "rollout.group_size is 1: grpo compares the answers of a group" in capsys.readouterr().err
+@pytest.mark.parametrize(("change", "said"), [
+    ({"rollout.group_size": 1}, "--set rollout.group_size=1: grpo compares the answers to one prompt with each other, so 1"),
+    ({"rollout.top_k": 1}, "--set rollout.top_k=1: grpo compares"), ({"rollout.min_p": 1.0}, "--set rollout.min_p=1.0: grpo"),
+    ({"reward.task_weight": 0}, "--set reward.task_weight=0: it is 0 and nothing else gives a reward")])
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_settings_without_a_signal_are_refused(folder, capsys, change, said, dry):
+    assert run([*settings(folder, "out", **change), *dry]) == 2
+    assert said in capsys.readouterr().err and not (folder / "out").exists()
+
+
+def test_a_critic_needs_no_group(folder):
+    check_config(load_config(folder / "empty.toml", [word for word in settings(folder, "out", **{
+        "rollout.group_size": 1, "algorithm": "ppo"}) if "=" in word]))
 
 
 def test_an_answer_that_could_not_be_graded_is_no_wrong_answer(folder):

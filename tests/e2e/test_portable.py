@@ -46,7 +46,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_training_run_with_the_portable_kernels(tmp_path):
-    settings = ["steps=2", "rollout.prompts=2", "rollout.group_size=4", "rollout.max_new_tokens=48", f"out={tmp_path / 'run'}"]
+    settings = ["steps=2", "rollout.prompts=2", "rollout.group_size=4", "rollout.max_new_tokens=48", "evaluation.problems=2",
+                f"out={tmp_path / 'run'}"]
     options = [part for setting in settings for part in ("--set", setting)]
     run("-m", "paceline.cli", "train", *options, PACELINE_KERNELS="portable")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

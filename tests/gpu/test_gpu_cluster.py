@@ -74,7 +74,8 @@ def test_a_driver_without_a_gpu_leads_a_worker_that_has_one(tmp_path):
     root = Path(__file__).resolve().parents[2]
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1})
     small = {"cluster.address": cluster.address, "steps": 1, "rollout.prompts": 2, "rollout.group_size": 2,
-             "engine.kv_tokens": 4096, "rollout.max_new_tokens": 24, "compare_off": "false", "out": tmp_path / "run"}
+             "engine.kv_tokens": 4096, "rollout.max_new_tokens": 24, "compare_off": "false", "evaluation.every": 0,
+             "out": tmp_path / "run"}
     try:
         words = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
         ended = subprocess.run([sys.executable, "-m", "paceline.cli", "train", *words], cwd=root, capture_output=True, text=True,

@@ -43,6 +43,7 @@ def test_a_trace_follows_the_engine_steps():
     assert record["lengths"] == [20, 20, 50] and record["drafter_version"] == 3
     assert sums_by_batch([record, record]) == {
         0: {"suffix": Sums(20, pytest.approx(0.2), 60, 20, 80, 40)}, 2: {"none": Sums(40, pytest.approx(0.4), 120, 120, 0, 0)}}
+    assert sums_by_batch([record], "off_batch") == {0: {"none": Sums(1, pytest.approx(0.6), 1, 1, 0, 0)}}
     position = record["position"]
     assert position["width"] == 2 and position["all"][0] == [6, 6] and position["drafted"][0] == [0, 0]
     assert [sum(column) for column in zip(*position["all"], strict=True)] == [90, 70]
@@ -85,7 +86,8 @@ def record(step: int, **changes) -> dict:
 def test_the_figures_of_a_run():
     records = [record(step, **{"reward/mean": step / 10, "time/generate": 4.0, "time/generate_off": 6.0, "time/step": 10.0,
                                "compare/rollouts": 8, "compare/differing": int(step == 3), "generated_tokens": 30,
-                               "verifications": 20, "time/evaluate": 0.5}) for step in range(1, 11)]
+                               "verifications": 20, "time/evaluate": 0.5, "reward/standard_error": 0.05,
+                               "reward/prompts": 8}) for step in range(1, 11)]
     figures = RunFigures.of(records, [{"lengths": [1, 2, 3]}])
     assert figures.summary() == {
         "steps": 10, "reward_first": 0.15, "reward_last": 0.95, "accept_length": 1.5, "length_p50": 2.0,
@@ -97,7 +99,7 @@ def test_the_figures_of_a_run():
 
 @pytest.mark.parametrize(("rewards", "said"), [
     ([], "No steps are recorded yet."), ([0.5], "After one step the mean reward is 0.5."),
-    ([0.5, 0.4], "In 2 steps the mean reward fell from 0.5 to 0.4."), ([0.5, 0.5], "After 2 steps the mean reward is 0.5.")])
+    ([0.5, 0.4], "In 2 steps the mean reward went from 0.5 to 0.4."), ([0.5, 0.5], "After 2 steps the mean reward is 0.5.")])
 def test_headlines(rewards, said):
     figures = RunFigures.of([record(step, **{"reward/mean": reward}) for step, reward in enumerate(rewards, start=1)])
     assert figures.headline() == said and "rollout_speedup" not in figures.summary()

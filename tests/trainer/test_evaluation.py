@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import stdev
 
 import pytest
 from e2e import toy
@@ -85,7 +86,7 @@ def test_pass_at_k():
     config = EvaluationConfig(samples=2, temperature=1.0)
     found = evaluation_metrics([group(1.0, 0.0), group(0.5, 0.0), group(None, 1.0), group(None, None)], config)
     assert found == pytest.approx({"eval/reward": 2.5 / 5, "eval/pass@1": (0.5 + 0 + 1) / 3, "eval/pass@2": 2 / 3,
-                                   "eval/length": 2})
+                                   "eval/length": 2, "eval/prompts": 3, "eval/standard_error": stdev([0.5, 0.25, 1.0]) / 3**0.5})
     assert evaluation_metrics([group(None)], config) == {}
 
 

@@ -26,7 +26,8 @@ def test_dropped_groups_and_ungraded_answers_count():
     found = rollout_metrics([dropped, kept, ungraded])
     assert found == pytest.approx({
         "reward/mean": 2.5 / 4, "reward/max": 1.0, "reward/ungraded": 2, "reward/mixed_groups": 1 / 3, "truncated": 1 / 6,
-        "length/mean": 4.0, "length/p50": 3.5, "length/p99": 7.9, "length/max": 8.0})
+        "length/mean": 4.0, "length/p50": 3.5, "length/p99": 7.9, "length/max": 8.0,
+        "reward/prompts": 2, "reward/standard_error": 0.375})
     alone = rollout_metrics([kept])
     assert alone["reward/mean"] == 0.25 and alone["length/max"] == 3.0
     assert "reward/mean" not in rollout_metrics([ungraded]), "without a grade there is no mean"

@@ -1,21 +1,22 @@
-# Each target does its own set-up: a virtual environment in .venv with everything the project needs.
+# Each target does its own set-up: a virtual environment in .venv, for training with what that needs, for the others with everything.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+READY_DEV := .venv/.ready-dev
 
 .PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server train lint results settings gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
 
-test: $(READY)
+test: $(READY_DEV)
 	$(BIN)/paceline doctor --compile float64 & $(BIN)/paceline doctor --compile bfloat16 & wait
 	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 	-$(BIN)/python scripts/get_smollm2.py
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-test-slow: $(READY)
+test-slow: $(READY_DEV)
 	$(BIN)/python -m pytest -m slow
 
 # With the other library installed in an environment of its own.
@@ -29,10 +30,10 @@ test-verl: .venvs/verl/.ready
 
 # VLLM_PYTHON=… uses an environment that is there already.
 VLLM_PYTHON ?= .venvs/vllm/bin/python
-test-vllm: $(READY) $(if $(filter .venvs/%,$(VLLM_PYTHON)),.venvs/vllm/.ready)
+test-vllm: $(READY_DEV) $(if $(filter .venvs/%,$(VLLM_PYTHON)),.venvs/vllm/.ready)
 	PACELINE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m integration -s tests/integrations/test_vllm_drafters.py
 
-test-server: $(READY)
+test-server: $(READY_DEV)
 	$(BIN)/python -m pytest -m integration -s tests/integrations/test_server_load.py
 
 # vLLM's CPU build, with the requirements that it names, but without torchvision and torchaudio.
@@ -51,25 +52,27 @@ test-server: $(READY)
 	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis
 	touch $@
 
-results: $(READY)
+results: $(READY_DEV)
 	$(BIN)/python benchmarks/lib/make_results.py
 
-settings: $(READY)
+settings: $(READY_DEV)
 	$(BIN)/python scripts/make_settings.py
 
 # On a GPU host: make gpu-check CHECK="--model FOLDER --prompts FILE --train-prompts FILE"
-gpu-check: $(READY)
+gpu-check: $(READY_DEV)
 	$(BIN)/python benchmarks/gpu/check.py $(CHECK)
 
-lint: $(READY)
+lint: $(READY_DEV)
 	$(BIN)/ruff check paceline tests benchmarks scripts examples
 	$(BIN)/mypy
 
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	$(BIN)/paceline doctor --compile float32
-	touch $(READY)
+	$(PYTHON) scripts/set_up.py .venv
+	touch $@
+
+$(READY_DEV): $(READY)
+	$(PYTHON) scripts/set_up.py .venv --extra dev
+	touch $@
 
 clean:
 	rm -rf .venv .venvs .models build *.egg-info

@@ -77,6 +77,8 @@ def cpu_index(progress: Progress) -> list[str]:
 
 def what_pip_does(line: str) -> str | None:
     """What a line of pip's output says, in a few words; None if it says nothing of interest."""
+    if built := re.match(r"\s*((?:Installing build|Preparing|Building) \w+)", line):
+        return built[1].lower()
     found = re.match(r"\s*(Downloading|Collecting|Using cached|Processing) (\S+)(?: .*(\([\d.]+ \w+\)))?", line)
     if found is None:
         return None
@@ -146,9 +148,8 @@ class Compilation:
         """Waits for the end. What could not be compiled now is compiled at its first use."""
         _, errors = self._process.communicate()
         self._progress.show("kernels", "")
-        seconds = time.monotonic() - self._began
-        self._progress.say(f"CPU kernels: compiled in {seconds:.0f} s, while packages were installed" if not
-                           self._process.returncode else f"CPU kernels: compiled at their first use ({errors.strip()[-300:]})")
+        took = f"compiled in {time.monotonic() - self._began:.0f} s"
+        self._progress.say(f"CPU kernels: {f'not compiled yet ({errors.strip()[-300:]})' if self._process.returncode else took}")
 
 
 class Progress:

@@ -21,7 +21,7 @@ class PrintReward(TrainerCallback):
 def main(**changes: Any) -> TrainResult:
     settings = {"model": "default", "task": "collatz", "algorithm": "grpo", "steps": 8, "out": unused_folder("runs/from-python"),
                 "optimizer": {"lr": 1e-4}, "engine": {"suffix_scope": "all"}}
-    result = Trainer(TrainConfig(**{**settings, **changes}), callbacks=[PrintReward()]).run()
+    result = Trainer(TrainConfig(**{**settings, **changes}), callbacks=[PrintReward()], progress=False).run()
     print(f"{result.status.value}: {result.num_steps} steps, policy in {result.policy}")
     return result
 

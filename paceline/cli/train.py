@@ -41,7 +41,8 @@ def train(config: TrainConfig, task: Task, resume: bool = False, open_page: bool
     """Runs the training and returns the exit code. `open_page` shows a live page in a browser meanwhile."""
     page = BrowserView(Path(config.out)) if open_page else nullcontext()
     with page, TerminalView(config) as view:
-        result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task).run()
+        result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task,
+                                       progress=False).run()
     if result.status is RunStatus.COMPLETED:
         show(result, config)
     elif view.is_live:  # the panel has room for a part of it

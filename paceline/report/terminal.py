@@ -6,6 +6,7 @@ Generation calls `TrainView.rollout` after every engine step, so a call that doe
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from paceline.report.formatting import format_duration, format_value
 from paceline.report.metrics import finite_value, phase_seconds
+from paceline.report.ticker import Ticker
 
 _MIN_INTERVAL_S = 1 / 8
 """Shortest time between two drawings of the panel."""
@@ -46,21 +48,25 @@ class TrainView:
         self._progress = RunProgress(title, total_steps, began=time.perf_counter())
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            # Without a refresh thread, which would compete with generation for the interpreter.
+            # Without rich's refresh thread, which would compete with generation for the interpreter.
             self._live = Live(console=self.console, auto_refresh=False, get_renderable=self._draw)
         self._is_closed = False
         self._next_drawing = 0.0
+        self._ticker = Ticker(self._refresh_if_due)  # the clock moves on while nothing else is reported
+        self._lock = threading.RLock()
 
     def __enter__(self) -> TrainView:
         self._progress.began = self._progress.step_ended = time.perf_counter()
         if self._live is not None:
             try:
                 self._live.start(refresh=True)
+                self._ticker.__enter__()
             except OSError:
                 self._is_closed = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ticker.__exit__(kind, error, trace)
         self._progress.rollout, self._progress.phase = None, ""
         if self._live is None or self._is_closed:
             return
@@ -90,7 +96,8 @@ class TrainView:
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Reports that a step is finished, with the metrics that go to the log."""
-        self._progress.end_step(step, metrics, time.perf_counter())
+        with self._lock:
+            self._progress.end_step(step, metrics, time.perf_counter())
         if self._live is None:
             self._print(plain_line(self._progress))
         else:
@@ -99,7 +106,8 @@ class TrainView:
     def warn(self, line: str) -> None:
         """Shows a warning."""
         line = _one_line(line)
-        self._progress.warnings.append(line)
+        with self._lock:
+            self._progress.warnings.append(line)
         if self._live is None:
             self._print(f"warning: {line}")
         else:
@@ -133,7 +141,8 @@ class TrainView:
             return
         began = time.perf_counter()
         try:
-            self._live.refresh()
+            with self._lock:  # the ticker draws as well
+                self._live.refresh()
         except OSError:
             self._is_closed = True
         ended = time.perf_counter()

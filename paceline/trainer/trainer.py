@@ -30,14 +30,16 @@ from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import AutoSelector
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
-from paceline.trainer.config_files import dump_config
+from paceline.trainer.config_files import dump_config, unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
+from paceline.trainer.main_guard import check_main_guard
 from paceline.trainer.memory import check_memory
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner, shared_weights
+from paceline.trainer.progress import ProgressBar
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
 from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.summary import rollout_metrics
@@ -53,7 +55,8 @@ class Trainer:
     >>> result = Trainer(TrainConfig(task="gsm8k", out="runs/gsm8k")).run()
     >>> result.summary["reward_last"]
 
-    Nothing is printed: what a run has to say goes to `callbacks`, to `logging` and into the run folder.
+    Progress is shown on stderr unless `progress` is False. Everything else that a run has to say goes to `callbacks`, to
+    `logging` and into the run folder.
     """
 
     has_workers = False
@@ -79,20 +82,36 @@ class Trainer:
     tokenizer: Any
 
     def __init__(self, config: TrainConfig, *, callbacks: Sequence[TrainerCallback] = (), resume: bool = False,
-                 task: Task | None = None) -> None:
-        """`resume` continues the run in `config.out` from its last checkpoint; otherwise that folder must be empty. `task` is
-        used instead of the one that `config.task` names."""
+                 task: Task | None = None, progress: bool = True) -> None:
+        """`resume` continues the run in `config.out` from its last checkpoint; otherwise that folder must be empty, and if none
+        is set, the first of `runs/default`, `runs/default-2`, … that is free is used. `task` is used instead of the one that
+        `config.task` names. `progress` shows a bar on a terminal and in a notebook, otherwise one line per step."""
         self.config, self.callbacks, self.resume, self._task = config, list(callbacks), resume, task
+        self.progress = progress
 
     def run(self) -> TrainResult:
         """Does all remaining steps. Wrong settings are a ValueError; a KeyboardInterrupt ends the run and is part of the
         result."""
+        if not self.progress:
+            return self._run()
+        with ProgressBar(self.config) as bar:
+            self.callbacks.insert(0, bar)
+            try:
+                return self._run()
+            finally:
+                self.callbacks.remove(bar)
+
+    def _run(self) -> TrainResult:
         given = self.config
+        if not self.resume and "out" not in given.model_fields_set:
+            given = given.model_copy(update={"out": unused_folder(given.out)})
         if given.cluster.needs_ray and not self.has_workers:
             raise ValueError("cluster: several workers need paceline.cluster.trainer.ClusterTrainer")
         self._task = check_config(given, self.resume, self._task)
         self.config = config = given.model_copy(update={"device": self._resolve_device()})
         check_memory(config)
+        if config.reward.workers:
+            check_main_guard()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         with RunFolder(Path(config.out)) as self.folder:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from paceline.report import TrainView
 from paceline.report.terminal import apportion, sparkline
+from paceline.report.ticker import Ticker
 from paceline.types import Strategy
 
 
@@ -82,6 +83,19 @@ def test_the_panel_shows_the_run(clock):
     assert all(part in last for part in ("31/200", "eta", "0.625", "p50 321", "p99 1,234", "max 5,678", "█", "generate"))
     assert "warning number 5" in last and last.count("warning number 0") == 1  # the early ones below the panel
     assert max(map(len, after.splitlines())) <= 80
+
+
+def test_the_clock_moves_while_nothing_is_reported(clock, monkeypatch):
+    monkeypatch.setattr("paceline.report.terminal.Ticker", lambda call: Ticker(call, 0.01))
+    console = terminal()
+    with TrainView("run", 10, console) as view:
+        view.phase("train")
+        for seconds in (61, 62, 63):
+            clock[0] = 100.0 + seconds
+            deadline = time.perf_counter() + 5
+            while f"1:{seconds - 60:02}" not in text_of(console) and time.perf_counter() < deadline:
+                time.sleep(0.01)
+            assert f"1:{seconds - 60:02}" in text_of(console)
 
 
 def test_without_colours_or_unicode_phases_are_letters():

@@ -75,7 +75,7 @@ def step_events(step: int) -> list[tuple[str, object]]:
 
 def test_callbacks_are_told_and_nothing_is_printed(folder, capfd):
     recorder = Recorder()
-    result = Trainer(make_config(folder), callbacks=[recorder]).run()
+    result = Trainer(make_config(folder), callbacks=[recorder], progress=False).run()
     warm_up = [("warm-up", (part, 3)) for part in (1, 2, 3)]
     assert recorder.events == [("run begin", 0), *warm_up, *step_events(1), *step_events(2), ("checkpoint", 2), *step_events(3),
                                ("checkpoint", 3), ("run end", RunStatus.COMPLETED)]

@@ -44,6 +44,8 @@ def train(config: TrainConfig, task: Task, resume: bool = False, open_page: bool
         result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task,
                                        progress=False).run()
     if result.status is RunStatus.COMPLETED:
+        if result.message:
+            say(result.message)
         show(result, config)
     elif view.is_live:  # the panel has room for a part of it
         say(result.message)

@@ -3,7 +3,7 @@
 Nothing in this package imports torch; matplotlib and tensorboard are imported only when they are used.
 """
 
-from paceline.report.figures import RunFigures
+from paceline.report.figures import HeldOut, RunFigures
 from paceline.report.html import write_comparison, write_report
 from paceline.report.live import LivePage
 from paceline.report.metrics import EventLog, length_metrics, read_evaluations, read_metrics, read_traces
@@ -11,5 +11,5 @@ from paceline.report.run import Run
 from paceline.report.terminal import TrainView
 from paceline.report.trace import RolloutTrace
 
-__all__ = ["EventLog", "LivePage", "RolloutTrace", "Run", "RunFigures", "TrainView", "length_metrics",
+__all__ = ["EventLog", "HeldOut", "LivePage", "RolloutTrace", "Run", "RunFigures", "TrainView", "length_metrics",
            "read_evaluations", "read_metrics", "read_traces", "write_comparison", "write_report"]

@@ -73,7 +73,7 @@ def write_comparison(first: Path | str, second: Path | str, path: Path | None = 
 def report_page(run: Run, live: bool = False) -> str:
     """The report of a run. A `live` page fetches itself again and again from the server it came from."""
     return _render("run.html", live, run=run, cards=cards(run.figures), alarms=_alarms(run.records), sections=sections(run),
-                   further=further_charts(run.records), examples=pick_examples(run.folder))
+                   further=further_charts(run.records), examples=pick_examples(run.folder), change_rows=_change_rows(run))
 
 
 def comparison_page(first: Run, second: Run, live: bool = False) -> str:
@@ -141,6 +141,10 @@ def _render(template: str, live: bool = False, **values: Any) -> str:
     environment.globals.update(format_value=format_value, palette_css=Markup(PALETTE_CSS), live_script=Markup(script),
                                script_digest=digest)
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", environment.get_template(template).render(values))
+
+
+def _change_rows(run: Run) -> list[tuple[str, str]]:
+    return [(f"from step {change.step} on", f"{change.name}: {change.before} → {change.after}") for change in run.changes]
 
 
 def _alarms(records: Sequence[Record]) -> list[tuple[str, str]]:

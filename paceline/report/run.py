@@ -7,7 +7,7 @@ import datetime
 import fcntl
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from paceline.report.figures import RunFigures
 from paceline.report.formatting import format_steps
 from paceline.report.metrics import METRICS_FILE, Record, finite_value, read_evaluations, read_metrics, read_traces
+from paceline.report.settings import SettingChange, flatten, read_history, setting_changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Run:
     figures: RunFigures
     evaluations: Sequence[Record] = ()
     """Results of evaluations on held-out problems, also of the one before the first step."""
+    changes: Sequence[SettingChange] = ()
+    """Settings that changed when the run was resumed."""
 
     @classmethod
     def read(cls, folder: Path | str) -> Run:
@@ -51,7 +54,7 @@ class Run:
             raise ValueError(f"{folder}: there is neither {METRICS_FILE} nor config.json; is it a run folder?")
         evaluations = read_evaluations(folder)
         return cls(folder, records, traces, config, name, error, is_locked(folder),
-                   RunFigures.of(records, traces, evaluations), evaluations)
+                   RunFigures.of(records, traces, evaluations), evaluations, setting_changes(read_history(folder)))
 
     @property
     def name(self) -> str:
@@ -96,10 +99,14 @@ class Run:
         return finite_value(rollout, "max_new_tokens") if isinstance(rollout, Mapping) else None
 
     def settings(self) -> list[tuple[str, str]]:
-        """All settings as pairs of a dotted name and a value."""
+        """All settings as pairs of a dotted name and a value, with the values that earlier steps had."""
         if self.config_error:
             return [(self.config_name, self.config_error)]
-        return list(_flatten("", self.config)) if self.config else []
+        earlier: dict[str, list[str]] = {}
+        for change in self.changes:
+            earlier.setdefault(change.name, []).append(f"{change.before} until step {change.step - 1}")
+        return [(name, f"{value} ({', '.join(earlier[name])})" if name in earlier else value)
+                for name, value in flatten(self.config)]
 
 
 def _read_config(folder: Path) -> tuple[str, Mapping[str, Any], str]:
@@ -125,14 +132,3 @@ def is_locked(folder: Path) -> bool:
         except OSError:
             pass  # some file systems do not support locks
     return False
-
-
-def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Nested settings as pairs of a dotted name and a value."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flatten(f"{prefix}.{name}" if prefix else str(name), inner)
-    elif isinstance(value, float):
-        yield prefix, f"{value:.6g}"
-    else:
-        yield prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -45,7 +45,7 @@ class TrainResult:
     """Hugging Face folder of the policy with the best evaluation. None: the run was not evaluated, or its first policy is the
     best."""
     message: str = ""
-    """Why the run failed or was interrupted; empty if it was completed."""
+    """Why the run failed or was interrupted, or that all steps had been done before; otherwise empty."""
 
 
 class RolloutProgress(NamedTuple):

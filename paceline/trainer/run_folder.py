@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import IO, Any
 
 from paceline.files import atomic_write
+from paceline.report.settings import HISTORY_FILE
 from paceline.trainer.health import GradingFailure
 from paceline.types import Rollout, RolloutGroup
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.json", "summary.json", ".lock"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
-_STARTED = (LOCK_FILE, CONFIG_FILE, "settings.json", "timeline.jsonl", "timeline.trace.json", "evaluations.jsonl")
+_STARTED = (LOCK_FILE, CONFIG_FILE, HISTORY_FILE, "settings.json", "timeline.jsonl", "timeline.trace.json", "evaluations.jsonl")
 """Files that a run writes before its first step."""
 _EMPTY = ("metrics.jsonl", "answers.jsonl", "checkpoints", "drafter", "records", "held_out", "checkpoint")
 """Files and folders that are empty until the first step is done."""
@@ -136,6 +137,10 @@ class RunFolder:
             match = re.fullmatch(r"rollouts-(\d+)\.jsonl", file.name)
             if match and int(match[1]) > step:
                 file.unlink()
+
+    def remove_summary(self) -> None:
+        """Removes the summary of a run that goes on."""
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes `summary.json`."""

@@ -21,7 +21,7 @@ from paceline.engine import Engine
 from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
 from paceline.optim import NonFiniteError
-from paceline.report import EventLog, RolloutTrace, RunFigures, read_metrics, read_traces
+from paceline.report import EventLog, HeldOut, RolloutTrace, RunFigures, read_evaluations, read_metrics, read_traces
 from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder, read_state
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
@@ -30,7 +30,7 @@ from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.strategy import AutoSelector
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
-from paceline.trainer.config_files import dump_config, unused_folder
+from paceline.trainer.config_files import unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.evaluation import Evaluator, split_task
@@ -41,7 +41,8 @@ from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner, shared_weights
 from paceline.trainer.progress import ProgressBar
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
-from paceline.trainer.run_folder import CONFIG_FILE, GRADING_FAILURES_FILE, RunFolder, not_empty
+from paceline.trainer.run_folder import GRADING_FAILURES_FILE, RunFolder, not_empty
+from paceline.trainer.run_settings import write_settings
 from paceline.trainer.summary import rollout_metrics
 from paceline.trainer.validation import check_config
 from paceline.types import EngineStats, RolloutGroup, StepResult
@@ -76,7 +77,7 @@ class Trainer:
     """Watches over the learned drafter; None if there is none."""
     collector: RolloutCollector
     pool: RewardPool
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None = None
     """Evaluates the policy on held-out problems; None if the run is not evaluated."""
     checkpoints: Checkpoints
     tokenizer: Any
@@ -115,14 +116,21 @@ class Trainer:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         with RunFolder(Path(config.out)) as self.folder:
-            if not self.resume:
-                if not self.folder.is_new:
-                    raise ValueError(f"out: {not_empty(self.folder.path)}")
+            if not self.resume and not self.folder.is_new:
+                raise ValueError(f"out: {not_empty(self.folder.path)}")
+            if self.folder.is_new:
                 self.folder.clear()
-            self.folder.write(CONFIG_FILE, dump_config(given))
+                write_settings(self.folder, given, 1)
             try:
-                self._load()
-                status, message = self._train()
+                self._load_checkpoint()
+                if self.state.step >= config.steps:
+                    status, message = RunStatus.COMPLETED, self._already_complete()
+                else:
+                    self._load()
+                    self.folder.remove_summary()
+                    for change in write_settings(self.folder, given, self.state.step + 1):
+                        self._note(str(change))
+                    status, message = self._train()
             finally:
                 self._close()
             result = self._result(status, message)
@@ -137,14 +145,11 @@ class Trainer:
     # Loading
 
     def _load(self) -> None:
-        config, folder = self.config, self.folder
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.keep_checkpoints, str(resolve_model(config.model)))
-        task = self._task
+        config, folder, task = self.config, self.folder, self._task
         assert task is not None
         if config.reward.functions or config.reward.task_weight != 1:
             task = WeightedRewards(task, config.reward.functions, config.reward.task_weight)
         training_task, held_out = split_task(config, task)
-        self._load_checkpoint()
         folder.remove_rollouts_after(self.state.step)
         self.engine = self._make_engine()
         self.baseline = self._make_baseline()
@@ -170,6 +175,9 @@ class Trainer:
     def _load_checkpoint(self) -> None:
         """Loads the policy and the trainer's state from the latest checkpoint that is intact. A damaged one is set aside, and the
         steps since the one before are repeated."""
+        config = self.config
+        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep_checkpoints,
+                                       str(resolve_model(config.model)))
         latest = self.checkpoints.latest()
         try:
             self.state = read_state(latest) if latest is not None else RunState()
@@ -184,6 +192,14 @@ class Trainer:
                                  "anew") from None
             self._warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
             self._load_checkpoint()
+
+    def _already_complete(self) -> str:
+        """What to say of a run that has no step left to do."""
+        step = self.state.step
+        best = HeldOut.of(read_evaluations(self.folder.path))
+        self.checkpoints.best = None if best is None else self.checkpoints.of_step(best.best_step)
+        return (f"{self.folder.path} is complete, {step} steps are done; paceline train --resume {self.folder.path} --set "
+                f"steps={2 * step} continues it")
 
     def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
         learner, tokenizer = make_learner(self.config, checkpoint)
@@ -435,7 +451,7 @@ class Trainer:
 
     def _summary(self) -> dict[str, Any]:
         records = read_metrics(self.folder.path)
-        evaluations = [] if self.evaluator is None else self.evaluator.records
+        evaluations = read_evaluations(self.folder.path) if self.evaluator is None else self.evaluator.records
         return RunFigures.of(records, read_traces(self.folder.path, records), evaluations).summary()
 
     def _last_good_checkpoint(self) -> str:

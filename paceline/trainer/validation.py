@@ -23,6 +23,7 @@ from paceline.trainer.device import check_run_device, check_worker_gpus, cluster
 from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
 from paceline.trainer.run_folder import holds_no_step, not_empty
+from paceline.trainer.run_settings import check_resumable
 from paceline.types import SamplingParams
 
 
@@ -62,7 +63,9 @@ def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:
 
 def _file_checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Models and folders, which may have to be looked for elsewhere."""
-    if not resume:
+    if resume:
+        yield "", lambda: check_resumable(config)
+    else:
         yield "model", lambda: check_model(config.model)
     if config.reward_model is not None:
         yield "reward_model", lambda: check_model(config.reward_model or "")

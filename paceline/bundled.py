@@ -1,4 +1,4 @@
-"""The policy and the training configuration that are bundled with the package."""
+"""The policy, the training configuration and the data of a simulation that are bundled with the package."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def resolve_model(model: str | Path) -> Path | str:
 def default_train_config() -> Path:
     """The TOML file that `paceline train` runs without arguments."""
     return Path(str(files("paceline") / "assets" / "train.toml"))
+
+
+def simulation_file(name: str) -> Path:
+    """A file of the example simulation: `lengths.csv`, a hundred log-normal answer lengths with median 1,500; `h200-7b.json`, the
+    cost curve of a 7B policy on an H200; `h200-drafter.json`, a drafter's coverage by its training time, measured there."""
+    return Path(str(files("paceline") / "assets" / "simulation" / name))

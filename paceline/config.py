@@ -236,7 +236,7 @@ class ClusterConfig(Config):
     """Rollouts on several workers. Nothing in this class but `carry_over` changes a generated token."""
 
     workers: int = Field(1, ge=1)
-    """Number of workers that generate, each in a process of its own. More than 1 needs Ray (`pip install paceline[cluster]`)."""
+    """Number of workers that generate, each in a process of its own. More than 1 needs Ray (`pip install '.[cluster]'`)."""
     address: str | None = None
     """Ray cluster to join: `auto`, or the address of its head node. None: Ray is started on this machine if it is needed."""
     cpus_per_worker: float = Field(0.0, ge=0)

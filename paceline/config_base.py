@@ -68,7 +68,7 @@ class Config(BaseModel):
         field = None if info.field_name is None else cls.model_fields.get(info.field_name)
         values = value if isinstance(value, list | tuple) else (value,)
         if field is not None and any(isinstance(one, bool) for one in values) and _has_numbers(field.annotation):
-            raise ValueError("a number is wanted, not a truth value")
+            raise ValueError("must be a number")
         return value
 
 
@@ -79,9 +79,9 @@ def _has_numbers(annotation: Any) -> bool:
 
 _WANTED = {
     "greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}", "less_than": "< {lt:g}", "less_than_equal": "<= {le:g}",
-    "finite_number": "a finite number", "int_parsing": "a whole number", "int_type": "a whole number",
-    "int_from_float": "a whole number", "int_parsing_size": "a whole number of this size", "float_parsing": "a number",
-    "float_type": "a number", "bool_parsing": "true or false", "bool_type": "true or false", "string_type": "a text in quotes",
+    "finite_number": "a finite number", "int_parsing": "an integer", "int_type": "an integer",
+    "int_from_float": "an integer", "int_parsing_size": "a smaller integer", "float_parsing": "a number",
+    "float_type": "a number", "bool_parsing": "true or false", "bool_type": "true or false", "string_type": "a string",
     "dict_type": "a table", "model_type": "a table", "model_attributes_type": "a table", "tuple_type": "a list",
     "list_type": "a list", "too_long": "a list of {max_length}", "too_short": "a list of {min_length}"}
 """What was wanted, by the type of pydantic's error record."""
@@ -96,14 +96,14 @@ def _problems(error: Any) -> list[ConfigProblem]:
     if kind == "extra_forbidden":
         return [ConfigProblem(key, "no such key", is_unknown=True)]
     if kind == "missing":
-        return [ConfigProblem(key, "it must be given")]
+        return [ConfigProblem(key, "is required")]
     if kind == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ")
         near = suggest(str(error["input"]), choices.split(", ")) if isinstance(error["input"], str) else ""
         return [ConfigProblem(key, f"{_shown(error['input'])} is not one of {choices}{near}")]
     if kind != "value_error":
-        wanted = _WANTED[kind].format(**context) if kind in _WANTED else "valid here"
-        return [ConfigProblem(key, f"{_shown(error['input'])} is not {wanted}")]
+        wanted = _WANTED[kind].format(**context) if kind in _WANTED else "of another type"
+        return [ConfigProblem(key, f"must be {wanted}, not {_shown(error['input'])}")]
     return [ConfigProblem(key, f"{inner} (given: {_shown(error['input'])})" if key else str(inner))]
 
 

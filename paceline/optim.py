@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from paceline.extras import install_command
+
 Schedule = Literal["constant", "linear", "cosine"]
 _CODES, _SCALE = "codes", "scale"
 """Parts of a moment in 8 bits: one byte per value, and one float32 factor per block of values."""
@@ -76,7 +78,7 @@ def make_adamw_8bit(parameters: Iterable[nn.Parameter], lr: float, betas: tuple[
     try:
         from torchao.optim import AdamW8bit  # takes seconds to import
     except ImportError as error:
-        raise ValueError("optimizer.kind: adamw_8bit needs the package torchao; pip install 'paceline[lowmem]'") from error
+        raise ValueError(f"optimizer.kind: adamw_8bit needs the package torchao; {install_command('lowmem')}") from error
     return AdamW8bit(_parameter_groups(parameters, lr, weight_decay), lr=lr, betas=betas, eps=eps)
 
 

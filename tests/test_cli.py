@@ -190,7 +190,7 @@ def test_bad_lines_are_named_and_the_others_finish(model: Path, whole: Rollouts,
            {"token_ids": [61]}, {"token_ids": [1.5]}, {"token_ids": [1] * 256}, {"id": True, "prompt": "a"},
            {"prompt": "a", "seed": "7"}, {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": "a"}]},
            {"id": "a", "prompt": "again"}, {"prompt": "no id"}, '{"prompt": "\\ud800"}', {"id": "\ud83d", "prompt": "a"}]
-    said = ["not JSON", "not a JSON object", "exactly one of prompt, messages, token_ids is wanted, found none",
+    said = ["not JSON", "not a JSON object", "exactly one of prompt, messages, token_ids is required, found none",
             "found prompt and token_ids", "prompt: not a string", "prompt: it is empty", "token id 61",
             "not all are integers", "256 tokens leave no room", "id: neither",
             "seed: not a 64-bit integer", '"content"', "no chat template",

@@ -6,8 +6,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import socket
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,14 @@ from typer.main import get_command
 from paceline import Engine, SamplingParams
 from paceline.cli import main
 from paceline.cli.app import app
+from paceline.cli.options import complete_setting
 from paceline.config import TrainConfig
+from paceline.extras import install_command
+from paceline.models.weights import check_model
 from paceline.names import suggest
 from paceline.report import TrainView
 
+ROOT = Path(__file__).resolve().parent.parent
 BROKEN_GRADER = "def score(problem, answer):\n    return 1 / 0\n"
 QUICK = ["--set", "steps=1", "--set", "rollout.prompts=2", "--set", "rollout.group_size=2", "--set", "rollout.max_new_tokens=8",
          "--set", "compare_off=false", "--set", "threads=1", "--set", "device=cpu", "--set", "strategy=off",
@@ -79,18 +85,18 @@ TRAIN = {
     "output_dir=x": "it is called out here",
     "tensor_parallel_size=2": "an engine runs on one device",
     # values
-    "steps=many": "--set steps=many: 'many' is not a whole number",
-    "steps=2.5": "--set steps=2.5: 2.5 is not a whole number",
-    "steps=0": "--set steps=0: 0 is not >= 1",
-    "optimizer.lr=-1": "--set optimizer.lr=-1: -1 is not > 0",
-    "optimizer.lr=nan": "--set optimizer.lr=nan: nan is not a finite number",
+    "steps=many": "--set steps=many: must be an integer, not 'many'",
+    "steps=2.5": "--set steps=2.5: must be an integer, not 2.5",
+    "steps=0": "--set steps=0: must be >= 1, not 0",
+    "optimizer.lr=-1": "--set optimizer.lr=-1: must be > 0, not -1",
+    "optimizer.lr=nan": "--set optimizer.lr=nan: must be a finite number, not nan",
     "optimizer.schedule=cosin": "'cosin' is not one of constant, linear, cosine; did you mean cosine?",
-    "compare_off=maybe": "--set compare_off=maybe: 'maybe' is not true or false",
-    "rollout=3": "--set rollout=3: 3 is not a table",
+    "compare_off=maybe": "--set compare_off=maybe: must be true or false, not 'maybe'",
+    "rollout=3": "--set rollout=3: must be a table, not 3",
     "dtype=fp8": "--set dtype=fp8: 'fp8' is not one of float32, float64, bfloat16",
     "seed=99999999999999999999": "--set seed=99999999999999999999: 99999999999999999999 is not a 64-bit integer",
-    "optimizer.betas=[0.9, 1]": "optimizer.betas.1: 1 is not < 1",
-    "threads=100000": "--set threads=100000: 100000 is not <= 1024",
+    "optimizer.betas=[0.9, 1]": "optimizer.betas.1: must be < 1, not 1",
+    "threads=100000": "--set threads=100000: must be <= 1024, not 100000",
     "rollout.temperature=1e-9": "--set rollout.temperature=1e-9: 1e-09 is not 0 or in 1e-06..1e+06",
     "rollout.stop=[\"\"]": "is not a list of non-empty strings",
     "learner.lora_targets=[\"q\"]": "'q' is not one of qkv, o, gate_up, down, q_proj",
@@ -102,13 +108,15 @@ TRAIN = {
     "task=colatz": "--set task=colatz: there is no 'colatz', did you mean collatz?",
     "strategy=fast": "--set strategy=fast: 'fast': expected off, auto, beg, or like suffix:d8w2v16",
     "strategy=eagle:d6w4v32": "strategy eagle:d6w4v32: it needs a learned drafter",
-    "drafter=sufix": "--set drafter=sufix: sufix: neither suffix nor none, and no such folder of a learned drafter; "
+    "drafter=sufix": "--set drafter=sufix: sufix: not one of suffix, none, learned, and no folder of a learned drafter; "
                      "did you mean suffix?",
     "drafter=folder": "folder: not a drafter folder, config.json is missing",
     "model=/no/model": "--set model=/no/model: /no/model: no such folder or file",
     "model=folder": "config.json: no such file",
     "model=text.txt": "text.txt: neither a model folder nor a .gguf file",
-    "device=gpu": "gpu: not a device, such as auto, cpu or cuda",
+    "device=gpu": "gpu: not a device, such as auto, cpu or cuda; did you mean cuda?",
+    "drafter=lerned": "lerned: not one of suffix, none, learned, and no folder of a learned drafter; did you mean learned?",
+    "model=defualt": "; did you mean default?",
     "device=cuda:99": "cuda:99: ",
     "reward_model=/no/judge": "--set reward_model=/no/judge: ",
     "out=text.txt": "--set out=text.txt: text.txt is a file, not a folder",
@@ -133,7 +141,7 @@ REFUSED = {
     "train --set task=jsonl --set task_options.data=nowhere.jsonl": "there is no nowhere.jsonl",
     "train --set task=jsonl --set task_options.data=empty.jsonl": "holds no problems",
     "train --set task=jsonl --set task_options.data=bad.jsonl": "no field 'prompt' (there are promt)",
-    "train --set task=python --set task_options.data=good.jsonl": "function: it must be given",
+    "train --set task=python --set task_options.data=good.jsonl": "function: is required",
     "train --set task=python --set task_options.data=good.jsonl --set task_options.function=none.py:f": "there is no file",
     "train --set task=python --set task_options.data=good.jsonl --set task_options.function=grader.py:f":
         "cannot import",
@@ -143,27 +151,30 @@ REFUSED = {
     # the command line itself
     "trian": "trian: no such command; did you mean train?",
     "drafter tarin": "tarin: no such command; did you mean train?",
-    "generate": "--model: it must be given. Hugging Face folder",
+    "train --steps 4": "--steps: no such option; settings are given with --set: --set steps=VALUE",
+    "train --learning-rate 1e-5": "--learning-rate: no such option; settings are given with --set: --set optimizer.lr=VALUE",
+    "generate --model default --prompts good.jsonl": "give either prompts as text (--prompt), or a file of prompts",
+    "generate": "--model is required. Hugging Face folder",
     "generate --modle x": "--modle: no such option; did you mean --model?",
     "generate --max-tokens 5": "--max-tokens: no such option; it is called --max-new-tokens here",
     "generate --num-return-sequences 5": "--num-return-sequences: no such option; it is called --n here",
     "generate --n": "--n: a value must follow it",
-    "generate --n three": "--n: a whole number is wanted",
-    "generate --n 0": "--n: at least 1 is wanted",
+    "generate --n three": "--n: must be an integer",
+    "generate --n 0": "--n: must be at least 1",
     "train --dry-run=yes": "--dry-run: it takes no value",
     # generate
     "generate {g} --prompts nowhere.jsonl": "nowhere.jsonl: no such file of prompts",
     "generate {g} --prompts folder": "folder: is a folder, not a file of prompts",
     "generate {g} --prompts empty.jsonl": "empty.jsonl: there is no prompt in it",
     "generate {g} --prompts blank.jsonl": "blank.jsonl: there is no prompt in it",
-    "generate {g} --prompts bad.jsonl": "bad.jsonl:1: exactly one of prompt, messages, token_ids is wanted, found none",
+    "generate {g} --prompts bad.jsonl": "bad.jsonl:1: exactly one of prompt, messages, token_ids is required, found none",
     "generate {g} --strategy model": "strategy 'model': expected off, auto, beg, or like",
     "generate {g} --strategy eagle:d6w4v32": "it needs a learned drafter",
     "generate {g} --drafter sufix": "did you mean suffix?",
     "generate {g} --model /no/model": "/no/model: no such folder or file, and not a hub id",
     "generate {g} --device abacus": "device abacus: not a device, such as auto, cpu or cuda",
     "generate {g} --dtype int3": "dtype: int3 is not supported",
-    "generate {g} --temperature hot": "--temperature: a number is wanted",
+    "generate {g} --temperature hot": "--temperature: must be a number",
     "generate {g} --temperature -1": "temperature: -1.0 is not 0 or in",
     "generate {g} --top-p 0": "top_p: 0.0 is not in (0, 1]",
     "generate {g} --out folder": "folder: is a folder, not an output file",
@@ -182,7 +193,7 @@ REFUSED = {
         "--set learning_rate=1: no such key; it is called lr here",
     "drafter train --model default --prompts task:collatz --out d --form medusa": "form: 'medusa' is not one of",
     "drafter eval --model default --drafter folder --prompts task:collatz": "folder: not a drafter folder",
-    "drafter eval --model default --drafter folder": "prompts, records: exactly one of them must be given",
+    "drafter eval --model default --drafter folder": "prompts, records: exactly one of them is required",
     "export nowhere --to vllm --out x": "nowhere",
     "export folder --to gguf --out x": "--to: gguf is not one of",
     "simulate --lengths nowhere.csv --curve nowhere.json": "nowhere",
@@ -213,7 +224,7 @@ def test_serve(here, capsys):
     pytest.importorskip("uvicorn")
     check_refused(here, capsys, ["serve", "--model", "/no/model"], "/no/model: no such folder or file")
     check_refused(here, capsys, ["serve", "--model", "default", "--strategy", "fast"], "strategy 'fast': expected off, auto, beg")
-    check_refused(here, capsys, ["serve", "--model", "default", "--port", "99999"], "--port: at most 65535 is wanted")
+    check_refused(here, capsys, ["serve", "--model", "default", "--port", "99999"], "--port: must be at most 65535")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         check_refused(here, capsys, ["serve", "--model", "default", "--port", port], f"--port {port}: Address already in use")
@@ -224,7 +235,7 @@ def test_serve(here, capsys):
 
 @pytest.mark.parametrize(("call", "said"), [
     (lambda: Engine.load("default", max_num_seqs=4), "max_num_seqs: no such key; it is called max_batch here"),
-    (lambda: Engine.load("default", max_batch=0), "max_batch: 0 is not >= 1"),
+    (lambda: Engine.load("default", max_batch=0), "max_batch: must be >= 1, not 0"),
     (lambda: Engine.load("default", strategy="fast"), "strategy 'fast': expected off, auto, beg"),
     (lambda: Engine.load("default", drafter="sufix"), "did you mean suffix?"),
     (lambda: Engine.load("/no/model"), "/no/model: no such folder or file, and not a hub id"),
@@ -309,6 +320,50 @@ def test_generate_leaves_no_empty_files_and_says_where_it_runs(here, capsys, mon
 
 def fail(*_: object) -> None:
     raise ValueError("as if the weights were damaged")
+
+
+def test_generate_takes_plain_text_and_keeps_the_prompt(here, capsys):
+    short = ["--model", "default", "--max-new-tokens", "4", "--threads", "1", "--strategy", "off", "--temperature", "0"]
+    assert run("generate", *short, "--prompt", "27:", "--prompt", "4:") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 and printed[0].startswith("27: 8") and printed[1].startswith("4: 2")
+    (here / "prompts.txt").write_text("27:\n\n4:\n")
+    assert run("generate", *short, "--prompts", "prompts.txt", "--out", "out.jsonl") == 0
+    found = {record["prompt"]: record["text"] for record in map(json.loads, (here / "out.jsonl").read_text().splitlines())}
+    assert [f"{prompt}{found[prompt]}" for prompt in ("27:", "4:")] == printed
+
+
+def test_settings_are_completed():
+    assert complete_setting("optimizer.l") == ["optimizer.lr="]
+    assert {"steps=", "strategy=", "seed="} <= set(complete_setting("s"))
+
+
+@pytest.mark.parametrize("extra", ["wandb", "cluster", "server", "lowmem"])
+def test_advice_to_install_names_the_packages_themselves(extra, monkeypatch):
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    monkeypatch.setattr("paceline.extras.requires", lambda name: [f'{each}; extra == "{key}"' for key, found in wanted.items()
+                                                                  for each in found if ";" not in each])
+    names = shlex.split(install_command(extra))[2:]
+    assert sorted(re.split("[<>=]", name)[0] for name in names) == sorted(re.split("[<>=]", name)[0] for name in wanted[extra])
+
+
+def test_no_message_advises_an_index_that_does_not_have_the_package():
+    for path in [*(ROOT / "paceline").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*")]:
+        if path.suffix in (".py", ".md"):
+            assert "pip install paceline" not in path.read_text() and "install 'paceline" not in path.read_text(), path
+
+
+def test_a_hub_that_is_not_there_is_not_waited_for(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("paceline.models.huggingface.getproxies", dict)
+    monkeypatch.setattr("paceline.models.huggingface.socket.create_connection", refuse)
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"nobody/nothing: no such folder here, .* the hub is not reached"):
+        check_model("nobody/nothing")
+    assert time.perf_counter() - began < 5
 
 
 def test_standard_input_without_a_prompt(here, monkeypatch, capsys):

@@ -8,12 +8,12 @@ from pathlib import Path
 import paceline
 
 ROOT = Path(paceline.__file__).parent
-LEAVES = {"names", "types", "config", "config_base", "files", "optim", "packing", "bundled", "jit_cache", "garbage"}
+LEAVES = {"names", "extras", "types", "config", "config_base", "files", "optim", "packing", "bundled", "jit_cache", "garbage"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
     "names": set(), "types": {"names"}, "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
-    "optim": {"config"}, "packing": set(), "bundled": set(), "jit_cache": set(), "garbage": set(),
+    "extras": set(), "optim": {"config", "extras"}, "packing": set(), "bundled": set(), "jit_cache": set(), "garbage": set(),
     "kernels": LEAVES, "cache": LEAVES, "strategy": LEAVES, "tasks": LEAVES, "report": LEAVES,
     "models": LEAVES | {"kernels"},
     "drafters": LEAVES | {"models", "kernels"},

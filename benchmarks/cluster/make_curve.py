@@ -16,12 +16,12 @@ import numpy as np
 from scipy.optimize import nnls
 
 from benchmarks.lib.results import ROOT
+from paceline.bundled import simulation_file
 from paceline.models.config import ModelConfig
 from paceline.strategy import CostCurve, Points
 from paceline.types import Strategy
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-HERE = ROOT / "benchmarks" / "cluster"
 KNOTS = (256, 512, 1024, 2048)
 """Rows beyond the measured batch sizes at which the policy's curve has a corner."""
 SHAPE = ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
@@ -57,11 +57,11 @@ def main() -> None:
                       Points.through([(n, level + level_row * n) for n in (1, 1024)]),
                       request_context_ms=1e3 * kv_bytes / READ_BYTES_PER_MS)
     errors = [abs(np.dot(row, found) - target) * w for row, target, w in zip(rows, targets, weights, strict=True)]
-    (HERE / "h200-7b.json").write_text(curve.dumps() + "\n")
+    simulation_file("h200-7b.json").write_text(curve.dumps() + "\n")
     marks = json.loads((RESULTS / "drafter_training.json").read_text())["forms"]["hass"]["marks"]
     realized = float(np.mean([(m["measured"]["eagle:d6w4v48"] - 1) / (m["expected_d6"]["4"] - 1) for m in marks.values()]))
     quality = {"realized": realized, "marks": {seconds: mark["by_depth"] for seconds, mark in marks.items()}}
-    (HERE / "h200-drafter.json").write_text(json.dumps(quality, indent=1) + "\n")
+    simulation_file("h200-drafter.json").write_text(json.dumps(quality, indent=1) + "\n")
     print(f"{len(errors)} speculative steps, mean error {np.mean(errors):.1%}, largest {np.max(errors):.1%}")
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.results import ROOT, Report, add_result_arguments
+from benchmarks.lib.results import Report, add_result_arguments
+from paceline.bundled import simulation_file
 from paceline.sim import DrafterQuality, SimConfig, read_lengths, sample_workload
 from paceline.sim.variants import compare
 from paceline.strategy import CostCurve
 
-HERE = ROOT / "benchmarks" / "cluster"
 TLT = {1: 1.21, 2: 1.45, 4: 1.62, 8: 1.76}
 ROLLOUT_SHARE, WORKERS_PER_NODE = 0.7, 8
 
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=256)
     add_result_arguments(parser, "cluster/nodes")
     args = parser.parse_args()
-    curve = CostCurve.loads((HERE / "h200-7b.json").read_text())
-    quality = DrafterQuality.load(HERE / "h200-drafter.json")
+    curve = CostCurve.loads(simulation_file("h200-7b.json").read_text())
+    quality = DrafterQuality.load(simulation_file("h200-drafter.json"))
     work = sample_workload(*read_lengths(args.lengths), args.requests, args.group_size, 0.8)
     report = Report(args, simulation=True, requests=args.requests, nodes={})
     rest = None

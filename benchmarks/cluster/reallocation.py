@@ -25,14 +25,14 @@ import numpy as np
 
 from benchmarks.lib.cluster_tables import REALLOCATION_COLUMNS, reallocation_rows
 from benchmarks.lib.figures import print_table
-from benchmarks.lib.results import ROOT, Report, add_result_arguments
+from benchmarks.lib.results import Report, add_result_arguments
+from paceline.bundled import simulation_file
 from paceline.cluster.types import PolicyConfig
 from paceline.sim import DrafterQuality, SimConfig, read_lengths, sample_workload, simulate
 from paceline.sim.pace import Pace
 from paceline.sim.variants import mean_context
 from paceline.strategy import CostCurve
 
-HERE = ROOT / "benchmarks" / "cluster"
 CLUSTERS = ((4, 512, 256), (4, 1024, 64), (8, 2048, 256), (64, 8192, 256))
 """Workers, answers of a batch, and requests that a worker runs at a time. The last one is simulated with equal workers only."""
 CASES: dict[str, dict[str, Any]] = {"all alike": {}, "one 1.5 times as slow": {"slowdowns": (1.5,)},
@@ -63,8 +63,8 @@ def gain(args: argparse.Namespace, config: SimConfig, answers: int, speculates: 
     """Time without reallocation over the time with it, and the number of moves, of one batch."""
     work = sample_workload(*read_lengths(args.lengths), answers, 16, 0.8, seed)
     work = work._replace(lengths=np.maximum(1, work.lengths // 2))
-    quality = DrafterQuality.load(HERE / "h200-drafter.json") if speculates else None
-    pace = Pace(CostCurve.loads((HERE / "h200-7b.json").read_text()), config.max_batch, mean_context(work), quality)
+    quality = DrafterQuality.load(simulation_file("h200-drafter.json")) if speculates else None
+    pace = Pace(CostCurve.loads(simulation_file("h200-7b.json").read_text()), config.max_batch, mean_context(work), quality)
     policy = PolicyConfig(reallocation=False, max_trainers=0, min_gain=args.min_gain)
     without, with_it = (simulate(work, pace, replace(config, policy=replace(policy, reallocation=moves)))
                         for moves in (False, True))

@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from benchmarks.cluster.calibrated import CalibratedSpec
-from benchmarks.lib.results import ROOT, Report, add_result_arguments
+from benchmarks.lib.results import Report, add_result_arguments
+from paceline.bundled import simulation_file
 from paceline.cluster.coordinator import Coordinator, Decide
 from paceline.cluster.messages import to_payload
 from paceline.cluster.policy import decide
@@ -47,7 +48,6 @@ from paceline.sim.variants import Variant, compare, mean_context, variants
 from paceline.strategy import CostCurve
 from paceline.types import SamplingParams
 
-HERE = ROOT / "benchmarks" / "cluster"
 GOALS = {"scheduling_and_reallocation": 1.3, "all_together": 2.2, "idle_share": 0.10, "static_idle_share": 0.40,
          "tail_ratio": 0.25, "pause_steps": 1.5, "coordinator_share": 0.01, "simulation_error": 0.10}
 SEEDS = range(8)
@@ -87,8 +87,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, help="answer lengths, as `paceline simulate` reads them")
-    parser.add_argument("--curve", type=Path, default=HERE / "h200-7b.json")
-    parser.add_argument("--drafter", type=Path, default=HERE / "h200-drafter.json")
+    parser.add_argument("--curve", type=Path, default=simulation_file("h200-7b.json"))
+    parser.add_argument("--drafter", type=Path, default=simulation_file("h200-drafter.json"))
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--group-size", type=int, default=32)

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from paceline.cli.deploy import add_deploy_commands
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
-from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive
+from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive, complete_setting
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams
@@ -105,9 +105,13 @@ def _common(version: Annotated[bool, typer.Option("--version", callback=_show_ve
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help=MODEL)],
-    prompts: Annotated[str, typer.Option(
-        help="JSON lines with prompt, messages or token_ids, and optionally id and seed; - is stdin.")],
-    out: Annotated[Path, typer.Option(help="JSON lines, one per rollout. Running again generates only what is missing.")],
+    prompts: Annotated[str | None, typer.Option(
+        help="JSON lines with prompt, messages or token_ids, and optionally id and seed; a file .txt with a prompt per line; "
+             "- is stdin.")] = None,
+    out: Annotated[Path | None, typer.Option(
+        help="JSON lines, one per rollout. Running again generates only what is missing.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(
+        help="A prompt as text, instead of --prompts and --out: its answers are printed; may be given several times.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 1,
     seed: Annotated[int, typer.Option(
         help="The seeds of rollouts derive from this, the id or prompt, and the sample.")] = _DEFAULT.seed,
@@ -131,25 +135,31 @@ def generate(
     kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
-    """Generate rollouts for a file of prompts."""
+    """Generate rollouts for a file of prompts, or print answers to a prompt."""
     report_start()
     from paceline.cli.generate import generate as run
+    from paceline.cli.generate import print_answers
     from paceline.generation import GenerationOptions
+
+    if bool(prompt) == bool(prompts) or bool(prompts) != bool(out):
+        raise ValueError("--prompt, --prompts: give either prompts as text (--prompt), or a file of prompts and a file for the "
+                         "rollouts (--prompts and --out)")
 
     check_positive("--kv-memory-gb", kv_memory_gb)
     sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
                             seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
-    return run(GenerationOptions(model, prompts, out, n, params, strategy, drafter, dtype, device, threads,
-                                 {name: size for name, size in sizes.items() if size is not None}))
+    options = GenerationOptions(model, prompts or "", out or Path(), n, params, strategy, drafter, dtype, device, threads,
+                                {name: size for name, size in sizes.items() if size is not None})
+    return print_answers(options, prompt) if prompt else run(options)
 
 
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file. Without one, the small policy bundled with the package "
                                                        "is trained in minutes on two CPU cores.")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides the file, like optimizer.lr=1e-5; may "
-                                                                    "be given several times.")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", autocompletion=complete_setting, help="KEY=VALUE overrides the "
+                                                      "file, like optimizer.lr=1e-5; may be given several times.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Check that the run can start, print the resolved configuration and a memory plan, and exit.")] = False,
@@ -276,7 +286,7 @@ def drafter_train(
         check_positive(option, value)
     for option, value in (("--seconds", seconds), ("--checkpoint-every", checkpoint_every)):
         if value is not None and not math.isfinite(value):
-            raise ValueError(f"{option}: {value} is not a finite number")
+            raise ValueError(f"{option}: must be a finite number, not {value}")
     spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed,
                        draft_vocab=draft_vocab)
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
@@ -326,15 +336,16 @@ def drafter_eval(
 
 @app.command()
 def simulate(
-    lengths: Annotated[Path, typer.Option(help="Answer lengths: a CSV file with output_tokens and probability, or one length per "
-                                               "line.")],
-    curve: Annotated[Path, typer.Option(help="Cost curve of a worker, as Engine.profile writes it (docs/cluster.md).")],
+    lengths: Annotated[Path | None, typer.Option(help="Answer lengths: a CSV file with output_tokens and probability, or one "
+                                                      "length per line (default: log-normal, median 1,500 tokens).")] = None,
+    curve: Annotated[Path | None, typer.Option(help="Cost curve of a worker, as Engine.profile writes it (docs/cluster.md; "
+                                                    "default: that of a 7B policy on an H200, and a drafter for it).")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 64,
     requests: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 16384,
     group_size: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 16,
     correlation: Annotated[float, typer.Option(help="How alike the lengths of a prompt's answers are, 0 to 1.")] = 0.8,
-    drafter: Annotated[Path | None, typer.Option(help="Coverage of a drafter by its training time, as JSON; without it nothing "
-                                                      "is simulated that speculates.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Coverage of a drafter by its training time, as JSON; without it, a "
+                                                      "--curve is simulated without speculation.")] = None,
     trained_s: Annotated[float, typer.Option(help="Seconds that the drafter was trained before.")] = 30.0,
     trainers: Annotated[int, typer.Option(min=0, help="Largest number of idle workers that train the drafter at once.")] = 8,
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests that a worker runs at the same time.")] = 64,
@@ -344,10 +355,13 @@ def simulate(
 ) -> int:
     """Simulate a rollout batch on many workers, with the scheduling policy of a real cluster."""
     _check_outputs(json_file)
+    from paceline.bundled import simulation_file
     from paceline.cli.simulate import simulate as run
     from paceline.sim import SimConfig, read_lengths, sample_workload
 
-    workload = sample_workload(*read_lengths(lengths), requests, group_size, correlation, seed)
+    if curve is None:
+        curve, drafter = simulation_file("h200-7b.json"), drafter or simulation_file("h200-drafter.json")
+    workload = sample_workload(*read_lengths(lengths or simulation_file("lengths.csv")), requests, group_size, correlation, seed)
     config = SimConfig(workers, max_batch=max_batch, kv_tokens=kv_tokens, trained_s=trained_s)
     return run(workload, curve, drafter, config, trainers, json_file)
 

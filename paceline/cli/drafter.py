@@ -44,6 +44,10 @@ def train_drafter(options: StandaloneDrafterOptions) -> int:
     with ExitStack() as stack, StopSignal() as stop:
         finished = StandaloneDrafterTrainer(options, _TrainingView(stack)).run(stop)
     if finished:
+        print(f"Drafter: {options.out}. Next:\n"
+              f"  paceline drafter eval --model {options.model} --drafter {options.out} --records {options.out}\n"
+              f"  paceline bench selection --model {options.model} --drafter {options.out}\n"
+              f"  paceline train --set model={options.model} --set drafter={options.out}")
         return OK
     say(f"interrupted; what is in {options.out} is kept, the same command continues")
     return INTERRUPTED

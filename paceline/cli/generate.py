@@ -1,13 +1,18 @@
-"""`paceline generate`: rollouts of a file of prompts, with progress on stderr."""
+"""`paceline generate`: rollouts of a file of prompts, with progress on stderr, or answers to a prompt on stdout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
+import torch
+
 from paceline.cli.collector import freeze_until_exit
+from paceline.cli.log import clear_progress, say
 from paceline.cli.progress import ProgressView, figures_line
 from paceline.engine import Engine
 from paceline.generation import FileGenerator, GenerationCallback, GenerationOptions
+from paceline.generation.generator import load_engine
 from paceline.types import EngineStats, StepResult
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -31,6 +36,22 @@ def generate(options: GenerationOptions) -> int:
         view.progress.say(f"{result.num_problems} line(s) or rollout(s) failed, see above")
         return BAD_INPUT
     return OK
+
+
+def print_answers(options: GenerationOptions, prompts: Sequence[str]) -> int:
+    """Prints each prompt followed by its answer, `options.n` times. Returns the exit code."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    engine = load_engine(options)
+    groups = engine.generate(list(prompts), options.params, n=options.n)
+    clear_progress()
+    failed = 0
+    for prompt, group in zip(prompts, groups, strict=True):
+        for rollout in group.rollouts:
+            print(f"{prompt}{rollout.text}" if rollout.error is None else f"{prompt} [{rollout.error}]")
+            failed += rollout.error is not None
+    say(figures_line(sum(len(group.rollouts) for group in groups), engine.stats(), engine.stats().seconds))
+    return BAD_INPUT if failed else OK
 
 
 class _GenerationView(GenerationCallback):

@@ -13,7 +13,14 @@ SUFFIX_MEMORY = "Memory for the history of the suffix drafter in GiB (default: 0
 MAX_THREADS = 1024
 
 
+def complete_setting(incomplete: str) -> list[str]:
+    """Shell completion of `--set`: the keys of a run's configuration that begin like this (`paceline --install-completion`)."""
+    from paceline.config import TrainConfig
+
+    return [f"{key}=" for key in TrainConfig.key_names() if key.startswith(incomplete)]
+
+
 def check_positive(option: str, value: float | None) -> None:
     """Raise ValueError unless the option was left out, or is a finite number above 0."""
     if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"{option}: {value} is not a finite number > 0")
+        raise ValueError(f"{option}: must be a finite number > 0, not {value}")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import say
 from paceline.engine import Engine
+from paceline.extras import install_command
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -36,7 +37,7 @@ def serve(options: ServeOptions) -> int:
         from paceline.server import ServerConfig, create_app
         from paceline.server.run import run_server
     except ImportError as error:
-        raise ValueError(f"{error.name} is not installed; the server needs pip install 'paceline[server]'") from None
+        raise ValueError(f"the package {error.name} is not installed; {install_command('server')}") from None
     import torch
 
     if options.threads is not None:

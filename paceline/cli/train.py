@@ -47,7 +47,7 @@ def train(config: TrainConfig, task: Task, resume: bool = False, open_page: bool
         if result.message:
             say(result.message)
         show(result, config)
-    elif view.is_live:  # the panel has room for a part of it
+    else:
         say(result.message)
     return EXIT_CODES[result.status]
 

@@ -9,9 +9,9 @@ from typing import Any
 from paceline.names import suggest
 
 _WANTED = (
-    (r"valid (?:int|integer)", "a whole number is wanted"), (r"valid (?:float|number)", "a number is wanted"),
-    (r"greater than or equal to (\S+)|x>=([^\s.<]+(?:\.\d+)?)", "at least {} is wanted"),
-    (r"less than or equal to (\S+)|x<=([^\s.]+(?:\.\d+)?)", "at most {} is wanted"),
+    (r"valid (?:int|integer)", "must be an integer"), (r"valid (?:float|number)", "must be a number"),
+    (r"greater than or equal to (\S+)|x>=([^\s.<]+(?:\.\d+)?)", "must be at least {}"),
+    (r"less than or equal to (\S+)|x<=([^\s.]+(?:\.\d+)?)", "must be at most {}"),
 )
 """Parts of typer's messages about values, and ours."""
 
@@ -28,9 +28,9 @@ def _complaint(error: Any, command: Any) -> str:
     kind, said, parameter = type(error).__name__, error.format_message(), getattr(error, "param", None)
     if kind == "NoSuchOption":
         known = [name for each in getattr(command, "params", ()) for name in each.opts]
-        return f"{error.option_name}: no such option{suggest(error.option_name, known)}"
+        return f"{error.option_name}: no such option{_as_setting(error.option_name, known) or suggest(error.option_name, known)}"
     if kind == "MissingParameter" and parameter is not None:
-        return f"{_name(parameter)}: it must be given. {getattr(parameter, 'help', None) or ''}".rstrip(". ") + "."
+        return f"{_name(parameter)} is required. {getattr(parameter, 'help', None) or ''}".rstrip(". ") + "."
     if kind == "BadParameter" and parameter is not None:
         return f"{_name(parameter)}: {_wanted(error.message)}"
     if kind == "BadOptionUsage":
@@ -40,6 +40,19 @@ def _complaint(error: Any, command: Any) -> str:
         return f"{unknown[1]}: no such command{suggest(unknown[1], getattr(command, 'commands', ()))}"
     extra = re.search(r"unexpected extra argument\S* \((.*)\)", said)
     return f"{extra[1]}: not expected here" if extra else said
+
+
+def _as_setting(option: str, known: list[str]) -> str:
+    """How `--steps` of a command with `--set` is written, if it is a setting of training."""
+    if "--set" not in known or "--resume" not in known:
+        return ""
+    from paceline.config import TrainConfig
+
+    keys = list(TrainConfig.key_names())
+    name = option.lstrip("-").replace("-", "_")
+    found = name if name in keys else suggest(name, keys).removeprefix("; it is called ").partition(" here")[0]
+    found = found if found in keys else next((key for key in keys if key.endswith(f".{name}")), "")
+    return f"; settings are given with --set: --set {found}=VALUE" if found else ""
 
 
 def _name(parameter: Any) -> str:

@@ -139,12 +139,12 @@ def drafter_config(module: Eagle) -> dict[str, Any]:
     return raw
 
 
-def check_drafter_folder(folder: str | Path) -> None:
-    """Raises a ValueError unless the folder holds the files of a drafter."""
+def check_drafter_folder(folder: str | Path, names: tuple[str, ...] = ("suffix", "none")) -> None:
+    """Raises a ValueError unless the folder holds the files of a drafter. `names`: what a user may give instead of a folder."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        near = suggest(str(folder), ("suffix", "none"))
-        raise ValueError(f"{folder}: neither suffix nor none, and no such folder of a learned drafter{near}")
+        near = suggest(str(folder), names)
+        raise ValueError(f"{folder}: not one of {', '.join(names)}, and no folder of a learned drafter{near}")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: not a drafter folder, config.json is missing")
     if not (folder / "model.safetensors").is_file() and not (folder / "pytorch_model.bin").is_file():
@@ -198,7 +198,7 @@ def _parse_config(raw: dict[str, Any], tensors: dict[str, Tensor], policy: Model
         raise ValueError(f"this drafter reads layer {beyond[0]}, this policy has {policy.num_layers}")
     window = raw.get(_WINDOW_KEY)
     if window is not None and (not isinstance(window, int) or window < MIN_WINDOW):
-        raise ValueError(f"{_WINDOW_KEY}: {window} is not a whole number from {MIN_WINDOW} on")
+        raise ValueError(f"{_WINDOW_KEY}: must be an integer >= {MIN_WINDOW}, not {window}")
     return replace(config, model=layer, fc_bias="fc.bias" in tensors, window=window,
                    norm_before_residual=form == "eagle3" and bool(raw.get("norm_before_residual")))
 

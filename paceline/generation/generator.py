@@ -208,7 +208,7 @@ class FileGenerator:
 
     def _write(self, owner: _Owner, rollout: Rollout) -> None:
         job, sample = owner
-        self._out.write(to_record(job.id, sample, job.prompt_hash, rollout))
+        self._out.write(to_record(job, sample, rollout))
         self.callback.on_rollouts(1)
         if rollout.error is None:
             self._num_generated += 1

@@ -1,4 +1,5 @@
-"""Parsing a file of prompts: one JSON object per line. A line that cannot be used is reported with its place and skipped.
+"""Parsing a file of prompts: one JSON object per line, or plain text if its name ends in .txt. A line
+that cannot be used is reported with its place and skipped.
 
 The identity of a job does not depend on its place in the file: it is the line's `id`, or else a hash of the line's prompt and
 seed.
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+_PLAIN = ".txt"
+"""How the name of a file ends whose lines are prompts as plain text."""
 _KINDS = ("prompt", "messages", "token_ids")
 
 
@@ -49,7 +52,7 @@ class JobReader:
                 continue
             place = f"{self.name}:{number}"
             try:
-                job = parse_job(place, line)
+                job = parse_job(place, _plain_text(line) if self.name.endswith(_PLAIN) else line)
                 self._require_new(job, number)
             except ValueError as error:
                 self._on_refused(f"{place}: {error}")
@@ -87,6 +90,11 @@ def open_prompts(path: str) -> tuple[str, BinaryIO, int | None]:
     return path, lines, count
 
 
+def _plain_text(line: bytes) -> bytes:
+    """A line of plain text as a line of JSON."""
+    return json.dumps({"prompt": line.decode("utf-8", "replace").rstrip("\r\n")}).encode()
+
+
 def parse_job(place: str, line: bytes) -> Job:
     """The job in one line of input. A ValueError says what is wrong with the line."""
     raw = _object(line)
@@ -112,7 +120,7 @@ def _object(line: bytes) -> dict[str, Any]:
         raw = json.loads(line, parse_constant=_refuse_constant)
         json.dumps(raw, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON but cannot be encoded
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
+        raise ValueError(f"not JSON ({error}); plain text, one prompt per line, has to be in a file {_PLAIN}") from None
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     return raw
@@ -127,7 +135,7 @@ def _prompt(raw: dict[str, Any]) -> tuple[str, Any]:
     given = [kind for kind in _KINDS if raw.get(kind) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise ValueError(f"exactly one of {', '.join(_KINDS)} is wanted, found {found}")
+        raise ValueError(f"exactly one of {', '.join(_KINDS)} is required, found {found}")
     kind = given[0]
     value = raw[kind]
     if kind == "prompt":

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from paceline.files import atomic_write
+from paceline.generation.jobs import Job
 from paceline.types import Rollout
 
 _DONE = ("stop", "length")
@@ -131,17 +132,22 @@ def _meta(path: Path) -> Path:
     return Path(f"{path}.meta.json")
 
 
-def to_record(job_id: str | int | float, sample: int, prompt_hash: str, rollout: Rollout) -> dict[str, Any]:
-    """The JSON object that is written for one rollout."""
+def to_record(job: Job, sample: int, rollout: Rollout) -> dict[str, Any]:
+    """The JSON object that is written for one rollout. It has the prompt as the input has it: a text, messages or token ids."""
     record: dict[str, Any] = {
-        "id": job_id, "sample": sample, "token_ids": rollout.token_ids, "text": rollout.text, "logprobs": rollout.logprobs,
-        "finish_reason": rollout.finish_reason, "seed": rollout.seed, "prompt_tokens": len(rollout.prompt_ids),
-        "prompt_hash": prompt_hash}
+        "id": job.id, "sample": sample, _prompt_key(job): job.prompt, "text": rollout.text, "token_ids": rollout.token_ids,
+        "logprobs": rollout.logprobs, "finish_reason": rollout.finish_reason, "seed": rollout.seed,
+        "prompt_tokens": len(rollout.prompt_ids),
+        "prompt_hash": job.prompt_hash}
     if rollout.raw_logprobs is not None:
         record["raw_logprobs"] = rollout.raw_logprobs
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
+
+
+def _prompt_key(job: Job) -> str:
+    return "prompt" if isinstance(job.prompt, str) else "messages" if isinstance(job.prompt[0], dict) else "prompt_ids"
 
 
 def _parse(line: bytes) -> Any:

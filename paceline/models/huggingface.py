@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.models.config import ModelConfig
+from paceline.names import suggest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
+_CONNECT_S = 3.0
+"""Seconds after which the hub counts as not reachable."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -106,7 +112,8 @@ def download_from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(name):
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"],
+                                      local_files_only=not _is_hub_reachable()))
 
 
 def check_hub_model(name: str) -> None:
@@ -114,8 +121,25 @@ def check_hub_model(name: str) -> None:
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(name):
-        file = Path(hf_hub_download(name, "config.json"))
+        file = Path(hf_hub_download(name, "config.json", local_files_only=not _is_hub_reachable()))
     with_file_name(file, ModelConfig.from_hf, read_json(file))
+
+
+def _is_hub_reachable() -> bool:
+    """Whether the hub's server accepts connections. Its client would try again for half a minute. Behind a proxy, only the client
+    can tell."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    server = urlsplit(constants.ENDPOINT)
+    if getproxies():
+        return True
+    try:
+        socket.create_connection((server.hostname, server.port or (80 if server.scheme == "http" else 443)), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -138,10 +162,11 @@ def _hub_errors(name: str) -> Iterator[None]:
     except GatedRepoError:
         raise ValueError(f"{name}: this hub repository asks for a licence to be accepted and for a login") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"{name}: no such folder here and no such repository on the hub") from None
+        raise ValueError(f"{name}: no such folder here and no such repository on the hub"
+                         f"{suggest(name, ('default',))}") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
         raise ValueError(f"{name}: no such folder here, not in the hub's cache, and the hub is not reached "
-                         "(offline, or HF_HUB_OFFLINE is set)") from None
+                         f"(offline, or HF_HUB_OFFLINE is set){suggest(name, ('default',))}") from None
     except EntryNotFoundError:
         raise ValueError(f"{name}: this hub repository has no config.json, so it is not a model") from None
     except HfHubHTTPError as error:

@@ -148,7 +148,8 @@ def check_device(device: torch.device | str) -> None:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device {device}: not a device, such as auto, cpu or cuda{suggest(str(device), _DEVICES)}") from None
+        near = "; did you mean cuda?" if str(device).startswith("gpu") else suggest(str(device), _DEVICES)
+        raise ValueError(f"device {device}: not a device, such as auto, cpu or cuda{near}") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: not supported; there are cpu and cuda")
     if found.type == "cuda" and not torch.cuda.is_available():

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 
+from paceline.extras import install_command
 from paceline.files import DamagedFile, atomic_write
 from paceline.report.files import AppendOnlyFile
 
@@ -179,7 +180,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError:
-            raise ValueError(f"wandb {project!r}: not installed; pip install wandb, or leave it out") from None
+            raise ValueError(f"wandb {project!r}: not installed; {install_command('wandb')}, or leave it out") from None
         id_file = folder / "wandb-id.txt"
         if not id_file.exists():
             atomic_write(id_file, uuid.uuid4().hex[:12])

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server for a policy and its drafter: `pip install paceline[server]`.
+"""An OpenAI-compatible HTTP server for a policy and its drafter: `pip install '.[server]'`.
 
 `create_app` makes the application; `paceline serve` runs it with uvicorn."""
 

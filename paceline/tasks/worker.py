@@ -95,8 +95,14 @@ def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> Outco
 
 def _no_reward(value: Any) -> str | None:
     if not isinstance(value, numbers.Real):
-        return f"the grader returned {type(value).__name__}, not a number"
+        return (f"the grader returned {_shown(value)}, not a number; return the reward of one answer, or a dict of named parts "
+                "that are numbers")
     return None if math.isfinite(value) else f"the grader returned {float(value)}"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return f"the {type(value).__name__} {text if len(text) <= 40 else text[:40] + ' …'}" if value is not None else "None"
 
 
 def _die_with_parent() -> None:

@@ -104,9 +104,9 @@ def evaluate_drafter(options: DrafterEvalOptions, callback: EvalCallback | None 
     """Evaluates a drafter on held-out or newly generated answers."""
     callback = callback or EvalCallback()
     if (options.prompts is None) == (options.records is None):
-        raise ValueError("prompts, records: exactly one of them must be given")
+        raise ValueError("prompts, records: exactly one of them is required")
     if options.params.temperature == 0:
-        raise ValueError("temperature: 0 is not > 0; greedy answers have no noise to share")
+        raise ValueError("temperature: must be > 0, not 0; greedy answers have no noise to share")
     check_device(options.device)
     check_model(options.model)
     check_drafter_folder(options.drafter)

@@ -122,10 +122,10 @@ class StandaloneDrafterTrainer:
 
     def __init__(self, options: StandaloneDrafterOptions, callback: DrafterTrainingCallback | None = None) -> None:
         if (options.seconds is None) == (options.steps is None):
-            raise ValueError("seconds, steps: exactly one of them must be given")
+            raise ValueError("seconds, steps: exactly one of them is required")
         if options.params.temperature == 0:
-            raise ValueError("temperature: 0 is not > 0; a drafter learns the policy's distribution, and greedy answers do not "
-                             "follow it")
+            raise ValueError("temperature: must be > 0, not 0; a drafter learns the policy's distribution, and greedy answers do "
+                             "not follow it")
         self.options, self.callback = options, callback or DrafterTrainingCallback()
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> bool:

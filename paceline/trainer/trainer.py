@@ -256,12 +256,12 @@ class Trainer:
             except (NonFiniteError, RolloutFailed, GraderFailed) as error:
                 self.folder.write_grading_failures(self.collector.grading.examples)
                 message = f"step {self.state.step + 1}: {error}. {self._last_good_checkpoint()}"
-                self._warn(message)
+                logger.error("%s", message, extra={"seen_by_callbacks": True})  # they see the result
                 return RunStatus.FAILED, message
             except KeyboardInterrupt:
                 message = (f"interrupted in step {self.state.step + 1}; paceline train --resume {config.out} continues the run. "
                            f"{self._last_checkpoint()}")
-                self._warn(message)
+                logger.warning("%s", message, extra={"seen_by_callbacks": True})
                 return RunStatus.INTERRUPTED, message
             finally:
                 if self.drafter_trainer is not None:

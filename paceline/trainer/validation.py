@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
-from paceline.engine.build import check_speculation, require_drafter
+from paceline.drafters.checkpoint import check_drafter_folder
+from paceline.engine.build import require_drafter
+from paceline.extras import install_command
 from paceline.kernels import choose_backend
 from paceline.models.weights import check_model, parse_dtype
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
@@ -170,9 +172,9 @@ def _check_signal(config: TrainConfig) -> None:
 
 
 def _check_drafter(config: TrainConfig) -> None:
-    if config.drafter != "learned":
-        check_speculation(config.drafter, "auto")
-    elif not config.train_drafter:
+    if config.drafter not in ("suffix", "none", "learned"):
+        check_drafter_folder(config.drafter, ("suffix", "none", "learned"))
+    elif config.drafter == "learned" and not config.train_drafter:
         raise ValueError("train_drafter is false, but an untrained drafter must be trained; set drafter to a folder")
     has_learned = config.drafter not in ("suffix", "none")
     try:
@@ -215,4 +217,4 @@ def _refuse(message: str) -> None:
 
 def _check_package(package: str, extra: str) -> None:
     if find_spec(package) is None:
-        raise ValueError(f"the package {package} is not installed; pip install 'paceline[{extra}]'")
+        raise ValueError(f"the package {package} is not installed; {install_command(extra)}")

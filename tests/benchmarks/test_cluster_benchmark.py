@@ -15,6 +15,7 @@ from benchmarks.cluster.calibrated import CalibratedSpec
 from benchmarks.cluster.reallocation import CASES, gain
 from benchmarks.cluster.rollout import EMPTY_WEIGHTS, GOALS, Bench, make_work, parse, reached, sim_config
 from benchmarks.lib.result_tables import make_table
+from paceline.bundled import simulation_file
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
@@ -30,8 +31,8 @@ HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "cluster"
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_calibrated_workers_finish_and_move_requests(trains):
-    lengths, curve = np.array([5, 4, 3, 5, 4, 300]), (HERE / "h200-7b.json").read_text()
-    spec = CalibratedSpec(curve, HERE / "h200-drafter.json", lengths, 4, 100.0, 0.01, 8, 30.0, trains)
+    lengths, curve = np.array([5, 4, 3, 5, 4, 300]), simulation_file("h200-7b.json").read_text()
+    spec = CalibratedSpec(curve, simulation_file("h200-drafter.json"), lengths, 4, 100.0, 0.01, 8, 30.0, trains)
     policy = PolicyConfig(reallocation=not trains, min_gain=0.0, min_train_s=0.0)
     coordinator = Coordinator(LocalRuntime(2, spec.build, 2), policy, 0.0)
     coordinator.publish_policy(to_payload(EMPTY_WEIGHTS), 0)

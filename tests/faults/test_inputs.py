@@ -165,13 +165,13 @@ def test_strategies(text):
 
 
 @pytest.mark.parametrize(("kind", "given", "message"), [
-    (EngineConfig, {"max_batch": 0}, "max_batch: 0 is not >= 1"),
-    (EngineConfig, {"max_batch": True}, "max_batch: a number is wanted, not a truth value (given: True)"),
+    (EngineConfig, {"max_batch": 0}, "max_batch: must be >= 1, not 0"),
+    (EngineConfig, {"max_batch": True}, "max_batch: must be a number (given: True)"),
     (EngineConfig, {"max_batch": 1.5}, "max_batch: "), (EngineConfig, {"max_batch": "many"}, "max_batch: "),
-    (EngineConfig, {"kv_memory_gb": INF}, "kv_memory_gb: inf is not a finite number"),
+    (EngineConfig, {"kv_memory_gb": INF}, "kv_memory_gb: must be a finite number, not inf"),
     (EngineConfig, {"kv_memory_gb": NAN}, "kv_memory_gb"), (EngineConfig, {"kv_memory_gb": 0}, "kv_memory_gb"),
     (EngineConfig, {"kv_memory_gb": True}, "kv_memory_gb"), (EngineConfig, {"kv_tokens": -1}, "kv_tokens"),
-    (EngineConfig, {"tau": NAN}, "tau: nan is not a finite number"), (EngineConfig, {"tau": 1.5}, "tau"),
+    (EngineConfig, {"tau": NAN}, "tau: must be a finite number, not nan"), (EngineConfig, {"tau": 1.5}, "tau"),
     (EngineConfig, {"suffix_tau": INF}, "suffix_tau"),
     (EngineConfig, {"row_sizes": (0,)}, "row_sizes: row counts >= 1"),
     (EngineConfig, {"row_sizes": (4, 2)}, "row_sizes"), (EngineConfig, {"row_sizes": (2, 2)}, "row_sizes"),
@@ -180,11 +180,11 @@ def test_strategies(text):
     (EngineConfig, {"on_update": None}, "on_update"),
     (EngineConfig, {"page_sise": 4}, "page_sise: no such key; did you mean page_size?"),
     (RolloutConfig, {"temperature": 0}, "temperature"), (RolloutConfig, {"temperature": NAN}, "temperature"),
-    (RolloutConfig, {"group_size": True}, "group_size"), (OptimizerConfig, {"lr": INF}, "lr: inf is not a finite number"),
+    (RolloutConfig, {"group_size": True}, "group_size"), (OptimizerConfig, {"lr": INF}, "lr: must be a finite number, not inf"),
     (OptimizerConfig, {"betas": (NAN, 0.9)}, "betas.0"), (SpotConfig, {"lr": INF}, "lr"),
     (SpotConfig, {"form": "medusa"}, "form"),
     (TrainConfig, {"steps": 2.5}, "steps"), (TrainConfig, {"reward_model_weight": NAN}, "reward_model_weight"),
-    (TrainConfig, {"engine": {"tau": NAN}}, "engine.tau: nan is not a finite number"),
+    (TrainConfig, {"engine": {"tau": NAN}}, "engine.tau: must be a finite number, not nan"),
     (TrainConfig, {"engine": {"nonsense": 1}}, "engine.nonsense: no such key"), (TrainConfig, {"rollout": 3}, "rollout: "),
     (TrainConfig, {"steps": 0, "seed": "x"}, "; seed: ")])
 def test_settings(kind, given, message):
@@ -202,7 +202,7 @@ def test_the_error_of_settings_names_each_key_and_travels_between_processes():
 def test_engine_options_are_one_line(tmp_path):
     folder = tmp_path / "model"
     save_model(Decoder.random(CONFIGS["qwen2"], 0), None, folder)
-    says("max_batch: 0 is not >= 1", Engine.load, folder, max_batch=0)
+    says("max_batch: must be >= 1, not 0", Engine.load, folder, max_batch=0)
     says("max_bach: no such key; did you mean max_batch?", Engine.load, folder, max_bach=4)
     says("device meta: not supported", Engine.load, folder, "meta")
     says("device gpu: not a device", Engine.load, folder, "gpu")
@@ -213,15 +213,15 @@ def test_engine_options_are_one_line(tmp_path):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("spot.lrr=1", "--set spot.lrr=1: no such key; did you mean lr?"),
-    ("spot.lr=inf", "--set spot.lr=inf: inf is not a finite number"),
+    ("spot.lr=inf", "--set spot.lr=inf: must be a finite number, not inf"),
     ("drafter_budget.shortest=1", "--set drafter_budget.shortest=1: no such key"),
     ("drafter_pace.shortest=1", "--set drafter_budget.shortest=1: "),
     ("drafter_alarms.fal=0.5", "--set drafter_alarms.fal=0.5: no such key; did you mean fall?"),
-    ("drafter_alarms.fall=2", "--set drafter_alarms.fall=2: 2 is not < 1"),
-    ("optimizer.lr=nan", "--set optimizer.lr=nan: nan is not a finite number"),
+    ("drafter_alarms.fall=2", "--set drafter_alarms.fall=2: must be < 1, not 2"),
+    ("optimizer.lr=nan", "--set optimizer.lr=nan: must be a finite number, not nan"),
     ("optimiser.lr=1", "--set optimiser.lr=1: optimiser: no such key; did you mean optimizer?"),
     ("steps", "expected KEY=VALUE"), ("=3", "expected KEY=VALUE"), ("steps.x=1", "steps is not a table"),
-    ("steps=many", "--set steps=many: 'many' is not a whole number")])
+    ("steps=many", "--set steps=many: must be an integer, not 'many'")])
 def test_overrides(override, message):
     says(message, load_config, None, [override])
 
@@ -329,9 +329,10 @@ def test_graders_that_do_not_import(tmp_path, source, message):
 @pytest.mark.parametrize(("args", "message"), [
     (["--device", "meta"], "device meta: not supported; there are cpu and cuda"),
     (["--device", "tpu"], "device tpu: not a device"),
-    (["--kv-memory-gb", "inf"], "--kv-memory-gb: inf is not a finite number > 0"),
-    (["--kv-memory-gb", "nan"], "--kv-memory-gb: nan"),
-    (["--kv-memory-gb", "-1"], "--kv-memory-gb: -1.0"), (["--temperature", "1e-39"], "temperature: 1e-39 is not 0 or in"),
+    (["--kv-memory-gb", "inf"], "--kv-memory-gb: must be a finite number > 0, not inf"),
+    (["--kv-memory-gb", "nan"], "--kv-memory-gb: must be a finite number > 0, not nan"),
+    (["--kv-memory-gb", "-1"], "--kv-memory-gb: must be a finite number > 0, not -1.0"),
+    (["--temperature", "1e-39"], "temperature: 1e-39 is not 0 or in"),
     (["--temperature", "inf"], "temperature: inf"), (["--top-k", str(2**31)], "top_k: 2147483648"),
     (["--top-p", "nan"], "top_p: nan"),
     (["--seed", str(2**64)], "seed: "), (["--max-new-tokens", "0"], "max_new_tokens: 0"), (["--n", "0"], "--n"),

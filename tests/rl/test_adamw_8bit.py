@@ -78,5 +78,5 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"adamw_8bit needs the package torchao; pip install 'paceline\[lowmem\]'"):
         make_learner()
     config = make_config(tmp_path, optimizer={"kind": "adamw_8bit"})
-    with pytest.raises(ValueError, match=r"optimizer\.kind: the package torchao is not installed; pip install 'paceline"):
+    with pytest.raises(ValueError, match=r"optimizer\.kind: the package torchao is not installed; pip install '"):
         check_config(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.bundled import simulation_file
 from paceline.cli.app import app
 from paceline.cluster.types import PolicyConfig
 from paceline.sim import DrafterQuality, Pace, SimConfig, Workload, read_lengths, sample_workload, simulate
@@ -132,10 +133,9 @@ def test_the_command(tmp_path: Path, capsys):
 
 @pytest.mark.slow
 def test_the_coordinator_takes_less_than_a_hundredth_of_the_time_of_a_large_cluster():
-    root = Path(__file__).resolve().parents[2] / "benchmarks" / "cluster"
-    costs = CostCurve.loads((root / "h200-7b.json").read_text())
+    costs = CostCurve.loads(simulation_file("h200-7b.json").read_text())
     lengths = np.arange(16, 32768, 16)
     work = sample_workload(lengths, (w := np.exp(-np.log(lengths / 800) ** 2 / 2) / lengths) / w.sum(), 16384, 16, 0.8)
     config = SimConfig(64, max_batch=256, trained_s=30.0)
-    found = compare(work, costs, DrafterQuality.load(root / "h200-drafter.json"), config, 8)
+    found = compare(work, costs, DrafterQuality.load(simulation_file("h200-drafter.json")), config, 8)
     assert found["+ spot training"].coordinator_share < 0.01

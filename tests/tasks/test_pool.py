@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def test_bad_graders_cost_their_own_sample_only():
         errors = {places[place]: one.error for place, one in enumerate(graded) if one.error}
         assert set(errors) == set(bad)
         assert "Awkward" in errors["raise"] and "SystemExit" in errors["exit"] and "MemoryError" in errors["memory"]
-        assert "nan" in errors["nan"] and "str, not a number" in errors["text"] and "3.0 s" in errors["hang"]
+        assert "nan" in errors["nan"] and "3.0 s" in errors["hang"]
+        assert re.search("the str '.*', not a number; return the reward of one answer", errors["text"])
         assert pool.num_errors == 5
         assert pool.num_timeouts + pool.num_crashes == 5 and pool.num_timeouts >= 2
         assert all(one.value == 1.0 for one in grade_all(pool, ["0", "1", "2"])), "the pool goes on"

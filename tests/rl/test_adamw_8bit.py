@@ -75,7 +75,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     monkeypatch.setattr("paceline.trainer.validation.find_spec", lambda package: None if package == "torchao" else package)
-    with pytest.raises(ValueError, match=r"adamw_8bit needs the package torchao; pip install 'paceline\[lowmem\]'"):
+    with pytest.raises(ValueError, match=r"adamw_8bit needs the package torchao; pip install '"):
         make_learner()
     config = make_config(tmp_path, optimizer={"kind": "adamw_8bit"})
     with pytest.raises(ValueError, match=r"optimizer\.kind: the package torchao is not installed; pip install '"):

@@ -124,7 +124,7 @@ def test_an_interrupt_is_part_of_the_result(folder, caplog):
     with caplog.at_level(logging.WARNING, "paceline.trainer"):
         result = Trainer(make_config(folder), callbacks=[recorder]).run()
     assert result.status is RunStatus.INTERRUPTED and result.num_steps == 2 and result.summary == {}
-    assert "step-000002" in result.message and ("warning", result.message) in recorder.events
+    assert "step-000002" in result.message and ("warning", result.message) not in recorder.events
     assert [record.getMessage() for record in caplog.records] == [result.message]
     assert recorder.events[-1] == ("run end", RunStatus.INTERRUPTED)
     assert Trainer(make_config(folder), resume=True).run().num_steps == 3

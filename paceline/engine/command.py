@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -210,17 +211,21 @@ Command = (StepCommand | ExportPages | ImportPages | ReadFeatures | LoadWeights 
            | DummyDraft | DummyCatchUp)
 
 
+@cache
 def no_slots() -> SlotUpdates:
-    """Return the updates of a step in which no request gets a slot."""
+    """Return the updates of a step in which no request gets a slot. Commands share them: they must not be written to."""
     wide, real = np.zeros(0, np.int64), np.zeros(0, np.float32)
     return SlotUpdates(wide, wide, wide, wide, real, np.zeros(0, np.int32), real, real, wide)
 
 
+@cache
 def no_pages() -> PageEdits:
     """Return the edits of a step in which no request gets a page."""
     none = np.zeros(0, np.int64)
     return PageEdits(none, none, none)
 
 
+@cache
 def no_copies() -> np.ndarray:
+    """Return the page copies of a step that copies none."""
     return np.zeros((0, 2), np.int64)

@@ -5,6 +5,7 @@ Where an answer stops is a pure function of its tokens: it does not depend on ho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,21 +35,22 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
 
-def append_outputs(requests: list[Request], num_nodes: list[int], outputs: StepOutputs, version: int, max_length: int,
+def append_outputs(requests: list[Request], outputs: StepOutputs, version: int, max_length: int,
                    tokenizer: Tokenizer | None) -> Appended:
-    """Append the sampled tokens of a step to its requests, up to the token that ends an answer. `num_nodes`: numbers of draft
-    tokens of the first requests, which had some. `version`: version of the policy."""
+    """Append the sampled tokens of a step to its requests, up to the token that ends an answer. `version`: version of the
+    policy."""
     finished = Status.FINISHED
-    tokens, logprobs, raw = _sampled_lists(outputs, len(requests))
+    tokens, logprobs, raw = _sampled(outputs, len(requests))
     appended: dict[int, list[int]] = {}
     ended: list[tuple[Request, FinishReason]] = []
-    accepted = 0 if not any(num_nodes) else sum([len(new) - 1 for request, new, nodes in zip(
-        requests, tokens, num_nodes, strict=False) if nodes and request.status is not finished])
+    accepted = 0
+    of_version = [[version] * count for count in range(outputs.tokens.shape[1] + 1)]
     for request, new, chances in zip(requests, tokens, logprobs, strict=True):
         if request.status is finished or not new:  # it ended while this step was in flight, or is not yet sampled from
             continue
-        own = request.tokens
-        end = len(own) + len(new)
+        own, count = request.tokens, len(new)
+        accepted += count - 1
+        end = len(own) + count
         if end < request.max_tokens and end < max_length and request.stop_ids.isdisjoint(new) and not request.params.stop:
             own += new
         else:
@@ -59,26 +61,27 @@ def append_outputs(requests: list[Request], num_nodes: list[int], outputs: StepO
         appended[request.id] = new
         request.num_computed = len(own) - 1
         request.logprobs += chances
-        request.versions += [version] * len(new)
+        request.versions += of_version[len(new)]
     for request, chances in zip(requests, raw, strict=False):
         if request.params.raw_logprobs and request.id in appended:
             request.raw_logprobs += chances[: len(appended[request.id])]
     return Appended(appended, ended, accepted)
 
 
-def _sampled_lists(outputs: StepOutputs, num_requests: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
+def _sampled(outputs: StepOutputs, num_requests: int) -> tuple[Iterable[list[int]], Iterable[list[float]], Iterable[list[float]]]:
     """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Only
     what was generated is converted to Python numbers: padding rows and unused tree levels can be many times as much."""
     tokens, logprobs, raw, counts, _ = outputs
     fields = [array[:num_requests] for array in (tokens, logprobs, raw) if array is not None]
+    lists: list[Iterable[Any]]
     if counts is None:  # one token each
         lists = [field.tolist() for field in fields]
     else:
         ends = np.cumsum(counts[:num_requests]).tolist()
-        filled = np.arange(fields[0].shape[1]) < counts[:num_requests, None]
-        flat = [field[filled].tolist() for field in fields]
-        lists = [[values[start:end] for start, end in zip([0, *ends], ends, strict=False)] for values in flat]
-    return (*lists[:2], lists[2] if raw is not None else [])
+        spans = list(map(slice, [0, *ends[:-1]], ends))
+        filled = np.arange(tokens.shape[1]) < counts[:num_requests, None]
+        lists = [map(field[filled].tolist().__getitem__, spans) for field in fields]
+    return lists[0], lists[1], lists[2] if raw is not None else ()
 
 
 def append_tokens(request: Request, tokens: list[int], max_length: int,

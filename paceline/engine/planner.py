@@ -140,8 +140,7 @@ class Planner:
     def complete(self, step: PlannedStep, outputs: StepOutputs, device_waits: bool) -> tuple[Appended, DraftOutcomes | None]:
         """Append the outputs of a step to its requests. Return the new tokens, and the outcomes of the draft tokens if they were
         observed. Requests that ended stay until `finish` is called. `device_waits`: the device waits for the host."""
-        appended = append_outputs(step.plan.requests, step.num_nodes, outputs, step.version, self.scheduler.max_length,
-                                  self.tokenizer)
+        appended = append_outputs(step.plan.requests, outputs, step.version, self.scheduler.max_length, self.tokenizer)
         self.scheduler.on_complete(step.plan, step.most_accepted)
         self.drafting.on_complete(step.plan.decode, step.most_accepted, appended.tokens, device_waits)
         return appended, self.control.outcomes(step.plan.strategy, step.command, outputs)
@@ -163,8 +162,8 @@ class Planner:
     def _forced(self, plan: StepPlan) -> StepCommand:
         """Return the command of a plan's slots, pages and forced rows, without draft tokens."""
         slots = np.array([request.slot for request in plan.requests], np.int64)
-        forced, starts = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
-        samples, next_token = np.ones(len(slots), bool), np.full(len(slots), -1, np.int64)
+        (forced, starts, next_token), samples = np.zeros((3, len(slots)), np.int64), np.ones(len(slots), bool)
+        next_token[:] = -1
         tokens: list[int] = []
         for i, (request, start, num_rows, is_sampled) in enumerate(plan.forced, len(plan.decode)):
             forced[i], starts[i], samples[i] = num_rows, start, is_sampled
@@ -181,14 +180,13 @@ class Planner:
         known = self._num_pages
         for request, _ in plan.admitted:
             known[request.slot] = 0
-        grown = [request for request in self.scheduler.running if len(request.pages) != known[request.slot]]
-        if not grown:
-            return no_pages()
-        new = [(request.slot, column, request.pages[column]) for request in grown
-               for column in range(known[request.slot], len(request.pages))]
-        for request in grown:
-            known[request.slot] = len(request.pages)
-        return PageEdits(*np.array(new, np.int64).T.copy())
+        new: list[tuple[int, int, int]] = []
+        for request in plan.grown:
+            slot, pages = request.slot, request.pages
+            if slot >= 0:
+                new += [(slot, column, pages[column]) for column in range(known[slot], len(pages))]
+                known[slot] = len(pages)
+        return PageEdits(*np.array(new, np.int64).T.copy()) if new else no_pages()
 
 
 def _slot_updates(admitted: list[Admitted]) -> SlotUpdates:

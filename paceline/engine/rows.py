@@ -19,12 +19,16 @@ from torch import Tensor
 from paceline.drafters.tree import Drafts, DraftTree, roots_only
 from paceline.engine.command import StepCommand
 from paceline.engine.graphs import CudaGraphs
+from paceline.jit_cache import cached_njit
 from paceline.kernels import Ops
 from paceline.kernels.upload import upload, upload_into
 
 INPUTS_PER_ROW = 15
-"""Integers per row that a step reads: slots, first, length, draft, forced, sample | request, node, tokens, parents, depths, mask
+"""Integers per row that a step reads: slots, first, length, draft, forced, sample | request, node | tokens, parents, depths, mask
 (two words) | sampled, next token."""
+_INPUTS_OF_TREES = 8
+"""The first ones of these. A step without forced rows gets the others from `Ops.flatten_drafts`."""
+_NO_LINES = np.zeros(0, np.int64)
 _USUAL_DEPTH = 8
 
 
@@ -67,11 +71,15 @@ class RowBuilder:
 
     def __init__(self, graphs: CudaGraphs, ops: Ops, padding_slot: int, device: torch.device) -> None:
         self._graphs, self._ops, self._padding_slot, self._device = graphs, ops, padding_slot, device
+        self._fixed: tuple[Tensor, dict[int, StepRows]] = graphs.step_inputs, {}
+        """The fixed buffers that captured steps read, and them as rows, by number of rows."""
 
     def build(self, command: StepCommand, drafts: Drafts | None, padded: bool = True) -> StepRows:
         """Lay out a step. `drafts`: its draft trees, if there are any. `padded`: pad to a row size."""
         with_trees = command.max_depth > 0
-        num_rows = len(command.slots) + int(command.num_nodes.sum()) + command.num_forced_rows - int((command.forced > 0).sum())
+        num_rows = len(command.slots) + (int(command.num_nodes.sum()) if with_trees else 0)
+        if command.num_forced_rows:
+            num_rows += command.num_forced_rows - int((command.forced > 0).sum())
         pad = self._graphs.num_padding_rows(num_rows, with_trees or command.num_forced_rows > 0) if padded else 0
         if command.num_forced_rows and num_rows + pad > self._graphs.max_rows:
             pad = 0  # nothing is captured, and kernels for long prompts want the forced rows at the end
@@ -94,53 +102,89 @@ class RowBuilder:
 
     def _lay_out(self, command: StepCommand, num_real: int, pad: int) -> StepRows:
         """Lay out draft trees, whose tokens `Ops.flatten_drafts` fills in, forced rows and padding."""
-        num_rows, real = num_real + pad, len(command.slots)
+        num_rows, num_requests = num_real + pad, len(command.slots) + pad
         fixed, stride = num_rows <= self._graphs.max_rows, num_rows + num_rows % 2
-        batch, requests = num_rows if fixed else real + pad, real + pad
-        forced, num_decode = command.forced, int((command.forced == 0).sum())
-        length = np.ones(requests, np.int64)
-        length[:real] += np.where(forced > 0, forced - 1, command.num_nodes)
-        first = np.cumsum(length) - length
-        request = np.repeat(np.arange(requests), length)
-        node, row = np.arange(num_rows) - first[request], np.arange(num_rows)
-        first_forced = int(first[num_decode]) if num_decode < requests else num_rows
-        host = np.zeros((INPUTS_PER_ROW, stride), np.int64)
-        host[0, :real], host[0, real:] = command.slots, self._padding_slot
-        host[1, :requests], host[2, :requests] = first, length
-        if command.draft is not None:
-            host[3, command.draft.requests] = np.arange(len(command.draft.requests))
-        sampled = self._sampled_rows(command, first_forced, first, length) if command.num_forced_rows else None
-        host[4, :real], host[4, real:requests] = forced, 1 if sampled is not None else 0
-        host[6, :num_rows], host[7, :num_rows] = request, node
-        host[9, :num_rows], host[11, :] = row, 0
-        host[11:13].reshape(stride, 2)[:, 0] = 1  # a row attends to itself; draft trees get their masks on the device
-        if sampled is None:
-            host[5, :requests] = first
+        host = np.empty((INPUTS_PER_ROW, stride), np.int64)
+        lines = _NO_LINES if command.draft is None else command.draft.requests
+        first_forced, num_sampled = _fill_rows(host, command.slots, command.num_nodes, command.forced, command.samples,
+                                               command.tokens, command.next_token, lines, num_requests, self._padding_slot)
+        has_forced = command.num_forced_rows > 0
+        if fixed:
+            num_lines = INPUTS_PER_ROW if has_forced else _INPUTS_OF_TREES
+            rows = self._fixed_rows(num_rows)
+            upload_into(self._graphs.step_inputs[: num_lines * stride], host[:num_lines].ravel())
         else:
-            host[5, :requests], host[13, : len(sampled)] = np.where(np.arange(requests) < num_decode, first, -1), sampled
-            samples = num_decode + np.flatnonzero(command.samples[num_decode:])
-            host[5, samples] = first_forced + np.arange(len(samples))
-            given = slice(first_forced, first_forced + command.num_forced_rows)
-            host[8, given], host[10, given] = command.tokens, node[given]
-            host[14, :num_rows] = -1
-            host[14, first_forced : given.stop - 1] = command.tokens[1:]
-            host[14, first[num_decode:real] + length[num_decode:real] - 1] = command.next_token[num_decode:]
-        uploaded = self._upload(host.ravel(), fixed).view(INPUTS_PER_ROW, stride)
-        slots, first_, length_, draft, forced_, sample = uploaded[:6, :batch]
-        request_, node_, tokens, parents, depths = uploaded[6:11, :num_rows]
-        mask = uploaded[11:13].view(stride, 2)[:num_rows]
-        drawn = None if sampled is None else uploaded[13, : len(sampled)]
-        tree = DraftTree(tokens, parents, depths, node_, request_, mask, first_, length_, forced_, sample, drawn)
-        return StepRows(slots, tree, draft, fixed, 0, first_forced, None if sampled is None else uploaded[14, :num_rows])
+            rows = _as_rows(upload(host, self._device), num_rows, num_requests, fixed)
+        if not has_forced:
+            return rows._replace(tree=rows.tree._replace(sampled=None), first_forced=first_forced, next_tokens=None)
+        # In captured steps the number of sampled rows is padded, too, by repeating the first row.
+        size, sampled = self._graphs.num_sampled(max(1, num_sampled), num_rows, command.max_depth > 0), rows.tree.sampled
+        assert sampled is not None
+        return rows._replace(tree=rows.tree._replace(sampled=sampled[:size]), first_forced=first_forced)
 
-    def _sampled_rows(self, command: StepCommand, num_decode_rows: int, first: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return the rows whose next tokens are sampled: all of the requests without forced rows, and the last one of the others
-        if their tokens end with it. In captured steps their number is padded, too, by repeating the first row."""
-        num_decode, real = int((command.forced == 0).sum()), len(command.slots)
-        ends = (first + length - 1)[num_decode:real][command.samples[num_decode:]]
-        found = np.concatenate([np.arange(num_decode_rows), ends])
-        size = self._graphs.num_sampled(max(1, len(found)), int(length.sum()), command.max_depth > 0)
-        return np.append(found, [0] * (size - len(found))).astype(np.int64)
+    def _fixed_rows(self, num_rows: int) -> StepRows:
+        """Return the fixed buffers as the rows of a captured step. They are the same tensors every time: making so many takes
+        longer than filling them."""
+        buffer, known = self._fixed
+        if buffer is not self._graphs.step_inputs:
+            self._fixed = buffer, known = self._graphs.step_inputs, {}
+        if num_rows not in known:
+            stride = num_rows + num_rows % 2
+            known[num_rows] = _as_rows(buffer[: INPUTS_PER_ROW * stride].view(-1, stride), num_rows, num_rows, fixed=True)
+        return known[num_rows]
 
     def _upload(self, values: np.ndarray, fixed: bool) -> Tensor:
         return upload_into(self._graphs.step_inputs[: len(values)], values) if fixed else upload(values, self._device)
+
+
+def _as_rows(inputs: Tensor, num_rows: int, num_requests: int, fixed: bool) -> StepRows:
+    """Return a step's integers [INPUTS_PER_ROW, stride] as rows, all of which may be sampled."""
+    slots, first, length, draft, forced, sample = inputs[:6, :num_requests]
+    request, node, tokens, parents, depths = inputs[6:11, :num_rows]
+    mask = inputs[11:13].view(-1, 2)[:num_rows]
+    sampled, next_tokens = inputs[13:, :num_rows]
+    tree = DraftTree(tokens, parents, depths, node, request, mask, first, length, forced, sample, sampled)
+    return StepRows(slots, tree, draft, fixed, next_tokens=next_tokens)
+
+
+@cached_njit()
+def _fill_rows(host, slots, num_nodes, forced, samples, tokens, next_token, lines, num_requests, padding_slot):  # type: ignore[no-untyped-def]
+    """Fill in the integers of all rows, `INPUTS_PER_ROW` lines; without forced rows only the lines that `flatten_drafts` leaves
+    as they are. `lines` [n]: the requests that have draft trees. Return the index of the first forced row, and the number of rows
+    whose next tokens are sampled: all rows of requests without forced rows, and the last one of the others if their tokens end
+    with it."""
+    num_real, has_forced = len(slots), len(tokens) > 0
+    first_forced, row, given, num_sampled = -1, 0, 0, 0
+    host[:6] = 0
+    host[0] = padding_slot
+    for i in range(len(lines)):
+        host[3, lines[i]] = i
+    if has_forced:
+        host[8], host[10:] = 0, 0
+        host[14] = -1
+        mask = host[11:13].reshape(-1)
+        for i in range(host.shape[1]):
+            host[9, i], mask[2 * i] = i, 1  # a row attends to itself; draft trees get their parents and masks on the device
+    for b in range(num_requests):
+        is_real = b < num_real
+        num_forced = forced[b] if is_real else has_forced
+        length = num_forced if num_forced else 1 + (num_nodes[b] if is_real else 0)
+        if is_real:
+            host[0, b] = slots[b]
+        if first_forced < 0 and (num_forced or not is_real):
+            first_forced = row
+        host[1, b], host[2, b], host[4, b] = row, length, num_forced
+        host[5, b] = num_sampled if not num_forced or (is_real and samples[b]) else -1
+        for node in range(length):
+            at = row + node
+            host[6, at], host[7, at] = b, node
+            if num_forced and is_real:
+                host[8, at], host[10, at] = tokens[given], node
+                given += 1
+                host[14, at] = tokens[given] if node + 1 < length else next_token[b]
+            if not num_forced or (is_real and samples[b] and node + 1 == length):
+                if has_forced:
+                    host[13, num_sampled] = at
+                num_sampled += 1
+        row += length
+    return (row if first_forced < 0 else first_forced), num_sampled

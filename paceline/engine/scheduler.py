@@ -59,6 +59,8 @@ class StepPlan:
     """Pages to copy before the step, as (from, to): the shared beginning of a page that two requests will write to."""
     borrowed: list[int] = field(default_factory=list)
     """Pages that are held only until they have been copied."""
+    grown: list[Request] = field(default_factory=list)
+    """Requests that got pages since the last step; some may have left their slots again, or be here twice."""
 
     @property
     def strategy(self) -> Strategy:
@@ -95,6 +97,7 @@ class Scheduler:
         """Number of tokens whose keys and values were found in the cache at admission."""
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self._adopted: list[Request] = []
+        self._grown: list[Request] = []
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -103,6 +106,7 @@ class Scheduler:
         """Run a request that comes with its pages, filled on another engine. There must be a free slot (`has_slot`)."""
         request.slot, request.status = self._free_slots.pop(), Status.DECODE
         self._adopted.append(request)
+        self._grown.append(request)
         self._insert_running(request)
 
     @property
@@ -120,9 +124,8 @@ class Scheduler:
         of prefill, given the number of requests that decode and of those that have to be prefilled and have a slot, or can get
         one; None: as many as there is room for."""
         plan = StepPlan(decision)
-        rows_left = room = self._plan_decode(plan)
-        prefilling = Status.PREFILL  # looked up once: access to enum members is slow
-        begun = [request for request in self.running if request.status is prefilling]
+        begun = self._plan_decode(plan)
+        rows_left = room = self.max_rows - len(plan.decode)
         num_new = min(len(self.waiting), len(self._free_slots))
         if begun or num_new:
             if max_forced_rows is not None and plan.decode:
@@ -135,6 +138,8 @@ class Scheduler:
         # One that came with its pages may have been pre-empted again.
         plan.admitted += [Admitted(request, request.num_computed) for request in self._adopted if request.slot >= 0]
         self._adopted = []
+        if plan:
+            plan.grown, self._grown = self._grown, []
         return plan
 
     def on_launch(self, plan: StepPlan, most_accepted: list[int]) -> None:
@@ -168,7 +173,7 @@ class Scheduler:
         which may have left slots and pages in any state. `held_pages`: pages of somebody else, which stay allocated."""
         self.pages.reset(held_pages)
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
-        self.running, self._adopted = [], []
+        self.running, self._adopted, self._grown = [], [], []
         self.waiting = deque(sorted(requests, key=lambda request: request.id))
         for request in self.waiting:
             request.status, request.slot, request.pages, request.stale = Status.WAITING, -1, [], False
@@ -205,17 +210,20 @@ class Scheduler:
         for request in self.running:
             request.stale = request.num_computed > 0
 
-    def _plan_decode(self, plan: StepPlan) -> int:
-        """Plan one row for each decoding request, oldest first. Return the number of rows left."""
-        decoding, page_size = Status.DECODE, self.pages.page_size
-        ready = []
-        for request in self.running.copy():  # some may be pre-empted on the way
-            if request.status is decoding and len(request.tokens) + request.num_steps_in_flight < request.max_tokens:
-                length = request.num_computed + request.num_in_flight
-                if (length < len(request.pages) * page_size and length < self.max_length) or self._reserve_or_preempt(request):
-                    ready.append(request)
-        plan.decode = [request for request in ready if request.slot >= 0]  # without those that were pre-empted
-        return self.max_rows - len(plan.decode)
+    def _plan_decode(self, plan: StepPlan) -> list[Request]:
+        """Plan one row for each decoding request, oldest first. Return the requests whose prefill has begun."""
+        decoding, prefilling = Status.DECODE, Status.PREFILL  # looked up once: access to enum members is slow
+        page_size, max_length = self.pages.page_size, self.max_length
+        ready, begun = plan.decode, []
+        for request in self.running.copy():  # some of those that follow may be pre-empted on the way: they are younger
+            if request.status is decoding:
+                if len(request.tokens) + request.num_steps_in_flight < request.max_tokens:
+                    length = request.num_computed + request.num_in_flight
+                    if (length < len(request.pages) * page_size and length < max_length) or self._reserve_or_preempt(request):
+                        ready.append(request)
+            elif request.status is prefilling:
+                begun.append(request)
+        return begun
 
     def _plan_nodes(self, plan: StepPlan, rows_left: int) -> None:
         """Decide how many draft tokens each decode request may have."""
@@ -277,6 +285,7 @@ class Scheduler:
         if pages is None:
             return False
         request.pages += pages
+        self._grown.append(request)
         return True
 
     def _plan_forced(self, plan: StepPlan, request: Request, room: int) -> None:
@@ -338,6 +347,7 @@ class Scheduler:
         self.num_cached_tokens += request.num_computed
         request.slot = self._free_slots.pop()
         plan.admitted.append(Admitted(request, request.num_computed))
+        self._grown.append(request)
         self._insert_running(request)
         return True
 

@@ -70,5 +70,9 @@ class SlotState:
                 places.append((first[:, None] + np.arange(width)).ravel())
                 values.append(np.ascontiguousarray(getattr(admitted, name)).view(np.int32))
         if places:
-            found = upload(np.stack([np.concatenate(places), np.concatenate(values)]), self.device)
-            self._words.index_copy_(0, found[0], found[1].int())
+            count = sum(map(len, places))
+            both = np.empty(count + (count + 1) // 2, np.int64)  # places of eight bytes, then values of four
+            np.concatenate(places, out=both[:count])
+            np.concatenate(values, out=both[count:].view(np.int32)[:count])
+            found = upload(both, self.device)
+            self._words.index_copy_(0, found[:count], found[count:].view(torch.int32)[:count])

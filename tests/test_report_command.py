@@ -1,8 +1,9 @@
-"""`paceline report` and the live page of `paceline train --open`."""
+"""`paceline report` and the live page of `paceline train`."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -11,10 +12,12 @@ import urllib.error
 import urllib.request
 
 import pytest
+from e2e import toy
 
-from paceline.cli import main
-from paceline.cli.report import BrowserView
+from paceline.cli import live_page, main
+from paceline.cli.live_page import RunPage
 from paceline.report import EventLog
+from paceline.report.snapshot import RolloutSnapshot
 
 
 @pytest.fixture
@@ -84,8 +87,39 @@ def test_open_serves_until_it_is_interrupted(run_folder):
 
 
 def test_the_live_page_of_a_training_run(run_folder, capsys):
-    with BrowserView(run_folder):
-        url = re.search(r"http://\S+", capsys.readouterr().err)[0]
+    with RunPage(run_folder, lambda: RolloutSnapshot(2, 9, "generate", 3, 8, 77.0)) as page:
+        url = re.search(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().err)[0]
+        assert page._process is None  # nobody has asked for the page
         assert "from 0.25 to 0.75" in get(url)
+        assert "Step 2 of 9: generating" in get(f"{url}now") and "3 of 8" in get(f"{url}now")
+        page._asked = -math.inf  # the browser is gone
     with pytest.raises(urllib.error.URLError):
         get(url)
+
+
+def test_a_page_that_is_open_shows_the_end_of_the_run(run_folder, capsys, monkeypatch):
+    """Its process is there for some seconds more, in which the browser gets the complete report."""
+    seen = []
+    with RunPage(run_folder, lambda: None):
+        url = re.search(r"http://\S+", capsys.readouterr().err)[0]
+        get(f"{url}now")
+        monkeypatch.setattr(live_page.time, "sleep", lambda seconds: seen.append((seconds, get(url))))
+    assert seen[0][0] > 2 and "from 0.25 to 0.75" in seen[0][1]
+
+
+def test_a_run_without_a_page(tmp_path, capsys):
+    toy.make_folder(tmp_path)
+    few = toy.settings(tmp_path, "run", steps=1)
+    assert paceline(*few, "--no-page") == 0 and "live page" not in capsys.readouterr().err
+    assert paceline(*toy.settings(tmp_path, "again", steps=1)) == 0
+    assert "live page: http://127.0.0.1:" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_free_port_trains_without_a_page(run_folder, capsys, monkeypatch):
+    def refuse() -> None:
+        raise OSError("no buffer space")
+
+    monkeypatch.setattr(live_page, "listen", refuse)
+    with RunPage(run_folder, lambda: None):
+        pass
+    assert "no live page: no buffer space" in capsys.readouterr().err

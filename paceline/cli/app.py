@@ -163,7 +163,9 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Check that the run can start, print the resolved configuration and a memory plan, and exit.")] = False,
-    open_page: Annotated[bool, typer.Option("--open", help="Show a live page of the run in a browser on this machine.")] = False,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Serve a live page of the run, which only this machine can "
+                                                                "reach.")] = True,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the live page in a browser on this machine.")] = False,
 ) -> int:
     """Train a policy by reinforcement learning with fast rollouts."""
     report_start()
@@ -189,7 +191,7 @@ def train(
         if plan is not None:
             print(plan, file=sys.stderr)
         return 0
-    return run(resolved, task, resume is not None, open_page)
+    return run(resolved, task, resume is not None, page, open_page)
 
 
 @app.command()

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.collector import freeze_until_exit
+from paceline.cli.live_page import RunPage
 from paceline.cli.log import progress_goes_to, say
-from paceline.cli.report import BrowserView
 from paceline.config import ConfigError, TrainConfig
 from paceline.report import Run, TrainView
 from paceline.spot.alarms import Alarm
@@ -21,6 +21,7 @@ from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
 from paceline.trainer.config_files import with_source
 from paceline.trainer.device import run_device
+from paceline.trainer.live import LiveRollouts
 from paceline.trainer.validation import check_config
 from paceline.types import RolloutGroup, StepResult
 
@@ -37,11 +38,12 @@ def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: 
         raise with_source(error, overrides, file) from None
 
 
-def train(config: TrainConfig, task: Task, resume: bool = False, open_page: bool = False) -> int:
-    """Runs the training and returns the exit code. `open_page` shows a live page in a browser meanwhile."""
-    page = BrowserView(Path(config.out)) if open_page else nullcontext()
-    with page, TerminalView(config) as view:
-        result = trainer_class(config)(config, callbacks=[view, ReportWriter()], resume=resume, task=task,
+def train(config: TrainConfig, task: Task, resume: bool = False, page: bool = True, open_page: bool = False) -> int:
+    """Runs the training and returns the exit code. `page`: there is a live page meanwhile; `open_page`: a browser shows it."""
+    live = LiveRollouts()
+    served = RunPage(Path(config.out), live.snapshot, open_page) if page or open_page else nullcontext()
+    with served, TerminalView(config) as view:
+        result = trainer_class(config)(config, callbacks=[view, live, ReportWriter()], resume=resume, task=task,
                                        progress=False).run()
     if result.status is RunStatus.COMPLETED:
         if result.message:

@@ -79,6 +79,13 @@ class RequestBook:
         return RequestTable(self._first + rows, worker, target, group, probe, prompt + generated, remaining,
                             now - self._submitted[rows], crashes >= _SUSPECT)
 
+    def progress(self) -> list[tuple[int, int, int]]:
+        """Id, number of tokens and worker of every unfinished request. May be called from another thread: a request that is just
+        being added or forgotten may be missing."""
+        first, columns, left = self._first, self._columns, self._left
+        rows = left[left < columns.shape[1]]
+        return list(zip((first + rows).tolist(), columns[_GENERATED, rows].tolist(), columns[0, rows].tolist(), strict=True))
+
     @property
     def num_generated(self) -> int:
         """Number of tokens that the unfinished requests have."""

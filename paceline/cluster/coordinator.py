@@ -190,6 +190,10 @@ class Coordinator:
         self._has_changed = True
         return alive
 
+    def worker_states(self) -> list[tuple[int, WorkerState]]:
+        """What each worker does. May be called from another thread."""
+        return [(view.id, view.state) for view in list(self._workers.values())]
+
     @property
     def max_batch(self) -> int:
         """Number of requests that all workers together run at the same time."""

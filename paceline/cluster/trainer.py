@@ -31,6 +31,7 @@ from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.weights import load_model, open_checkpoint
+from paceline.report.snapshot import AnswerProgress, WorkerStatus
 from paceline.rl.checkpoint import drafter_folder, policy_folder
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer
@@ -194,13 +195,26 @@ class ClusterTrainer(Trainer):
         self._figures: list[WorkerFigures] = []
         super()._on_step_begin(step)
 
+    def live_answers(self) -> list[AnswerProgress]:
+        """The answers that are not finished. How many of their tokens were drafted is known to their workers only."""
+        book = self.engine.coordinator.book
+        return [AnswerProgress(request, num_tokens, 0, True) for request, num_tokens, _ in book.progress() if num_tokens]
+
+    def live_tokens(self, most: int, tail: int) -> list[tuple[int, list[int]]]:
+        return []  # the workers have them
+
+    def worker_statuses(self) -> tuple[WorkerStatus, ...]:
+        coordinator = self.engine.coordinator
+        counts = Counter(worker for _, _, worker in coordinator.book.progress())
+        return tuple(WorkerStatus(worker, state.value, counts[worker]) for worker, state in coordinator.worker_states())
+
     def _add_figures(self) -> None:
         """Add what the workers have measured to the metrics, alarms and charts of the step."""
         new = self.engine.coordinator.figures.take()
         self._figures += new
         for found in new:
             self.engine.note(found)
-            self._trace.add_engine_steps(found.trace)
+            self.trace.add_engine_steps(found.trace)
             if self.monitor is not None:
                 self.monitor.merge(found.drafter)
             if self.drafter_trainer is not None:

@@ -72,20 +72,20 @@ def write_comparison(first: Path | str, second: Path | str, path: Path | None = 
 
 def report_page(run: Run, live: bool = False) -> str:
     """The report of a run. A `live` page fetches itself again and again from the server it came from."""
-    return _render("run.html", live, run=run, cards=cards(run.figures), alarms=_alarms(run.records), sections=sections(run),
-                   further=further_charts(run.records), examples=pick_examples(run.folder), change_rows=_change_rows(run))
+    return render("run.html", live, run=run, cards=cards(run.figures), alarms=_alarms(run.records), sections=sections(run),
+                  further=further_charts(run.records), examples=pick_examples(run.folder), change_rows=_change_rows(run))
 
 
 def comparison_page(first: Run, second: Run, live: bool = False) -> str:
     """Two runs side by side."""
-    return _render("comparison.html", live, runs=(first, second), headline=headline(first, second),
+    return render("comparison.html", live, runs=(first, second), headline=headline(first, second),
                    rows=figure_rows(first.figures, second.figures), charts=comparison_charts(first, second),
                    settings=differing_settings(first, second))
 
 
 def charts_page(title: str, charts: Sequence[Chart], live: bool = False) -> str:
     """A page with a title and some charts."""
-    return _render("charts.html", live, title=title, charts=charts)
+    return render("charts.html", live, title=title, charts=charts)
 
 
 def cards(figures: RunFigures) -> list[Card]:
@@ -133,7 +133,8 @@ def _courses(run: Run) -> list[Chart | None]:
     return found if last is longest else [*found, course_chart(last, metrics[last["step"]], ", the last")]
 
 
-def _render(template: str, live: bool = False, **values: Any) -> str:
+def render(template: str, live: bool = False, **values: Any) -> str:
+    """A page or a part of one. Everything put into it is escaped."""
     environment = jinja2.Environment(loader=jinja2.PackageLoader("paceline.report"), autoescape=True,
                                      undefined=jinja2.StrictUndefined)
     script = environment.get_template("live.js").render() if live else ""

@@ -66,6 +66,8 @@ class _Course:
         self.steps: list[_EngineStep] = []
         self.total = 0
         """Largest number of live answers."""
+        self._tally: dict[int, list[int]] = {}
+        self._num_tallied = 0  # steps
 
     def add(self, result: StepResult, num_live: int) -> None:
         requests = tuple(result.tokens)
@@ -76,16 +78,28 @@ class _Course:
                                       requests, counts))
         self.total = max(self.total, num_live + len(result.finished))
 
+    def tally(self) -> dict[int, list[int]]:
+        """Number of tokens and of accepted draft tokens by request. Counted only when it is asked for, by one thread."""
+        new = self.steps[self._num_tallied :]
+        for step in new:
+            for request, count in zip(step.requests, step.counts or [1] * len(step.requests), strict=True):
+                sums = self._tally.setdefault(request, [0, 0])
+                sums[0] += count
+                sums[1] += max(0, count - 1)
+        self._num_tallied += len(new)
+        return self._tally
+
     def record(self, strategies: bool = True) -> dict[str, Any]:
         """Live answers and strategies at equally spaced times."""
-        ends = np.cumsum([step.ms for step in self.steps]) / 1e3
+        steps = self.steps.copy()  # those so far: the course of a run is also recorded while it goes on
+        ends = np.cumsum([step.ms for step in steps]) / 1e3
         seconds = float(ends[-1]) if len(ends) else 0.0
         if not seconds:
             return {}
         at = np.searchsorted(ends, (np.arange(_NUM_SAMPLES) + 0.5) * seconds / _NUM_SAMPLES)
-        sampled = [self.steps[i] for i in at]
+        sampled = [steps[i] for i in at]
         record: dict[str, Any] = {"seconds": round(seconds, 4), "total": self.total, "live": [step.num_live for step in sampled]}
-        if not strategies or not any(step.num_requests for step in self.steps):
+        if not strategies or not any(step.num_requests for step in steps):
             return record
         used = [str(step.strategy) if step.num_requests else "" for step in sampled]
         names = sorted(set(used))
@@ -111,6 +125,15 @@ class RolloutTrace:
     def add_baseline(self, result: StepResult, num_live: int) -> None:
         """Adds a step of the engine that generates the same batch without speculation."""
         self._off.add(result, num_live)
+
+    def course(self) -> dict[str, Any]:
+        """The batch so far: `on` and `off` of `record`. May be called from another thread."""
+        return {"on": self._on.record(), "off": self._off.record(strategies=False)}
+
+    def tally(self) -> dict[int, list[int]]:
+        """Number of tokens and of accepted draft tokens of each request so far, by request id, of the engine that speculates.
+        May be called from one other thread."""
+        return self._on.tally()
 
     def take_engine_steps(self) -> dict[str, Any]:
         """What `record` has of the engine's steps (`batch`, `position`), which start anew: a worker's part of a training step.

@@ -125,6 +125,10 @@ class RolloutCollector:
         """Unfinished groups, in the order of their prompts."""
         return list(dict.fromkeys(self._requests.owners.values()))
 
+    def live_requests(self) -> list[int]:
+        """Ids of the requests that are not finished. May be called from another thread."""
+        return list(self._requests.owners)
+
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         """Return the groups that have finished, those that began in earlier steps first. All prompts before `cursor` plus the
         number of unfinished groups have been used, and as many groups as `count` are under way; all of them finish if there are

@@ -22,6 +22,7 @@ from paceline.files import DamagedFile
 from paceline.generation import strategy_shares
 from paceline.optim import NonFiniteError
 from paceline.report import EventLog, HeldOut, RolloutTrace, RunFigures, read_evaluations, read_metrics, read_traces
+from paceline.report.snapshot import AnswerProgress, WorkerStatus
 from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder, read_state
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
@@ -76,6 +77,8 @@ class Trainer:
     monitor: DrafterMonitor | None
     """Watches over the learned drafter; None if there is none."""
     collector: RolloutCollector
+    trace: RolloutTrace
+    """What has happened within the present training step; exists from the first step on."""
     pool: RewardPool
     evaluator: Evaluator | None = None
     """Evaluates the policy on held-out problems; None if the run is not evaluated."""
@@ -278,12 +281,30 @@ class Trainer:
         engine.warm_up(requests, on_progress=lambda done, total: self._notify(
             lambda callback: callback.on_warm_up(done, total)))
 
+    # What a live page shows; called from its thread
+
+    def live_answers(self) -> list[AnswerProgress]:
+        """The answers of the present step that have tokens, finished or not."""
+        running = set(self.collector.live_requests())
+        return [AnswerProgress(request, num_tokens, num_accepted, request in running)
+                for request, (num_tokens, num_accepted) in sorted(self.trace.tally().items())]
+
+    def live_tokens(self, most: int, tail: int) -> list[tuple[int, list[int]]]:
+        """Request id and the last `tail` tokens of at most `most` answers that are being generated, the longest ones."""
+        answers = [(request.id, request.tokens[len(request.prompt_ids):]) for request in self.engine.scheduler.running.copy()]
+        longest = sorted(answers, key=lambda answer: -len(answer[1]))[:most]
+        return sorted((request, tokens[-tail:]) for request, tokens in longest)
+
+    def worker_statuses(self) -> tuple[WorkerStatus, ...]:
+        """The workers of a cluster; none in a run of one process."""
+        return ()
+
     # What the loop is handed
 
     def _on_step_begin(self, step: int) -> None:
         self.collector.begin_step()
         drafter_version = None if self.monitor is None else self.engine.drafter_version
-        self._trace = RolloutTrace(self.config.rollout.max_new_tokens, drafter_version)
+        self.trace = RolloutTrace(self.config.rollout.max_new_tokens, drafter_version)
         if self.drafter_trainer is not None:
             self.drafter_trainer.begin_step(step)
         self._notify(lambda callback: callback.on_step_begin(step))
@@ -330,9 +351,9 @@ class Trainer:
 
     def _on_engine_step(self, engine: Engine, result: StepResult, num_finished: int, num_total: int) -> None:
         if engine is not self.engine:
-            self._trace.add_baseline(result, num_total - num_finished)
+            self.trace.add_baseline(result, num_total - num_finished)
             return
-        self._trace.add(result, num_total - num_finished)
+        self.trace.add(result, num_total - num_finished)
         self._strategy_steps[str(result.strategy)] += 1
         if self.monitor is not None:
             self.monitor.on_engine_step(result)
@@ -354,7 +375,7 @@ class Trainer:
         self.state = outcome.state
         metrics |= self._evaluate(step)
         self.folder.write_rollouts(step, groups, self._decode)
-        self._log.write_trace(step, self._trace.record(outcome.generated))
+        self._log.write_trace(step, self.trace.record(outcome.generated))
         self._log.write(step, metrics)
         self._notify(lambda callback: callback.on_step_end(step, metrics, groups))
         is_best = self.evaluator is not None and self.evaluator.best is not None and self.evaluator.best["step"] == step

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 from report.synthetic import metrics_of, trace_of
-from report.test_live import served
+from report.test_live import SNAPSHOT, served
 
 from paceline.report import EventLog, write_comparison, write_report
+from paceline.report.now import now_fragment
+from paceline.report.snapshot import RolloutSnapshot
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium")
@@ -132,3 +135,34 @@ def test_a_live_page_refreshes_itself(tmp_path):
         server.page = follow
         dom = browse("--virtual-time-budget=20000", "--dump-dom", server.url)
     assert "from 0.25 to 0.75" in dom and "After one step" not in dom
+
+
+def test_a_live_page_shows_answers_growing(tmp_path):
+    looks = count(1)
+
+    def snapshot() -> RolloutSnapshot | None:
+        number = next(looks)
+        grown = SNAPSHOT.answers[1]._replace(num_tokens=90 + 10 * number)
+        return replace(SNAPSHOT, answers=(SNAPSHOT.answers[0], grown), num_finished=number) if number <= 3 else None
+
+    with EventLog(tmp_path, tensorboard=False) as log, served(tmp_path, snapshot=snapshot) as server:
+        log.write(1, {"reward/mean": 0.25})
+        early = browse("--virtual-time-budget=2500", "--dump-dom", server.url)
+        late = browse("--virtual-time-budget=20000", "--dump-dom", server.url)
+    assert "running, 1 finished" in early and re.search(r"answer 1: 1[012]0 tokens", early) and "After one step" in early
+    assert '<div id="now"></div>' in late and "After one step" in late  # generation is over: the report is what is left
+
+
+def test_the_rollouts_fit_a_telephone(tmp_path):
+    page = write_report_with(tmp_path, now_fragment(SNAPSHOT))
+    found = measure(page, 400)
+    assert found["width"] == 400 and found["outside"] == 0 and found["smallest"] > 8.5
+
+
+def write_report_with(folder: Path, fragment: str) -> Path:
+    """A page with the fragment, as a live page inserts it."""
+    with EventLog(folder, tensorboard=False) as log:
+        log.write(1, {"reward/mean": 0.25})
+    page = write_report(folder)
+    page.write_text(page.read_text().replace("<body>", f'<body><div id="now">{fragment}</div>'))
+    return page

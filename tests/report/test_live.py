@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -11,11 +12,19 @@ from pathlib import Path
 import pytest
 
 from paceline.report import EventLog, LivePage
+from paceline.report.now import answers_chart
+from paceline.report.snapshot import AnswerProgress, RolloutSnapshot, WorkerStatus
+
+SNAPSHOT = RolloutSnapshot(
+    3, 9, "generate", 1, 3, 512.0, "suffix:d4w2v8", 40, 30, 1.75,
+    (AnswerProgress(0, 20, 12, False), AnswerProgress(1, 90, 44, True), AnswerProgress(2, 35, 0, True)), ((1, "<b>82 41"),),
+    (WorkerStatus(0, "busy", 2), WorkerStatus(1, "training", 0)),
+    {"on": {"seconds": 0.5, "total": 3, "live": [3, 2], "strategies": ["off", "suffix:d4w2v8"], "strategy": [0, 1]}}, 95.0)
 
 
 @contextmanager
-def served(*folders: Path):
-    with LivePage(folders) as server:
+def served(*folders: Path, snapshot=lambda: None):
+    with LivePage(folders, snapshot=snapshot) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -61,3 +70,24 @@ def test_other_sites_and_other_paths_get_nothing(tmp_path):
                              (f"{server.url}../../etc/passwd", {})):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 get(url, **headers)
+
+
+def test_the_rollouts_of_this_moment(tmp_path):
+    with served(tmp_path, snapshot=lambda: SNAPSHOT) as server:
+        fragment, _ = get(f"{server.url}now")
+    for text in ("Step 3 of 9: generating · about 1:35 left", "1 of 3", "512", "accept length 1.75", "suffix:d4w2v8",
+                 "75 % of 40 verified", "2 running, 1 finished", "answer 1: 90 tokens, 44 of them drafted, running",
+                 "3 live, off", "2 live, suffix:d4w2v8", "&lt;b&gt;82 41", "worker 1", "training the drafter, 0 requests"):
+        assert text in fragment
+    heights = [float(height) for height in re.findall(r'height="([\d.]+)" fill="var\(--blue\)"', fragment)]
+    assert heights[0] / heights[1] == pytest.approx(46 / 35, rel=0.02)  # the policy's own tokens of the running answers
+
+
+def test_a_run_that_does_not_generate_has_no_rollouts(tmp_path):
+    with served(tmp_path) as server, urllib.request.urlopen(f"{server.url}now", timeout=60) as answer:
+        assert answer.status == 204 and answer.read() == b""
+
+
+def test_many_answers_are_drawn_as_quantiles():
+    chart = answers_chart([AnswerProgress(i, i + 1, 0, True) for i in range(1000)])
+    assert 100 < chart.svg.count("<rect") <= 2 * 160 and "1000 tokens" in chart.svg and "answer 0: 1 tokens" in chart.svg

@@ -12,7 +12,7 @@ def resolve_model(model: str | Path) -> Path | str:
 
 
 def default_train_config() -> Path:
-    """The TOML file that `paceline train` runs without arguments."""
+    """The TOML file that `paceline train` runs without arguments and `paceline init` prints."""
     return Path(str(files("paceline") / "assets" / "train.toml"))
 
 

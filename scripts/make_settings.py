@@ -33,8 +33,12 @@ _HEAD = """# Settings
 This page is generated from the configuration classes by `python scripts/make_settings.py`; do not edit it.
 
 Every setting of a training run: in a TOML file, as `--set KEY=VALUE` on the command line, or as an argument of `TrainConfig` in
-Python. Unknown keys are errors. `paceline train --dry-run` prints all of them with their values. [Training](training.md) explains
-what belongs together; options of tasks are in [Tasks and rewards](tasks.md).
+Python. Unknown keys are errors. `paceline train --dry-run` prints all of them with their values, as a TOML file.
+[Training](training.md) explains what belongs together; options of tasks are in [Tasks and rewards](tasks.md).
+
+The defaults below are the only ones: of the command line, of files and of `TrainConfig`. `paceline train` without a file runs a
+file, too, which sets what the small bundled policy needs, such as a higher learning rate. `paceline init` prints that file,
+`paceline init FILE` writes it, and in Python `load_config()` returns it.
 """
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

@@ -204,7 +204,8 @@ def test_all_commands_of_a_page(here, request, page):
 # -- Python code
 
 REPLACED = {
-    "steps=8": "steps=1", "TrainConfig(": 'TrainConfig(threads=1, rollout={"prompts": 2, "group_size": 2, "max_new_tokens": 8}, ',
+    'overrides=["steps=8"]': f"overrides={TRAIN}", "steps=8": "steps=1",
+    "TrainConfig(": 'TrainConfig(threads=1, rollout={"prompts": 2, "group_size": 2, "max_new_tokens": 8}, ',
     "cluster={": 'steps=1, cluster={', "max_new_tokens=256": "max_new_tokens=8", "max_tokens=64": "max_tokens=4",
     '"Qwen/Qwen2.5-0.5B"': repr(str(resolve_model("default"))), '"kv_tokens": 65536': '"kv_tokens": 4096',
     'output_dir="runs/trl"': 'output_dir="runs/trl", max_steps=1, max_completion_length=8, use_cpu=True, report_to="none"',

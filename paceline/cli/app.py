@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline.cli.deploy import add_deploy_commands
+from paceline.cli.init import add_init_command
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
 from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive, complete_setting
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
@@ -41,6 +42,7 @@ app.add_typer(drafter_app, name="drafter")
 bench_app = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Measurements on this machine.")
 app.add_typer(bench_app, name="bench")
 add_deploy_commands(app)
+add_init_command(app)
 
 WRONG_INPUT = 2
 """Exit code of a command that cannot do what it was asked to."""
@@ -157,7 +159,8 @@ def generate(
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file. Without one, the small policy bundled with the package "
-                                                       "is trained in minutes on two CPU cores.")] = None,
+                                                       "is trained in minutes on two CPU cores (paceline init prints "
+                                                       "that file).")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", autocompletion=complete_setting, help="KEY=VALUE overrides the "
                                                       "file, like optimizer.lr=1e-5; may be given several times.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue from its last checkpoint.")] = None,
@@ -169,13 +172,13 @@ def train(
 ) -> int:
     """Train a policy by reinforcement learning with fast rollouts."""
     report_start()
-    from paceline.trainer.config_files import dump_config, load_config, load_run_config, unused_folder
+    from paceline.trainer.config_files import dump_toml, load_config, load_run_config, unused_folder
 
     if resume is not None and config is not None:
         raise ValueError("--resume: the run folder contains its configuration; do not give another")
     changed = changes or []
     resolved = load_config(config, changed) if resume is None else load_run_config(resume, [*changed, f'out="{resume}"'])
-    if resume is None and config is None and not any(change.startswith("out=") for change in changed):
+    if resume is None and "out" not in resolved.model_fields_set:
         resolved = resolved.model_copy(update={"out": unused_folder(resolved.out)})
     from paceline.cli.train import train as run
     from paceline.cli.train import validate
@@ -186,7 +189,7 @@ def train(
 
         check_memory(resolved)
         clear_progress()
-        print(dump_config(resolved), end="")
+        print(dump_toml(resolved), end="")
         plan = memory_plan(resolved)
         if plan is not None:
             print(plan, file=sys.stderr)

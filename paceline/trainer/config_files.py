@@ -1,7 +1,9 @@
-"""Reading a run's configuration: a TOML file or the run folder's `config.json`, then overrides in the form KEY=VALUE."""
+"""A run's configuration in files: reading a TOML file or the run folder's `config.json`, then overrides in the form KEY=VALUE;
+and writing either."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import tomllib
@@ -17,7 +19,8 @@ from paceline.trainer.run_folder import CONFIG_FILE, is_unused
 
 
 def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in a TOML file (None: the bundled one), with all defaults filled in. Unknown keys are errors.
+    """The configuration in a TOML file, with all defaults filled in. Unknown keys are errors. Without a file it is that of
+    `paceline train` without one, which `paceline init` prints.
 
     An override looks like `optimizer.lr=1e-5`. Its value is parsed as TOML and taken as plain text if that fails.
     """
@@ -48,6 +51,39 @@ def load_run_config(folder: Path | str, overrides: Sequence[str] = ()) -> TrainC
 def dump_config(config: TrainConfig) -> str:
     """The configuration as JSON, as it is written to `config.json`."""
     return config.model_dump_json(indent=2) + "\n"
+
+
+def dump_toml(config: TrainConfig) -> str:
+    """The configuration, with all defaults, as TOML that `load_config` reads. Settings without a value are comments."""
+    lines, tables = [], []
+    for name, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict) and value:
+            tables += ["", f"[{_toml_key(name)}]", *_toml_lines(value)]
+        else:
+            lines += _toml_lines({name: value})
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"# {name} is not set" if value is None else f"{_toml_key(name)} = {_toml_value(value)}"
+            for name, value in table.items()]
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):  # JSON's escapes are also TOML's
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, Mapping):
+        found = [f"{_toml_key(name)} = {_toml_value(inner)}" for name, inner in value.items() if inner is not None]
+        return f"{{{', '.join(found)}}}"
+    return repr(value)
 
 
 def unused_folder(out: str) -> str:

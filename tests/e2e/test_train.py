@@ -4,6 +4,7 @@ settings are one clear line. Kills, full disks and damaged files are in `tests/f
 from __future__ import annotations
 
 import json
+import tomllib
 from itertools import chain, repeat
 
 import pytest
@@ -163,7 +164,7 @@ def test_bad_settings_are_one_line(folder, capsys, change, complaint):
 
 def test_dry_run_prints_everything(folder, capsys):
     assert run([*settings(folder, "run"), "--dry-run"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = tomllib.loads(capsys.readouterr().out)
     assert printed["rollout"]["temperature"] == 1.0 and printed["optimizer"]["lr"] == 0.01
     assert not (folder / "run").exists()
 
@@ -171,13 +172,13 @@ def test_dry_run_prints_everything(folder, capsys):
 def test_the_default_run_can_be_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "--dry-run"]) == 0
-    assert json.loads(capsys.readouterr().out)["out"] == "runs/default"
+    assert tomllib.loads(capsys.readouterr().out)["out"] == "runs/default"
     default = tmp_path / "runs" / "default"
     default.mkdir(parents=True)
     for name in (".lock", "config.json", "metrics.jsonl"):  # what a run leaves that was killed before its first step
         (default / name).write_text("{}" if name == "config.json" else "")
         assert run(["train", "--dry-run"]) == 0
-        assert json.loads(capsys.readouterr().out)["out"] == "runs/default"
+        assert tomllib.loads(capsys.readouterr().out)["out"] == "runs/default"
     (default / "metrics.jsonl").write_text('{"step": 1}\n')
     assert run(["train", "--dry-run"]) == 0
-    assert json.loads(capsys.readouterr().out)["out"] == "runs/default-2"
+    assert tomllib.loads(capsys.readouterr().out)["out"] == "runs/default-2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import tomllib
 from copy import deepcopy
 from dataclasses import replace
 
@@ -163,7 +163,7 @@ def test_a_dry_run_prints_the_plan_beside_the_configuration(tmp_path, capsys):
     toy.make_folder(tmp_path)
     assert toy.run([*toy.settings(tmp_path, "run"), "--dry-run"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["steps"] == 5 and "policy in training" in printed.err and "KV cache" in printed.err
+    assert tomllib.loads(printed.out)["steps"] == 5 and "policy in training" in printed.err and "KV cache" in printed.err
 
 
 # What a learned drafter and a reward model add

@@ -277,8 +277,9 @@ def test_the_corrected_command_works_in_the_same_folder(here, capsys):
     assert run("train", *QUICK) == 0
     printed = capsys.readouterr()
     assert (here / "runs" / "default" / "summary.json").is_file() and "runs/default/report.html" in printed.out
-    first, *_ = printed.err.splitlines()
-    assert first == "paceline: loading default on CPU (1 threads)", "the first line says which device is used"
+    page, device, *_ = printed.err.splitlines()
+    assert page.startswith("paceline: live page: http://127.0.0.1:")
+    assert device == "paceline: loading default on CPU (1 threads)", "the first lines say where the run is seen and where it runs"
     assert any(line.startswith("step 1/1, reward ") for line in printed.err.splitlines()), "every step is a line when piped"
 
 

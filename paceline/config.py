@@ -87,7 +87,7 @@ class EngineConfig(Config):
     @classmethod
     def _check_row_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if any(size < 1 for size in sizes) or any(a >= b for a, b in pairwise(sizes)):
-            raise ValueError("row counts >= 1 in ascending order are wanted")
+            raise ValueError("must be row counts >= 1 in ascending order")
         return sizes
 
 
@@ -329,7 +329,10 @@ class TrainConfig(Config):
     """Number of most recent checkpoints to keep. A checkpoint is never removed before a step has been done from a later one, so
     with 1 there are two for a while."""
     wandb: str | None = None
-    """Weights & Biases project to log to, if wandb is installed."""
+    """Weights & Biases project to log metrics and tables of rollouts to, if wandb is installed."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub, such as `user/name`, that the policy is uploaded to when the run is complete, and with
+    `-drafter` added to its name the learned drafter. New repositories are private."""
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()

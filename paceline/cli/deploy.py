@@ -1,4 +1,4 @@
-"""The commands `serve` and `export` and their options."""
+"""The commands `serve`, `export` and `push` and their options."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def add_deploy_commands(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command()(serve)
     app.command()(export)
+    app.command()(push)
 
 
 def serve(
@@ -74,3 +75,21 @@ def export(
     from paceline.cli.export import export as run
 
     return run(ExportOptions(source, to, out, model, step, merge_lora, force, dtype))
+
+
+def push(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    repo: Annotated[str, typer.Option(help="Repository of the policy, such as user/name; the drafter's is user/name-drafter.")],
+    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; without it, its last one.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make new repositories public; they are private otherwise.")] = False,
+) -> int:
+    """Upload a run's policy and learned drafter to the Hugging Face hub, with model cards that hold its figures."""
+    report_start()
+    from paceline.cli.log import clear_progress
+    from paceline.trainer.hub import check_push_to_hub, push_to_hub
+
+    check_push_to_hub(repo)
+    addresses = push_to_hub(run, repo, step=step, private=not public)
+    clear_progress()
+    print("\n".join(addresses))
+    return 0

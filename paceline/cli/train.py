@@ -16,6 +16,7 @@ from paceline.cli.live_page import RunPage
 from paceline.cli.log import progress_goes_to, say
 from paceline.config import ConfigError, TrainConfig
 from paceline.report import Run, TrainView
+from paceline.report.formatting import format_value
 from paceline.spot.alarms import Alarm
 from paceline.tasks import Task
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
@@ -130,7 +131,7 @@ def show(result: TrainResult, config: TrainConfig) -> None:
         print(f"paceline: the task's problems are used up after step {result.num_steps} of {config.steps} "
               f"({config.epochs} epoch(s)); raise epochs to go on")
     for name, value in result.summary.items():
-        print(f"{name:>20}  {value}")
+        print(f"{name:>20}  {format_value(value)}")
     figures = Run.read(result.folder).figures
     print(f"{figures.headline()} {figures.speed_reason}".rstrip())
-    print(f"Policy: {result.policy}. Picture: {result.folder / 'report.html'}.")
+    print(f"Policy: {result.policy}. Report: {result.folder / 'report.html'}.")

@@ -34,7 +34,7 @@ def _complaint(error: Any, command: Any) -> str:
     if kind == "BadParameter" and parameter is not None:
         return f"{_name(parameter)}: {_wanted(error.message)}"
     if kind == "BadOptionUsage":
-        return f"{error.option_name}: " + ("it takes no value" if "not take" in said else "a value must follow it")
+        return f"{error.option_name}: " + ("it takes no value" if "not take" in said else "a value is required")
     unknown = re.match(r"No such command '([^']*)'", said)
     if unknown:
         return f"{unknown[1]}: no such command{suggest(unknown[1], getattr(command, 'commands', ()))}"

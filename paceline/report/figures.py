@@ -133,13 +133,14 @@ class RunFigures:
         first, last = (None, None) if self.reward is None else (self.reward.first, self.reward.last)
         summary: dict[str, Any] = {
             "steps": self.steps, "reward_first": _rounded(first, 4), "reward_last": _rounded(last, 4),
-            "accept_length": _rounded(self.accept_length, 3), "length_p50": self.length_p50, "length_p99": self.length_p99,
-            "seconds": round(self.seconds, 1)}
+            "accept_length": _rounded(self.accept_length, 3), "length_p50": _rounded(self.length_p50, 1),
+            "length_p99": _rounded(self.length_p99, 1), "seconds": round(self.seconds, 1)}
         if self.drafter_accept_length is not None:
             summary["drafter_accept_length"] = round(self.drafter_accept_length, 3)
         if self.held_out is not None:
             found = self.held_out
-            summary |= {"eval_first": found.reward.first, "eval_last": found.reward.last, "eval_best": found.best,
+            summary |= {"eval_first": round(found.reward.first, 4), "eval_last": round(found.reward.last, 4),
+                        "eval_best": _rounded(found.best, 4),
                         "eval_best_step": found.best_step}
         if not self.compared:
             return summary

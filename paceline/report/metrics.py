@@ -52,6 +52,7 @@ class EventLog:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
+        self._wandb: WandbSink | None = None
         self._folder = folder
         self._trace: AppendOnlyFile | None = None
         self._file = AppendOnlyFile(folder / METRICS_FILE)
@@ -60,7 +61,8 @@ class EventLog:
             if tensorboard:
                 self._sinks.append(TensorBoardSink(folder / "tensorboard", resume_at))
             if wandb is not None:
-                self._sinks.append(WandbSink(folder, wandb))
+                self._wandb = WandbSink(folder, wandb)
+                self._sinks.append(self._wandb)
         except BaseException:
             self.close()
             raise
@@ -83,6 +85,11 @@ class EventLog:
         self._last_step = step
         for sink in self._sinks:
             sink.write(step, now, values)
+
+    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Logs rollouts of a step as a table to W&B, if there is a run there, before the step's metrics are written."""
+        if self._wandb is not None and rows:
+            self._wandb.write_table("rollouts", step, rows)
 
     def write_trace(self, step: int, record: Mapping[str, Any]) -> None:
         """Writes what happened within a step to `trace.jsonl`, before the step's metrics are written."""
@@ -184,12 +191,19 @@ class WandbSink:
         id_file = folder / "wandb-id.txt"
         if not id_file.exists():
             atomic_write(id_file, uuid.uuid4().hex[:12])
+        self._wandb = wandb
         self._run = wandb.init(project=project, name=folder.resolve().name, dir=str(folder),
                                id=id_file.read_text().strip(), resume="allow")
 
     def write(self, step: int, wall_time: float, metrics: Mapping[str, Value]) -> None:
         """Logs the metrics of one step; W&B takes the time itself."""
         self._run.log(dict(metrics), step=step)
+
+    def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Logs rows with the same keys as a table of one step."""
+        columns = list(rows[0])
+        table = self._wandb.Table(columns=columns, data=[[row[each] for each in columns] for row in rows])
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
         """Marks the W&B run as finished."""

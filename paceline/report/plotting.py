@@ -28,6 +28,8 @@ _MAX_POINTS = 700
 """Number of points of a line from which on it is downsampled."""
 _MAX_DOTS = 40
 """Number of points of a line up to which each of them is a dot with a tooltip."""
+_MAX_TARGETS = 60
+"""Largest number of invisible dots on a longer line that show its values when the pointer is over them."""
 _MAX_MARKS = 60
 """Number of marks for values that are not finite; more are thinned out."""
 
@@ -252,6 +254,18 @@ class _Drawing:
                             clip_on=False, zorder=4, gid=name)
             self._tooltips[name] = [f"{self._axes.get_xlabel()} {at:g}: {series.name} {value:.4g}"
                                     for at, value in zip(x[shown], y[shown], strict=True)]
+        if not series.faint:
+            self._hover_targets(series, x, y, np.flatnonzero(finite & ~shown), f"{name}-hover")
+
+    def _hover_targets(self, series: Series, x: np.ndarray, y: np.ndarray, points: np.ndarray, name: str) -> None:
+        """Draws invisible dots with tooltips on a line that has no visible ones, evenly thinned out."""
+        if not len(points):
+            return
+        chosen = points[np.unique(np.linspace(0, len(points) - 1, min(len(points), _MAX_TARGETS)).astype(int))]
+        self._axes.plot(x[chosen], y[chosen], marker="o", markersize=8, markeredgewidth=0, alpha=0,
+                        color=PLACEHOLDERS[series.colour], linestyle="none", clip_on=False, zorder=6, gid=name)
+        self._tooltips[name] = [f"{self._axes.get_xlabel()} {at:g}: {series.name} {value:.4g}"
+                                for at, value in zip(x[chosen], y[chosen], strict=True)]
 
     def limit(self, height: float, name: str) -> None:
         """Draws a horizontal line with its name."""

@@ -168,7 +168,7 @@ def drafter_cost_chart(records: Sequence[Record], traces: Sequence[Trace]) -> Ch
     series = [Series("waited for training", "teal", x, np.array(spent[1:])), Series("saved", "green", x, np.array(saved[1:]))]
     beside = sum(finite_value(record, "drafter/beside_seconds") or 0.0 for record in records)
     note = (f"Training the drafter took {format_time(spent[-1])} of the run"
-            + (f" (and {format_time(beside)} beside generation)" if beside else "")
+            + (f" (and {format_time(beside)} during generation)" if beside else "")
             + f" and saved about {format_time(max(0.0, saved[-1]))} so far: estimated from the accept length on held-out "
             f"answers, {format_value(1 + gain)}× that of the drafter at the start.")
     return line_chart("What training the drafter cost and saved", series, "step", "seconds, summed up", from_zero=True,

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.report.figures import RunFigures
-from paceline.report.formatting import format_steps
+from paceline.report.formatting import format_steps, format_time
 from paceline.report.metrics import METRICS_FILE, Record, finite_value, read_evaluations, read_metrics, read_traces
 from paceline.report.settings import SettingChange, flatten, read_history, setting_changes
+
+_RECENT_STEPS = 20
+"""Number of steps whose pace the remaining time is estimated from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,18 @@ class Run:
         if (self.folder / "summary.json").is_file() or (self.num_steps is not None and self.figures.steps >= self.num_steps):
             return f"complete, {format_steps(self.records[0]['step'], self.figures.steps)}"
         return f"stopped after {done}"
+
+    @property
+    def timing(self) -> str:
+        """When a run that goes on finished its last step, and how long the rest takes at the pace of recent steps."""
+        if not self.is_live or not self.records:
+            return ""
+        times = [record["time"] for record in self.records[-_RECENT_STEPS:]]
+        parts = ["updated " + datetime.datetime.fromtimestamp(times[-1]).strftime("%H:%M:%S")]
+        remaining = (self.num_steps or 0) - self.figures.steps
+        if len(times) > 1 and remaining > 0:
+            parts.append(f"about {format_time(remaining * (times[-1] - times[0]) / (len(times) - 1))} left")
+        return ", ".join(parts)
 
     @property
     def subtitle(self) -> str:

@@ -34,7 +34,7 @@ class Arc(ProblemList):
         stem, choices = _question(number, row)
         label = row.get("answerKey")
         if label not in choices:
-            raise ValueError(f"arc: problem {number}: answerKey: {label!r} is none of {', '.join(choices)}")
+            raise ValueError(f"arc: problem {number}: answerKey: {label!r} is not one of {', '.join(choices)}")
         asked = "\n".join([stem, *(f"{name}. {text}" for name, text in choices.items())])
         return Problem(f"arc/{row.get('id', number)}", make_prompt(asked, self.config, INSTRUCTION),
                        {"label": label, "choices": choices})
@@ -51,7 +51,7 @@ def _question(number: int, row: Row) -> tuple[str, dict[str, str]]:
     choices = row.get("choices")
     if isinstance(question, str) and isinstance(choices, dict):
         return question, dict(zip(choices["label"], choices["text"], strict=True))
-    raise ValueError(f"arc: problem {number}: wants question.stem and question.choices, has {', '.join(row)}")
+    raise ValueError(f"arc: problem {number}: question.stem and question.choices are required, found {', '.join(row)}")
 
 
 def _chosen(answer: str, choices: dict[str, str]) -> str | None:

@@ -189,4 +189,4 @@ def _context() -> Any:
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
     if not ok:
-        raise ValueError(f"{name}: {value} is not {wanted}")
+        raise ValueError(f"{name}: must be {wanted}, not {value}")

@@ -36,6 +36,7 @@ from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
+from paceline.trainer.hub import push_to_hub
 from paceline.trainer.main_guard import check_main_guard
 from paceline.trainer.memory import check_memory
 from paceline.trainer.monitor import DrafterMonitor
@@ -44,7 +45,7 @@ from paceline.trainer.progress import ProgressBar
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
 from paceline.trainer.run_folder import GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.run_settings import write_settings
-from paceline.trainer.summary import rollout_metrics
+from paceline.trainer.summary import rollout_metrics, rollout_rows
 from paceline.trainer.validation import check_config
 from paceline.types import EngineStats, RolloutGroup, StepResult
 
@@ -140,7 +141,15 @@ class Trainer:
             if status is RunStatus.FAILED:
                 self.folder.discard()
         self._notify(lambda callback: callback.on_run_end(result))
+        if status is RunStatus.COMPLETED and config.push_to_hub is not None:
+            self._push_to_hub(config.push_to_hub)
         return result
+
+    def _push_to_hub(self, repo: str) -> None:
+        try:
+            self._note("uploaded to " + " and ".join(push_to_hub(self.folder.path, repo)))
+        except ValueError as error:
+            self._warn(f"push_to_hub: {error}; paceline push {self.folder.path} --repo {repo} tries again")
 
     def _resolve_device(self) -> str:
         return run_device(self.config)
@@ -376,6 +385,8 @@ class Trainer:
         metrics |= self._evaluate(step)
         self.folder.write_rollouts(step, groups, self._decode)
         self._log.write_trace(step, self.trace.record(outcome.generated))
+        if self.config.wandb is not None:
+            self._log.write_rollouts(step, rollout_rows(groups, self._decode))
         self._log.write(step, metrics)
         self._notify(lambda callback: callback.on_step_end(step, metrics, groups))
         is_best = self.evaluator is not None and self.evaluator.best is not None and self.evaluator.best["step"] == step

@@ -24,6 +24,7 @@ from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.device import check_run_device, check_worker_gpus, cluster_address, run_device
 from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
+from paceline.trainer.hub import check_push_to_hub
 from paceline.trainer.run_folder import holds_no_step, not_empty
 from paceline.trainer.run_settings import check_resumable
 from paceline.types import SamplingParams
@@ -93,6 +94,8 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "learner.exact_logprobs", lambda: _check_exact(config)
     if config.wandb is not None:
         yield "wandb", lambda: _check_package("wandb", "wandb") if config.wandb else _refuse("the project's name is empty")
+    if config.push_to_hub is not None:
+        yield "push_to_hub", lambda: check_push_to_hub(config.push_to_hub or "")
     yield from _worker_checks(config) if config.cluster.needs_ray else _one_worker_checks(config)
 
 

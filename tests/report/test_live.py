@@ -7,11 +7,12 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from paceline.report import EventLog, LivePage
+from paceline.report import EventLog, LivePage, Run, RunFigures
 from paceline.report.now import answers_chart
 from paceline.report.snapshot import AnswerProgress, RolloutSnapshot, WorkerStatus
 
@@ -51,6 +52,7 @@ def test_the_page_follows_the_run(tmp_path):
             log.write(2, {"reward/mean": 0.75})
             page, second = get(server.url, **{"If-None-Match": tag})
             assert "from 0.25 to 0.75" in page and "running, step 2" in page and second != tag
+            assert re.search(r"updated \d\d:\d\d:\d\d</span>", page)  # the number of steps is not known
         assert "stopped after step 2" in get(server.url)[0]  # the lock is gone, though no file has changed
 
 
@@ -91,3 +93,10 @@ def test_a_run_that_does_not_generate_has_no_rollouts(tmp_path):
 def test_many_answers_are_drawn_as_quantiles():
     chart = answers_chart([AnswerProgress(i, i + 1, 0, True) for i in range(1000)])
     assert 100 < chart.svg.count("<rect") <= 2 * 160 and "1000 tokens" in chart.svg and "answer 0: 1 tokens" in chart.svg
+
+
+def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path):
+    records = [{"step": step, "time": 1000.0 + 30 * step, "reward/mean": 0.5} for step in (1, 2, 3)]
+    run = Run(tmp_path, records, [], {"steps": 13}, "config.json", "", True, RunFigures.of(records))
+    assert run.timing.startswith("updated ") and run.timing.endswith(", about 5 min 0 s left")
+    assert replace(run, is_live=False).timing == ""

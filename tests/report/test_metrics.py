@@ -216,7 +216,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
 
     class Run:
         def log(self, metrics: dict, step: int) -> None:
-            logged.append((step, metrics["kl"]))
+            logged.append((step, metrics["rollouts"] if "rollouts" in metrics else metrics["kl"]))
 
         def finish(self) -> None:
             logged.append("finished")
@@ -226,11 +226,13 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         ids.append(id)
         return Run()
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Table=lambda columns, data: (columns, data)))
     for start in (None, 1):
         with EventLog(tmp_path, tensorboard=False, wandb="mine", resume_at=start) as log:
+            log.write_rollouts(start or 0, [{"prompt": "27:", "reward": 1.0}] if start else [])
             log.write(start or 0, {"kl": 0.5})
-    assert logged == [(0, 0.5), "finished", (1, 0.5), "finished"] and ids[0] == ids[1]
+    table = (["prompt", "reward"], [["27:", 1.0]])
+    assert logged == [(0, 0.5), "finished", (1, table), (1, 0.5), "finished"] and ids[0] == ids[1]
 
 
 def test_reports_need_no_torch():

@@ -55,7 +55,12 @@ def test_few_points_have_tooltips_and_gaps_are_marked():
     assert texts(chart, "title") == ["Loss", "step 1: loss 0.5", "step 3: loss 0.25", "step 4: loss 0.125",
                                      "step 2: not a finite number"]
     many = line_chart("Loss", [line([0.5, math.nan] + [0.25] * 100)], "step", "nats")
-    assert texts(many, "title") == ["Loss", "step 1: loss 0.5", "step 2: not a finite number"]  # a lone point stays visible
+    titles = texts(many, "title")
+    assert titles[:2] == ["Loss", "step 1: loss 0.5"]  # a lone point stays visible
+    hovered = [title for title in titles[2:] if title != "step 2: not a finite number"]
+    assert len(hovered) == len(titles) - 3
+    assert hovered[0] == "step 3: loss 0.25" and hovered[-1] == "step 102: loss 0.25" and 40 < len(hovered) <= 60
+    assert "opacity: 0" in many.svg
 
 
 def test_charts_have_a_title_and_a_description():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from statistics import fmean, pstdev
 
 import pytest
 from e2e import toy
@@ -25,7 +25,8 @@ def test_dropped_groups_and_ungraded_answers_count():
     dropped, kept, ungraded = group((1.0, 8), (1.0, 6)), group((0.0, 1), (0.5, 3)), group((None, 2), (None, 4))
     found = rollout_metrics([dropped, kept, ungraded])
     assert found == pytest.approx({
-        "reward/mean": 2.5 / 4, "reward/max": 1.0, "reward/ungraded": 2, "reward/mixed_groups": 1 / 3, "truncated": 1 / 6,
+        "reward/mean": 2.5 / 4, "reward/std": pstdev([1.0, 1.0, 0.0, 0.5]), "reward/max": 1.0,
+        "reward/ungraded": 2, "reward/mixed_groups": 1 / 3, "truncated": 1 / 6,
         "length/mean": 4.0, "length/p50": 3.5, "length/p99": 7.9, "length/max": 8.0,
         "reward/prompts": 2, "reward/standard_error": 0.375})
     alone = rollout_metrics([kept])

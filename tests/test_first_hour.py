@@ -158,7 +158,7 @@ REFUSED = {
     "generate --modle x": "--modle: no such option; did you mean --model?",
     "generate --max-tokens 5": "--max-tokens: no such option; it is called --max-new-tokens here",
     "generate --num-return-sequences 5": "--num-return-sequences: no such option; it is called --n here",
-    "generate --n": "--n: a value must follow it",
+    "generate --n": "--n: a value is required",
     "generate --n three": "--n: must be an integer",
     "generate --n 0": "--n: must be at least 1",
     "train --dry-run=yes": "--dry-run: it takes no value",

@@ -41,7 +41,7 @@ from benchmarks.lib.cluster_tables import TRAIN_COLUMNS, train_rows
 from benchmarks.lib.figures import print_table
 from benchmarks.lib.process_runtime import ProcessRuntime
 from benchmarks.lib.results import ROOT, Report, add_result_arguments
-from paceline.cluster.coordinator import Runtime
+from paceline.cluster.runtime import Runtime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.cluster.worker import Send, Worker
 from paceline.config import TrainConfig

@@ -11,16 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.cluster.book import RequestBook
 from paceline.cluster.drafter_state import DrafterState
 from paceline.cluster.figures import ClusterFigures
 from paceline.cluster.lengths import LengthModel
 from paceline.cluster.messages import (
-    Add,
     Arrived,
-    Cancel,
     DrafterMeasured,
     DrafterSettings,
     DrafterTrained,
@@ -29,7 +27,6 @@ from paceline.cluster.messages import (
     LearnText,
     Lost,
     Message,
-    MoveOut,
     Report,
     SetDrafter,
     SetPolicy,
@@ -41,12 +38,13 @@ from paceline.cluster.messages import (
     TrainingPreempted,
     UseEngine,
 )
-from paceline.cluster.pace import CpuBudget, PaceModel
+from paceline.cluster.pace import CpuBudget, PaceModel, Slowdowns
+from paceline.cluster.placement import RequestPlacement
 from paceline.cluster.policy import decide
+from paceline.cluster.runtime import Runtime
 from paceline.cluster.spot_group import Trainers
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import (
-    NOWHERE,
     Action,
     Assign,
     ClusterView,
@@ -64,41 +62,12 @@ from paceline.types import Rollout
 logger = logging.getLogger(__name__)
 
 
-class Runtime(Protocol):
-    """Starts workers and carries messages: Ray's actors, or workers in this process."""
-
-    num_workers: int
-
-    def start(self, worker: int) -> None:
-        """Start a worker that was lost. It reports when it is ready."""
-
-    def place(self) -> str:
-        """A new place where workers can meet, as `rendezvous.open_store` takes it."""
-
-    def put(self, value: Any) -> Any:
-        """Store a value that is sent to several workers, and return what `post` takes as its payload."""
-
-    def post(self, worker: int, message: Message, payload: Any = None) -> None:
-        """Send a message, at the latest with the next `flush`; a lost worker never gets it."""
-
-    def flush(self, collect_s: float) -> None:
-        """Send what was posted and is not on its way. Workers may collect news for so many seconds before they report."""
-
-    def poll(self, timeout_s: float) -> list[Report | Lost]:
-        """Reports of the workers that have one: as soon as there is any, after at most so many seconds."""
-
-    def close(self) -> None:
-        """End all workers."""
-
-
 Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
 _QUIET_S = 1.0
 """Longest time between two decisions while no worker has any news."""
 _MAX_SHARE, _BURST_S, _MAX_PAUSE_S, _MAX_PAUSE_SHARE = 0.01, 0.1, 2.0, 0.25
 """Share of a core that the coordinator may use, beyond a burst of so many seconds. Then it pauses, up to so many seconds and up
 to a share of the time that running answers are expected to take: workers must not run out of requests."""
-_MAX_CRASHES = 5
-"""A request is given up once so many workers have died that had it."""
 _MOVE_TOKEN_S = 1e-5
 """Guess of the seconds that copying the KV cache of one token takes."""
 
@@ -113,7 +82,9 @@ class Coordinator:
         self.runtime, self.config, self.interval_s, self._decide = runtime, config or PolicyConfig(), interval_s, decide
         self.timeline = timeline or Timeline()
         self.book = RequestBook(LengthModel())
+        self.placement = RequestPlacement(runtime, self.book, self.timeline)
         self.pace = PaceModel()
+        self._slowdowns = Slowdowns()  # with and without speculation
         self._is_baseline, self._other = False, (LengthModel(), PaceModel(), StepSums())
         self.max_length = 0
         """Largest number of tokens of one request; 0 until a worker has reported."""
@@ -126,13 +97,10 @@ class Coordinator:
         self.figures = ClusterFigures()
         self._clock = clock
         self._workers = {w: _down(w) for w in range(runtime.num_workers)}
-        self._move_pause_s = 0.0  # average of recent moves
         self._trainers = Trainers()
-        self._gpus: dict[int, str] = {}
         self._policy: Any = None
         self._drafter: Any = None
         self._sent: dict[int, tuple[int, int]] = {}  # worker → versions of policy and drafter that are on their way
-        self._finished: list[tuple[int, Rollout]] = []
         self._texts: dict[int, list[tuple[list[int], list[int]]]] = {}  # worker → answers that others have generated
         self.num_workers, self.num_lost = runtime.num_workers, 0
         """Number of workers, and how many times one was lost."""
@@ -232,8 +200,7 @@ class Coordinator:
         self.advance(timeout_s)
         if self._is_outdated and self.republish is not None:
             self.republish()
-        finished, self._finished = self._finished, []
-        return finished
+        return self.placement.take_finished()
 
     def wait_for_all(self) -> None:
         """Wait until all workers have started."""
@@ -289,9 +256,7 @@ class Coordinator:
     def cancel(self, requests: Sequence[int]) -> None:
         """Give requests up, wherever they are."""
         for request in requests:
-            if self.book.is_open(request):
-                self._cancel_everywhere(request)
-                self.book.finish(request, max(1, len(self.book.state(request).output_ids)))
+            self.placement.cancel(request)
 
     def close(self) -> None:
         self.timeline.close()
@@ -303,27 +268,25 @@ class Coordinator:
         w, before = report.worker, self._workers[report.worker]
         if before.state is WorkerState.DOWN:
             self._sent.pop(w, None)
-            self.pace.forget(w)
+            self._slowdowns.forget(w)
             self.runtime.post(w, self.drafter.settings)
         self.timeline.set_state(w, report.state)
-        self.pace.observe(w, report.sums.pace)
-        _add_sums(self.sums, report.sums)
-        self.max_length, self._gpus[w] = report.limits.max_length, report.limits.gpu
-        self._workers[w] = WorkerView(w, report.state, report.limits.max_batch, report.limits.kv_tokens, self.pace.slowdown(w),
+        ratio = self.pace.observe(report.sums.pace)
+        if ratio is not None and self._slowdowns.observe(w, ratio):
+            self.timeline.record("slow", worker=w, slowdown=round(self._slowdowns[w], 2))
+            logger.warning("worker %d is slow: its steps take %.1f times as long as those of the others", w, self._slowdowns[w])
+        self.sums.add(report.sums)
+        self.max_length, self.placement.gpus[w] = report.limits.max_length, report.limits.gpu
+        self._workers[w] = WorkerView(w, report.state, report.limits.max_batch, report.limits.kv_tokens, self._slowdowns[w],
                                       report.policy_version, report.drafter_version, report.can_train)
-        if before.slowdown == 1.0 < self._workers[w].slowdown:
-            self.timeline.record("slow", worker=w, slowdown=round(self._workers[w].slowdown, 2))
-            logger.warning("worker %d is slow: its steps take %.1f times as long as those of the others", w,
-                           self._workers[w].slowdown)
         for event in report.events:
             match event:
                 case Finished():
                     self._finish(event, w)
                 case Arrived():
-                    self._arrived(event, w)
+                    self.placement.arrive(event, w)
                 case Stayed():
-                    if self._is_moving(event.request, event.epoch):
-                        self.book.set_target(event.request, NOWHERE)
+                    self.placement.stay(event)
                 case DrafterTrained():
                     self.publish_drafter(event.drafter, w)
                 case DrafterMeasured():
@@ -333,9 +296,7 @@ class Coordinator:
                 case TrainingPreempted():
                     self._trainers.remove(w, event.round)
                     self.timeline.record("training preempted", worker=w, wait_s=round(event.wait_s, 6))
-        for request, epoch in self.book.note(report.progress):
-            if not self._is_moving(request, epoch):
-                self.runtime.post(w, Cancel(request, epoch))  # it runs elsewhere, or is finished
+        self.placement.note(report.progress, w)
         if report.tokens is not None:
             self.book.extend(report.tokens)
         if report.figures is not None:
@@ -343,37 +304,16 @@ class Coordinator:
         self.drafter.handled[w] = report.settings
         self.drafter.owing = self.drafter.owing | {w} if report.owes_drafter else self.drafter.owing - {w}
 
-    def _is_moving(self, request: int, epoch: int) -> bool:
-        """Whether a stay is the one that the request's present move leads to."""
-        return self.book.is_open(request) and self.book.target(request) >= 0 and epoch == self.book.epoch(request) + 1
-
     def _finish(self, event: Finished, worker: int) -> None:
-        """Whichever worker finishes a request first counts; others that have it would generate the same tokens."""
-        if not self.book.is_open(event.request):
+        if not self.placement.finish(event) or self._is_baseline:  # in the baseline nobody drafts
             return
-        if self.book.epoch(event.request) != event.epoch or self.book.target(event.request) >= 0:
-            self._cancel_everywhere(event.request)
-        self.book.finish(event.request, len(event.rollout.token_ids))
-        self._finished.append((event.request, event.rollout))
-        if self._is_baseline:
-            return  # nobody drafts
         if self.drafter_version < 0 and self.drafter.settings.keeps_answers:
             self.drafter.tokens.update(event.rollout.token_ids)
         for other in self.book.sibling_workers(event.request):
             if other != worker:
                 self._texts.setdefault(other, []).append((event.rollout.prompt_ids, event.rollout.token_ids))
 
-    def _arrived(self, event: Arrived, worker: int) -> None:
-        if not self._is_moving(event.request, event.epoch):
-            self.runtime.post(worker, Cancel(event.request, event.epoch))
-            return
-        self.timeline.record("migrated", worker=worker, source=self.book.worker(event.request), request=event.request,
-                             pause_s=round(event.pause_s, 6), prefilled=event.prefilled)
-        self._move_pause_s += 0.1 * (event.pause_s - self._move_pause_s)
-        self.book.place(event.request, worker, event.epoch)
-
     def _lose(self, lost: Lost) -> None:
-        """A worker is lost. Its requests wait again, also those that were on their way to it."""
         logger.warning("worker %d is lost (%s); %d requests continue elsewhere", lost.worker, lost.reason,
                        len(self.book.on_worker(lost.worker)))
         self.timeline.record("lost", worker=lost.worker, reason=lost.reason)
@@ -382,28 +322,10 @@ class Coordinator:
         self._trainers.remove(lost.worker)
         self.drafter.owing -= {lost.worker}
         self.num_lost += 1
-        for request in self.book.on_worker(lost.worker):
-            self._cancel_everywhere(request)
-            if self.book.restart(request, lost.worker) >= _MAX_CRASHES:
-                self._give_up(request)
+        self.placement.restart(lost.worker)
         self.runtime.start(lost.worker)
         if self._is_baseline:
             self.runtime.post(lost.worker, UseEngine(True))
-
-    def _give_up(self, request: int) -> None:
-        """End a request that kills whichever worker it is on; the others go on."""
-        state, error = self.book.state(request), f"{_MAX_CRASHES} workers died that had this request"
-        logger.error("request %d is given up: %s", request, error)
-        self.timeline.record("given up", request=request)
-        rollout = Rollout(request, state.sample, state.prompt_ids, state.output_ids, state.logprobs, "", "crash", state.versions,
-                          state.params.seed, error=error)
-        self.book.finish(request, max(1, len(state.output_ids)))
-        self._finished.append((request, rollout))
-
-    def _cancel_everywhere(self, request: int) -> None:
-        """Whatever stay of a request there is or is about to begin, it ends."""
-        for worker in {self.book.worker(request), self.book.target(request)} - {NOWHERE}:
-            self.runtime.post(worker, Cancel(request, self.book.epoch(request) + 1))
 
     # -- what the policy decides
 
@@ -412,20 +334,15 @@ class Coordinator:
         workers = tuple(view if w not in self._sent else _with_versions(view, *self._sent[w])
                         for w, view in self._workers.items())
         return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self._pause_s,
-                           self._move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version,
+                           self.placement.move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version,
                            self.drafter.is_awaited)
 
     def _act(self, action: Action) -> None:
         match action:
             case Assign(worker, requests):
-                for request in requests:
-                    self.book.place(request, worker, self.book.epoch(request) + 1)
-                    self.runtime.post(worker, Add(request, self.book.epoch(request), self.book.state(request),
-                                                  request in self.drafter.held_out))
+                self.placement.assign(requests, worker, self.drafter.held_out)
             case Migrate(request, source, target):
-                self.book.set_target(request, target)
-                shares_gpu = self._gpus[source] != "" and self._gpus[source] == self._gpus[target]
-                self.runtime.post(source, MoveOut(request, self.book.epoch(request) + 1, target, shares_gpu))
+                self.placement.migrate(request, source, target)
             case Publish(worker):
                 self._publish(worker)
             case TrainDrafter(worker):
@@ -454,12 +371,3 @@ def _down(worker: int) -> WorkerView:
 def _with_versions(view: WorkerView, policy: int, drafter: int) -> WorkerView:
     return WorkerView(view.id, view.state, view.max_batch, view.kv_tokens, view.slowdown, max(view.policy_version, policy),
                       max(view.drafter_version, drafter), view.can_train)
-
-
-def _add_sums(total: StepSums, new: StepSums) -> None:
-    for name in ("steps", "tokens", "prompt_tokens", "drafted", "accepted", "verifications", "preemptions", "trained_s",
-                 "trained_tokens"):
-        setattr(total, name, getattr(total, name) + getattr(new, name))
-    total.max_micro_batch_s = max(total.max_micro_batch_s, new.max_micro_batch_s)
-    for strategy, steps in new.strategies.items():
-        total.strategies[strategy] = total.strategies.get(strategy, 0) + steps

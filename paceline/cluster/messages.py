@@ -327,6 +327,15 @@ class StepSums:
     max_micro_batch_s: float = 0.0
     """Duration of the longest micro-batch of drafter training."""
 
+    def add(self, new: StepSums) -> None:
+        """Add everything but `pace`, which is learned from report by report."""
+        for name in ("steps", "tokens", "prompt_tokens", "drafted", "accepted", "verifications", "preemptions", "trained_s",
+                     "trained_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(new, name))
+        self.max_micro_batch_s = max(self.max_micro_batch_s, new.max_micro_batch_s)
+        for strategy, steps in new.strategies.items():
+            self.strategies[strategy] = self.strategies.get(strategy, 0) + steps
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:

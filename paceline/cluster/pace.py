@@ -1,5 +1,5 @@
-"""How fast workers generate: seconds per token by batch size, predicted at first and measured from then on; and how often the
-coordinator may decide."""
+"""How fast workers generate: seconds per token by batch size, predicted at first and measured from then on; which workers are
+slower than that; and how often the coordinator may decide."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ _MAX_BATCH = 512
 """Largest batch size that is told apart from larger ones, unless there is a prediction."""
 _MEMORY_TOKENS = 2000.0
 """Measurements of so many tokens weigh as much as the newest ones."""
+_SLOW, _RECOVERED = 1.5, 1.15
+"""A worker is slow from the first of these slowdowns on, and until its slowdown is below the second one. With a single threshold,
+noise around it would be reported again and again."""
 
 
 class PaceModel:
-    """Learns `ClusterView.token_s`, and how slow each worker is relative to it."""
+    """Learns `ClusterView.token_s`."""
 
     def __init__(self, predicted: Floats | None = None) -> None:
         """`predicted`: seconds per token by batch size, from a cost curve; None guesses a step of 10 ms."""
@@ -24,7 +27,6 @@ class PaceModel:
         self._table: Floats = guess if predicted is None else predicted.copy()
         self._tokens = np.zeros(len(self._table))
         self._seconds = np.zeros(len(self._table))
-        self._slowdown: dict[int, float] = {}
         self._known: Floats | None = self._table  # None: there are newer measurements
         self._before: Floats = self._table  # what was known when `token_s` was asked for last
 
@@ -42,8 +44,9 @@ class PaceModel:
         found: Floats = self._table * np.interp(np.arange(len(self._table)), seen, ratio)
         return np.maximum.accumulate(found)
 
-    def observe(self, worker: int, pace: Mapping[int, tuple[int, float]]) -> None:
-        """A worker's decode steps: batch size → tokens, and seconds summed over requests."""
+    def observe(self, pace: Mapping[int, tuple[int, float]]) -> float | None:
+        """Learn from a worker's decode steps: batch size → tokens, and seconds summed over requests. Returns their duration
+        relative to what was known before; None if there were none."""
         expected, took = 0.0, 0.0
         before = self._before = self._before if self._known is None else self._known
         for requests, (tokens, seconds) in pace.items():
@@ -53,18 +56,35 @@ class PaceModel:
             self._tokens[size] = keep * self._tokens[size] + tokens
             self._seconds[size] = keep * self._seconds[size] + seconds
             self._known = None
-        if expected > 0:
-            old = self._slowdown.get(worker, 1.0)
-            self._slowdown[worker] = old + 0.1 * (float(took / expected) - old)
+        return took / float(expected) if expected > 0 else None
 
-    def slowdown(self, worker: int) -> float:
-        """Duration of a worker's steps relative to `token_s`; 1 unless it is clearly slower."""
-        found = self._slowdown.get(worker, 1.0)
-        return found if found > 1.5 else 1.0
+
+class Slowdowns:
+    """How long the steps of each worker take relative to those of all workers."""
+
+    def __init__(self) -> None:
+        self._average: dict[int, float] = {}
+        self._slow: set[int] = set()
+
+    def observe(self, worker: int, ratio: float) -> bool:
+        """Add the relative duration of a worker's newest steps. Returns whether the worker has become slow."""
+        old = self._average.get(worker, 1.0)
+        new = self._average[worker] = old + 0.1 * (ratio - old)
+        if new < _RECOVERED:
+            self._slow.discard(worker)
+        if new <= _SLOW or worker in self._slow:
+            return False
+        self._slow.add(worker)
+        return True
+
+    def __getitem__(self, worker: int) -> float:
+        """A worker's slowdown; 1 unless it has become slow and has not recovered since."""
+        return self._average[worker] if worker in self._slow else 1.0
 
     def forget(self, worker: int) -> None:
         """The worker was started again."""
-        self._slowdown.pop(worker, None)
+        self._average.pop(worker, None)
+        self._slow.discard(worker)
 
 
 class CpuBudget:

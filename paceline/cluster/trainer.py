@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 
 from paceline.bundled import resolve_model
-from paceline.cluster.coordinator import Coordinator, Runtime
+from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.drafter import ClusterDrafterTrainer, drafter_config, why_unusable
 from paceline.cluster.engine import ClusterEngine
 from paceline.cluster.figures import FiguresCollector, WorkerFigures, selection_metrics
 from paceline.cluster.learning import LearnerRuntime, RankLearner, ShardedLearner
+from paceline.cluster.runtime import Runtime
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.training import DrafterTraining, pack_drafter, unpack_drafter
 from paceline.cluster.types import PolicyConfig

@@ -66,7 +66,7 @@ def check_processes(device: str, workers: int, strategy: str, shared: bool = Tru
         lost = [event["worker"] for event in coordinator.timeline.events if event["event"] == "lost"]
         assert (workers - 1 in lost) == kills
         if shared:
-            assert len(set(coordinator._gpus.values())) == 1 and coordinator._gpus[0]
+            assert len(set(coordinator.placement.gpus.values())) == 1 and coordinator.placement.gpus[0]
         return [event for event in coordinator.timeline.events if event["event"] == "migrated"]
     finally:
         coordinator.close()

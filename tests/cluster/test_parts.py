@@ -12,7 +12,7 @@ from paceline import SamplingParams
 from paceline.cluster.book import RequestBook
 from paceline.cluster.lengths import LengthModel
 from paceline.cluster.messages import NewTokens, Progress
-from paceline.cluster.pace import CpuBudget, PaceModel
+from paceline.cluster.pace import CpuBudget, PaceModel, Slowdowns
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import NOWHERE, WorkerState
 from paceline.engine.migration import RequestState
@@ -23,20 +23,29 @@ def test_the_pace_follows_measurements():
     pace = PaceModel(predicted)
     assert np.array_equal(pace.token_s, predicted)
     for _ in range(20):
-        pace.observe(0, {4: (400, 400 * 0.028)})
+        pace.observe({4: (400, 400 * 0.028)})
     assert pace.token_s[4] == pytest.approx(0.028, rel=0.01)
     assert pace.token_s[8] == pytest.approx(2 * predicted[8], rel=0.05), "what was not measured is scaled alike"
     assert (np.diff(pace.token_s) >= 0).all()
 
 
 def test_a_slow_worker_is_noticed():
-    pace = PaceModel()
+    pace, slowdowns = PaceModel(), Slowdowns()
     for _ in range(60):
         for worker in (0, 1, 2):
-            pace.observe(worker, {4: (100, 100 * 0.01 * (4.0 if worker == 2 else 1.0))})
-    assert pace.slowdown(0) == pace.slowdown(1) == 1.0 and pace.slowdown(2) > 1.5
-    pace.forget(2)
-    assert pace.slowdown(2) == 1.0
+            slowdowns.observe(worker, pace.observe({4: (100, 100 * 0.01 * (4.0 if worker == 2 else 1.0))}))
+    assert slowdowns[0] == slowdowns[1] == 1.0 and slowdowns[2] > 1.5
+    slowdowns.forget(2)
+    assert slowdowns[2] == 1.0
+    assert pace.observe({}) is None
+
+
+def test_a_worker_on_a_noisy_machine_is_reported_once_until_it_has_clearly_recovered():
+    slowdowns = Slowdowns()
+    noisy = [slowdowns.observe(0, ratio) for ratio in 50 * [2.2, 2.2, 2.2, 0.8, 0.8, 0.8]]
+    assert sum(noisy) == 1 and slowdowns[0] > 1
+    assert not any(slowdowns.observe(0, 1.0) for _ in range(40)) and slowdowns[0] == 1.0
+    assert sum(slowdowns.observe(0, 2.0) for _ in range(40)) == 1, "it is slow again"
 
 
 def test_a_loop_that_waits_when_its_budget_is_overdrawn_stays_within_it():

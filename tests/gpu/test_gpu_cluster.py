@@ -41,7 +41,7 @@ def test_workers_share_a_gpu(monkeypatch, workers, strategy):
         for _ in range(3):
             found = run(coordinator, submit(coordinator, LONG), rounds=20_000)
             assert {r.seed: r.token_ids for r in found.values()} == {seed: r.token_ids for seed, r in expected.items()}
-        assert len(set(coordinator._gpus.values())) == 1 and coordinator._gpus[0]
+        assert len(set(coordinator.placement.gpus.values())) == 1 and coordinator.placement.gpus[0]
         moves = [event for event in coordinator.timeline.events if event["event"] == "migrated"]
         print(f"{workers} workers, {strategy}: {len(moves)} moves, pauses "
               f"{sorted(round(1e3 * event['pause_s'], 1) for event in moves)} ms")

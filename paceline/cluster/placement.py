@@ -1,0 +1,115 @@
+"""The coordinator's part that moves requests: it puts them on workers, and takes them back when a worker is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from paceline.cluster.book import RequestBook
+from paceline.cluster.messages import Add, Arrived, Cancel, Finished, MoveOut, Progress, Stayed
+from paceline.cluster.runtime import Runtime
+from paceline.cluster.timeline import Timeline
+from paceline.cluster.types import NOWHERE
+from paceline.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+_MAX_CRASHES = 5
+"""A request is given up once so many workers have died that had it."""
+
+
+class RequestPlacement:
+    """Which worker has which request. Messages about a stay that has ended, or that was given up, change nothing."""
+
+    def __init__(self, runtime: Runtime, book: RequestBook, timeline: Timeline) -> None:
+        self._runtime, self._book, self._timeline = runtime, book, timeline
+        self.gpus: dict[int, str] = {}
+        """The GPU that each worker is on, unique over all nodes; empty if it is on none."""
+        self.move_pause_s = 0.0
+        """Seconds that a request waits while it is moved: average of recent moves."""
+        self._finished: list[tuple[int, Rollout]] = []
+
+    def take_finished(self) -> list[tuple[int, Rollout]]:
+        """Ids and rollouts of the requests that have finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- what the coordinator decides
+
+    def assign(self, requests: Sequence[int], worker: int, held_out: Collection[int]) -> None:
+        """Put waiting requests on a worker. `held_out`: those whose answers the drafter is measured on."""
+        for request in requests:
+            self._book.place(request, worker, self._book.epoch(request) + 1)
+            self._runtime.post(worker, Add(request, self._book.epoch(request), self._book.state(request), request in held_out))
+
+    def migrate(self, request: int, source: int, target: int) -> None:
+        """Have a worker send a request to another one."""
+        self._book.set_target(request, target)
+        shares_gpu = self.gpus[source] != "" and self.gpus[source] == self.gpus[target]
+        self._runtime.post(source, MoveOut(request, self._book.epoch(request) + 1, target, shares_gpu))
+
+    def cancel(self, request: int) -> None:
+        """Give a request up, wherever it is."""
+        if self._book.is_open(request):
+            self._cancel_everywhere(request)
+            self._book.finish(request, max(1, len(self._book.state(request).output_ids)))
+
+    def restart(self, worker: int) -> None:
+        """A worker is lost. Its requests wait again, also those that were on their way to it."""
+        for request in self._book.on_worker(worker):
+            self._cancel_everywhere(request)
+            if self._book.restart(request, worker) >= _MAX_CRASHES:
+                self._give_up(request)
+
+    # -- what workers report
+
+    def finish(self, event: Finished) -> bool:
+        """Whether this is news. Whichever worker finishes a request first counts; others that have it would generate the same
+        tokens."""
+        if not self._book.is_open(event.request):
+            return False
+        if self._book.epoch(event.request) != event.epoch or self._book.target(event.request) >= 0:
+            self._cancel_everywhere(event.request)
+        self._book.finish(event.request, len(event.rollout.token_ids))
+        self._finished.append((event.request, event.rollout))
+        return True
+
+    def arrive(self, event: Arrived, worker: int) -> None:
+        """A request that was moved is on its new worker."""
+        if not self._is_moving(event.request, event.epoch):
+            self._runtime.post(worker, Cancel(event.request, event.epoch))
+            return
+        self._timeline.record("migrated", worker=worker, source=self._book.worker(event.request), request=event.request,
+                              pause_s=round(event.pause_s, 6), prefilled=event.prefilled)
+        self.move_pause_s += 0.1 * (event.pause_s - self.move_pause_s)
+        self._book.place(event.request, worker, event.epoch)
+
+    def stay(self, event: Stayed) -> None:
+        """A request was not moved, because its target had no room."""
+        if self._is_moving(event.request, event.epoch):
+            self._book.set_target(event.request, NOWHERE)
+
+    def note(self, progress: Progress, worker: int) -> None:
+        """Write down how far a worker's requests are. What it should not have is cancelled there."""
+        for request, epoch in self._book.note(progress):
+            if not self._is_moving(request, epoch):
+                self._runtime.post(worker, Cancel(request, epoch))  # it runs elsewhere, or is finished
+
+    def _is_moving(self, request: int, epoch: int) -> bool:
+        """Whether a stay is the one that the request's present move leads to."""
+        return self._book.is_open(request) and self._book.target(request) >= 0 and epoch == self._book.epoch(request) + 1
+
+    def _give_up(self, request: int) -> None:
+        """End a request that kills whichever worker it is on; the others go on."""
+        state, error = self._book.state(request), f"{_MAX_CRASHES} workers died that had this request"
+        logger.error("request %d is given up: %s", request, error)
+        self._timeline.record("given up", request=request)
+        rollout = Rollout(request, state.sample, state.prompt_ids, state.output_ids, state.logprobs, "", "crash", state.versions,
+                          state.params.seed, error=error)
+        self._book.finish(request, max(1, len(state.output_ids)))
+        self._finished.append((request, rollout))
+
+    def _cancel_everywhere(self, request: int) -> None:
+        """Whatever stay of a request there is or is about to begin, it ends."""
+        for worker in {self._book.worker(request), self._book.target(request)} - {NOWHERE}:
+            self._runtime.post(worker, Cancel(request, self._book.epoch(request) + 1))

@@ -1,0 +1,34 @@
+"""What carries the coordinator's messages to its workers: `ray_runtime.py`, or `local_runtime.py` within one process."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from paceline.cluster.messages import Lost, Message, Report
+
+
+class Runtime(Protocol):
+    """Starts workers and carries messages: Ray's actors, or workers in this process."""
+
+    num_workers: int
+
+    def start(self, worker: int) -> None:
+        """Start a worker that was lost. It reports when it is ready."""
+
+    def place(self) -> str:
+        """A new place where workers can meet, as `rendezvous.open_store` takes it."""
+
+    def put(self, value: Any) -> Any:
+        """Store a value that is sent to several workers, and return what `post` takes as its payload."""
+
+    def post(self, worker: int, message: Message, payload: Any = None) -> None:
+        """Send a message, at the latest with the next `flush`; a lost worker never gets it."""
+
+    def flush(self, collect_s: float) -> None:
+        """Send what was posted and is not on its way. Workers may collect news for so many seconds before they report."""
+
+    def poll(self, timeout_s: float) -> list[Report | Lost]:
+        """Reports of the workers that have one: as soon as there is any, after at most so many seconds."""
+
+    def close(self) -> None:
+        """End all workers."""

@@ -1,14 +1,20 @@
-"""Metrics of rollouts: their rewards, with the noise of the mean, and their lengths."""
+"""Metrics of a step: its rollouts (their rewards, with the noise of the mean, and their lengths), how they were generated, and
+what went wrong in grading them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from paceline.generation import strategy_shares
 from paceline.report import length_metrics
 from paceline.report.noise import mean_of
-from paceline.types import RolloutGroup
+from paceline.strategy import AutoSelector, Selector
+from paceline.tasks import RewardPool
+from paceline.trainer.rollouts import SpeculationComparison
+from paceline.types import EngineStats, RolloutGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -39,3 +45,24 @@ def noise_metrics(kind: str, groups: Sequence[RolloutGroup]) -> dict[str, float]
     rewards = [[r.reward for r in group.rollouts if r.reward is not None] for group in groups]
     mean = mean_of([fmean(found) for found in rewards if found])
     return {f"{kind}/standard_error": mean.standard_error, f"{kind}/prompts": mean.num_prompts}
+
+
+def engine_metrics(stats: EngineStats, seconds: float, strategy_steps: Counter[str], selector: Selector,
+                   comparison: SpeculationComparison | None) -> dict[str, Any]:
+    """Speed and speculation of a step's generation, which took so many seconds. `comparison`: with the rollouts of the engine
+    that does not speculate, if there is one."""
+    metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, seconds), "accept_length": stats.tokens_per_verification,
+               "preemptions": stats.preemptions, "generated_tokens": stats.generated_tokens,
+               "verifications": stats.verifications, "drafted": stats.drafted, "accepted": stats.accepted,
+               "strategy": strategy_shares(strategy_steps, 3)}
+    if isinstance(selector, AutoSelector):
+        corrections = selector.corrections
+        metrics |= {"select/cost_error": corrections.cost_error, "select/progress_error": corrections.progress_error}
+    if comparison is not None:
+        metrics |= {"compare/rollouts": comparison.num_rollouts, "compare/differing": comparison.num_differing}
+    return metrics
+
+
+def reward_metrics(pool: RewardPool) -> dict[str, float]:
+    """What went wrong with grading."""
+    return {"reward/errors": pool.num_errors, "reward/timeouts": pool.num_timeouts, "reward/crashes": pool.num_crashes}

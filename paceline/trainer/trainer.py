@@ -18,19 +18,17 @@ from paceline.bundled import resolve_model
 from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.engine import Engine
-from paceline.files import DamagedFile
-from paceline.generation import strategy_shares
 from paceline.optim import NonFiniteError
 from paceline.report import EventLog, HeldOut, RolloutTrace, RunFigures, read_evaluations, read_metrics, read_traces
 from paceline.report.snapshot import AnswerProgress, WorkerStatus
-from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder, read_state
+from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy_folder
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
-from paceline.strategy import AutoSelector
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
+from paceline.trainer.checkpoints import last_checkpoint, last_good_checkpoint, load_latest
 from paceline.trainer.config_files import unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
@@ -45,7 +43,7 @@ from paceline.trainer.progress import ProgressBar
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
 from paceline.trainer.run_folder import GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.run_settings import write_settings
-from paceline.trainer.summary import rollout_metrics, rollout_rows
+from paceline.trainer.summary import engine_metrics, reward_metrics, rollout_metrics, rollout_rows
 from paceline.trainer.validation import check_config
 from paceline.types import EngineStats, RolloutGroup, StepResult
 
@@ -126,7 +124,9 @@ class Trainer:
                 self.folder.clear()
                 write_settings(self.folder, given, 1)
             try:
-                self._load_checkpoint()
+                self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep_checkpoints,
+                                               str(resolve_model(config.model)))
+                self.state, self.learner, self.tokenizer = load_latest(self.checkpoints, self._make_learner, self._warn)
                 if self.state.step >= config.steps:
                     status, message = RunStatus.COMPLETED, self._already_complete()
                 else:
@@ -184,27 +184,6 @@ class Trainer:
         self._next_problem = 0
         self._stats: EngineStats | None = None  # of this step's generation
 
-    def _load_checkpoint(self) -> None:
-        """Loads the policy and the trainer's state from the latest checkpoint that is intact. A damaged one is set aside, and the
-        steps since the one before are repeated."""
-        config = self.config
-        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep_checkpoints,
-                                       str(resolve_model(config.model)))
-        latest = self.checkpoints.latest()
-        try:
-            self.state = read_state(latest) if latest is not None else RunState()
-            self.learner, self.tokenizer = self._make_learner(latest)
-        except (DamagedFile, NonFiniteError) as error:
-            if latest is None:
-                raise
-            aside = self.checkpoints.set_aside(latest)
-            before = self.checkpoints.latest()
-            if before is None:
-                raise ValueError(f"{error}; no other checkpoint is left. It is kept as {aside}; another --set out=FOLDER starts "
-                                 "anew") from None
-            self._warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
-            self._load_checkpoint()
-
     def _already_complete(self) -> str:
         """What to say of a run that has no step left to do."""
         step = self.state.step
@@ -228,8 +207,7 @@ class Trainer:
         return make_engine(self.config, self.learner, self.tokenizer, speculate=True)
 
     def _make_baseline(self) -> Engine | None:
-        config = self.config
-        return make_engine(config, self.learner, self.tokenizer, speculate=False) if config.compare_off else None
+        return make_engine(self.config, self.learner, self.tokenizer, speculate=False) if self.config.compare_off else None
 
     def _make_drafter_parts(self) -> tuple[OnlineDrafterTrainer | None, DrafterMonitor | None]:
         config, learned = self.config, self.engine.eagle
@@ -267,12 +245,12 @@ class Trainer:
                 self._save()
             except (NonFiniteError, RolloutFailed, GraderFailed) as error:
                 self.folder.write_grading_failures(self.collector.grading.examples)
-                message = f"step {self.state.step + 1}: {error}. {self._last_good_checkpoint()}"
+                message = f"step {self.state.step + 1}: {error}. {last_good_checkpoint(self.checkpoints)}"
                 logger.error("%s", message, extra={"seen_by_callbacks": True})  # they see the result
                 return RunStatus.FAILED, message
             except KeyboardInterrupt:
                 message = (f"interrupted in step {self.state.step + 1}; paceline train --resume {config.out} continues the run. "
-                           f"{self._last_checkpoint()}")
+                           f"{last_checkpoint(self.checkpoints)}")
                 logger.warning("%s", message, extra={"seen_by_callbacks": True})
                 return RunStatus.INTERRUPTED, message
             finally:
@@ -282,13 +260,10 @@ class Trainer:
 
     def _warm_up(self) -> None:
         """Kernels compile on first use, and on a GPU steps are captured: that time should not count as the first step's."""
-        for engine in self._engines():
-            self._warm_up_engine(engine)
-
-    def _warm_up_engine(self, engine: Engine) -> None:
         requests = self.config.rollout.prompts * self.config.rollout.group_size
-        engine.warm_up(requests, on_progress=lambda done, total: self._notify(
-            lambda callback: callback.on_warm_up(done, total)))
+        for engine in self._engines():
+            engine.warm_up(requests, on_progress=lambda done, total: self._notify(
+                lambda callback: callback.on_warm_up(done, total)))
 
     # What a live page shows; called from its thread
 
@@ -376,7 +351,7 @@ class Trainer:
         step, groups = outcome.state.step, outcome.groups
         self.checkpoints.confirm()  # this step was generated by the weights of the last one
         metrics = {**rollout_metrics(outcome.generated), **self._engine_metrics(outcome.metrics), **outcome.metrics,
-                   **self._reward_metrics(), **self._drafter_alarms()}
+                   **reward_metrics(self.pool), "problems_refused": len(self.collector.refused), **self._drafter_alarms()}
         metrics["time/step"] -= metrics.get("time/generate_off", 0.0)  # the comparison is not part of the step
         for line in self._signals.observe(outcome.generated):
             self._warn(line)
@@ -413,16 +388,8 @@ class Trainer:
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         stats, self._stats = self._stats or self.engine.stats(), None
-        metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, phase_metrics.get("time/generate", 0.0)),
-                   "accept_length": stats.tokens_per_verification, "preemptions": stats.preemptions,
-                   "generated_tokens": stats.generated_tokens, "verifications": stats.verifications,
-                   "drafted": stats.drafted, "accepted": stats.accepted, "strategy": strategy_shares(self._strategy_steps, 3)}
-        if isinstance(self.engine.select, AutoSelector):
-            corrections = self.engine.select.corrections
-            metrics |= {"select/cost_error": corrections.cost_error, "select/progress_error": corrections.progress_error}
-        if self.baseline is not None:
-            comparison = self.collector.comparison
-            metrics |= {"compare/rollouts": comparison.num_rollouts, "compare/differing": comparison.num_differing}
+        metrics = engine_metrics(stats, phase_metrics.get("time/generate", 0.0), self._strategy_steps, self.engine.select,
+                                 None if self.baseline is None else self.collector.comparison)
         for engine in self._engines():
             engine.reset_stats()
         self._strategy_steps.clear()
@@ -444,11 +411,6 @@ class Trainer:
             self.drafter_trainer.end_pause()
         texts, self._notes = {"alarms": lines, "notes": self._notes}, []
         return {**metrics, **{name: "; ".join(found) for name, found in texts.items() if found}}
-
-    def _reward_metrics(self) -> dict[str, float]:
-        pool = self.pool
-        return {"reward/errors": pool.num_errors, "reward/timeouts": pool.num_timeouts, "reward/crashes": pool.num_crashes,
-                "problems_refused": len(self.collector.refused)}
 
     # The end
 
@@ -485,17 +447,6 @@ class Trainer:
         records = read_metrics(self.folder.path)
         evaluations = read_evaluations(self.folder.path) if self.evaluator is None else self.evaluator.records
         return RunFigures.of(records, read_traces(self.folder.path, records), evaluations).summary()
-
-    def _last_good_checkpoint(self) -> str:
-        latest, confirmed = self.checkpoints.latest(), self.checkpoints.confirmed
-        if latest is None or confirmed is None or latest == confirmed:
-            return self._last_checkpoint()
-        return (f"The last checkpoint that a step was done from is {confirmed}; {latest.name} is newer: remove it if the resumed "
-                "run fails again.")
-
-    def _last_checkpoint(self) -> str:
-        latest = self.checkpoints.latest()
-        return f"The last good checkpoint is {latest}." if latest is not None else "No checkpoint had been written yet."
 
     def _engines(self) -> list[Engine]:
         return [self.engine] if self.baseline is None else [self.engine, self.baseline]

@@ -1,0 +1,47 @@
+"""Which checkpoint a run continues from, and what is said of those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.files import DamagedFile
+from paceline.optim import NonFiniteError
+from paceline.rl.checkpoint import Checkpoints, RunState, read_state
+from paceline.rl.learner import Learner
+
+
+def load_latest(checkpoints: Checkpoints, load: Callable[[Path | None], tuple[Learner, Any]],
+                warn: Callable[[str], None]) -> tuple[RunState, Learner, Any]:
+    """The run's state, learner and tokenizer, as `load` returns them for the latest checkpoint that is intact; None: there is
+    no checkpoint. A damaged one is set aside, and the steps since the one before are repeated."""
+    while True:
+        latest = checkpoints.latest()
+        try:
+            state = read_state(latest) if latest is not None else RunState()
+            return state, *load(latest)
+        except (DamagedFile, NonFiniteError) as error:
+            if latest is None:
+                raise
+            aside = checkpoints.set_aside(latest)
+            before = checkpoints.latest()
+            if before is None:
+                raise ValueError(f"{error}; no other checkpoint is left. It is kept as {aside}; another --set out=FOLDER starts "
+                                 "anew") from None
+            warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
+
+
+def last_good_checkpoint(checkpoints: Checkpoints) -> str:
+    """What to continue from after a step that failed."""
+    latest, confirmed = checkpoints.latest(), checkpoints.confirmed
+    if latest is None or confirmed is None or latest == confirmed:
+        return last_checkpoint(checkpoints)
+    return (f"The last checkpoint that a step was done from is {confirmed}; {latest.name} is newer: remove it if the resumed "
+            "run fails again.")
+
+
+def last_checkpoint(checkpoints: Checkpoints) -> str:
+    """Where the last checkpoint is, if there is one."""
+    latest = checkpoints.latest()
+    return f"The last good checkpoint is {latest}." if latest is not None else "No checkpoint had been written yet."

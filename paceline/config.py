@@ -278,7 +278,7 @@ class TrainConfig(Config):
     """Training algorithm: grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm (docs/training.md)."""
-    steps: int = Field(32, ge=1)
+    steps: int = Field(32, ge=1, le=1_000_000_000)
     """Number of training steps."""
     epochs: int | None = Field(None, ge=1)
     """Maximum number of passes over the task's problems. None: as many as `steps` requires."""

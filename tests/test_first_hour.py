@@ -271,9 +271,8 @@ def test_the_corrected_command_works_in_the_same_folder(here, capsys):
     """A typo, then a model that breaks while it is loaded, then the right command: all with the same run folder."""
     assert run("train", *QUICK, "--set", "algorithm=grpoo") == 2
     assert not (here / "runs").exists()
-    small = ["--set", "rollout.max_new_tokens=64", "--set", "engine.kv_tokens=16"]  # found out when the engine is made
-    assert run("train", *QUICK, *small) == 2
-    assert "engine.kv_tokens: " in capsys.readouterr().err and not (here / "runs").exists()
+    assert run("train", *QUICK, "--set", "engine.capture=[99]") == 2  # found out when the engine is made
+    assert "capture: layer 99 " in capsys.readouterr().err and not (here / "runs").exists()
     assert run("train", *QUICK) == 0
     printed = capsys.readouterr()
     assert (here / "runs" / "default" / "summary.json").is_file() and "runs/default/report.html" in printed.out

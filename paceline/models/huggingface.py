@@ -116,13 +116,14 @@ def download_from_hub(name: str) -> Path:
                                       local_files_only=not _is_hub_reachable()))
 
 
-def check_hub_model(name: str) -> None:
-    """Raises a ValueError if there is no such repository on the hub or in its cache, or its model is not supported."""
+def check_hub_model(name: str) -> ModelConfig:
+    """The shape of a model on the hub, of which only the configuration is downloaded. Raises a ValueError if there is no such
+    repository on the hub or in its cache, or its model is not supported."""
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(name):
         file = Path(hf_hub_download(name, "config.json", local_files_only=not _is_hub_reachable()))
-    with_file_name(file, ModelConfig.from_hf, read_json(file))
+    return with_file_name(file, ModelConfig.from_hf, read_json(file))
 
 
 def _is_hub_reachable() -> bool:

@@ -103,14 +103,13 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     return FolderCheckpoint(download_from_hub(str(source)))
 
 
-def check_model(source: str | Path) -> None:
-    """Raises a ValueError unless `source` is a model that can be loaded, as far as its configuration and file headers tell. Of a
+def check_model(source: str | Path) -> ModelConfig:
+    """The shape of a model. Raises a ValueError unless it can be loaded, as far as its configuration and file headers tell. Of a
     hub repository only the configuration is downloaded."""
     path = Path(resolve_model(source)).expanduser()
     if path.exists() or path.suffix == ".gguf":
-        open_checkpoint(source)
-    else:
-        check_hub_model(str(source))
+        return open_checkpoint(source).config
+    return check_hub_model(str(source))
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:

@@ -26,7 +26,7 @@ from paceline.spot import SpotConfig, capture_layers
 from paceline.spot.losses import MAX_LOGITS
 from paceline.trainer.device import run_device
 from paceline.trainer.feature_downloads import MAX_PENDING_BYTES
-from paceline.trainer.validation import setting_problems
+from paceline.trainer.validation import check_kv_room, setting_problems
 
 _GB = 2**30
 _RESERVED = 0.05
@@ -131,9 +131,12 @@ def memory_plan(config: TrainConfig, capacity: int | None = None) -> MemoryPlan 
 
 
 def check_memory(config: TrainConfig) -> None:
-    """ValueError with the memory plan, in one line, if the run cannot fit on its GPU, not even with a KV cache for a single
-    answer."""
-    device = run_device(config)
+    """ValueError if the KV cache is too small for a single answer; or, with the memory plan in one line, if the run cannot fit on
+    its GPU, not even with such a KV cache."""
+    device, source, given = run_device(config), Path(resolve_model(config.model)).expanduser(), config.engine.kv_memory_gb
+    if given is not None and config.engine.kv_tokens is None and source.exists():
+        shape = open_checkpoint(source).config
+        check_kv_room(config, shape, int(given * _GB) // max(_kv_bytes(config, shape)))
     plan = memory_plan(config) if device.startswith("cuda") else None
     if plan is not None and not plan.fits(config.rollout.max_new_tokens):
         items = "; ".join(" ".join(line.split()) for line in str(plan).splitlines())

@@ -26,6 +26,7 @@ from paceline.rl.reward_model import RewardModel
 from paceline.spot import capture_layers
 from paceline.trainer.drafter import new_drafter
 from paceline.trainer.memory import free_bytes, kv_budget
+from paceline.trainer.validation import check_kv_room
 
 
 def master_dtype(config: TrainConfig) -> torch.dtype:
@@ -105,14 +106,8 @@ def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: b
 
 
 def _with_room(engine: Engine, config: TrainConfig) -> Engine:
-    """The engine, if an answer of full length fits into its KV cache. Otherwise answers would end where the cache does, and the
-    policy would be trained on that."""
-    holds, context = engine.scheduler.max_length, engine.model.config.max_context
-    wanted = min(config.rollout.max_new_tokens + 1, config.engine.max_context or context, context)
-    if holds < wanted:
-        raise ValueError(f"engine.kv_tokens: the KV cache holds {holds} tokens, but an answer may have "
-                         f"rollout.max_new_tokens = {config.rollout.max_new_tokens}; give it more memory (engine.kv_tokens, "
-                         "engine.kv_memory_gb) or shorten the answers")
+    """The engine, if an answer of full length fits into its KV cache."""
+    check_kv_room(config, engine.model.config, engine.scheduler.pages.num_pages * config.engine.page_size)
     return engine
 
 

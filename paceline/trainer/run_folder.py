@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import IO, Any
 
@@ -38,6 +39,23 @@ def holds_no_step(path: Path) -> bool:
 def not_empty(path: Path) -> str:
     """What is wrong with a new run in a folder that holds something."""
     return f"{path} is not empty; choose another folder, or resume the run (paceline train --resume {path})"
+
+
+def check_run_folder(path: Path, resume: bool) -> None:
+    """Raises a ValueError unless a run can be written to this folder, which need not exist. Nothing is left there."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file, not a folder")
+    if not resume and not holds_no_step(path):
+        raise ValueError(not_empty(path))
+    try:
+        TemporaryDirectory(prefix=".paceline-", dir=existing).cleanup()
+    except OSError as error:
+        raise ValueError(_cannot_be_made(path, error)) from None
+
+
+def _cannot_be_made(path: Path, error: OSError) -> str:
+    return f"{path} cannot be made a run folder ({error.strerror})"
 
 
 def is_unused(path: Path) -> bool:
@@ -77,7 +95,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / LOCK_FILE).open("w")
         except OSError as error:
-            raise ValueError(f"out: {path} cannot be made a run folder ({error.strerror})") from None
+            raise ValueError(f"out: {_cannot_be_made(path, error)}") from None
         if not _lock(self._lock):
             self._lock.close()
             raise ValueError(f"out: another run is writing to {path}")

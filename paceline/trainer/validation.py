@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from paceline.bundled import resolve_model
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
 from paceline.drafters.checkpoint import check_drafter_folder
 from paceline.engine.build import require_drafter
 from paceline.extras import install_command
 from paceline.kernels import choose_backend
+from paceline.models.config import ModelConfig
 from paceline.models.weights import check_model, parse_dtype
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
@@ -25,7 +27,7 @@ from paceline.trainer.device import check_run_device, check_worker_gpus, cluster
 from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
 from paceline.trainer.hub import check_push_to_hub
-from paceline.trainer.run_folder import holds_no_step, not_empty
+from paceline.trainer.run_folder import check_run_folder
 from paceline.trainer.run_settings import check_resumable
 from paceline.types import SamplingParams
 
@@ -66,13 +68,16 @@ def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:
 
 def _file_checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Models and folders, which may have to be looked for elsewhere."""
+    shapes: list[ModelConfig] = []
     if resume:
         yield "", lambda: check_resumable(config)
-    else:
-        yield "model", lambda: check_model(config.model)
+    if not resume or Path(resolve_model(config.model)).exists():
+        yield "model", lambda: shapes.append(check_model(config.model))
+    for shape in shapes:  # none if the model is wrong
+        yield "", lambda shape=shape: _check_lengths(config, shape)
     if config.reward_model is not None:
         yield "reward_model", lambda: check_model(config.reward_model or "")
-    yield "out", lambda: _check_out(Path(config.out), resume)
+    yield "out", lambda: check_run_folder(Path(config.out), resume)
 
 
 def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -206,12 +211,29 @@ def _check_exact(config: TrainConfig) -> None:
         raise ValueError("it needs an engine whose bits do not depend on the batch; set engine.deterministic = true")
 
 
-def _check_out(path: Path, resume: bool) -> None:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{existing} is a file, not a folder")
-    if not resume and not holds_no_step(path):
-        raise ValueError(not_empty(path))
+def _check_lengths(config: TrainConfig, shape: ModelConfig) -> None:
+    """Answers of full length must fit into the policy's context, and into the KV cache."""
+    own, context = config.engine.max_context, min(config.engine.max_context or shape.max_context, shape.max_context)
+    limit = "the policy's context" if own is None or own > context else "engine.max_context"
+    given = {"rollout.max_new_tokens": config.rollout.max_new_tokens,
+             "evaluation.max_new_tokens": (config.evaluation.every and config.evaluation.max_new_tokens) or 0}
+    problems = [ConfigProblem(key, f"an answer of {tokens} tokens and its prompt do not fit into {limit}, {context} tokens")
+                for key, tokens in given.items() if tokens >= context]
+    if problems:
+        raise ConfigError(problems)
+    if config.engine.kv_tokens is not None:
+        check_kv_room(config, shape, config.engine.kv_tokens)
+
+
+def check_kv_room(config: TrainConfig, shape: ModelConfig, kv_tokens: int) -> None:
+    """Raises a ConfigError unless an answer of full length fits into a KV cache of so many tokens. Otherwise answers would end
+    where the cache does, and the policy would be trained on that."""
+    context, page = min(config.engine.max_context or shape.max_context, shape.max_context), config.engine.page_size
+    holds, wanted = min(context, max(1, kv_tokens // page) * page), config.rollout.max_new_tokens
+    if holds < min(wanted + 1, context):
+        raise ConfigError([ConfigProblem("engine.kv_tokens", (
+            f"the KV cache holds {holds} tokens, but an answer may have rollout.max_new_tokens = {wanted}; give it more memory "
+            "(engine.kv_tokens, engine.kv_memory_gb) or shorten the answers"))])
 
 
 def _refuse(message: str) -> None:

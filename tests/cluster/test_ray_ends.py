@@ -67,7 +67,7 @@ def test_nothing_stays_behind(folder, tmp_path, ending):
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"engine.kv_tokens": 16, "rollout.max_new_tokens": 64}, "engine.kv_tokens: the KV cache holds 16 tokens"),  # in every worker
+    ({"engine.capture": [99]}, "capture: layer 99 is not in -1.."),  # in every worker
     ({"optimizer.lr": 1e38, "rollout.temperature": 1.5}, "no checkpoint had been written yet."),  # in the update of the policy
 ], ids=["start", "update"])
 def test_a_run_that_fails_says_why_and_leaves_nothing(folder, tmp_path, changes, says):

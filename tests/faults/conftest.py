@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 from e2e import toy
 
+_BEFORE = ("paceline: loading ", "paceline: live page: ")
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -15,10 +17,10 @@ def folder(tmp_path):
 
 @pytest.fixture
 def one_line(capsys):
-    """What a command that failed said on stderr, which has to be one line after those about loading."""
+    """What a command that failed said on stderr, which has to be one line after those about loading and the live page."""
 
     def said() -> str:
-        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("paceline: loading ")]
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(_BEFORE)]
         assert len(lines) == 1 and lines[0].startswith("paceline: "), lines
         return lines[0]
 

@@ -347,12 +347,25 @@ def test_the_command_line(folder, tmp_path, capsys, args, message):
     assert ended.value.code == 2 and message in said and said.count("\n") == 0, said
 
 
-def test_a_cache_that_cannot_hold_an_answer_is_refused_before_training(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--set", "engine.kv_tokens=16", "--set", f"out={tmp_path / 'run'}"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert "engine.kv_tokens: the KV cache holds 16 tokens, but an answer may have rollout.max_new_tokens = 512" in said
+@pytest.mark.parametrize(("changes", "message"), [
+    (["engine.kv_tokens=10"], "kv_tokens=10: the KV cache holds 16 tokens, but an answer may have rollout.max_new_tokens = 512"),
+    (["rollout.max_new_tokens=100000"], "100000 tokens and its prompt do not fit into the policy's context, 1024 tokens"),
+    (["evaluation.every=1", "evaluation.max_new_tokens=1024"], "evaluation.max_new_tokens=1024: an answer of 1024 tokens"),
+    (["engine.max_context=300"], "do not fit into engine.max_context, 300 tokens"),
+    (["steps=100000000000000000000"], "--set steps=100000000000000000000"),
+    (["out=/proc/new/run"], "--set out=/proc/new/run: /proc/new/run cannot be made a run folder"),
+])
+def test_a_run_that_cannot_be_done_is_refused_before_it_starts(tmp_path, one_line, changes, message):
+    """By `--dry-run` in the same words."""
+    given = [word for change in (f"out={tmp_path / 'run'}", *changes) for word in ("--set", change)]
+    said = []
+    for dry_run in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *given, *dry_run])
+        assert ended.value.code == 2
+        said.append(one_line())
+    assert message in said[0] and said[0] == said[1]
+    assert not list(tmp_path.iterdir())
 
 
 _STUCK = """

@@ -378,6 +378,14 @@ def test_a_run_that_cannot_fit_is_refused_with_its_plan(tmp_path, small_gpu):
         check_memory(make_config(tmp_path, device="cuda:0"))
 
 
+def test_memory_that_cannot_hold_an_answer_is_refused(tmp_path):
+    """The KV cache of every worker has this much."""
+    toy.make_folder(tmp_path)
+    check_memory(make_config(tmp_path, engine={"kv_memory_gb": 1e-4}))
+    with pytest.raises(ValueError, match=r"^engine.kv_tokens: the KV cache holds 16 tokens, but an answer may have .* = 24"):
+        check_memory(make_config(tmp_path, engine={"kv_memory_gb": 1e-6}, rollout={"max_new_tokens": 24}))
+
+
 def test_a_dry_run_that_cannot_fit_says_so(tmp_path, small_gpu, capsys):
     toy.make_folder(tmp_path)
     assert toy.run([*toy.settings(tmp_path, "run"), "--dry-run"]) == 2

@@ -37,7 +37,7 @@ def run(*args: object) -> int | str | None:
 def test_every_strategy_is_measured_and_auto_says_what_it_expected(folder, tmp_path, capsys):
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.json"
     prompts.write_text("".join(json.dumps({"token_ids": [i, 5, 6, 7, 5, 6, 7, i]}) + "\n" for i in range(12)))
-    assert run("--model", folder, "--prompts", prompts, "--batch", "1,3", "--new-tokens", 24, "--rounds", 2, "--dtype", "float64",
+    assert run("--model", folder, "--prompts", prompts, "--batch", "1,3", "--new-tokens", 12, "--rounds", 1, "--dtype", "float64",
                "--temperature", 0, "--threads", 1, "--json", out) == 0
     found, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert all(cell["why"] in printed for cell in found["batches"])

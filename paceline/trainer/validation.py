@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _file_checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Calla
     if not resume or Path(resolve_model(config.model)).exists():
         yield "model", lambda: shapes.append(check_model(config.model))
     for shape in shapes:  # none if the model is wrong
-        yield "", lambda shape=shape: _check_lengths(config, shape)
+        yield "", partial(_check_lengths, config, shape)
     if config.reward_model is not None:
         yield "reward_model", lambda: check_model(config.reward_model or "")
     yield "out", lambda: check_run_folder(Path(config.out), resume)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 import torch
 
 from benchmarks.cpu import drafter_training
 from paceline.types import FeatureRecord
 
 
+@pytest.mark.slow
 def test_a_tiny_run_writes_its_results_and_shares_its_answers(tmp_path, monkeypatch):
     common = [drafter_training.__file__, "--tiny", "--allow-dirty", "--marks", "0.02", "--records", str(tmp_path / "records")]
     some = ["--sections", "forms", "packing", "checkpoints", "--only", "eagle3"]

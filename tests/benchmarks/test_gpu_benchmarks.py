@@ -28,8 +28,8 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [speculate, long_tail, graphs, prefill, decode, step, rl_step, memory, exact_logprobs,
-                                    new_drafter, pytest.param(cold_start, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", [graphs, prefill, decode, step, exact_logprobs, new_drafter, *(
+    pytest.param(script, marks=pytest.mark.slow) for script in (speculate, long_tail, rl_step, memory, cold_start))])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(file),
@@ -75,6 +75,7 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert found["shapes"]["tiny"]["batches"].keys() == {"1", "2"}
 
 
+@pytest.mark.slow
 def test_a_tiny_queue_is_compared_with_vllm_part_by_part(tmp_path, monkeypatch, vllm_site):
     file = tmp_path / "out.json"
 
@@ -99,6 +100,7 @@ def test_a_tiny_queue_is_compared_with_vllm_part_by_part(tmp_path, monkeypatch, 
     assert alone["parts"].keys() == {"queue"} and "vllm" not in alone["parts"]["queue"]["8"] and make_table(alone).rows
 
 
+@pytest.mark.slow
 def test_first_tokens_over_http_and_a_server_that_does_not_start(tmp_path, monkeypatch, vllm_site):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [queue.__file__, "--tiny", "--allow-dirty", "--out", str(file), "--parts", "http",

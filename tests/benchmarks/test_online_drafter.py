@@ -11,7 +11,7 @@ import torch
 from benchmarks.cpu import background_training, frozen_vs_adaptive
 
 
-@pytest.mark.parametrize("script", [background_training, frozen_vs_adaptive])
+@pytest.mark.parametrize("script", [pytest.param(background_training, marks=pytest.mark.slow), frozen_vs_adaptive])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch, capsys):
     threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(tmp_path / "out.json")])

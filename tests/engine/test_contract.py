@@ -84,7 +84,7 @@ ENGINES = {
     "seed": st.integers(0, 2**32)}
 
 
-@settings(max_examples=5, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(**ENGINES)
 def test_rollouts_do_not_depend_on_how_they_are_made(**options):
     compare_with_reference(**options)

@@ -223,7 +223,7 @@ def test_answers_of_other_engines_help_the_suffix_drafter():
 JOURNEYS = st.sampled_from(STRATEGIES), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)), max_size=12)
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(*JOURNEYS)
 def test_any_journey_gives_the_same_tokens(strategy, journey):
     travel(strategy, journey)

@@ -207,9 +207,9 @@ def test_drafter_training_on_a_small_file_system(folder, can_mount, size_kb):
 def test_generation_on_a_small_file_system(folder, can_mount):
     small = folder / "small"
     arguments = ["generate", "--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl"), "--out",
-                 str(small / "out.jsonl"), "--n", "40", "--max-new-tokens", "40", "--dtype", "float64", "--threads", "1"]
+                 str(small / "out.jsonl"), "--n", "20", "--max-new-tokens", "40", "--dtype", "float64", "--threads", "1"]
     after = f"echo code $?; ls -A {small}; cp {small}/out.jsonl {folder}/out.jsonl; wc -l < {folder}/out.jsonl"
-    done = in_a_small_file_system(small, 64, f"{{ {quoted(arguments)}; {after}; }}")
+    done = in_a_small_file_system(small, 32, f"{{ {quoted(arguments)}; {after}; }}")
     code, *names, count = done.stdout.split("\n")[:-1]
     assert code == "code 2" and sorted(names) == ["out.jsonl", "out.jsonl.meta.json"] and int(count) > 0
     assert "out.jsonl: No space left on device" in done.stderr and "Traceback" not in done.stderr

@@ -43,7 +43,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-TRAINING = {"algorithm": "ppo", "steps": 10, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear", "optimizer.lr": 1e-3,
+TRAINING = {"algorithm": "ppo", "steps": 6, "rollout.max_new_tokens": 24, "optimizer.schedule": "linear", "optimizer.lr": 1e-3,
             "checkpoint_every": 1}
 
 
@@ -61,14 +61,14 @@ def test_training(folder, unbroken, seed, kills):
         num_killed += kill_at_random(process, lambda: steps() > done, draw)  # noqa: B023
     assert num_killed
     assert run(["train", "--resume", str(broken)]) == 0
-    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 11))
-    assert json.loads((broken / "summary.json").read_text())["steps"] == 10
+    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 7))
+    assert json.loads((broken / "summary.json").read_text())["steps"] == 6
     assert_same_run(broken, unbroken / "run")
     assert not [path for path in broken.rglob(".*") if path.name != ".lock"], "nothing temporary stays"
 
 
 def prompts(folder: Path) -> None:
-    lines = [json.dumps({"id": f"q{i}", "prompt": toy.LETTERS[i % 40 : i % 40 + 4]}) for i in range(120)]
+    lines = [json.dumps({"id": f"q{i}", "prompt": toy.LETTERS[i % 40 : i % 40 + 4]}) for i in range(60)]
     (folder / "many.jsonl").write_text("\n".join(lines) + "\n")
 
 

@@ -197,7 +197,7 @@ def test_fixed_attention_of_mixed_steps(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("programs", [1, 40, 528])
+@pytest.mark.parametrize("programs", [40, *(n if CUDA else pytest.param(n, marks=pytest.mark.slow) for n in (1, 528))])
 def test_fixed_attention_of_forced_rows_beside_others(trees: bool, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step does not know which of its rows are forced. They have the bits of a step that does: natively on a GPU."""
     heads, kv_heads, dim, dtype = 3, 1, 16, HALF

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 NO_KL = {"kl": 0.0}  # the reference is not part of a checkpoint
 
 
-def train(learner: Learner, steps: int = 3) -> list[dict[str, float]]:
+def train(learner: Learner, steps: int = 2) -> list[dict[str, float]]:
     found = []
     for step in range(steps):
         samples = random_samples(3, 4, seed=step)
@@ -180,7 +180,7 @@ def test_any_number_of_ranks_gives_the_same_weights(process_of, tmp_path, size, 
     assert all(rank["scores"] == pytest.approx([sample.score for sample in samples]) for rank in ranks)
 
 
-@pytest.mark.parametrize("names", [["ppo"], pytest.param(["grpo", "lora", "rloo, tied, checkpointed"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["grpo"], pytest.param(["ppo", "lora", "rloo, tied, checkpointed"], marks=pytest.mark.slow)])
 def test_ranks_sum_their_gradients_in_every_dtype(process_of, tmp_path, names):
     """In each of them FSDP2 reduces by other operations, not all of which gloo has."""
     dtypes = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # and how far a step may be from that of one rank, by rounding

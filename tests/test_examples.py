@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,23 @@ def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
 
 def test_every_example_is_listed():
     page = (EXAMPLES / "README.md").read_text()
-    assert all(f"[{path.name}]({path.name})" in page for path in EXAMPLES.iterdir() if path.suffix in (".py", ".jsonl"))
+    kinds = (".py", ".jsonl", ".ipynb")
+    listed = [path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.suffix in kinds]
+    assert all(f"]({name})" in page for name in listed)
+
+
+def test_the_notebook_trains_plots_and_generates(monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict = {"__name__": "notebook"}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec"), names)
+        if number == 0:
+            names |= {"STEPS": 2, "PROMPTS": 2, "ANSWERS": 2, "TOKENS": 8}
+    assert names["result"].status is RunStatus.COMPLETED and names["identical"]
+    assert [len(axes.lines[0].get_xdata()) for axes in names["figure"].axes] == [2, 2]
+    assert not any(cell.get("outputs") for cell in notebook["cells"]), "outputs are not kept in the repository"
 
 
 def test_the_custom_reward():

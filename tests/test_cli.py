@@ -349,4 +349,5 @@ def test_demo_reports_what_it_measured(model: Path, tmp_path: Path, capsys: pyte
     summary = json.loads((out / "summary.json").read_text())
     assert summary["identical"] and summary["rollouts"] == 24
     assert summary["off"]["tokens"] == summary["auto"]["tokens"] and summary["off"]["tokens_per_verification"] == 1
-    assert "24 rollouts are identical" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "identical: yes (token ids of all 24 rollouts" in printed and printed.count(", identical: yes\n") == 12

@@ -220,24 +220,31 @@ def report(
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help=MODEL)],
+    model: Annotated[str, typer.Option(help=MODEL)] = "default",
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
-    n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 4,
+    against: Annotated[str, typer.Option(help="off: the same engine without speculation; trl: TRL's generation by "
+                                              "transformers.")] = "off",
+    drafter: Annotated[str, typer.Option(help="suffix, or the folder of a learned drafter.")] = "suffix",
+    n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of all rollouts.")] = 7,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 96,
+    max_new_tokens: Annotated[int | None, typer.Option(
+        help="Maximum number of tokens per answer (default: 400 with the bundled policy, otherwise 96).")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="No prompt begins after so many seconds.")] = 50.0,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
 ) -> int:
-    """Generate a dozen prompts with and without speculation, and compare tokens and time."""
+    """Race the same prompts with and without speculation, side by side, and compare tokens and time."""
     report_start()
-    from paceline.bench.demo import DemoOptions
+    from paceline.bench.demo import DemoOptions, default_max_new_tokens
     from paceline.cli.demo import demo as run
 
-    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    if against not in ("off", "trl"):
+        raise ValueError(f"--against {against}: not off or trl")
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens or default_max_new_tokens(model), seed=seed)
     try:
-        return run(DemoOptions(model, out, n, params, dtype, device, threads))
+        return run(DemoOptions(model, out, n, params, dtype, device, threads, drafter, against, seconds))
     except KeyboardInterrupt:
         say("interrupted; nothing was written, run it again")
         return INTERRUPTED

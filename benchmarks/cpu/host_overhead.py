@@ -108,11 +108,11 @@ class StandIn:
         self.seconds += time.thread_time() - began
         return drawn
 
-    def draft(self, slots: np.ndarray, strategy: Strategy, capture_now: bool = False) -> Drafts:
+    def draft(self, slots: np.ndarray, strategy: Strategy, max_missing: int, capture_now: bool = False) -> Drafts:
         """The learned drafter: one path for each request."""
         began, shape = time.thread_time(), (len(slots), strategy.budget)
         node = torch.arange(strategy.budget).expand(shape)
-        drafts = Drafts(torch.zeros(shape, dtype=torch.int64), node - 1, node + 1, torch.full(shape, 0.5), node[:, -1] + 1)
+        drafts = Drafts(torch.zeros(shape, dtype=torch.int64), node - 1, node + 1, torch.full(shape, 0.5))
         self.seconds += time.thread_time() - began
         return drafts
 

@@ -16,6 +16,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
 from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, Ops, PagedCache, Segments, SlotTensors
 from paceline.kernels.base import RankedTokens
+from paceline.kernels.reference.drafting import newest_places
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -80,6 +81,7 @@ class EagleDrafter:
         self.tau = torch.full((1,), tau, device=policy.norm.device)  # a tensor, so that captured CUDA graphs see changes
         self._columns = columns
         self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
+        self._parts = _consecutive(columns)
         self._layer = _fused_layer(module, policy, rope)  # the parameters are updated in place
         self._newest: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._recent_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -106,10 +108,6 @@ class EagleDrafter:
         batch, device = len(requests.slots), requests.slots.device
         recent = self._recent_context(view)
         state = self._run_newest(view, max_missing, recent)  # [B, H] of the roots
-        tree = None if recent is not None else self._draft_fused(view, state, depth, width, budget)
-        if tree is not None:
-            tokens, parents, depths, survival = tree
-            return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
         found = _empty_candidates(batch, width + (depth - 1) * width * width, device)
         ranked = self._rank(state, requests.seed, requests.context + 1, requests.temperature, width)
         self.ops.add_candidates(ranked, torch.zeros(batch, 1, device=device), torch.full((batch, 1), -1, device=device),
@@ -125,7 +123,18 @@ class EagleDrafter:
             first += width if d == 1 else width * width
             self.ops.add_candidates(ranked, beam.scores, beam.origin, self.module.draft_ids, found, first)
         tokens, parents, depths, survival = self.ops.select_nodes(found, width, budget)
-        return Drafts(tokens, parents, depths, survival, torch.full((batch,), tokens.shape[1], device=device))
+        return Drafts(tokens, parents, depths, survival)
+
+    def draft_in_one_call(self, slots: Tensor, of: SlotTensors, tokens: Tensor, features: Tensor, cache: PagedCache, spare: int,
+                          max_missing: int, depth: int, width: int, budget: int) -> Drafts | None:
+        """Does what `draft` does in one call of `Ops.draft_trees`; None if that is not possible. `slots` and `of`: the requests
+        in these slots. The other arguments are those of `draft` and of its view."""
+        if self.ops.name != "cpu" or self._layer is None or self._attends_to_window(of.context, slots, cache):
+            return None
+        read, width = [features[:, part] for part in self._parts], min(width, self.module.draft_vocab_size)
+        tree = self.ops.draft_trees(self._layer, slots, of, tokens, read, cache, spare, self.tau, max_missing, depth, width,
+                                    budget)
+        return None if tree is None else Drafts(*tree)
 
     def catch_up(self, view: DraftView, missing: list[int]) -> None:
         """Fills in the drafter's KV cache for committed positions, without attention or MLP: nobody needs the outputs there.
@@ -183,11 +192,15 @@ class EagleDrafter:
         window, cache, requests = self.module.config.window, view.cache, view.requests
         if window is None or cache.page_table.shape[1] * cache.page_size <= window:
             return None
-        if self.ops.name == "cpu" and not bool((requests.context > window).any()):
-            return None  # these have a kernel for whole trees, which attends to everything
         table, line = self._recent_table(len(requests.slots), cache, window)
         start, context = self.ops.recent_pages(requests, cache, window, table)
         return RecentContext(cache._replace(page_table=table), line, start, context)
+
+    def _attends_to_window(self, context: Tensor, slots: Tensor, cache: PagedCache) -> bool:
+        """Whether the drafter does not attend to all of the requests' contexts. Reads from the device if it has a window."""
+        window = self.module.config.window
+        return (window is not None and cache.page_table.shape[1] * cache.page_size > window
+                and bool((context[slots] > window).any()))
 
     def _recent_table(self, batch: int, cache: PagedCache, window: int) -> tuple[Tensor, Tensor]:
         """A page table [B, P] for the last pages of so many requests, and the numbers [B] of its lines. They are made once and
@@ -211,10 +224,7 @@ class EagleDrafter:
         """The last `count` positions of so many requests, as arguments of `Ops.catch_up_rows`. They are made once and never
         freed, because captured CUDA graphs read them."""
         if (batch, count) not in self._newest:
-            device = self.policy.norm.device
-            self._newest[batch, count] = (
-                torch.arange(batch, device=device).repeat_interleave(count),
-                torch.arange(count, 0, -1, device=device).repeat(batch), torch.full((batch,), count, device=device))
+            self._newest[batch, count] = newest_places(batch, count, self.policy.norm.device)
         return self._newest[batch, count]
 
     def _committed(self, view: DraftView, request: Tensor, back: Tensor, counts: Tensor,
@@ -228,13 +238,6 @@ class EagleDrafter:
         if self._columns is not None and not (self._in_order and features.shape[1] == len(self._columns)):
             features = features[:, self._columns]
         return self.module.encode(features, self.ops)
-
-    def _draft_fused(self, view: DraftView, state: Tensor, depth: int, width: int,
-                     budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Grows the whole tree in one kernel; None if the kernels have no such one."""
-        if self._layer is None:
-            return None
-        return self.ops.draft_tree(self._layer, view.requests, state, view.cache, self.tau, depth, width, budget)
 
     def _run(self, rows: DraftRows, state: Tensor, above: Tensor | None, cache: PagedCache) -> Tensor:
         """Runs the drafter's layer and returns its outputs [R, H]. above: [R] index of the state that each row continues; None
@@ -254,6 +257,15 @@ class EagleDrafter:
         return self.ops.draft_topk(logits, seed, position, temperature, self.tau, width, self.module.draft_ids)
 
 
+def _consecutive(columns: Tensor | None) -> list[slice]:
+    """Returns columns as slices of consecutive ones; None are all columns."""
+    if columns is None:
+        return [slice(None)]
+    numbers = columns.tolist()
+    starts = [i for i in range(len(numbers)) if i == 0 or numbers[i] != numbers[i - 1] + 1]
+    return [slice(numbers[start], numbers[end - 1] + 1) for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+
+
 def _fused_layer(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | None:
     """Returns the layer's tensors for the fused kernels; None if it has biases, query norms or a normed residual, which those do
     not support."""
@@ -263,9 +275,10 @@ def _fused_layer(module: Eagle, policy: Decoder, rope: Rope) -> DraftLayer | Non
     if has_bias or attention.q_norm is not None or module.config.norm_before_residual:
         return None
     qkv, o, gate_up, down = (linear.weight for linear in linears)
-    return DraftLayer(policy.embed.weight, None if three else module.fc.weight, qkv, o, gate_up, down, module.mlp_norm,
-                      module.input_norm, module.hidden_norm, rope.cos, rope.sin, module.norm, _head(module, policy),
-                      module.draft_ids, attention.num_heads, module.config.model.rms_eps)
+    encode, fc = (module.fc.weight, None) if three else (None, module.fc.weight)
+    return DraftLayer(policy.embed.weight, encode, fc, qkv, o, gate_up, down, module.mlp_norm, module.input_norm,
+                      module.hidden_norm, rope.cos, rope.sin, module.norm, _head(module, policy), module.draft_ids,
+                      attention.num_heads, module.config.model.rms_eps)
 
 
 def _head(module: Eagle, policy: Decoder) -> Tensor | None:

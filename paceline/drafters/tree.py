@@ -21,7 +21,6 @@ class Drafts(NamedTuple):
     parents: Tensor  # [B, N] int64: index of the parent node in the same row, -1 for children of the root
     depths: Tensor  # [B, N] int64: 1 for children of the root
     survival: Tensor  # [B, N] float32: estimated probability that the node is accepted
-    num_nodes: Tensor  # [B] int64: number of nodes that are not padding
 
 
 @lru_cache(maxsize=512)

@@ -136,7 +136,7 @@ class Executor:
         if not command.max_depth:
             return None
         tokens, parents, depths = (upload(array, self.device) for array in found[1:4])
-        return Drafts(tokens, parents, depths, torch.from_numpy(found.survival), depths[:, 0])
+        return Drafts(tokens, parents, depths, torch.from_numpy(found.survival))
 
     @torch.inference_mode()
     def _dummy_step(self, command: DummyStep) -> None:

@@ -41,7 +41,7 @@ class LearnedDrafting:
         late = draft.missing > _max_new(draft.strategy)
         if late.any():
             self.eagle.catch_up(self._view(upload(slots[late], self._state.device)), draft.missing[late].tolist())
-        return self._draft_slots(slots, draft.strategy)
+        return self._draft_slots(slots, draft.strategy, int(draft.missing.max()))
 
     def read_forced(self, step: StepRows, rows: DecodeRows, features: Tensor) -> None:
         """Fill in the drafter's KV cache for the forced rows of a step whose next tokens are known, so that it can draft at any
@@ -53,14 +53,14 @@ class LearnedDrafting:
 
     def draft_dummy(self, num_requests: int, strategy: Strategy) -> None:
         """Draft for so many padding requests: for warm-up and profiling."""
-        self._draft_slots(np.full(num_requests, self._state.padding), strategy, capture_now=True)
+        self._draft_slots(np.full(num_requests, self._state.padding), strategy, _max_new(strategy), capture_now=True)
 
     def dummy_draft(self, num_requests: int, strategy: Strategy) -> Callable[[], Drafts]:
         """Return a function that drafts, uncaptured, for so many padding requests. All tensors that are kept for later steps
         exist when it is called."""
         slots = upload([self._state.padding] * num_requests, self._state.device)
         self.eagle.allocate(num_requests, self._cache(), _max_new(strategy))
-        return partial(self._draft, slots, strategy)
+        return partial(self._draft, slots, strategy, _max_new(strategy))
 
     def catch_up_dummy(self, num_requests: int, missing: int) -> None:
         """Process so many tokens of each of so many padding requests. Such work is not captured, but its kernels are compiled on
@@ -68,11 +68,13 @@ class LearnedDrafting:
         slots = upload([self._state.padding] * num_requests, self._state.device)
         self.eagle.catch_up(self._view(slots), [missing] * num_requests)
 
-    def _draft_slots(self, slots: np.ndarray, strategy: Strategy, capture_now: bool = False) -> Drafts:
+    def _draft_slots(self, slots: np.ndarray, strategy: Strategy, max_missing: int, capture_now: bool = False) -> Drafts:
+        """Draft trees for these slots. `max_missing`: largest number of tokens that the drafter has not processed."""
         size = len(slots) + self._graphs.num_padding_rows(len(slots), with_trees=True)
         if self._graphs.enabled and size <= self._graphs.max_rows:
             return self._draft_captured(size, slots, strategy, capture_now)
-        return self._draft(upload(np.ascontiguousarray(slots, np.int64), self._state.device), strategy)
+        return self._draft(upload(np.ascontiguousarray(slots, np.int64), self._state.device), strategy,
+                           max(1, min(max_missing, _max_new(strategy))))
 
     def _draft_captured(self, size: int, slots: np.ndarray, strategy: Strategy, capture_now: bool) -> Drafts:
         """Draft with one graph, from the missing tokens to the chosen draft tokens. It is keyed by the padded number of
@@ -82,10 +84,14 @@ class LearnedDrafting:
         padded[: len(slots)] = slots
         place = upload_into(self._graphs.draft_slots[:size], padded)
         key = ("draft", size, strategy.depth, strategy.width, num_chosen(strategy))
-        return self._graphs.run(key, lambda: self._draft(place, strategy), place, capture_now)
+        return self._graphs.run(key, lambda: self._draft(place, strategy, _max_new(strategy)), place, capture_now)
 
-    def _draft(self, slots: Tensor, strategy: Strategy) -> Drafts:
-        return self.eagle.draft(self._view(slots), _max_new(strategy), strategy.depth, strategy.width, num_chosen(strategy))
+    def _draft(self, slots: Tensor, strategy: Strategy, max_missing: int) -> Drafts:
+        store, shape = self._store, (max_missing, strategy.depth, strategy.width, num_chosen(strategy))
+        assert store.features is not None
+        drafts = self.eagle.draft_in_one_call(slots, self._state.tensors, store.tokens, store.features, self._cache(),
+                                              self._spare, *shape)
+        return self.eagle.draft(self._view(slots), *shape) if drafts is None else drafts
 
     def _view(self, slots: Tensor) -> DraftView:
         assert self._store.features is not None

@@ -187,9 +187,10 @@ class DraftRows(NamedTuple):
 
 
 class DraftLayer(NamedTuple):
-    """Weights of the one-layer drafter, for `Ops.draft_layer` and `Ops.draft_tree`. Matrices are [N, K]."""
+    """Weights of the one-layer drafter, for `Ops.draft_layer` and `Ops.draft_trees`. Matrices are [N, K]."""
 
     embed: Tensor  # [V, H] the policy's embedding
+    encode: Tensor | None  # [H, F] only EAGLE-3: projects the policy's features to H
     fc: Tensor | None  # [H, 2 H] projects embedding and feature to H; None for EAGLE-3, whose layer takes both side by side
     qkv: Tensor
     o: Tensor
@@ -394,10 +395,13 @@ class Ops(Protocol):
         continues entry i)."""
         ...
 
-    def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
-                   width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Draft whole trees in one call, starting from the drafter's output at the roots, state [B, H]. Returns the same as
-        `select_nodes`, or None if the caller has to draft level by level."""
+    def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
+                    cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
+                    budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Draft whole trees for the requests in slots [B] int64 in one call, after processing the last `max_missing` committed
+        tokens of each, as `catch_up_rows` gives them. stored [T] is the token at every cache index; features [T, ·] are, side by
+        side, the policy's hidden states there. Returns the same as `select_nodes`, or None if the caller has to draft level by
+        level."""
         ...
 
     def add_candidates(self, ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,

@@ -77,7 +77,7 @@ class Simulated:
                     tokens[line, node] = (first + 2 * rank) % tiny.VOCAB
                     parents[line, node], depths[line, node] = -1 if depth == 1 else (depth - 2) * width, depth
                     survival[line, node] = 0.9 ** (depth - 1) * (0.9 if rank == 0 else 0.05)
-        return Drafts(tokens, parents, depths, survival, torch.full((n,), shape[1]))
+        return Drafts(tokens, parents, depths, survival)
 
     def generate(self) -> float:
         """Simulated seconds that the answers take, which must be those of off."""

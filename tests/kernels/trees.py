@@ -101,7 +101,7 @@ def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tenso
     graphs = CudaGraphs((160,), _SLOTS - 1, of.context.device, INPUTS_PER_ROW, FakeGraphs() if padded else None)  # type: ignore[arg-type]
     builder = RowBuilder(graphs, family, _SLOTS - 1, of.context.device)
     command = step_command([3, 0, 7, 5, 1, 2, _SLOTS - 1, _SLOTS - 1], num_nodes, depth, forced)
-    found = None if drafts is None else Drafts(*drafts, drafts[0].float(), drafts[0][:, 0])
+    found = None if drafts is None else Drafts(*drafts, drafts[0].float())
     step = builder.build(command, found, padded=padded)
     tree = DraftTree(*(None if x is None else x.clone() for x in step.tree))
     rows = family.build_rows(step.slots, tree, state)

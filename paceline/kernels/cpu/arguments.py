@@ -31,7 +31,7 @@ GATED_LINEAR = _layout("gated_linear", "x weight bias out num_rows depth width")
 RMS_NORM = _layout("rms_norm", "x residual weight out total num_rows width eps", "eps")
 SILU_MUL = _layout("silu_mul", "x out num_rows width")
 ADD = _layout("add", "x y out num_rows width")
-GATHER_ROWS = _layout("gather_rows", "table index out num_rows width")
+GATHER_ROWS = _layout("gather_rows", "table index out num_rows width stride out_stride")
 ROPE_WRITE = _layout("rope_write", "qkv q k v write cos sin positions q_norm k_norm num_rows num_heads num_kv_heads head_dim eps",
                      "eps")
 ATTENTION = _layout("attention", "q out k v page_table table_columns page_size num_rows num_heads num_kv_heads head_dim scale "
@@ -56,6 +56,8 @@ MOVE_TOKENS = _layout("move_tokens", "tensors sizes source target num_tensors nu
 
 # -- the learned drafter
 
+DRAFT_REQUESTS = _layout("draft_requests", "slots context last_token shared seed temperature out_context out_last_token "
+                         "out_shared out_seed next_position out_temperature num_lines")
 CATCH_UP_ROWS = _layout("catch_up_rows", "slots context last_token shared stored page_table request back counts tokens positions "
                         f"write mask {_SEGMENTS} num_rows num_lines least spare page_size table_columns")
 DRAFT_INPUT = _layout("draft_input", "tokens embed state above input_norm hidden_norm both residual num_rows width eps", "eps")

@@ -18,7 +18,14 @@ from paceline import jit_cache
 from paceline.kernels import noise
 from paceline.kernels.cpu import arguments
 from paceline.kernels.cpu.jit.attention import attention
-from paceline.kernels.cpu.jit.drafting import add_candidates, catch_up_rows, draft_topk, select_beam, select_nodes
+from paceline.kernels.cpu.jit.drafting import (
+    add_candidates,
+    catch_up_rows,
+    draft_requests,
+    draft_topk,
+    select_beam,
+    select_nodes,
+)
 from paceline.kernels.cpu.jit.elementwise import add, draft_input, gather_rows, rms_norm, rope_write, silu_mul
 from paceline.kernels.cpu.jit.matmul import gated_linear, linear
 from paceline.kernels.cpu.jit.noise import gumbel
@@ -71,6 +78,7 @@ _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("build_rows", INT): lambda block: build_rows(block),
     ("verify", INT): lambda block: verify(block),
     ("move_tokens", INT): lambda block: move_tokens(block),
+    ("draft_requests", INT): lambda block: draft_requests(block),
     ("catch_up_rows", INT): lambda block: catch_up_rows(block),
     ("add_candidates", INT): lambda block: add_candidates(block),
     ("select_beam", INT): lambda block: select_beam(block),

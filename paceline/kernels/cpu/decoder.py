@@ -75,7 +75,7 @@ class DecoderProgram:
         # The stream is x + residual. It is added up inside the norms, into either of two buffers or where it is captured.
         stream = room.stream(0, 0)
         program.add("gather_rows", dtype, table=weights.embed.data_ptr(), index="tokens", out=stream, num_rows="num_rows",
-                    width=hidden)
+                    width=hidden, stride=hidden, out_stride=hidden)
         for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=False)):
             before, stream = stream, room.stream(index, stream) if index else stream
             program.add("rms_norm", dtype, x=room.at("x") if index else stream, residual=before if index else 0,

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DraftLayer, DraftRequests, DraftRows, PagedCache
+from paceline.kernels.base import DraftLayer, DraftRows, PagedCache, SlotTensors
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, RowOps, segment_addresses
 from paceline.kernels.reference import drafting
 
-PARALLEL_ROWS = 8
-"""Up to so many rows of a level, one thread drafts."""
+PARALLEL_PRODUCTS = 1 << 20
+"""One thread drafts if a level has fewer multiplications."""
 MAX_ROWS = 1024
 """More rows than this are run operation by operation."""
 _PROGRAMS = 256
@@ -28,7 +28,7 @@ _SEGMENTS = ("segment_row", "segment_length", "segment_slot", "segment_context",
 
 
 class DraftOps(RowOps, ABC):
-    """`draft_layer` and `draft_tree` of `base.Ops`."""
+    """`draft_layer` and `draft_trees` of `base.Ops`."""
 
     def __init__(self) -> None:
         self._programs: OrderedDict[tuple[Any, ...], _LayerProgram | _TreeProgram] = OrderedDict()
@@ -50,16 +50,22 @@ class DraftOps(RowOps, ABC):
         size = 1 << (num_rows - 1).bit_length()  # a program serves all smaller numbers of rows
         program = self._program(("layer", size, *_identity(layer, cache)),
                                 lambda: _LayerProgram(layer, cache, self.weights, size))
-        return program.run(_threads(num_rows), rows, state, above)
+        return program.run(_threads(layer, num_rows), rows, state, above)
 
-    def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
-                   width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        batch = len(requests.slots)
-        if layer.head is None or not self._serves(layer, state, cache, batch * width) or self.weights.panels(layer.head) is None:
+    def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
+                    cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
+                    budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        batch, num_rows = len(slots), len(slots) * max(width, max_missing)
+        others = [weight for weight in (layer.head, layer.encode) if weight is not None]
+        if (layer.head is None or not self._serves(layer, features[0], cache, num_rows)
+                or any(self.weights.panels(weight) is None for weight in others)):
             return None
-        program = self._program(("tree", batch, depth, width, budget, tau.data_ptr(), *_identity(layer, cache)),
-                                lambda: _TreeProgram(layer, cache, self.weights, tau, batch, depth, width, budget))
-        return program.run(_threads(batch * width), requests, state)
+        room = max(max_missing, depth + 1)  # a program serves all smaller numbers of missing tokens
+        key = ("tree", batch, room, depth, width, budget, tau.data_ptr(), stored.data_ptr(), features[0].data_ptr(), spare,
+               *_identity(layer, cache))
+        program = self._program(key, lambda: _TreeProgram(layer, of, stored, features, cache, spare, self.weights, tau, batch,
+                                                          room, depth, width, budget))
+        return program.run(_threads(layer, num_rows), slots, max_missing)
 
     def _serves(self, layer: DraftLayer, state: Tensor, cache: PagedCache, num_rows: int) -> bool:
         matrices = [weight for weight in (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
@@ -99,16 +105,22 @@ class _LayerProgram:
 
 
 class _TreeProgram:
-    """A whole tree for `batch` requests, from the drafter's output at their roots to the chosen nodes."""
+    """Whole trees for `batch` requests: from their slots, through the tokens that the drafter has missed, to the chosen nodes."""
 
-    def __init__(self, layer: DraftLayer, cache: PagedCache, weights: Weights, tau: Tensor, batch: int, depth: int, width: int,
-                 budget: int) -> None:
+    def __init__(self, layer: DraftLayer, of: SlotTensors, stored: Tensor, features: list[Tensor], cache: PagedCache, spare: int,
+                 weights: Weights, tau: Tensor, batch: int, max_missing: int, depth: int, width: int, budget: int) -> None:
         assert layer.head is not None
-        self._held = (layer, cache, weights, tau)
+        self._held = (layer, of, stored, features, cache, weights, tau)
         rows, total, (vocab, hidden) = batch * width, width + (depth - 1) * width * width, layer.head.shape
-        dtype, acc = layer.embed.dtype, WIDE[layer.embed.dtype]
-        self._batch, self._count = batch, min(budget, total)
-        room = {**_layer_room(layer, cache, rows),
+        dtype, acc, newest = layer.embed.dtype, WIDE[layer.embed.dtype], batch * max_missing
+        self._batch, self._count, self._spare = batch, min(budget, total), spare
+        self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        room = {**_layer_room(layer, cache, max(rows, newest)),
+                "requests": torch.zeros(5, batch, dtype=INT), "heat": torch.zeros(batch), "index": torch.arange(batch),
+                "newest": torch.zeros(3, newest, dtype=INT), "newest_mask": torch.zeros(newest, 2, dtype=INT),
+                "features": torch.zeros(newest, sum(part.shape[1] for part in features), dtype=dtype),
+                "encoded": torch.zeros(newest, hidden, dtype=dtype), "newest_states": torch.zeros(newest, hidden, dtype=dtype),
+                "roots": torch.zeros(batch, hidden, dtype=dtype),
                 "states": torch.zeros(2, rows, hidden, dtype=dtype), "head_input": torch.zeros(rows, hidden, dtype=dtype),
                 "logits": torch.zeros(rows, vocab, dtype=dtype), "values": torch.zeros(rows, width, dtype=acc),
                 "columns": torch.zeros(rows, width, dtype=INT), "logsumexp": torch.zeros(rows, dtype=acc),
@@ -123,8 +135,11 @@ class _TreeProgram:
         segments = {name: part.data_ptr() for name, part in zip(_SEGMENTS, room["segments"], strict=True)}
         program = self._program = Program()
         found = {name: room[name].data_ptr() for name in ("tokens", "parents", "scores")}
+        context, _last_token, _shared, seed, following = (part.data_ptr() for part in room["requests"])
+        heat, roots = room["heat"].data_ptr(), room["roots"].data_ptr()
+        self._add_newest(program, segments)
 
-        def rank(state: int | str, num_rows: int, seed: int | str, position: int | str, heat: int | str) -> None:
+        def rank(state: int, num_rows: int, seed: int, position: int, heat: int) -> None:
             """The children of these nodes, through the head and with the noise."""
             assert layer.head is not None
             if layer.norm is not None:
@@ -144,14 +159,13 @@ class _TreeProgram:
                         candidate_scores=found["scores"], num_lines=batch, num_nodes=nodes, width=width, first=first,
                         num_candidates=total, wide_values=acc == torch.float64, shrink=drafting.SHRINK)
 
-        rank("state", batch, "seed", "next_position", "temperature")
+        rank(roots, batch, seed, following, heat)
         add_candidates(room["root_scores"].data_ptr(), room["root_origin"].data_ptr(), 1, 0)
-        state: int | str = "state"
-        seen, nodes, first = room["root_bits"].data_ptr(), 1, 0
+        state, seen, nodes, first = roots, room["root_bits"].data_ptr(), 1, 0
         for level in range(1, depth):
             bits, out = room["bits"][level % 2].data_ptr(), room["states"][level % 2].data_ptr()
             program.add("select_beam", INT, tokens=found["tokens"], scores=found["scores"], bits=seen, slots="slots",
-                        context="context", seed="seed", temperature="temperature", page_table=address(HALF, cache.page_table),
+                        context=context, seed=seed, temperature=heat, page_table=address(HALF, cache.page_table),
                         row_tokens=row_tokens, positions=positions, write=write, above=above, origin=origin, row_seed=row_seed,
                         next_position=next_position, mask=bits, row_temperature=temperature, row_scores=beam_scores, **segments,
                         num_lines=batch, num_candidates=total, first=first, num_nodes=nodes, width=width, depth=level,
@@ -166,12 +180,47 @@ class _TreeProgram:
                     out_tokens="out_tokens", out_parents="out_parents", out_depths="out_depths", survival="survival",
                     num_lines=batch, num_candidates=total, num_kept=self._count, width=width)
 
-    def run(self, threads: int, requests: DraftRequests, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _add_newest(self, program: Program, segments: dict[str, int]) -> None:
+        """The calls that run the drafter's layer over the newest committed tokens, and leave its outputs at the last ones in
+        `roots`."""
+        layer, of, stored, features, cache, weights, _ = self._held
+        dtype, room, batch, hidden = layer.embed.dtype, self._room, self._batch, layer.embed.shape[1]
+        at = {name: tensor.data_ptr() for name, tensor in room.items()}
+        context, last_token, shared, seed, following = (part.data_ptr() for part in room["requests"])
+        tokens, positions, write = (part.data_ptr() for part in room["newest"])
+        program.add("draft_requests", INT, slots="slots", context=address(INT, of.context),
+                    last_token=address(INT, of.last_token), shared=address(INT, of.shared), seed=address(INT, of.seed),
+                    temperature=address(REAL, of.temperature), out_context=context, out_last_token=last_token, out_shared=shared,
+                    out_seed=seed, next_position=following, out_temperature=at["heat"], num_lines=batch)
+        program.add("catch_up_rows", INT, slots="slots", context=context, last_token=last_token, shared=shared,
+                    stored=address(INT, stored), page_table=address(HALF, cache.page_table), request="request", back="back",
+                    counts="counts", tokens=tokens, positions=positions, write=write, mask=at["newest_mask"], **segments,
+                    num_rows="num_newest", num_lines=batch, least=1, spare=self._spare, page_size=cache.page_size,
+                    table_columns=cache.page_table.shape[1])
+        column, num_columns = 0, room["features"].shape[1]
+        for part in features:
+            program.add("gather_rows", dtype, table=part.data_ptr(), index=write, num_rows="num_newest", width=part.shape[1],
+                        out=at["features"] + column * part.element_size(), stride=part.stride(0), out_stride=num_columns)
+            column += part.shape[1]
+        if layer.encode is not None:
+            _add_product(program, layer.encode, weights, at["features"], at["encoded"], "num_newest")
+        add_layer(program, layer, cache, weights, room, num_rows="num_newest", tokens=tokens, positions=positions, write=write,
+                  state=at["features"] if layer.encode is None else at["encoded"], above=0, out=at["newest_states"],
+                  mask=at["newest_mask"], num_segments=batch, segments=segments)
+        program.add("gather_rows", dtype, table="last", index=at["index"], out=at["roots"], num_rows=batch, width=hidden,
+                    stride="last_stride", out_stride=hidden)
+
+    def run(self, threads: int, slots: Tensor, max_missing: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens, parents, depths = torch.empty(3, self._batch, self._count, dtype=INT).unbind()
-        survival, following = torch.empty(self._batch, self._count), requests.context + 1
-        self._program.run(threads, state=address(state.dtype, state), slots=address(INT, requests.slots),
-                          context=address(INT, requests.context), seed=address(INT, requests.seed),
-                          next_position=address(INT, following), temperature=address(REAL, requests.temperature),
+        survival = torch.empty(self._batch, self._count)
+        if max_missing not in self._places:
+            self._places[max_missing] = drafting.newest_places(self._batch, max_missing)
+        request, back, counts = self._places[max_missing]
+        states = self._room["newest_states"]
+        row_bytes = states.shape[1] * states.element_size()
+        self._program.run(threads, slots=address(INT, slots), request=request.data_ptr(), back=back.data_ptr(),
+                          counts=counts.data_ptr(), num_newest=self._batch * max_missing,
+                          last=states.data_ptr() + (max_missing - 1) * row_bytes, last_stride=max_missing * states.shape[1],
                           out_tokens=tokens.data_ptr(), out_parents=parents.data_ptr(), out_depths=depths.data_ptr(),
                           survival=survival.data_ptr())
         return tokens, parents, depths, survival
@@ -232,5 +281,7 @@ def _identity(layer: DraftLayer, cache: PagedCache) -> tuple[int, ...]:
     return id(layer), cache.k.data_ptr(), cache.page_table.data_ptr()
 
 
-def _threads(num_rows: int) -> int:
-    return 1 if num_rows <= PARALLEL_ROWS else torch.get_num_threads()
+def _threads(layer: DraftLayer, num_rows: int) -> int:
+    matrices = (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down, layer.head)
+    products = num_rows * sum([weight.numel() for weight in matrices if weight is not None])
+    return 1 if products < PARALLEL_PRODUCTS else torch.get_num_threads()

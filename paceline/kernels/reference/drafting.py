@@ -52,6 +52,12 @@ def catch_up_rows(requests: DraftRequests, stored: Tensor, cache: PagedCache, re
     return DraftRows(tokens, position, write, segments)
 
 
+def newest_places(batch: int, count: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """The last `count` positions of so many requests, as arguments `request`, `back` and `counts` of `base.Ops.catch_up_rows`."""
+    return (torch.arange(batch, device=device).repeat_interleave(count),
+            torch.arange(count, 0, -1, device=device).repeat(batch), torch.full((batch,), count, device=device))
+
+
 def recent_pages(requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
     """See `base.Ops.recent_pages`."""
     first = torch.div((requests.context - window).clamp_min(0), cache.page_size, rounding_mode="floor")

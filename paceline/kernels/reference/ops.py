@@ -157,8 +157,9 @@ class TorchOps:
     def recent_pages(self, requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
         return drafting.recent_pages(requests, cache, window, into)
 
-    def draft_tree(self, layer: DraftLayer, requests: DraftRequests, state: Tensor, cache: PagedCache, tau: Tensor, depth: int,
-                   width: int, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
+                    cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
+                    budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         return None
 
     def add_candidates(self, ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,

@@ -11,11 +11,28 @@ import math
 import numpy as np
 from numba import carray
 
-from paceline.kernels.cpu.arguments import ADD_CANDIDATES, CATCH_UP_ROWS, DRAFT_TOPK, SELECT_BEAM, SELECT_NODES
+from paceline.kernels.cpu.arguments import ADD_CANDIDATES, CATCH_UP_ROWS, DRAFT_REQUESTS, DRAFT_TOPK, SELECT_BEAM, SELECT_NODES
 from paceline.kernels.cpu.jit.base import float32s, inlined, int32s, int64s, max_of, next_item, pointer
 from paceline.kernels.cpu.jit.noise import NOISE_BLOCK, gumbel_from_bits, philox_block, philox_of
 from paceline.kernels.cpu.jit.rows import set_bit, token_slot
 from paceline.kernels.cpu.jit.sampling import exp_block, scale_logits
+
+
+@inlined
+def draft_requests(block):  # type: ignore[no-untyped-def]
+    """What drafting reads of the requests in these slots; `next_position` is that of the token behind their last ones."""
+    if next_item(block):
+        return  # one thread does it
+    a = carray(block, 1, DRAFT_REQUESTS)[0]
+    lines = a.num_lines
+    slots, context, last_token = int64s(a.slots, lines), int64s(a.out_context, lines), int64s(a.out_last_token, lines)
+    shared, seed, following = int64s(a.out_shared, lines), int64s(a.out_seed, lines), int64s(a.next_position, lines)
+    temperature = float32s(a.out_temperature, lines)
+    for b in range(lines):
+        s = slots[b]
+        context[b], last_token[b] = int64s(a.context, s + 1)[s], int64s(a.last_token, s + 1)[s]
+        shared[b], seed[b], following[b] = int64s(a.shared, s + 1)[s], int64s(a.seed, s + 1)[s], context[b] + 1
+        temperature[b] = float32s(a.temperature, s + 1)[s]
 
 
 @inlined

@@ -79,15 +79,15 @@ def add(block, store, acc):  # type: ignore[no-untyped-def]
 
 @inlined
 def gather_rows(block, store, acc):  # type: ignore[no-untyped-def]
-    """out[i] = table[index[i]]."""
+    """out[i] = table[index[i]]; `stride` and `out_stride`: elements from one row to the next."""
     a = carray(block, 1, GATHER_ROWS)[0]
     num_rows, width = a.num_rows, a.width
-    index, out = int64s(a.index, num_rows), carray(pointer(a.out), (num_rows, width), store)
+    index, size = int64s(a.index, num_rows), size_of(store)
     while True:
         row = next_item(block)
         if row >= num_rows:
             return
-        _copy_row(a.table + index[row] * width * size_of(store), out[row], store)
+        _copy_row(a.table + index[row] * a.stride * size, carray(pointer(a.out + row * a.out_stride * size), width, store), store)
 
 
 @inlined

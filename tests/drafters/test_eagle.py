@@ -32,15 +32,15 @@ def test_drafts_equal_a_slow_reference(form, draft_vocab):
     strategies = iter(["eagle:d4w1v4", "eagle:d4w1v4", "off", "off", "eagle:d4w1v4", "suffix:d4w2v8", "eagle:d4w1v4"] * 4)
     engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=8, max_batch=2))
     made = []
-    real = engine.eagle.draft
+    real = engine.executor.learned._draft
 
-    def spy(view, missing, *sizes):
-        drafts = real(view, missing, *sizes)
-        (request,) = [r for r in engine.scheduler.running if r.slot == int(view.requests.slots[0])]
+    def spy(slots, strategy, max_missing):
+        drafts = real(slots, strategy, max_missing)
+        (request,) = [r for r in engine.scheduler.running if r.slot == int(slots[0])]
         made.append((list(request.tokens), drafts.tokens[0].tolist()))
         return drafts
 
-    engine.eagle.draft = spy
+    engine.executor.learned._draft = spy
     engine.add([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], SamplingParams(temperature=0, max_new_tokens=25))
     while engine.has_work:
         engine.step(Strategy.parse(next(strategies)))
@@ -70,16 +70,16 @@ def test_a_drafter_with_a_window_attends_to_the_last_tokens(form, kernels):
     strategies = iter(["eagle:d4w1v4", "eagle:d3w1v3", "off", "off", "eagle:d4w1v4"] * 20)
     config = EngineConfig(page_size=1, max_rows=160, max_batch=4, kernels=kernels)
     engine = Engine(policy, drafter=drafter, strategy="off", config=config)
-    made, real = [], engine.eagle.draft
+    made, real = [], engine.executor.learned._draft
 
-    def spy(view, missing, *sizes):
-        drafts = real(view, missing, *sizes)
-        for line, slot in enumerate(view.requests.slots.tolist()):
+    def spy(slots, strategy, max_missing):
+        drafts = real(slots, strategy, max_missing)
+        for line, slot in enumerate(slots.tolist()):
             (request,) = [r for r in engine.scheduler.running if r.slot == slot]
             made.append((list(request.tokens), drafts.tokens[line].tolist()))
         return drafts
 
-    engine.eagle.draft = spy
+    engine.executor.learned._draft = spy
     rng, params = random.Random(0), SamplingParams(temperature=0, max_new_tokens=25)
     for length in (10, 120):
         engine.add([rng.randrange(VOCAB) for _ in range(length)], params, 2)
@@ -120,11 +120,12 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
     engine = Engine(policy, drafter=drafter, strategy="off", config=EngineConfig(page_size=3, max_rows=60, max_batch=6))
     engine.planner.pipelined = pipelined
     made = []
-    real = engine.eagle.draft
+    real = engine.executor.learned._draft
 
-    def spy(view, max_missing, *sizes):
-        drafts = real(view, max_missing, *sizes)
-        for line, (slot, context) in enumerate(zip(view.requests.slots.tolist(), view.requests.context.tolist(), strict=True)):
+    def spy(slots, strategy, max_missing):
+        drafts = real(slots, strategy, max_missing)
+        contexts = engine.executor.state.tensors.context[slots]
+        for line, (slot, context) in enumerate(zip(slots.tolist(), contexts.tolist(), strict=True)):
             text = texts[slot]
             made.append((text[: context + 1], drafts.tokens[line].tolist()))
             if rng.random() < 0.7:
@@ -132,7 +133,7 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
                 drafts.tokens[line, : len(told)] = torch.tensor(told)
         return drafts
 
-    engine.eagle.draft = spy
+    engine.executor.learned._draft = spy
     ids = [request for prompt in prompts for request in engine.add(prompt, params, n=2)]
     while engine.has_work:
         choice = rng.choice(["eagle:d4w1v4", "eagle:d4w1v4", "eagle:d7w1v7", "eagle:d1w1v1", "suffix:d4w2v8", "off"])

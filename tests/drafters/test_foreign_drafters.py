@@ -127,14 +127,14 @@ def test_the_engine_drafts_with_it(variant, tmp_path):
     write(tmp_path, theirs.tensors(prefix), raw)
     policy = model("qwen3")
     engine = Engine(policy, drafter=tmp_path, strategy="eagle:d3w1v3")
-    made, real = [], engine.eagle.draft
+    made, real = [], engine.executor.learned._draft
 
-    def spy(view, *sizes):
-        drafts = real(view, *sizes)
+    def spy(slots, strategy, max_missing):
+        drafts = real(slots, strategy, max_missing)
         made.append((list(engine.scheduler.running[0].tokens), drafts.tokens[0].tolist()))
         return drafts
 
-    engine.eagle.draft = spy
+    engine.executor.learned._draft = spy
     params = SamplingParams(temperature=0, max_new_tokens=12)
     found = engine.generate([[5, 6, 7, 8]], params)[0].rollouts[0].token_ids
     assert found == Engine(policy, drafter=None, strategy="off").generate([[5, 6, 7, 8]], params)[0].rollouts[0].token_ids

@@ -28,7 +28,7 @@ DOCS = [README, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.na
 ELSEWHERE = {
     "Qwen/": "downloads a model", "configs/qwen": "is for a GPU", "torch.cuda": "is for a GPU", "drafters/gsm8k": "is for a GPU",
     "get_smollm2": "downloads a model", "verl.trainer": "has an environment of its own (make test-verl)",
-    "paceline push": "uploads to the hub", "hf auth": "asks for a login",
+    "paceline push": "uploads to the hub",
     "make test-integrations": "has environments of its own",
 }
 """Parts of commands that cannot be executed on two CPU cores without a network, and why."""

@@ -55,7 +55,8 @@ class Run:
         name, config, error = _read_config(folder)
         if not name and not (folder / METRICS_FILE).is_file():
             raise ValueError(f"{folder}: there is neither {METRICS_FILE} nor config.json; is it a run folder?")
-        evaluations = read_evaluations(folder)
+        last = records[-1]["step"] if records else 0
+        evaluations = [record for record in read_evaluations(folder) if record["step"] <= last]  # later ones will be done again
         return cls(folder, records, traces, config, name, error, is_locked(folder),
                    RunFigures.of(records, traces, evaluations), evaluations, setting_changes(read_history(folder)))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from statistics import fmean, stdev
 
 import pytest
 
-from paceline.report import RunFigures
+from paceline.report import EventLog, Run, RunFigures
 from paceline.report.noise import joined, mean_of, standard_errors_between
 
 
@@ -94,3 +95,11 @@ def test_a_small_gain_is_explained_by_what_was_measured():
     assert RunFigures.of(small, [trace]).speed_reason.endswith("with 2.2 tokens per verification."), "no price to compare with"
     del trace["batch"]["2"]
     assert RunFigures.of(small, [trace]).speed_reason == "No engine step used speculation."
+
+
+def test_evaluations_of_steps_that_are_done_again_do_not_count(tmp_path):
+    with EventLog(tmp_path, tensorboard=False) as log:
+        log.write(1, {"reward/mean": 0.5})
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(evaluation(step, [0.5, 1.0])) + "\n" for step in (0, 1, 2)))
+    assert [record["step"] for record in Run.read(tmp_path).evaluations] == [0, 1]
+    assert Run.read(tmp_path).figures.headline() == "After one step the mean reward on 2 held-out problems is 0.75."

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.report.formatting import format_value
 from paceline.report.metrics import Record, finite_value
-from paceline.report.noise import BEYOND_NOISE, Mean, joined, standard_errors_between
+from paceline.report.noise import BEYOND_NOISE, Mean, joined, paired_standard_errors, standard_errors_between
 from paceline.report.speculation import Speedup, why_small
 
 
@@ -38,7 +38,7 @@ class Change(NamedTuple):
         first, last = format_value(self.first), format_value(self.last)
         if self.standard_errors is None:
             return f"went from {first} to {last}"
-        if abs(self.standard_errors) < BEYOND_NOISE:
+        if abs(self.standard_errors) <= BEYOND_NOISE:
             return f"did not change beyond its noise ({first}, then {last})"
         return f"{'rose' if self.standard_errors > 0 else 'fell'} from {first} to {last}"
 
@@ -63,8 +63,11 @@ class HeldOut(NamedTuple):
         if not scored:
             return None
         first, last, best = scored[0], scored[-1], max(scored, key=lambda record: (record["eval/reward"], -record["step"]))
-        return cls(last["step"], last.get("eval/prompts"), _change([first], [last], "eval", "eval/reward"), best["eval/reward"],
-                   best["step"])
+        change, before, after = _change([first], [last], "eval", "eval/reward"), first.get("rewards"), last.get("rewards")
+        if before and after:  # the same problems, with the same seeds
+            change = change._replace(standard_errors=paired_standard_errors(
+                [after[problem] - before[problem] for problem in before.keys() & after.keys()]))
+        return cls(last["step"], last.get("eval/prompts"), change, best["eval/reward"], best["step"])
 
 
 @dataclass(frozen=True, slots=True)

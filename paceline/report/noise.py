@@ -12,7 +12,7 @@ from statistics import stdev
 from typing import NamedTuple
 
 BEYOND_NOISE = 2.0
-"""A difference counts as a change from this many standard errors on."""
+"""A difference counts as a change if it is larger than this many standard errors."""
 
 
 class Mean(NamedTuple):
@@ -55,3 +55,14 @@ def standard_errors_between(first: Mean, last: Mean) -> float:
         return 0.0
     error = both.standard_error * math.sqrt(both.num_prompts * (1 / first.num_prompts + 1 / last.num_prompts))
     return (last.value - first.value) / error
+
+
+def paired_standard_errors(differences: Sequence[float]) -> float:
+    """The mean of the differences of each prompt's values in units of its standard error; 0 if there is no difference. Problems
+    differ much more from each other than one does from itself, so this tells smaller changes from noise.
+
+    The standard error is the one that the mean would have if every difference were as likely to have the opposite sign:
+    sqrt(sum of d²) / n.
+    """
+    squares = math.sqrt(sum(difference * difference for difference in differences))
+    return sum(differences) / squares if 0 < squares < math.inf else 0.0

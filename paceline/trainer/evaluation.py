@@ -96,7 +96,7 @@ class Evaluator:
         self._collector.refused.clear()
         self._engine.reset_stats()  # what was generated here is not part of a training step
         metrics = evaluation_metrics(groups, self.config)
-        self.records.append({"step": step, **metrics})
+        self.records.append({"step": step, **metrics, "rewards": rewards_by_problem(groups)})
         atomic_write(self._file, "".join(json.dumps(record) + "\n" for record in self.records))
         return {**metrics, "time/evaluate": timer.metrics()["time/step"]}
 
@@ -105,6 +105,12 @@ class Evaluator:
         """The evaluation with the highest score, the earliest of equals; None before the first one."""
         scored = [record for record in self.records if "eval/reward" in record]
         return max(scored, key=lambda record: (record["eval/reward"], -record["step"]), default=None)
+
+
+def rewards_by_problem(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Mean reward of each problem with an answer that was graded."""
+    graded = {group.key: [r.reward for r in group.rollouts if r.reward is not None] for group in groups}
+    return {key: fmean(rewards) for key, rewards in graded.items() if rewards}
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup], config: EvaluationConfig) -> dict[str, float]:

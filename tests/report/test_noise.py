@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import pytest
 
 from paceline.report import EventLog, Run, RunFigures
-from paceline.report.noise import joined, mean_of, standard_errors_between
+from paceline.report.noise import joined, mean_of, paired_standard_errors, standard_errors_between
 
 
 def records(rewards: list[list[float]], on: list[float] | None = None, off: list[float] | None = None) -> list[dict]:
@@ -62,6 +62,18 @@ def test_the_word_for_a_difference(last, said):
     assert RunFigures.of(records([first, last])).headline().endswith(said)
     rising = RunFigures.of(records([last, first])).headline()
     assert ("fell from 0.875 to 0.25" in rising) == ("rose" in said)
+
+
+def test_problems_are_compared_with_themselves():
+    """Hard and easy problems, each a little better than before: nothing between two sets of problems, but clear for the same."""
+    before = [0.1 * number for number in range(10)]
+    first, last = evaluation(0, before), evaluation(2, [value + 0.05 for value in before])
+    training = records([[0.5] * 4, [0.5] * 4])
+    assert "did not change beyond its noise" in RunFigures.of(training, (), [first, last]).headline()
+    for found, gain in ((first, 0.0), (last, 0.05)):
+        found["rewards"] = {f"p{number}": value + gain for number, value in enumerate(before)}
+    assert "rose from 0.45 to 0.5" in RunFigures.of(training, (), [first, last]).headline()
+    assert paired_standard_errors([1.0] * 4) == 2 and paired_standard_errors([0.0]) == 0, "four problems are not beyond the noise"
 
 
 def test_held_out_problems_decide_where_there_are_some():

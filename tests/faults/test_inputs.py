@@ -173,7 +173,7 @@ def test_strategies(text):
     (EngineConfig, {"kv_memory_gb": True}, "kv_memory_gb"), (EngineConfig, {"kv_tokens": -1}, "kv_tokens"),
     (EngineConfig, {"tau": NAN}, "tau: must be a finite number, not nan"), (EngineConfig, {"tau": 1.5}, "tau"),
     (EngineConfig, {"suffix_tau": INF}, "suffix_tau"),
-    (EngineConfig, {"row_sizes": (0,)}, "row_sizes: row counts >= 1"),
+    (EngineConfig, {"row_sizes": (0,)}, "row_sizes: must be row counts >= 1"),
     (EngineConfig, {"row_sizes": (4, 2)}, "row_sizes"), (EngineConfig, {"row_sizes": (2, 2)}, "row_sizes"),
     (EngineConfig, {"row_sizes": (True,)}, "row_sizes"), (EngineConfig, {"row_sizes": 4}, "row_sizes"),
     (EngineConfig, {"max_context": 1}, "max_context"), (EngineConfig, {"kernels": "fast"}, "kernels"),

@@ -18,7 +18,7 @@ SUFFIX = Strategy("suffix", 8, 2, 16)
 
 @pytest.mark.parametrize("costs", [gpu_costs, cpu_costs])
 @pytest.mark.parametrize("liar", LIARS)
-@pytest.mark.parametrize("batch", [1, 16, 128])
+@pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.slow), 128])
 def test_a_lying_predictor_costs_three_per_cent_at_most(costs, liar, batch):
     world = World(costs(), batch, {"eagle": 0.05, "suffix": 0.02}, noise=0.1, host_ms=2.0)
     rate = world.run(AutoSelector(predictor=liar(costs())), 1200)

@@ -21,7 +21,7 @@ def long_tailed(count: int, longest: int) -> list[int]:
     return np.minimum(longest, 40 + np.random.default_rng(0).pareto(1.1, count) * 40).astype(int).tolist()
 
 
-@pytest.mark.parametrize(("costs", "batch"), [(gpu_costs, 192), (cpu_costs, 64)])
+@pytest.mark.parametrize(("costs", "batch"), [pytest.param(gpu_costs, 192, marks=pytest.mark.slow), (cpu_costs, 64)])
 def test_a_long_tail_is_finished_sooner_than_with_any_fixed_strategy(costs, batch):
     lengths, seconds = long_tailed(batch, 800), {}
     for name in ("off", *FIXED):

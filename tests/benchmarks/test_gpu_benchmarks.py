@@ -28,8 +28,9 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [graphs, prefill, decode, step, exact_logprobs, new_drafter, *(
-    pytest.param(script, marks=pytest.mark.slow) for script in (speculate, long_tail, rl_step, memory, cold_start))])
+@pytest.mark.parametrize("script", [graphs, prefill, decode, step, exact_logprobs, *(
+    pytest.param(script, marks=pytest.mark.slow)  # new_drafter has seconds, in which a busy machine does no step
+    for script in (speculate, long_tail, rl_step, memory, cold_start, new_drafter))])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(file),

@@ -299,8 +299,8 @@ class Coordinator:
         self.placement.note(report.progress, w)
         if report.tokens is not None:
             self.book.extend(report.tokens)
-        if report.figures is not None:
-            self.figures.add(report.figures)
+        for figures in report.figures:
+            self.figures.add(figures)
         self.drafter.handled[w] = report.settings
         self.drafter.owing = self.drafter.owing | {w} if report.owes_drafter else self.drafter.owing - {w}
 

@@ -43,6 +43,8 @@ class FiguresCollector:
     def __init__(self, engine: Engine, max_new_tokens: int) -> None:
         self._engine, self._trace, self._drafter = engine, RolloutTrace(max_new_tokens), DrafterSums()
         self._profile = RolloutProfile(lambda: None)
+        self.has_steps = False
+        """Whether there were engine steps since the last `take`."""
         self._untrained: bool | None = None  # None: to be looked up
 
     def begin_request(self, request: int, num_tokens: int) -> None:
@@ -56,13 +58,14 @@ class FiguresCollector:
 
     def on_engine_step(self, result: StepResult) -> None:
         """Adds one engine step."""
+        self.has_steps = True
         self._trace.add(result, 0)
         self._drafter.add(result, self._is_untrained)
         self._profile.on_engine_step(result)
 
     def take(self) -> WorkerFigures:
         """The figures since the last call."""
-        engine = self._engine
+        engine, self.has_steps = self._engine, False
         drafter, self._drafter = self._drafter, DrafterSums()
         corrections = engine.select.corrections if isinstance(engine.select, AutoSelector) else None
         errors = None if corrections is None else (corrections.cost_error, corrections.progress_error)

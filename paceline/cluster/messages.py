@@ -366,8 +366,8 @@ class Report:
     tokens: NewTokens | None
     """What the coordinator needs if the worker dies. None in most reports, since it is large."""
     sums: StepSums
-    figures: WorkerFigures | None = None
-    """Figures of the engine's steps, once the worker has no requests left or a new policy."""
+    figures: Sequence[WorkerFigures] = ()
+    """Figures of the engine's steps, whenever the worker has had no requests left or got a new policy."""
     owes_drafter: bool = False
     """Whether a drafter that was trained is about to be reported."""
     settings: int = 0

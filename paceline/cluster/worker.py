@@ -106,9 +106,9 @@ class Worker:
 
     @property
     def has_news(self) -> bool:
-        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there is a drafter, or
-        what the coordinator has said about its training was handled."""
-        return bool(self._events) or self._settings != self._told_settings
+        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there are figures or a drafter,
+        or what the coordinator has said about its training was handled."""
+        return bool(self._events or self._found_figures) or self._settings != self._told_settings
 
     @property
     def max_wait_s(self) -> float:
@@ -125,6 +125,8 @@ class Worker:
         while self._calls:
             self._run_call(*self._calls.popleft())
             handled = True
+        if not len(self.requests) and not self.engine.has_work:
+            self._take_figures()  # of requests that have moved elsewhere or were cancelled
         if self.engine.has_work:
             self._generate()
         elif self.training is not None and self.training.active:
@@ -142,7 +144,7 @@ class Worker:
         with self._sums_lock:
             sums, self._sums = self._sums, StepSums()
         can_train = self.training is not None and self.training.can_train
-        figures = self._found_figures.popleft() if self._found_figures else None
+        figures = [self._found_figures.popleft() for _ in range(len(self._found_figures))]  # after the events: it has theirs
         scheduler = self.engine.scheduler
         kv_tokens = scheduler.pages.num_pages * scheduler.pages.page_size
         limits = WorkerLimits(scheduler.max_batch, kv_tokens, scheduler.max_length, self._gpu)
@@ -170,7 +172,7 @@ class Worker:
             self._events.append(Finished(request, held.epoch, replace(rollout, features=None)))
 
     def _take_figures(self) -> None:
-        if self._figures is not None and self.engine is self._engines[0]:
+        if self._figures is not None and self._figures.has_steps:
             self._found_figures.append(self._figures.take())
 
     def _train(self, training: DrafterTraining) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -208,7 +209,14 @@ def test_the_time_for_a_warm_up_begins_after_the_profile(monkeypatch):
     captured(made, (1, 2, 4, 8))
     made.warm_up(seconds=0)  # compiles what the suffix drafter needs
     shown, profiled = [], []
-    monkeypatch.setattr(made, "_profile_if_possible", lambda: profiled.append(None if profiled else time.sleep(2.0)))
+    clock = [0.0]
+    monkeypatch.setattr("paceline.engine.engine.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def profile() -> None:
+        clock[0] += 0 if profiled else 60.0
+        profiled.append(True)
+
+    monkeypatch.setattr(made, "_profile_if_possible", profile)
     made.warm_up(seconds=1.8, on_progress=lambda done, total: shown.append((done, total)))
     assert shown[-1][0] == shown[-1][1] > 1, "all parts were done after a profile that took longer than the time for them"
 

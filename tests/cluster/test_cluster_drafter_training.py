@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,26 @@ def run(out: Path, trainer: type[Trainer] = LocalTrainer, resume: bool = False, 
     made = trainer(config(out, **{"cluster": TWO, **LEARNED, **changes}), resume=resume, callbacks=list(callbacks))
     assert made.run().status is RunStatus.COMPLETED
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clock() -> Iterator[None]:
+    """The time that the run waits for its drafter is simulated: 50 ms for each micro-batch, and hardly any for each look at the
+    clock. So the same happens on a busy machine."""
+    seconds, run_micro_batch = [0.0], SpotTrainer._run_micro_batch
+
+    def now() -> float:
+        seconds[0] += 2e-5
+        return seconds[0]
+
+    def timed(trainer: SpotTrainer) -> Any:
+        seconds[0] += 0.05
+        return run_micro_batch(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.cluster.drafter.time", SimpleNamespace(perf_counter=now))
+        patch.setattr(SpotTrainer, "_run_micro_batch", timed)
+        yield
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -64,7 +86,7 @@ def test_a_drafter_is_trained_from_the_first_step_on(one, two):
     first, *_ = lines = metrics(out)
     trained = trainer.engine.coordinator.trained
     assert tokens(out) == tokens(one)[: 2 * 14], "the drafter changes no token"
-    assert 0.4 < first["drafter/seconds"] < first["time/drafter"] and first["drafter/steps"] > 0 and first["drafter/tokens"] > 0
+    assert 0.4 < first["drafter/seconds"] < 0.8 and first["drafter/steps"] > 0 and first["drafter/tokens"] > 0
     assert first["drafter/expected_before"] >= 1 <= first["drafter/expected_after"]
     assert "eagle" not in first["strategy"], "an untrained drafter is not used"
     assert any("tokens per verification on held-out answers" in note for note in notes)
@@ -110,7 +132,7 @@ def test_evaluations_are_not_trained_on(tmp_path):
 
 def test_a_reduced_vocabulary_is_chosen_from_the_first_answers(tmp_path):
     """From those of all workers: whichever trains first has only its own."""
-    run(tmp_path / "run", spot={**SPOT, "draft_vocab": 8}, drafter_budget={"shortest_s": 2.0})  # also on a busy machine
+    run(tmp_path / "run", spot={**SPOT, "draft_vocab": 8})
     (*_, last) = sorted((tmp_path / "run" / "checkpoints").iterdir())
     policy, _ = load_model(last / "policy")
     drafter = load_eagle(last / "drafter", policy)

@@ -92,7 +92,7 @@ def test_the_clock_moves_while_nothing_is_reported(clock, monkeypatch):
         view.phase("train")
         for seconds in (61, 62, 63):
             clock[0] = 100.0 + seconds
-            deadline = time.perf_counter() + 5
+            deadline = time.perf_counter() + 60
             while f"1:{seconds - 60:02}" not in text_of(console) and time.perf_counter() < deadline:
                 time.sleep(0.01)
             assert f"1:{seconds - 60:02}" in text_of(console)

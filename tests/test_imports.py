@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import paceline
@@ -96,3 +97,9 @@ def test_only_the_command_line_and_views_of_a_run_print():
         calls = {node.func.id for node in ast.walk(ast.parse(path.read_text()))
                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         assert not calls & {"print", "exit", "input"}, f"{path.relative_to(ROOT)} calls {calls & {'print', 'exit', 'input'}}"
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their bare names: of two files with one name, one is not run."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

@@ -106,8 +106,8 @@ class Worker:
 
     @property
     def has_news(self) -> bool:
-        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there are figures or a drafter,
-        or what the coordinator has said about its training was handled."""
+        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there is a drafter or there are
+        figures, or what the coordinator has said about its training was handled."""
         return bool(self._events or self._found_figures) or self._settings != self._told_settings
 
     @property

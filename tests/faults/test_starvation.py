@@ -123,7 +123,7 @@ def test_no_progress_is_an_error_that_names_the_state(monkeypatch):
     ids = engine.add([1, 2, 3], SamplingParams(max_new_tokens=20), n=2)
     engine.step()
     engine.step()
-    monkeypatch.setattr(engine.scheduler, "_plan_decode", lambda plan: engine.scheduler.max_rows)
+    monkeypatch.setattr(engine.scheduler, "_plan_decode", lambda plan: [])
     with pytest.raises(EngineStalledError, match=r"no token in \d+ steps: 2 requests running, 0 waiting, \d+ of \d+ pages"):
         deque((engine.step() for _ in range(10_000)), maxlen=0)
     monkeypatch.undo()

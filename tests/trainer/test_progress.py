@@ -61,7 +61,7 @@ def test_a_program_that_workers_would_run_again_is_refused_in_one_line(tmp_path,
 
 def test_a_program_without_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     program = compile(f"from paceline.trainer import TrainConfig, Trainer\n{START}", "<stdin>", "exec")
     with pytest.raises(ValueError, match="<stdin> is not a file; save the program in a file"):
         exec(program, {"__name__": "__main__"})

@@ -341,11 +341,28 @@ def kernels(content: Content, _: str) -> Table:
                  f"{sum(row[2] for row in rows)} failed.", ("section", "results", "failures"), rows)
 
 
+def cpu_speculation(content: Content, _: str) -> Table:
+    rows, gains = [], []
+    for batch, cell in content["speedup"].items():
+        found = cell["strategies"]
+        best = max((name for name in found if name not in ("auto", "beg")), key=lambda name: found[name]["speedup"])
+        gains.append(f"{_times(found['auto']['speedup'])} at batch {batch}")
+        rows.append((batch, _times(found["auto"]["speedup"]), f"{found['auto']['accept_length']:.2f}", best,
+                     _times(found[best]["speedup"]), f"{found[best]['accept_length']:.2f}", cell["differing_answers"]))
+    fixed = content["price"]["fixed"]
+    sentence = (f"With a learned drafter `auto` generates {', '.join(gains)} as fast as off. " if gains else "")
+    sentence += (f"A step with one draft token takes {fixed['eagle']['ms']:.2f} ms more than one with another request's row if the "
+                 f"learned drafter proposes it, {fixed['suffix']['ms']:.2f} ms more if the suffix drafter does.")
+    return Table("Speculation on a CPU", sentence, ("batch", "auto × off", "tokens/verification", "best fixed strategy", "it × off",
+                                                    "tokens/verification", "answers that differ"), rows)
+
+
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "cpu/rl_step": cpu_rl_step,
     "gpu/rl_step": gpu_rl_step, "gpu/new_drafter": gpu_new_drafter, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
+    "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "background_training": background_training, "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,

@@ -53,6 +53,19 @@ def test_the_table_of_decoding_has_a_row_for_each_backend():
     assert "2.00 to 4.00×" in table.sentence and "vLLM" not in table.sentence
 
 
+def test_speculation_on_a_cpu_is_described_with_and_without_batches():
+    def cell(speedup: float) -> dict:
+        return {"speedup": speedup, "accept_length": 2.5, "tokens_per_s": 100.0}
+
+    price = {"fixed": {"eagle": {"ms": 0.12}, "suffix": {"ms": 0.03}}}
+    cells = {"off": cell(1.0), "eagle:d6w1v6": cell(1.8), "beg": cell(1.9), "auto": cell(1.7)}
+    measured = {"4": {"strategies": cells, "differing_answers": 0}}
+    table = make_table({"benchmark": "cpu/speculation", "price": price, "speedup": measured})
+    assert table.rows == [("4", "1.70×", "2.50", "eagle:d6w1v6", "1.80×", "2.50", 0)]
+    assert "1.70× at batch 4" in table.sentence and "0.12 ms more" in table.sentence
+    assert make_table({"benchmark": "cpu/speculation", "price": price, "speedup": {}}).rows == []
+
+
 def test_prefill_is_described_with_and_without_vllm():
     engines = {name: {"seconds": 1.5, "tokens_per_s": 43690.7} for name in ("no drafter", "any bits", "with drafter")}
     sizes = {"prompts": 64, "prompt_tokens": 1024, "price_of_equal_bits": 1.04}

@@ -351,10 +351,11 @@ def cpu_speculation(content: Content, _: str) -> Table:
                      _times(found[best]["speedup"]), f"{found[best]['accept_length']:.2f}", cell["differing_answers"]))
     fixed = content["price"]["fixed"]
     sentence = (f"With a learned drafter `auto` generates {', '.join(gains)} as fast as off. " if gains else "")
-    sentence += (f"A step with one draft token takes {fixed['eagle']['ms']:.2f} ms more than one with another request's row if the "
-                 f"learned drafter proposes it, {fixed['suffix']['ms']:.2f} ms more if the suffix drafter does.")
-    return Table("Speculation on a CPU", sentence, ("batch", "auto × off", "tokens/verification", "best fixed strategy", "it × off",
-                                                    "tokens/verification", "answers that differ"), rows)
+    sentence += (f"A step with one draft token takes {fixed['eagle']['ms']:.2f} ms more than one with another request's row if "
+                 f"the learned drafter proposes it, {fixed['suffix']['ms']:.2f} ms more if the suffix drafter does.")
+    columns = ("batch", "auto × off", "tokens/verification", "best fixed strategy", "it × off", "tokens/verification",
+               "answers that differ")
+    return Table("Speculation on a CPU", sentence, columns, rows)
 
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {

@@ -325,7 +325,7 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
         assert time.monotonic() < deadline and process.poll() is None, "it never wrote two rollouts"
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=240)[1]
     assert process.returncode == 130
     assert "interrupted: " in said and "the same command continues from there" in said and "Traceback" not in said
     assert 0 < len(read(tmp_path / "out.jsonl")) < 2000

@@ -7,6 +7,7 @@ writes to it. A folder of its own also keeps two runs on one machine apart.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -62,6 +63,7 @@ class RaySession:
     def _start(self) -> None:
         # Ray replaces a loopback address by one that other nodes can reach, unless this switch of its own is off.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # how to protect a Ray that others can reach
         before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
         try:
             ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, configure_logging=False,

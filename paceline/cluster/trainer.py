@@ -240,7 +240,7 @@ class ClusterTrainer(Trainer):
         trained, config = self.engine.coordinator.trained, self.config
         if config.drafter in ("suffix", "none") or (trained is None and config.drafter == "learned"):
             return
-        policy, _ = load_model(policy_folder(checkpoint), "cpu")  # this process may have none
+        policy, _ = load_model(policy_folder(checkpoint), "cpu", quiet=True)  # this process may have none
         if trained is None:
             drafter = make_drafter(config, policy)
             assert isinstance(drafter, Eagle), "it is a folder"

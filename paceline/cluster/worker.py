@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def has_news(self) -> bool:
-        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there is a drafter or there are
+        """Whether the coordinator should hear from this worker soon: a request has ended or moved, there is a drafter, there are
         figures, or what the coordinator has said about its training was handled."""
         return bool(self._events or self._found_figures) or self._settings != self._told_settings
 

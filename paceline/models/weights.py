@@ -63,7 +63,7 @@ class Checkpoint(Protocol):
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto",
-               max_context: int | None = None) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
+               max_context: int | None = None, quiet: bool = False) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
     """Load a policy from a Hugging Face folder, a `.gguf` file or a hub id. Returns the model, whose parameters require no
     gradients, and its tokenizer (None if the checkpoint has none).
 
@@ -73,11 +73,13 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
         dtype: Dtype of the parameters. "auto" takes the checkpoint's own, but float32 for a small model on a CPU; GGUF files
             become float32 on a CPU and bfloat16 elsewhere.
         max_context: Reduces the longest sequence that the model accepts.
+        quiet: Do not log that it is loaded.
     """
     device = torch.device(resolve_device(device))
     wanted = parse_dtype(dtype)
     checkpoint = open_checkpoint(source)
-    logger.info("loading %s on %s", source, describe_device(device), extra={"is_notice": True})
+    if not quiet:
+        logger.info("loading %s on %s", source, describe_device(device), extra={"is_notice": True})
     config = _limit_context(checkpoint.config, max_context)
     shapes = checkpoint.shapes()
     if wanted is None:

@@ -21,10 +21,10 @@ _NUM_STEPS = 3
 """Number of policy versions that are drawn, the newest ones."""
 _MAX_WORKERS = 64
 _STATES = {"busy": ("blue", "generating"), "training": ("teal", "training the drafter"),
-           "policy": ("green", "training the policy"), "comparison": ("grey", "comparison"), "idle": ("pale", "idle"),
+           "updating": ("green", "training the policy"), "comparison": ("grey", "comparison"), "idle": ("pale", "idle"),
            "down": ("red", "down")}
 """State of a worker, or of the process that trains the policy → colour and name."""
-_PHASES = {"infer": "policy", "train": "policy", "generate_off": "comparison"}
+_PHASES = {"infer": "updating", "train": "updating", "generate_off": "comparison"}
 """Phase of a training step → state of the process that trains the policy; it is idle in others."""
 
 

@@ -58,10 +58,10 @@ def test_nothing_stays_behind(folder, tmp_path, ending):
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) > 4 and list(folder.iterdir())
         process.send_signal(ending)
-        code = process.wait(60)
+        code = process.wait(240)
         assert code == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(ending, code) and code != 0
-        psutil.wait_procs(family, timeout=30)
-        assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 30)
+        psutil.wait_procs(family, timeout=120)
+        assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 120)
     finally:
         process.kill()
 
@@ -75,7 +75,7 @@ def test_a_run_that_fails_says_why_and_leaves_nothing(folder, tmp_path, changes,
     process = start(folder, tmp_path / "run", **changes)
     _, printed = process.communicate(timeout=240)
     assert process.returncode == 2 and says.lower() in printed.lower(), printed
-    assert "Traceback" not in printed and "ray::" not in printed and "timeline" not in printed, printed
+    assert not any(noise in printed for noise in ("Traceback", "ray::", "timeline", "uthentication")), printed
     assert not (tmp_path / "run" / "checkpoints").exists() and not list(folder.iterdir())
 
 

@@ -394,7 +394,7 @@ def test_the_second_interrupt_ends_at_once_without_a_traceback(number):
     process.send_signal(number)
     assert process.stderr.readline() == "cleaning\n"
     process.send_signal(number)
-    said = process.communicate(timeout=120)[1]  # cleaning up takes longer
+    said = process.communicate(timeout=240)[1]  # cleaning up takes longer
     assert process.returncode == 130
     assert said == "paceline: interrupted again; stopped at once\n"
 

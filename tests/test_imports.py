@@ -84,6 +84,23 @@ def test_control_plane_is_free_of_torch():
         assert not heavy, f"{name} imports {heavy}"
 
 
+def test_nothing_that_the_planner_uses_knows_torch():
+    """All files that the planner imports, and those that they import. The suffix drafter's compiled code is an end of the walk:
+    it takes the sampling noise from the CPU kernels, whose package has torch."""
+    ends, found = {"paceline.drafters.suffix"}, {"paceline.engine.planner", "paceline.engine.watchdog"}
+    todo = sorted(found)
+    while todo:
+        path = ROOT / f"{todo.pop().removeprefix('paceline.').replace('.', '/')}.py"
+        names = imported(path if path.is_file() else path.with_suffix("") / "__init__.py")
+        heavy = {name for name in names if name.split(".")[0] in ("torch", "numba", "transformers")}
+        assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
+        new = {name for name in names if name.startswith("paceline.")} - ends - found
+        found, todo = found | new, todo + sorted(new)
+    assert {f"paceline.engine.{name}" for name in ("command", "drafting", "scheduler", "outputs", "failures")} <= found
+    assert {"paceline.strategy", "paceline.strategy.cost", "paceline.cache.pages"} <= found
+    assert not found & {f"paceline.{name}" for name in ("engine", "engine.executor", "engine.runner", "models", "kernels")}
+
+
 def test_only_the_command_line_and_views_of_a_run_print():
     """A library that an embedding program calls writes to logging and to callbacks, not to its terminal."""
     for path in sorted(ROOT.rglob("*.py")):

@@ -184,11 +184,27 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class DummyStep:
-    """Run a step of padding requests only, which changes nothing, and capture it: for warm-up and profiling. `padded`: pad to a
-    row size."""
+    """Run a step of padding requests only, or of those in lent slots, which changes nothing, and capture it: for warm-up and
+    profiling. `padded`: pad to a row size."""
 
     command: StepCommand
     padded: bool = True
+    context: int | None = None
+    """Number of tokens of context that every request has before the step, if its slots are lent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendSlots:
+    """Give the first slots to dummy requests that read so many tokens of context, whole pages, each from other pages; they write
+    to the spare page."""
+
+    num_requests: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnSlots:
+    """End `LendSlots`: the slots are as they were before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +224,7 @@ class DummyCatchUp:
 
 
 Command = (StepCommand | ExportPages | ImportPages | ReadFeatures | LoadWeights | LoadDrafter | Sleep | Wake | DummyStep
-           | DummyDraft | DummyCatchUp)
+           | LendSlots | ReturnSlots | DummyDraft | DummyCatchUp)
 
 
 @cache

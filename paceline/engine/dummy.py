@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,8 @@ from paceline.engine.command import (
     DummyDraft,
     DummyStep,
     HostDrafts,
+    LendSlots,
+    ReturnSlots,
     StepCommand,
     no_copies,
     no_pages,
@@ -63,16 +65,19 @@ class DummySteps:
         of the strategy's size; the other rows are forced."""
         self._executor.execute(DummyStep(self._forced_command(num_rows, num_requests, strategy)))
 
-    def lent_slots(self, num_requests: int, context: int) -> AbstractContextManager[list[int]]:
-        """Slots for `run_with_context`."""
-        return self._executor.state.lent_slots(num_requests, context)
+    @contextmanager
+    def lent_slots(self, num_requests: int, context: int) -> Iterator[list[int]]:
+        """Slots for `run_with_context`, of requests with so many tokens of context."""
+        try:
+            self._executor.execute(LendSlots(num_requests, context))
+            yield list(range(num_requests))
+        finally:
+            self._executor.execute(ReturnSlots())
 
-    @torch.inference_mode()
     def run_with_context(self, slots: list[int], strategy: Strategy, context: int) -> None:
         """Like `run_step`, for requests in `lent_slots` that read so many tokens of context. Each has pages of its own: pages in
         common would stay in the caches of the device."""
-        self._executor.state.tensors.context[: len(slots)] = context
-        self._executor.execute(DummyStep(self._command(slots, strategy)))
+        self._executor.execute(DummyStep(self._command(slots, strategy), context=context))
 
     def run_drafter(self, num_requests: int, strategy: Strategy) -> None:
         """Run the learned drafter once for so many requests, if the strategy uses it."""

@@ -25,10 +25,12 @@ from paceline.engine.command import (
     ExportPages,
     HostDrafts,
     ImportPages,
+    LendSlots,
     LoadDrafter,
     LoadWeights,
     ObservedTrees,
     ReadFeatures,
+    ReturnSlots,
     Sleep,
     StepCommand,
     StepOutputs,
@@ -80,6 +82,7 @@ class Executor:
             StepCommand: self._step, ExportPages: self._export, ImportPages: self._import, ReadFeatures: self._read_features,
             LoadWeights: self._load_weights, LoadDrafter: self._load_drafter, Sleep: self._sleep, Wake: self._wake,
             DummyStep: self._dummy_step, DummyDraft: self._dummy_draft, DummyCatchUp: self._dummy_catch_up,
+            LendSlots: self._lend_slots, ReturnSlots: self._return_slots,
         }
         self._prepare_weights()
 
@@ -140,11 +143,21 @@ class Executor:
 
     @torch.inference_mode()
     def _dummy_step(self, command: DummyStep) -> None:
+        if command.context is not None:
+            self.state.tensors.context[: len(command.command.slots)] = command.context
         self.runner.run(self.dummy_rows(command), [], capture_now=True)
 
     def dummy_rows(self, command: DummyStep) -> StepRows:
         """Lay out a step of padding requests."""
         return self.rows.build(command.command, self._drafts(command.command), command.padded)
+
+    @torch.inference_mode()
+    def _lend_slots(self, command: LendSlots) -> None:
+        self.state.lend(command.num_requests, command.context)
+
+    @torch.inference_mode()
+    def _return_slots(self, command: ReturnSlots) -> None:
+        self.state.take_back()
 
     @torch.inference_mode()
     def _dummy_draft(self, command: DummyDraft) -> None:

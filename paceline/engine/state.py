@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,27 +34,28 @@ class SlotState:
                                    page_table=self._words[sum(sizes) :].view(slots, max_pages), page_size=page_size)
         self.tensors.top_p.fill_(1.0)
         self.tensors.page_table[self.padding] = spare_page
+        self._lent: list[tuple[Tensor, Tensor]] = []
+        """The part of every tensor that is lent, and what it held before."""
 
     def _field(self, name: str, size: int) -> Tensor:
         start = self._starts[name]
         return self._words[start : start + size].view(_FIELDS[name])
 
-    @contextmanager
-    def lent_slots(self, num_requests: int, context: int) -> Iterator[list[int]]:
-        """Slots of dummy requests that read so many tokens of context, each from other pages, and write to the spare page.
-        Afterwards the slots are as before. `context`: whole pages."""
-        lent = [tensor[:num_requests] for tensor in self.tensors[:-1]]
-        saved = [tensor.clone() for tensor in lent]
+    def lend(self, num_requests: int, context: int) -> None:
+        """Give the first slots to dummy requests; see `LendSlots`."""
+        assert not self._lent, "they are lent already"
+        self._lent = [(tensor[:num_requests], tensor[:num_requests].clone()) for tensor in self.tensors[:-1]]
         filled = context // self.tensors.page_size
         pages = torch.arange(num_requests * filled, dtype=torch.int32).view(num_requests, filled) % self._spare_page
-        try:
-            for tensor, whole in zip(lent, self.tensors[:-1], strict=True):
-                tensor[:] = whole[self.padding]
-            self.tensors.page_table[:num_requests, :filled] = pages.to(self.device)
-            yield list(range(num_requests))
-        finally:
-            for tensor, before in zip(lent, saved, strict=True):
-                tensor.copy_(before)
+        for (part, _), whole in zip(self._lent, self.tensors[:-1], strict=True):
+            part[:] = whole[self.padding]
+        self.tensors.page_table[:num_requests, :filled] = pages.to(self.device)
+
+    def take_back(self) -> None:
+        """End `lend`: the slots are as they were before."""
+        for part, before in self._lent:
+            part.copy_(before)
+        self._lent = []
 
     def update(self, admitted: SlotUpdates, edits: PageEdits) -> None:
         """Write the slots of newly admitted requests, and new entries of the page table."""

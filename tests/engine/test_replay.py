@@ -49,7 +49,7 @@ def _kept(command: Any) -> Any:
 
 
 def make(kind: str, policy: Any, rng: random.Random, capture: bool) -> Engine:
-    config = EngineConfig(page_size=4, max_batch=5, max_rows=48, kv_tokens=260, on_update="recompute")
+    config = EngineConfig(page_size=4, max_batch=5, max_rows=48, kv_tokens=260, on_update="recompute", profile=False)
     engine = Engine(policy, None, copy.deepcopy(eagle(kind)), lambda view: choose(rng, view), config)
     if capture:
         captured(engine, (1, 4, 16, 40))
@@ -61,7 +61,8 @@ def choose(rng: random.Random, view: StepView) -> Strategy:
 
 
 def run(recorders: list[Recorder], rng: random.Random, steps: int) -> None:
-    """Requests arrive, share prefixes, are pre-empted, aborted and moved; weights change, and engines sleep."""
+    """Requests arrive, share prefixes, are pre-empted, aborted and moved; weights change, and engines sleep, are warmed up and
+    profiled."""
     state = export_state(recorders[0].engine.model)
     shared = [rng.randrange(VOCAB) for _ in range(14)]
     for number in range(steps):
@@ -89,6 +90,13 @@ def run(recorders: list[Recorder], rng: random.Random, steps: int) -> None:
             engine.update_weights({name: tensor * (1 + 0.1 * rng.random()) for name, tensor in state.items()})
         if rng.random() < 0.05:
             engine.update_drafter(eagle("llama", seed=rng.randrange(9)), version=0)
+        if number == steps // 2:
+            engine.warm_up()
+            engine.dummy_steps.run_catch_up(2, 3)
+            with engine.dummy_steps.lent_slots(3, 8) as slots:
+                for strategy in map(Strategy.parse, STRATEGIES):
+                    engine.dummy_steps.run_with_context(slots, strategy, 8)
+                    engine.dummy_steps.run_drafter(3, strategy)
         if rng.random() < 0.05:
             engine.sleep(weights=rng.random() < 0.5)
             engine.wake()
@@ -132,6 +140,7 @@ def test_recorded_commands_replay_bit_for_bit(seed, capture):
     cached = sum(engine.stats().cached_prompt_tokens for engine in engines)
     assert cached > 0 and (preemptions > 0 or seed > 1)
     for recorder, twin in zip(recorders, fresh, strict=True):
-        assert replay(recorder, twin.executor, exactly=not capture) > 30
+        assert replay(recorder, twin.executor, exactly=not capture) > 20
     kinds = {type(command).__name__ for recorder in recorders for command in recorder.commands}
-    assert kinds >= {"StepCommand", "LoadWeights", "LoadDrafter", "Sleep", "Wake", "ExportPages", "ImportPages"} or seed > 0
+    assert kinds >= {"StepCommand", "LoadWeights", "LoadDrafter", "Sleep", "Wake", "ExportPages", "ImportPages", "LendSlots",
+                     "ReturnSlots", "DummyStep", "DummyDraft", "DummyCatchUp"} or seed > 0

@@ -223,7 +223,7 @@ class EvaluationConfig(Config):
     max_new_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens per answer. None: `rollout.max_new_tokens`."""
     solved_at: float = 1.0
-    """Reward from which on a problem counts as solved."""
+    """Reward from which on a problem counts as solved; the reward model's score does not count for it."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
@@ -315,7 +315,8 @@ class TrainConfig(Config):
     spot: dict[str, Any] = Field(default_factory=dict)
     """How the learned drafter is trained: fields of `spot.SpotConfig`."""
     reward_model: str | None = None
-    """Folder of a reward model, a sequence classifier with one output. Its score is added to the task's reward."""
+    """Folder of a reward model, a sequence classifier with one output. Its score is added to the rewards of all
+    answers, also to those of evaluations."""
     reward_model_weight: float = 1.0
     """Weight of the reward model's score."""
     sleep_during_update: bool = False

@@ -16,6 +16,9 @@ FinishReason = Literal["stop", "length", "abort", "error", "crash"]
 """Why an answer ended. `crash`: it was on a worker of a cluster that died, again and again."""
 DrafterName = Literal["none", "suffix", "eagle"]
 
+TASK_PART, MODEL_PART = "task", "reward_model"
+"""Names of the parts of a reward that the task's own grader gives, unless that has named parts itself, and the reward model."""
+
 MAX_TREE_ROWS = 128
 """Largest number of rows of one request in a step (its last token and its draft tokens): a tree mask has two 64-bit words."""
 
@@ -226,6 +229,14 @@ class Rollout:
     """Reward of the answer; None if it was not graded, or the grader failed on it."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Named parts that the reward is the sum of, if it has any."""
+
+    @property
+    def graded_reward(self) -> float | None:
+        """The reward without the reward model's score: what the task's grader and reward functions gave. None if the answer was
+        not graded."""
+        if self.reward is None or MODEL_PART not in self.reward_parts:
+            return self.reward
+        return sum(value for name, value in self.reward_parts.items() if name != MODEL_PART)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 5
 """Number of times that a call is tried while workers die."""
 T = TypeVar("T")
-_COLUMNS = ("old", "reference", "values", "score")
+_COLUMNS = ("old", "reference", "values")
 
 
 class WorkerDied(RuntimeError):
@@ -85,6 +85,10 @@ class RankLearner:
         self._learner, self._tokenizer = make_learner(self._config, None if shard is not None else checkpoint, ranks)
         if shard is not None:
             load_shard(self._learner, shard)
+
+    def scores(self, samples: list[Sample]) -> list[float]:
+        """The reward model's weighted score of every sample."""
+        return self._trained.scores(samples)
 
     def infer(self, samples: list[Sample]) -> list[tuple[Any, ...]]:
         """Columns of all samples that `Learner.infer` fills in; from the first rank only."""
@@ -141,6 +145,7 @@ class ShardedLearner:
         self._config, self._coordinator, self._runtime = config, coordinator, runtime
         self.algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
         self.sample_dtype, self.device = master_dtype(config), torch.device(config.device)
+        self.has_reward_model = config.reward_model is not None
         self.publish_s = 0.0
         """Seconds that the last publication took."""
         self.version = -1
@@ -157,6 +162,10 @@ class ShardedLearner:
         self._persist(lambda: None)
         source = resolve_model(self._config.model) if checkpoint is None else policy_folder(checkpoint)
         return open_checkpoint(source).tokenizer()
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        found, _ = self._call("scores", list(samples))[0]
+        return list(found)
 
     def infer(self, samples: Sequence[Sample]) -> None:
         found, _ = self._call("infer", list(samples))[0]

@@ -90,10 +90,10 @@ class GRPO(Config):
                 sample.advantages = advantage.repeat(sample.num_answer)
 
     def shaped_reward(self, sample: Sample) -> float:
-        """Reward of an answer including the reward model's score and the penalty for overlong answers."""
+        """Reward of an answer including the penalty for overlong answers."""
         longest = self.max_new_tokens
         cache = longest // _OVERLONG_PART if self.overlong_cache is None else min(self.overlong_cache, longest)
-        return sample.reward + (sample.score or 0.0) + overlong_penalty(sample.num_answer, longest, cache)
+        return sample.reward + overlong_penalty(sample.num_answer, longest, cache)
 
     def group_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the answers of one group [G] from their rewards [G]."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.packing import first_fit_decreasing
-from paceline.types import RolloutGroup
+from paceline.types import Rollout, RolloutGroup
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Sample:
     group: int
     """Index of the group that the answer belongs to."""
     reward: float
-    """The task's reward, before any shaping."""
+    """The reward of the answer, the reward model's score included, before any shaping."""
     truncated: bool
     """Whether the answer reached the maximum length."""
     sampled: Tensor
@@ -40,8 +40,6 @@ class Sample:
     """Targets of the critic."""
     advantages: Tensor | None = None
     """Advantages of the tokens."""
-    score: float | None = None
-    """The reward model's score times its weight, which is added to the reward."""
     prompt: str | list[dict[str, str]] | None = None
     """The prompt as text or chat messages, if it is known."""
     text: str = ""
@@ -56,11 +54,16 @@ class Sample:
 def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
     """Samples of all rollouts that have at least one token, did not fail and were graded. An answer whose grader failed is not
     a wrong answer: its group's baseline is that of the others."""
-    return [Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
-                   rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype), prompt=group.prompt,
-                   text=rollout.text)
-            for index, group in enumerate(groups) for rollout in group.rollouts
+    return [sample_of(group, index, rollout, dtype) for index, group in enumerate(groups) for rollout in group.rollouts
             if rollout.token_ids and rollout.finish_reason != "error" and rollout.reward is not None]
+
+
+def sample_of(group: RolloutGroup, index: int, rollout: Rollout, dtype: torch.dtype) -> Sample:
+    """The sample of a graded rollout of a group, which is number `index` of its batch."""
+    assert rollout.reward is not None, "it was graded"
+    return Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
+                  rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype), prompt=group.prompt,
+                  text=rollout.text)
 
 
 class MicroBatch(NamedTuple):

@@ -113,17 +113,33 @@ class Learner:
         """Device of all models."""
         return self.policy.model.norm.device
 
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether a reward model's scores are part of the rewards."""
+        return self.reward_model is not None
+
+    @torch.no_grad()
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        """The reward model's score of every sample, times its weight. NonFiniteError if one is not finite."""
+        assert self.reward_model is not None
+        limit = self.ranks.micro_batch_tokens(samples, self.config.micro_batch_tokens)
+        found = torch.zeros(len(samples), dtype=torch.float64)
+        for batch in self.ranks.share(self.reward_model.packed(samples, limit, self.device)):
+            scores = self.reward_model.scorer.scores(batch)
+            if batch.members:
+                found[list(batch.members)] = scores.to("cpu", torch.float64)
+        scores = self.ranks.sum(found)
+        if not scores.isfinite().all():
+            raise NonFiniteError(f"reward_model: the score of an answer is {float(scores[~scores.isfinite()][0])}")
+        return (self.reward_weight * scores).tolist()
+
     @torch.no_grad()
     def infer(self, samples: Sequence[Sample]) -> None:
-        """Fills in the samples' old and reference log-probabilities, the critic's values and the reward model's scores."""
+        """Fills in the samples' old and reference log-probabilities, and the critic's values."""
         self._refresh_exact()
         if self.config.old_logprobs == "engine":
             for sample in samples:
                 sample.old = sample.sampled
-        if self.reward_model is not None:
-            scores = self.reward_model.scores(samples, self.config.micro_batch_tokens, self.device)
-            for sample, score in zip(samples, scores, strict=True):
-                sample.score = self.reward_weight * score
         wants_old = self.config.old_logprobs == "trainer" and self._needs_old
         if not (wants_old or self.algorithm.needs_reference or self.critic is not None):
             return

@@ -1,4 +1,5 @@
-"""The training loop: collect rollouts, train the drafter, compute advantages, update the policy, publish the new weights.
+"""The training loop: collect rollouts, add the reward model's scores, train the drafter, compute advantages, update the policy,
+publish the new weights.
 
 The loop owns only the order of these phases. It is handed the callables that generate, train the drafter and publish, and the
 listeners that are told about each step.
@@ -16,6 +17,7 @@ from paceline.rl.algorithms import Algorithm
 from paceline.rl.batch import samples_of
 from paceline.rl.checkpoint import RunState
 from paceline.rl.learner import Learner
+from paceline.rl.reward_model import add_scores
 from paceline.types import RolloutGroup
 
 
@@ -50,7 +52,7 @@ class PhaseTimer:
 
 
 class Collect(Protocol):
-    """Generates and grades the answers to some prompts."""
+    """Generates the answers to some prompts and has the task grade them; a reward model's scores are added by the loop."""
 
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         """Graded groups of the `count` prompts from number `cursor` on; fewer if fewer are left. A group without rollouts belongs
@@ -107,9 +109,6 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
             publish(learner, step)
         if len(trained) < len(samples):
             metrics["masked"] = 1 - len(trained) / len(samples)
-        scores = [sample.score for sample in samples if sample.score is not None]
-        if scores:
-            metrics["reward/model"] = sum(scores) / len(scores)
         state = RunState(step, batch.cursor)
         on_step_end(StepOutcome(state, batch.kept, batch.generated, {**metrics, **timer.metrics()}))
     return state
@@ -127,8 +126,9 @@ class CollectedBatch(NamedTuple):
 
 
 def collect_batch(learner: Learner, cursor: int, prompts: int, collect: Collect, timer: PhaseTimer) -> CollectedBatch:
-    """Collects the groups of one step. Dynamic sampling replaces groups without training signal by those of further prompts,
-    up to `max_refills` times; if no group has any signal, all generated groups are kept."""
+    """Collects the groups of one step: generated and graded, then scored by the reward model, then filtered. Dynamic sampling
+    replaces groups without training signal by those of further prompts, up to `max_refills` times; if no group has any signal,
+    all generated groups are kept."""
     kept: list[RolloutGroup] = []
     generated: list[RolloutGroup] = []
     for _ in range(1 + learner.algorithm.max_refills):
@@ -139,6 +139,9 @@ def collect_batch(learner: Learner, cursor: int, prompts: int, collect: Collect,
                 raise
             break
         cursor += len(groups)
+        if learner.has_reward_model:
+            with timer("reward"):
+                add_scores(groups, learner)
         groups = [group for group in groups if group.rollouts]
         generated += groups
         kept += [group for group in groups if _is_kept(group, learner.algorithm)]

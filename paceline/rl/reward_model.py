@@ -5,13 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from paceline.models.weights import open_checkpoint
-from paceline.rl.batch import Sample, pack
+from paceline.rl.batch import MicroBatch, Sample, pack, sample_of
 from paceline.rl.models import Scorer, load_reward_model
+from paceline.types import MODEL_PART, TASK_PART, RolloutGroup
+
+
+class ScoresAnswers(Protocol):
+    """The part of a learner that the reward model's scores come from."""
+
+    @property
+    def sample_dtype(self) -> torch.dtype:
+        """Data type of log-probabilities."""
+        ...
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether a reward model's scores are part of the rewards."""
+        ...
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        """The reward model's score of every sample, times its weight."""
+        ...
+
+
+def add_scores(groups: Sequence[RolloutGroup], learner: ScoresAnswers) -> None:
+    """Add the reward model's scores to the rewards of all rollouts that were graded. It is the last part of grading: whatever
+    looks at a reward later (dynamic sampling, advantages, metrics, evaluations, warnings) sees the sum."""
+    graded = [(group, rollout) for group in groups for rollout in group.rollouts if rollout.reward is not None]
+    if not learner.has_reward_model or not graded:
+        return
+    samples = [sample_of(group, index, rollout, learner.sample_dtype) for index, (group, rollout) in enumerate(graded)]
+    for (_, rollout), score in zip(graded, learner.scores(samples), strict=True):
+        own = rollout.reward or 0.0
+        rollout.reward, rollout.reward_parts = own + score, {**(rollout.reward_parts or {TASK_PART: own}), MODEL_PART: score}
 
 
 class RewardModel:
@@ -35,14 +66,9 @@ class RewardModel:
             raise ValueError(f"reward_model: {source} reads text, but the policy has no tokenizer")
         return cls(load_reward_model(source, device, dtype, compute), tokenizer, policy_tokenizer)
 
-    def scores(self, samples: Sequence[Sample], max_tokens: int, device: torch.device | str) -> list[float]:
-        """The score of every sample. `max_tokens` limits the micro-batches."""
-        own = [self._encoded(sample) for sample in samples]
-        found = [0.0] * len(own)
-        for batch in pack(own, max_tokens, device=device):
-            for i, score in zip(batch.members, self.scorer.scores(batch).tolist(), strict=True):
-                found[i] = score
-        return found
+    def packed(self, samples: Sequence[Sample], max_tokens: int, device: torch.device | str) -> list[MicroBatch]:
+        """Micro-batches of at most so many tokens, for the scorer."""
+        return pack([self._encoded(sample) for sample in samples], max_tokens, device=device)
 
     def token_ids(self, sample: Sample) -> list[int]:
         """What the reward model reads of a sample."""

@@ -7,9 +7,7 @@ from typing import Any
 
 from paceline.tasks.base import Problem, Reward, Task, UsesSandbox
 from paceline.tasks.custom import absolute_name, load_function
-
-TASK_PART = "task"
-"""Name of the part that the task's own grader gives, unless that has named parts itself."""
+from paceline.types import MODEL_PART, TASK_PART
 
 
 class WeightedRewards(UsesSandbox):
@@ -22,7 +20,7 @@ class WeightedRewards(UsesSandbox):
         self.functions: dict[str, tuple[str, float]] = {}
         for where, weight in functions.items():
             part = where.rpartition(":")[2]
-            if part in (*self.functions, TASK_PART):
+            if part in (*self.functions, TASK_PART, MODEL_PART):
                 raise ValueError(f"reward.functions: two rewards have the name {part}")
             try:
                 load_function(absolute_name(where))

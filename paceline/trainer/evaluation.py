@@ -14,6 +14,7 @@ from paceline.engine import Engine
 from paceline.files import atomic_write
 from paceline.report.metrics import EVALUATIONS_FILE, read_evaluations
 from paceline.rl.loop import PhaseTimer
+from paceline.rl.reward_model import ScoresAnswers, add_scores
 from paceline.tasks import Problem, RewardPool, Task, make_task
 from paceline.tasks.base import Reward
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
@@ -58,9 +59,10 @@ class Evaluator:
     """Generates and grades answers to the held-out problems, always with the same seeds. The results are in `evaluations.jsonl`
     of the run folder."""
 
-    def __init__(self, config: TrainConfig, engine: Engine, task: Task, pool: RewardPool, folder: Path, step: int,
-                 on_refused: Callable[[str], None]) -> None:
-        """`pool` grades with the run's own task; `step` is the number of steps that the run has done."""
+    def __init__(self, config: TrainConfig, engine: Engine, task: Task, pool: RewardPool, learner: ScoresAnswers, folder: Path,
+                 step: int, on_refused: Callable[[str], None]) -> None:
+        """`pool` grades with the run's own task; the `learner`'s reward model adds its scores, if it has one; `step` is the
+        number of steps that the run has done."""
         self.config: EvaluationConfig = config.evaluation
         self._own = config.evaluation.task is not None or bool(config.evaluation.task_options)
         grading = config.reward
@@ -70,6 +72,7 @@ class Evaluator:
         self._collector = RolloutCollector(engine, None, PromptStream(task, config.seed, None), self._pool, rollout, config.seed,
                                            lambda *_: None)
         self._collector.params = replace(self._collector.params, temperature=self.config.temperature)
+        self._learner = learner
         self._engine, self._num_problems, self._on_refused = engine, len(task), on_refused
         self._file = folder / EVALUATIONS_FILE
         self.records: list[dict[str, Any]] = [record for record in read_evaluations(folder) if record["step"] <= step]
@@ -91,6 +94,7 @@ class Evaluator:
         """Evaluates the engine's policy after `step` steps and returns metrics."""
         timer = PhaseTimer()
         groups = self._collector(0, self._num_problems, timer)
+        add_scores(groups, self._learner)
         for line in self._collector.refused:
             self._on_refused(line)
         self._collector.refused.clear()
@@ -114,13 +118,13 @@ def rewards_by_problem(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup], config: EvaluationConfig) -> dict[str, float]:
-    """Mean reward and its standard error, share of solved problems (pass@k) and mean length. Answers that could not be graded are
-    left out."""
+    """Mean reward and its standard error, share of solved problems (pass@k) and mean length. A reward model's score is part of
+    the reward, but does not solve a problem. Answers that could not be graded are left out."""
     graded = [[r for r in group.rollouts if r.reward is not None] for group in groups]
     graded = [rollouts for rollouts in graded if rollouts]
     if not graded:
         return {}
-    solved = [[(r.reward or 0.0) >= config.solved_at for r in rollouts] for rollouts in graded]
+    solved = [[(r.graded_reward or 0.0) >= config.solved_at for r in rollouts] for rollouts in graded]
     metrics = {"eval/reward": fmean(r.reward or 0.0 for rollouts in graded for r in rollouts),
                **noise_metrics("eval", groups), "eval/pass@1": fmean(map(fmean, solved)),
                "eval/length": fmean(len(r.token_ids) for rollouts in graded for r in rollouts)}

@@ -243,6 +243,8 @@ def _learner_items(config: TrainConfig, shape: ModelConfig, width: int) -> Itera
     if config.reward_model is not None:
         sharded.append(_reward_model_item(config.reward_model, width))
     whole = [MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)]
+    if config.reward_model is not None:
+        whole.append(_scoring_item(config, config.reward_model, width))
     if exact:
         whole.append(MemoryItem("policy for exact log-probabilities", _engine_bytes(config, shape)))
     if algorithm.needs_reference and not rank and exact:
@@ -272,6 +274,19 @@ def _reward_model_item(source: str, width: int) -> MemoryItem:
     shape = open_checkpoint(path).config
     trunk = num_parameters(replace(shape, tie_embeddings=True))  # it has no vocabulary to predict
     return MemoryItem("reward model", trunk * width + shape.hidden_size * max(4, width))  # its one output is in float32 or better
+
+
+def _scoring_item(config: TrainConfig, source: str, width: int) -> MemoryItem:
+    """Temporary tensors of one layer of the reward model's forward pass, which runs while the engine holds its KV cache: two
+    residual streams, norms, qkv, attention, gate, up and their product."""
+    path, rows = Path(resolve_model(source)).expanduser(), max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
+    if not path.exists():
+        return MemoryItem("scoring by the reward model", 0, "generation", is_later=True)
+    shape = open_checkpoint(path).config
+    heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer = (2 * max(4, width) + 2 * width) * shape.hidden_size + width * (heads + 3 * shape.intermediate_size)
+    gathered = _GATHERED_LAYERS * _layer_parameters(shape) * width if _num_shards(config) > 1 else 0
+    return MemoryItem("scoring by the reward model", rows * layer + gathered, "generation", is_later=True)
 
 
 def _drafter_items(config: TrainConfig, shape: ModelConfig, answer_tokens: int) -> Iterator[MemoryItem]:

@@ -172,7 +172,8 @@ class Trainer:
         self.collector = RolloutCollector(self.engine, self.baseline, prompts, self.pool, config.rollout, config.seed,
                                           self._on_engine_step)
         self.evaluator = None if held_out is None else Evaluator(
-            config, self.engine, held_out, self.pool, folder.path, self.state.step, lambda line: self._warn(f"left out: {line}"))
+            config, self.engine, held_out, self.pool, self.learner, folder.path, self.state.step,
+            lambda line: self._warn(f"left out: {line}"))
         self._keep_best()
         self.drafter_trainer, self.monitor = self._make_drafter_parts()
         device = self.learner.device

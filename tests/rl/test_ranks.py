@@ -86,8 +86,7 @@ def run_cases(rank: int, size: int, folder: str, names: list[str]) -> dict[str, 
         learner = make_learner(options={"kl": 0.1})
         learner.reward_model = make_reward_model()
         learner.shard(ranks)
-        learner.infer(samples)
-        found["scores"] = [sample.score for sample in samples]
+        found["scores"] = learner.scores(samples)
         found["failure"] = failure_of(ranks)
     return found
 
@@ -175,9 +174,8 @@ def test_any_number_of_ranks_gives_the_same_weights(process_of, tmp_path, size, 
         assert sum(rank[name][2] for rank in ranks) == total, "every weight is on one rank only"
     alone, samples = make_learner(options={"kl": 0.1}), random_samples(2, 3)
     alone.reward_model = make_reward_model()
-    alone.infer(samples)
     assert {rank["failure"] for rank in ranks} == {"policy: model.norm is not finite"}
-    assert all(rank["scores"] == pytest.approx([sample.score for sample in samples]) for rank in ranks)
+    assert all(rank["scores"] == pytest.approx(alone.scores(samples)) for rank in ranks)
 
 
 @pytest.mark.parametrize("names", [["grpo"], pytest.param(["ppo", "lora", "rloo, tied, checkpointed"], marks=pytest.mark.slow)])

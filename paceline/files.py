@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+MAX_LEVELS = 64
+"""Settings are nested less deeply."""
+TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep"
+
 
 class DamagedFile(ValueError):
     """A file is missing, incomplete or not what it should be. The message names it."""
@@ -95,6 +99,17 @@ def read_json(path: Path | str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DamagedFile(damaged(path, "not a JSON object"))
     return found
+
+
+def require_shallow(value: object, what: str) -> None:
+    """ValueError, which begins with `what`, if tables and lists are nested more than MAX_LEVELS deep: whoever walks through them
+    recursively would run out of stack."""
+    level, inner = 0, [value]
+    while inner := [item for each in inner if isinstance(each, dict | list)
+                    for item in (each.values() if isinstance(each, dict) else each)]:
+        level += 1
+        if level > MAX_LEVELS:
+            raise ValueError(f"{what}: {TOO_DEEP}")
 
 
 def damaged(path: Path | str, why: object) -> str:

@@ -23,7 +23,7 @@ def simulate(workload: Workload, curve: Path, drafter: Path | None, config: SimC
     quality = None if drafter is None else DrafterQuality.load(drafter)
     try:
         costs = CostCurve.loads(curve.read_text(encoding="utf-8"))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{curve}: not a cost curve ({error!r})") from None
     found = compare(workload, costs, quality, config, max_trainers)
     show(found, workload, config)

@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jinja2 import TemplateError
-
 from paceline.types import SamplingParams, plain_int
 
 _SHOWN = 60
@@ -48,8 +46,8 @@ def _encode_messages(messages: Sequence[Any], tokenizer: Any, variables: Mapping
     try:
         return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False,
                                                   **{"add_generation_prompt": True, **variables}))
-    except (TemplateError, TypeError) as error:  # a template that concatenates what is not text raises TypeError
-        raise ValueError(f"messages: the chat template rejects them ({error})") from None
+    except Exception as error:  # a template is code that came with the model, and raises whatever it likes
+        raise ValueError(f"messages: the chat template rejects them ({_one_line(str(error) or type(error).__name__)})") from None
 
 
 def _token_ids(values: Sequence[Any]) -> list[int]:
@@ -109,6 +107,10 @@ def derive_seed(seed: int, key: str | Sequence[int], sample: int) -> int:
 def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def _needed(tokenizer: Any, what: str) -> Any:

@@ -181,7 +181,7 @@ def _require_same(path: Path, meta: Path, settings: Mapping[str, Any]) -> None:
     except FileNotFoundError:
         raise ValueError(f"{path}: exists, but {meta.name}, which holds its settings, does not; "
                          "choose another output file") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{meta}: not JSON; choose another output file") from None
     now = json.loads(json.dumps(settings))
     changed = [name for name in now if not isinstance(before, dict) or before.get(name) != now[name]]

@@ -67,7 +67,7 @@ def _rewritten(lines: BinaryIO) -> Iterator[bytes]:
     for line in lines:
         try:
             raw = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield line  # JobReader reports what is wrong with it
             continue
         is_question = isinstance(raw, dict) and not raw.keys() & {"prompt", "messages", "token_ids"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from paceline.models.gguf_metadata import check_gguf_metadata
 from paceline.models.huggingface import load_tokenizer, one_line, with_file_name
 from paceline.models.rope import inverse_frequencies
 from paceline.models.state_dict import gguf_to_hf
@@ -175,8 +177,9 @@ def _read_gguf(path: Path) -> GGUFReader:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
+        check_gguf_metadata(path)
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         raise ValueError(f"{path}: truncated, or not a GGUF file ({one_line(error)})") from None
 
 

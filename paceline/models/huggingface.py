@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.files import require_shallow
 from paceline.models.config import ModelConfig
 from paceline.names import suggest
 
@@ -180,10 +181,11 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: no such file")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({one_line(error)})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: not a JSON object")
+    require_shallow(raw, str(file))
     return raw
 
 

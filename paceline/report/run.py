@@ -132,7 +132,7 @@ def _read_config(folder: Path) -> tuple[str, Mapping[str, Any], str]:
             continue
         try:
             found = parse(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # the errors of UTF-8, JSON and TOML are all ValueErrors
+        except (ValueError, RecursionError) as error:  # the errors of UTF-8, JSON and TOML are all ValueErrors
             return name, {}, f"cannot be read: {error}"
         return (name, found, "") if isinstance(found, dict) else (name, {}, "cannot be read: it is not a table")
     return "", {}, ""

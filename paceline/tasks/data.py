@@ -90,7 +90,7 @@ def take(row: Row, field: str, place: str) -> Any:
 def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from None
 
 

@@ -14,8 +14,11 @@ from typing import Any
 
 from paceline.bundled import default_train_config
 from paceline.config import RENAMED_KEYS, Config, ConfigError, ConfigProblem, TrainConfig, with_current_names
-from paceline.files import DamagedFile, read_json
+from paceline.files import MAX_LEVELS, TOO_DEEP, DamagedFile, read_json, require_shallow
 from paceline.trainer.run_folder import CONFIG_FILE, is_unused
+
+_SHOWN = 60
+"""Number of characters of an override that an error message shows."""
 
 
 def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -29,8 +32,11 @@ def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
+    except RecursionError:
+        raise ValueError(f"{path}: {TOO_DEEP}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
+    require_shallow(raw, str(path))
     return _validated(raw, overrides, "" if file is None else str(path))
 
 
@@ -98,6 +104,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     names = key.strip().split(".")
     if not equals or not all(names):
         raise ValueError(f"--set {override}: expected KEY=VALUE, like optimizer.lr=1e-5")
+    if len(names) > MAX_LEVELS:
+        raise ValueError(f"--set {override[:_SHOWN]} …: {TOO_DEEP}")
     table = raw
     for name in names[:-1]:
         table = table.setdefault(name, {})
@@ -105,8 +113,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             raise ValueError(f"--set {override}: {name} is not a table")
     try:
         table[names[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise ValueError(f"--set {override[:_SHOWN]} …: {TOO_DEEP}") from None
     except tomllib.TOMLDecodeError:
         table[names[-1]] = text.strip()
+    require_shallow(table[names[-1]], f"--set {override[:_SHOWN]} …")
 
 
 def check_drafter_settings(config: TrainConfig) -> None:

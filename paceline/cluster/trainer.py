@@ -246,7 +246,7 @@ class ClusterTrainer(Trainer):
             assert isinstance(drafter, Eagle), "it is a folder"
         else:
             drafter = drafter_of(unpack_drafter(trained), drafter_config(config, policy.config), policy.norm.dtype)
-        save_eagle(drafter, drafter_folder(checkpoint), policy)
+        save_eagle(drafter, drafter_folder(checkpoint), policy, is_descendant=trained is not None)  # the workers have trained it
 
     @property
     def _drafter_folder(self) -> Path:

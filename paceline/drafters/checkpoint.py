@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.eagle import MIN_WINDOW, Eagle, EagleConfig, Form
-from paceline.drafters.fingerprint import PolicyFingerprint, shape_of
+from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of, shape_of
 from paceline.files import DamagedFile, atomic_write, damaged, load_tensors, read_json, save_tensors
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
@@ -70,6 +70,12 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     return module
 
 
+def read_fingerprint(folder: str | Path) -> PolicyFingerprint | None:
+    """Returns which policy a saved drafter was trained for; None if that, or the drafter, is not there."""
+    file = Path(folder).expanduser() / "config.json"
+    return PolicyFingerprint.from_json(read_json(file).get(_FINGERPRINT_KEY)) if file.is_file() else None
+
+
 def read_eagle_config(folder: str | Path, policy: ModelConfig) -> EagleConfig:
     """Returns the architecture of a drafter for a policy of this shape. ValueError if they do not fit."""
     folder = Path(folder).expanduser()
@@ -80,15 +86,18 @@ def read_eagle_config(folder: str | Path, policy: ModelConfig) -> EagleConfig:
         raise ValueError(f"{folder}: {error}") from None
 
 
-def save_eagle(module: Eagle, folder: str | Path, policy: Decoder | None = None) -> None:
+def save_eagle(module: Eagle, folder: str | Path, policy: Decoder | None = None, is_descendant: bool = False) -> None:
     """Saves a drafter, with its `policy_fingerprint` if it has one. Each file is replaced atomically. NonFiniteError, and nothing
     is written, if a weight is not finite. `policy`: the policy whose head an EAGLE-3 drafter shares; without it the checkpoint
-    has no head, and only Paceline can use it."""
+    has no head, and only Paceline can use it. `is_descendant`: the policy is a later version of the one that the drafter was
+    trained for, of the same run, so the two belong together although their weights differ."""
     require_finite(module.named_parameters(), "drafter")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / "model.safetensors", drafter_tensors(module, policy))
     raw = drafter_config(module) | ({_SHARED_HEAD_KEY: True} if module.head is None else {})
+    if module.policy_fingerprint is not None and policy is not None and is_descendant:
+        raw[_FINGERPRINT_KEY] = replace(module.policy_fingerprint, descendant=fingerprint_of(policy).weights).as_json()
     atomic_write(folder / "config.json", json.dumps(raw, indent=2))
 
 

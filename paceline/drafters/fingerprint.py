@@ -25,6 +25,8 @@ class PolicyFingerprint:
     """Hash of a sample of every tensor, rounded to bfloat16, so that it is the same for the same policy in another dtype."""
     version: int = 0
     """Policy version, as counted by the run that trained the drafter."""
+    descendant: str = ""
+    """Hash of the weights of a later version of this policy, of the same run, with which the drafter was saved."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as a JSON object."""
@@ -35,12 +37,13 @@ class PolicyFingerprint:
         """Reads a fingerprint from JSON; None if `found` is not one."""
         if not isinstance(found, dict) or not found.keys() >= {"shape", "weights", "version"}:
             return None
-        return cls(str(found["shape"]), str(found["weights"]), int(found["version"]))
+        return cls(str(found["shape"]), str(found["weights"]), int(found["version"]), str(found.get("descendant", "")))
 
     def mismatch(self, policy: Decoder) -> str | None:
-        """Returns a warning if the policy has other weights than the one with this fingerprint; None if it is the same."""
+        """Returns a warning if the policy has other weights than the one with this fingerprint; None if it is the same, or the
+        later version of the same run that the drafter was saved with: a run's drafter is always one version behind."""
         here = fingerprint_of(policy)
-        if here.shape == self.shape and here.weights == self.weights:
+        if here.shape == self.shape and here.weights in (self.weights, self.descendant):
             return None
         return (f"the drafter was trained for other weights (policy {self.weights}, version {self.version}) than this policy's "
                 f"({here.weights}): fewer draft tokens may be accepted; generated tokens do not change")

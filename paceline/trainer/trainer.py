@@ -32,6 +32,7 @@ from paceline.trainer.checkpoints import last_checkpoint, last_good_checkpoint, 
 from paceline.trainer.config_files import unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
+from paceline.trainer.drafter_origin import DrafterOrigin
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
 from paceline.trainer.hub import push_to_hub
@@ -214,6 +215,7 @@ class Trainer:
         config, learned = self.config, self.engine.eagle
         if learned is None:
             return None, None
+        self._drafter_origin = DrafterOrigin(learned.module, self.engine.model, self.checkpoints.latest())
         drafter_trainer = None
         if config.train_drafter:
             drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
@@ -432,7 +434,7 @@ class Trainer:
         """Writes the learned drafter, if there is one, as a folder that `paceline generate --drafter` and other engines load."""
         learned = self.engine.eagle
         if learned is not None:
-            save_eagle(learned.module, drafter_folder(checkpoint), self.engine.model)
+            save_eagle(learned.module, drafter_folder(checkpoint), self.engine.model, self._drafter_origin.is_own(learned.module))
 
     def _result(self, status: RunStatus, message: str) -> TrainResult:
         summary: dict[str, Any] = {}

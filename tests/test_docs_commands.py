@@ -3,6 +3,7 @@ GPU, a download or an environment of its own is listed here, with the reason."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -89,7 +90,9 @@ def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "mine"
     more = ["drafter=learned", "learner.lora_rank=2", "compare_off=false", "drafter_budget.warm_up_s=0.5", f"out={out}"]
     assert execute(["train", *SMALLER["train"], *(word for setting in more for word in ("--set", setting))]) == 0
-    (out / "checkpoints" / "step-000001").rename(out / "checkpoints" / "step-000030")
+    checkpoint = (out / "checkpoints" / "step-000001").rename(out / "checkpoints" / "step-000030")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "step": 30}))
     return out
 
 

@@ -299,6 +299,13 @@ def memory(content: Content, _: str) -> Table:
                  ("dtype", "strategy", "KV cache", "KiB per live token", "KV cache alone", "growth MiB"), rows)
 
 
+def manifest(content: Content, _: str) -> Table:
+    found = content["seconds_per_gib"]
+    rows = [(name, f"{cost['wall']:.2f}", f"{cost['cpu']:.2f}") for name, cost in found.items()]
+    return Table("Hashes of a checkpoint's files", f"Hashing a checkpoint takes {found['hash']['cpu']:.2f} CPU seconds per GiB.",
+                 ("what", "s/GiB", "CPU s/GiB"), rows)
+
+
 def graphs(content: Content, _: str) -> Table:
     found = content.get("memory", {})
     kinds = {"one strategy": "one_strategy", "all strategies, a set of graphs each": "all_naive",
@@ -367,7 +374,8 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "background_training": background_training, "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
-    "cpu/host_overhead": host_overhead, "cpu/memory": memory, "gpu/graphs": graphs, "gpu/step": step, "gpu/kernels": kernels,
+    "cpu/host_overhead": host_overhead, "cpu/memory": memory, "cpu/manifest": manifest, "gpu/graphs": graphs,
+    "gpu/step": step, "gpu/kernels": kernels,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }
 

@@ -11,6 +11,7 @@ these shards, without a checkpoint and without a step that is done twice.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.rendezvous import open_store
 from paceline.config import TrainConfig
+from paceline.manifest import FileDigest
 from paceline.models.weights import open_checkpoint
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.batch import Sample
@@ -104,9 +106,9 @@ class RankLearner:
         """The policy's weights, one by one. All ranks must go through them."""
         return self._trained.weights()
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint of the learner; the first rank writes."""
-        save_learner(self._trained, folder, self._tokenizer, str(resolve_model(self._config.model)))
+    def save(self, folder: Path) -> dict[str, FileDigest]:
+        """Write a checkpoint of the learner; the first rank writes, and returns the digests of the files."""
+        return save_learner(self._trained, folder, self._tokenizer, str(resolve_model(self._config.model)))
 
     @property
     def _trained(self) -> Learner:
@@ -185,9 +187,17 @@ class ShardedLearner:
         self.version, self.publish_s = version, time.perf_counter() - began
         self._coordinator.policy_published(version, self.publish_s)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint into a folder that the first worker sees as this process does."""
-        self._call("save", folder.absolute())
+    def save(self, folder: Path) -> dict[str, FileDigest]:
+        """Write a checkpoint into a folder that the first worker sees as this process does, and return the digests of its files.
+        What a worker that died has left there is removed before the next attempt."""
+        shared = (self._runtime.put(folder.absolute()),)
+
+        def attempt() -> list[tuple[Any, Any]]:
+            if folder.exists():
+                shutil.rmtree(folder)
+            return self._run("save", [shared] * self._coordinator.num_workers)
+
+        return dict(self._persist(attempt)[0][0])
 
     # -- ranks
 

@@ -56,10 +56,10 @@ class TrainWorkerSpec:
     def build(self, worker_id: int, send: Send) -> Worker:
         config = self.config
         torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.cluster.workers))
-        model, tokenizer = load_model(resolve_model(config.model), config.device, config.dtype)
+        model, tokenizer = load_model(resolve_model(config.model), config.device, config.dtype, check_manifest=worker_id == 0)
         engine, baseline = engine_for(config, model, tokenizer, speculate=True), None
         if config.compare_off:
-            second, _ = load_model(resolve_model(config.model), config.device, config.dtype)
+            second, _ = load_model(resolve_model(config.model), config.device, config.dtype, check_manifest=False)
             baseline = engine_for(config, second, tokenizer, speculate=False)
         eagle, training = engine.eagle, None
         if eagle is not None and is_untrained(eagle.module):
@@ -240,7 +240,7 @@ class ClusterTrainer(Trainer):
         trained, config = self.engine.coordinator.trained, self.config
         if config.drafter in ("suffix", "none") or (trained is None and config.drafter == "learned"):
             return
-        policy, _ = load_model(policy_folder(checkpoint), "cpu", quiet=True)  # this process may have none
+        policy, _ = load_model(policy_folder(checkpoint), "cpu", quiet=True, check_manifest=False)  # this process may have none
         if trained is None:
             drafter = make_drafter(config, policy)
             assert isinstance(drafter, Eagle), "it is a folder"

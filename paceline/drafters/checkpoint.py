@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.drafters.eagle import MIN_WINDOW, Eagle, EagleConfig, Form
 from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of, shape_of
 from paceline.files import DamagedFile, atomic_write, damaged, load_tensors, read_json, save_tensors
+from paceline.manifest import check_part
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.save import hf_rope
@@ -164,6 +165,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads a drafter folder. Tensors get the names that Paceline writes, and the settings that speculators keeps in a table of
     their own are moved to the top."""
     check_drafter_folder(folder)
+    check_part(folder)
     weights, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     raw = read_json(folder / "config.json")
     raw = {**raw, **raw.get("transformer_layer_config", {})}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.bundled import resolve_model
+from paceline.manifest import check_part
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.gguf import GgufCheckpoint
@@ -63,7 +64,8 @@ class Checkpoint(Protocol):
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto",
-               max_context: int | None = None, quiet: bool = False) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
+               max_context: int | None = None, quiet: bool = False,
+               check_manifest: bool = True) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
     """Load a policy from a Hugging Face folder, a `.gguf` file or a hub id. Returns the model, whose parameters require no
     gradients, and its tokenizer (None if the checkpoint has none).
 
@@ -74,10 +76,14 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
             become float32 on a CPU and bfloat16 elsewhere.
         max_context: Reduces the longest sequence that the model accepts.
         quiet: Do not log that it is loaded.
+        check_manifest: Whether the policy of a run's checkpoint is compared with the checkpoint's manifest. A policy that is not
+            as it was written is a DamagedFile.
     """
     device = torch.device(resolve_device(device))
     wanted = parse_dtype(dtype)
     checkpoint = open_checkpoint(source)
+    if check_manifest and checkpoint.path.is_dir():
+        check_part(checkpoint.path)
     if not quiet:
         logger.info("loading %s on %s", source, describe_device(device), extra={"is_notice": True})
     config = _limit_context(checkpoint.config, max_context)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.files import DamagedFile, atomic_write, damaged, flush_to_disk, load_tensors, read_json, save_tensors
+from paceline.manifest import HAS_MANIFEST, STATE_FILE, FileDigest, check_checkpoint, digest_files, write_manifest
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import load_state
@@ -29,7 +30,7 @@ from paceline.rl.learner import Learner
 from paceline.rl.ranks import full, local, put_together, sharded_like, trained
 
 _POLICY, _ADAPTER, _DRAFTER = "policy", "adapter", "drafter"
-_TENSORS, _STATE = "trainer.safetensors", "state.json"
+_TENSORS = "trainer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,17 @@ class RunState:
     begun has the number `cursor + len(unfinished)`."""
 
 
+WriteLearner = Callable[[Learner, Path, Any], dict[str, FileDigest]]
+
+
 class Checkpoints:
     """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, a file
-    with the trainer's state, and what else the caller writes there."""
+    with the trainer's state, what else the caller writes there, and a manifest of all of it."""
 
     def __init__(self, folder: Path, keep: int, base_model: str = "",
-                 write: Callable[[Learner, Path, Any], None] | None = None) -> None:
+                 write: WriteLearner | None = None) -> None:
         """`base_model`: folder or hub id of the model that adapters belong to. `write` writes the learner and the tokenizer into
-        a new folder; the default is `save_learner`."""
+        a new folder, and returns the digests of the files; the default is `save_learner`."""
         self.folder, self.keep, self.base_model = folder, keep, base_model
         self.write = write or (lambda learner, folder, tokenizer: save_learner(learner, folder, tokenizer, base_model))
         self.confirmed = self.latest()
@@ -69,9 +73,10 @@ class Checkpoints:
         target, scratch = self.folder / f"step-{state.step:06d}", self.folder / ".new"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
-            self.write(learner, scratch, tokenizer)
-            atomic_write(scratch / _STATE, json.dumps(asdict(state)) + "\n")
+            digests = self.write(learner, scratch, tokenizer)
+            atomic_write(scratch / STATE_FILE, json.dumps({**asdict(state), HAS_MANIFEST: True}) + "\n")
             write_more(scratch)
+            write_manifest(scratch, state.step, digests)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)
         except BaseException as error:
@@ -125,11 +130,11 @@ class Checkpoints:
 
 def read_state(checkpoint: Path) -> RunState:
     """Progress of the run when the checkpoint was written. DamagedFile if it does not say so."""
-    found = read_json(checkpoint / _STATE)
-    unfinished = found.pop("unfinished", [])
+    found = read_json(checkpoint / STATE_FILE)
+    unfinished, _ = found.pop("unfinished", []), found.pop(HAS_MANIFEST, None)
     if set(found) != {"step", "cursor"} or not isinstance(unfinished, list) or not all(
             type(value) is int and value >= 0 for value in (*found.values(), *unfinished)):
-        raise DamagedFile(damaged(checkpoint / _STATE, "not the numbers of steps and prompts"))
+        raise DamagedFile(damaged(checkpoint / STATE_FILE, "not the numbers of steps and prompts"))
     return RunState(**found, unfinished=tuple(unfinished))
 
 
@@ -145,7 +150,8 @@ def drafter_folder(checkpoint: Path) -> Path:
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """LoRA matrices of a checkpoint's policy by the decoder's names, like `layers.0.attention.qkv.lora_A`; empty if it has
-    none."""
+    none. DamagedFile if the checkpoint is not as it was written."""
+    check_checkpoint(checkpoint, [_TENSORS])
     return _adapters_in(load_tensors(checkpoint / _TENSORS))
 
 
@@ -154,14 +160,14 @@ def _adapters_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return adapter_matrices((name.removeprefix(prefix), tensor) for name, tensor in tensors.items() if name.startswith(prefix))
 
 
-def save_learner(learner: Learner, folder: Path, tokenizer: Any, base_model: str = "") -> None:
+def save_learner(learner: Learner, folder: Path, tokenizer: Any, base_model: str = "") -> dict[str, FileDigest]:
     """Writes the policy as a Hugging Face folder, and adapters, critic and optimizer state to a file; adapters also in PEFT's
-    format. NonFiniteError, and nothing is written, if a weight is not finite. All ranks of a sharded learner must call this: the
-    first one writes, and has the whole tensors in the host's memory meanwhile."""
+    format. Returns the digests of all files. NonFiniteError, and nothing is written, if a weight is not finite. All ranks of a
+    sharded learner must call this: the first one writes, and has the whole tensors in the host's memory meanwhile."""
     learner.require_finite()
     policy, tensors = plain_policy(learner), _trainer_tensors(learner)
     if learner.ranks.rank:
-        return
+        return {}
     save_model(policy, tokenizer, folder / _POLICY)
     if learner.config.lora_rank:
         adapters = _adapters_in(tensors)
@@ -169,6 +175,7 @@ def save_learner(learner: Learner, folder: Path, tokenizer: Any, base_model: str
     save_tensors(folder / _TENSORS, tensors)
     for file in [*(folder / _POLICY).iterdir(), *(folder / _ADAPTER).glob("*")]:
         flush_to_disk(file)
+    return digest_files(folder)
 
 
 def restore(learner: Learner, checkpoint: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.files import DamagedFile
+from paceline.manifest import check_checkpoint
 from paceline.optim import NonFiniteError
 from paceline.rl.checkpoint import Checkpoints, RunState, read_state
 from paceline.rl.learner import Learner
@@ -15,10 +16,12 @@ from paceline.rl.learner import Learner
 def load_latest(checkpoints: Checkpoints, load: Callable[[Path | None], tuple[Learner, Any]],
                 warn: Callable[[str], None]) -> tuple[RunState, Learner, Any]:
     """The run's state, learner and tokenizer, as `load` returns them for the latest checkpoint that is intact; None: there is
-    no checkpoint. A damaged one is set aside, and the steps since the one before are repeated."""
+    no checkpoint. One that is not as it was written is set aside, and the steps since the one before are repeated."""
     while True:
         latest = checkpoints.latest()
         try:
+            if latest is not None and not check_checkpoint(latest):
+                warn(f"{latest} has no manifest, as an earlier version wrote it: damage to its files may go unnoticed")
             state = read_state(latest) if latest is not None else RunState()
             return state, *load(latest)
         except (DamagedFile, NonFiniteError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from paceline.manifest import check_checkpoint
 from paceline.report import Run
 from paceline.report.formatting import format_time, format_value
 from paceline.rl.checkpoint import Checkpoints, drafter_folder, policy_folder
@@ -14,11 +15,13 @@ CARD_FILE = "README.md"
 
 def push_to_hub(folder: Path | str, repo: str, *, step: int | None = None, private: bool = True) -> list[str]:
     """Uploads the policy of a run's checkpoint to the repository `repo`, and its learned drafter, if it has one, to
-    `repo`-drafter. Returns the addresses. `step`: the checkpoint's; None is the latest. What the hub refuses is a ValueError."""
+    `repo`-drafter. Returns the addresses. `step`: the checkpoint's; None is the latest. ValueError if the hub refuses it, or
+    the checkpoint is not as it was written."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     run, checkpoint = Run.read(folder), _checkpoint(Path(folder), step)
+    check_checkpoint(checkpoint, [policy_folder(checkpoint).name, drafter_folder(checkpoint).name])
     parts = {repo: (policy_folder(checkpoint), policy_card(run, repo))}
     if drafter_folder(checkpoint).is_dir():
         parts[f"{repo}-drafter"] = drafter_folder(checkpoint), drafter_card(run, repo)

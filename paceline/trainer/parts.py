@@ -37,13 +37,14 @@ def master_dtype(config: TrainConfig) -> torch.dtype:
 def make_learner(config: TrainConfig, checkpoint: Path | None, ranks: Ranks | None = None) -> tuple[Learner, Any]:
     """The learner and the tokenizer, from a checkpoint or from the model that the run starts with. Trained weights are held in
     float32 or better, frozen ones in the run's data type. With `ranks` it is one rank of a sharded learner. DamagedFile or
-    NonFiniteError if the checkpoint is not usable."""
+    NonFiniteError if the checkpoint is not usable; its manifest was looked at before (`load_latest`)."""
     compute, master = parse_dtype(config.dtype), master_dtype(config)
     device = config.device if ranks is None else "cpu"  # `shard` moves it to the device layer by layer
     lora = config.learner.lora_rank > 0
     source = config.model if checkpoint is None or lora else policy_folder(checkpoint)
     try:
-        model, tokenizer = load_model(source, device, (compute or master) if lora else master)
+        model, tokenizer = load_model(source, device, (compute or master) if lora else master,
+                                      check_manifest=checkpoint is None and ranks is None)
     except ValueError as error:
         if checkpoint is None or source != policy_folder(checkpoint):
             raise

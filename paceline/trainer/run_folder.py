@@ -14,16 +14,17 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import IO, Any
 
-from paceline.files import atomic_write
+from paceline.files import atomic_write, read_json
 from paceline.report.settings import HISTORY_FILE
 from paceline.trainer.health import GradingFailure
 from paceline.types import Rollout, RolloutGroup
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.json", "summary.json", ".lock"
+CHECKPOINTS, LAST_CHECKPOINT_FILE = "checkpoints", "last_checkpoint.json"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
 _STARTED = (LOCK_FILE, CONFIG_FILE, HISTORY_FILE, "settings.json", "timeline.jsonl", "timeline.trace.json", "evaluations.jsonl")
 """Files that a run writes before its first step."""
-_EMPTY = ("metrics.jsonl", "answers.jsonl", "checkpoints", "drafter", "records", "held_out", "checkpoint")
+_EMPTY = ("metrics.jsonl", "answers.jsonl", CHECKPOINTS, "drafter", "records", "held_out", "checkpoint")
 """Files and folders that are empty until the first step is done."""
 
 
@@ -48,10 +49,21 @@ def check_run_folder(path: Path, resume: bool) -> None:
         raise ValueError(f"{existing} is a file, not a folder")
     if not resume and not holds_no_step(path):
         raise ValueError(not_empty(path))
+    if resume:
+        _check_checkpoints(path)
     try:
         TemporaryDirectory(prefix=".paceline-", dir=existing).cleanup()
     except OSError as error:
         raise ValueError(_cannot_be_made(path, error)) from None
+
+
+def _check_checkpoints(path: Path) -> None:
+    """Raises a ValueError if the checkpoints of a run are gone. One that was ended before its first checkpoint begins anew."""
+    record, folder = path / LAST_CHECKPOINT_FILE, path / CHECKPOINTS
+    if record.is_file() and not any(re.fullmatch(r"step-\d+", entry.name) for entry in folder.glob("step-*")):
+        step = read_json(record).get("step")
+        raise ValueError(f"there is no checkpoint in {folder}, but the run has written one of step {step}; put it back, or start "
+                         "a new run in another folder (--set out=FOLDER)")
 
 
 def _cannot_be_made(path: Path, error: OSError) -> str:
@@ -155,6 +167,10 @@ class RunFolder:
             match = re.fullmatch(r"rollouts-(\d+)\.jsonl", file.name)
             if match and int(match[1]) > step:
                 file.unlink()
+
+    def record_checkpoint(self, step: int) -> None:
+        """Records that a checkpoint was written, so that a run whose checkpoints are gone is not begun anew."""
+        self.write(LAST_CHECKPOINT_FILE, json.dumps({"step": step}) + "\n")
 
     def remove_summary(self) -> None:
         """Removes the summary of a run that goes on."""

@@ -42,7 +42,7 @@ from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import make_engine, make_learner, shared_weights
 from paceline.trainer.progress import ProgressBar
 from paceline.trainer.rollouts import PromptStream, RolloutCollector, RolloutFailed
-from paceline.trainer.run_folder import GRADING_FAILURES_FILE, RunFolder, not_empty
+from paceline.trainer.run_folder import CHECKPOINTS, GRADING_FAILURES_FILE, RunFolder, not_empty
 from paceline.trainer.run_settings import write_settings
 from paceline.trainer.summary import engine_metrics, reward_metrics, rollout_metrics, rollout_rows
 from paceline.trainer.validation import check_config
@@ -125,7 +125,7 @@ class Trainer:
                 self.folder.clear()
                 write_settings(self.folder, given, 1)
             try:
-                self.checkpoints = Checkpoints(self.folder.path / "checkpoints", config.keep_checkpoints,
+                self.checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, config.keep_checkpoints,
                                                str(resolve_model(config.model)))
                 self.state, self.learner, self.tokenizer = load_latest(self.checkpoints, self._make_learner, self._warn)
                 if self.state.step >= config.steps:
@@ -425,6 +425,7 @@ class Trainer:
             return
         state = replace(self.state, unfinished=tuple(sorted(group.number for group in self.collector.open_groups)))
         path = self.checkpoints.save(self.learner, state, self.tokenizer, self._save_drafter)
+        self.folder.record_checkpoint(self.state.step)
         if self.drafter_trainer is not None:
             self.drafter_trainer.save()
         logger.info("checkpoint of step %d: %s", self.state.step, path)

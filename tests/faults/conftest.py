@@ -3,6 +3,8 @@ part of the default suite; the rest is marked `slow`."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from e2e import toy
 
@@ -25,3 +27,19 @@ def one_line(capsys):
         return lines[0]
 
     return said
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A finished run of three steps with the checkpoints of the last two."""
+    folder = tmp_path_factory.mktemp("finished")
+    toy.make_folder(folder)
+    assert toy.run(toy.settings(folder, "run", steps=3, checkpoint_every=1)) == 0
+    return folder
+
+
+@pytest.fixture
+def again(finished, tmp_path):
+    """A copy of the finished run."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    return tmp_path / "run"

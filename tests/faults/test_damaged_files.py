@@ -63,22 +63,6 @@ def not_numbers(path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished run of three steps with the checkpoints of the last two."""
-    folder = tmp_path_factory.mktemp("finished")
-    toy.make_folder(folder)
-    assert run(settings(folder, "run", steps=3, checkpoint_every=1)) == 0
-    return folder
-
-
-@pytest.fixture
-def again(finished, tmp_path):
-    """A copy of the finished run."""
-    shutil.copytree(finished / "run", tmp_path / "run")
-    return tmp_path / "run"
-
-
 @pytest.mark.parametrize(("file", "damage"), [
     ("state.json", zeros), ("state.json", missing), ("trainer.safetensors", half), ("policy/model.safetensors", half),
     ("policy/model.safetensors", not_numbers), ("policy/config.json", half), ("policy/tokenizer.json", half),

@@ -123,7 +123,7 @@ def test_before_the_first_step_everything_may_change(run):
     for path in (run / "metrics.jsonl", *run.glob("rollouts-*")):
         path.unlink()
     shutil.rmtree(run / "checkpoints")
-    for name in ("summary.json", "trace.jsonl"):
+    for name in ("summary.json", "trace.jsonl", "last_checkpoint.json"):
         (run / name).unlink()
     config = load_run_config(run, [f'out="{run}"', "steps=1", "seed=9"])
     assert Trainer(config, resume=True).run().num_steps == 1

@@ -81,6 +81,8 @@ class Planner:
         check(prompt_ids, params, n, self.tokenizer, self._vocabulary, self.scheduler.max_length)
         own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
         stop_ids, group = self.stop_ids(params), next(self._groups)
+        if params.min_tokens and stop_ids.issuperset(range(self._vocabulary)):
+            raise ValueError("min_tokens: every token of the vocabulary would end the answer, so that none may be sampled")
         ids = []
         for sample, seed in enumerate(own_seeds):
             request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)

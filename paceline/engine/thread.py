@@ -123,11 +123,12 @@ class EngineThread:
         """Start the thread."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread. Answers that are not finished end with an error."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread. Answers that are not finished end with an error. `timeout_s`: largest number of seconds to wait for a
+        step that has begun."""
         self.problem = self.problem or "the engine is shutting down"
         self._jobs.put(self._close)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     async def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_event: Callable[[Event], None], n: int = 1, *,
                      streamed: bool = False, name: str = "", seeds: Sequence[int] | None = None) -> Submission:

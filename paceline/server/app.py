@@ -1,4 +1,4 @@
-"""The HTTP application: routes, limits and errors."""
+"""The HTTP application: routes, and what bounds a request in time and memory."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from paceline.engine import Engine
-from paceline.engine.prompts import Prompt
-from paceline.engine.thread import EngineThread, Overloaded, Unavailable
+from paceline.engine.thread import EngineThread, Unavailable
 from paceline.server.config import ServerConfig
-from paceline.server.generation import Generation, GenerationFailed
+from paceline.server.encoding import PromptEncoder
+from paceline.server.errors import ANSWERED, GenerationFailed, describe, error_json, error_response
+from paceline.server.generation import Generation
 from paceline.server.metrics import ServerMetrics
-from paceline.server.schema import ChatRequest, CompletionRequest, GenerationRequest, error_body
+from paceline.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from paceline.server.templates import Conversation
 
-_CLIENT_GONE = 499
-"""Status, seen in metrics only, of a request whose client did not wait for the answer."""
-_RETRY_AFTER_S = 1
+_MAX_BODIES = 64
+"""Number of bodies of the largest size that may be in memory, because they are still received or encoded."""
+_CLOSE_S = 2.0
+"""Seconds that the engine gets at shutdown to finish the step that it is at."""
+_SHUTTING_DOWN = "the server is shutting down"
+
+T = TypeVar("T")
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
@@ -45,20 +49,33 @@ class _Server:
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine, config.max_pending, config.warm_up)
         self.metrics = ServerMetrics(engine, self.thread)
-        self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenizer")  # a long prompt must not hold up the others' answers
+        self.encoder = PromptEncoder(engine.tokenizer, engine.scheduler.max_length, config.template_timeout_s)
+        self._ending = asyncio.Event()
+        self._streams: set[Generation] = set()
+        self._num_body_bytes = 0  # of bodies that are in memory
         routes = [Route("/health", self.health), Route("/metrics", self.show_metrics),
                   Route("/v1/models", self._guarded(self.models)),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                   Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
-        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _http_error})
-        self.app.state.thread = self.thread
+        self.app = Starlette(routes=routes, lifespan=self._lifespan,
+                             exception_handlers={HTTPException: _http_error, Exception: _defect})
+        self.app.state.thread, self.app.state.config, self.app.state.end_requests = self.thread, config, self.end_requests
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.thread.start()
+        if self.config.warm_up:
+            self.encoder.start()
         yield
-        await asyncio.to_thread(self.thread.close)
-        self._tokenizing.shutdown()
+        self.end_requests()
+        self.encoder.close()
+        await asyncio.to_thread(self.thread.close, _CLOSE_S)
+
+    def end_requests(self) -> None:
+        """End all requests with an error, and refuse new ones. Streams that have begun get an error event."""
+        self._ending.set()
+        for generation in self._streams:
+            generation.fail(Unavailable(_SHUTTING_DOWN))
 
     # Routes
 
@@ -76,29 +93,51 @@ class _Server:
 
     async def completions(self, request: Request) -> Response:
         body = CompletionRequest.model_validate_json(await self._read(request))
-        prompts = [await self._encode(prompt) for prompt in body.prompts()]
+        given = body.prompts()
+        self._check(body, len(given), body.max_tokens)
+        prompts = await self._encoded(request, self.encoder.encode_all(given))
         return await self._generate(request, body, prompts, body.max_tokens)
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await self._read(request))
-        prompt = await self._encode([message.plain() for message in body.messages], body.chat_template_kwargs)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        self._check(body, 1, max_tokens or self.engine.scheduler.max_length)
+        prompt = await self._encoded(request, self.encoder.encode_chat(body.conversation()))
         room = max(1, self.engine.scheduler.max_length - len(prompt))
-        return await self._generate(request, body, [prompt], body.max_completion_tokens or body.max_tokens or room)
+        return await self._generate(request, body, [prompt], max_tokens or room)
 
     # What they are made of
 
     def _guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler with the check of the key, errors as the OpenAI API reports them, and metrics."""
+        """The handler with the check of the key, its time limit, errors as the OpenAI API reports them, and metrics."""
 
         async def handler(request: Request) -> Response:
             began = time.perf_counter()
-            response = await _answered(self._checked(handle, request))
+            request.state.num_body_bytes = 0
+            try:
+                response = await self._in_time(self._checked(handle, request))
+            except ANSWERED as error:
+                response = error_response(error)
+            finally:
+                self._release(request)
             self.metrics.requests.labels(request.url.path, response.status_code).inc()
             if not isinstance(response, _EventStream):  # its own end is counted when it comes
                 self.metrics.duration.observe(time.perf_counter() - began)
             return response
 
         return handler
+
+    async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`, but no longer than the time limit allows, nor than the server runs."""
+        task, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({task, ending}, timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Unavailable(_SHUTTING_DOWN) if ending.done() else TimeoutError
+        finally:
+            task.cancel()
+            ending.cancel()
 
     async def _checked(self, handle: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
         key = self.config.api_key
@@ -108,42 +147,61 @@ class _Server:
         return await handle(request)
 
     async def _read(self, request: Request) -> bytes:
-        """The body of a request, if it is not too large."""
+        """The body of a request, if it is not too large, and there is room for it."""
         limit, body = self.config.max_body_bytes, bytearray()
         async for part in request.stream():
             body += part
+            request.state.num_body_bytes += len(part)
+            self._num_body_bytes += len(part)
             if len(body) > limit:
                 raise HTTPException(413, f"the request is larger than {limit} bytes")
+            if self._num_body_bytes > _MAX_BODIES * limit:
+                raise Unavailable("too many large requests are being received")
         return bytes(body)
 
-    async def _encode(self, prompt: Prompt, variables: dict[str, Any] | None = None) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, self.engine.encode, prompt, variables)
+    def _release(self, request: Request) -> None:
+        """The body of a request is no longer in memory."""
+        self._num_body_bytes -= request.state.num_body_bytes
+        request.state.num_body_bytes = 0
 
-    async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
+    def _check(self, body: GenerationRequest, num_prompts: int, max_tokens: int) -> None:
+        """Refuse what can be refused before prompts are encoded."""
         if body.model != self.config.model_name:
             raise HTTPException(404, f"the model {body.model} does not exist; there is {self.config.model_name}")
         limit = min(self.config.max_answers, self.config.max_pending)
-        if len(prompts) * body.n > limit:
+        if num_prompts * body.n > limit:
             raise HTTPException(400, f"n: more than {limit} answers to one request")
+        body.sampling_params(max_tokens)
+
+    async def _encoded(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for the encoding of a request's prompts, but no longer than the client does."""
+        try:
+            return await _while_connected(request, work)
+        finally:
+            self._release(request)
+
+    async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
         generation = Generation(self.thread, self.engine.tokenizer, body, prompts, body.sampling_params(max_tokens),
                                 self.config.timeout_s)
         try:
             await generation.start()
             if body.stream:
                 return self._event_stream(generation)
-            return JSONResponse(await _while_connected(request, generation.result()))
+            return Response(await _while_connected(request, generation.result()), media_type="application/json")
         except BaseException:
             generation.cancel()
             raise
 
     def _event_stream(self, generation: Generation) -> Response:
         began = time.perf_counter()
+        self._streams.add(generation)
 
         def on_first_token() -> None:
             self.metrics.first_token.observe(time.perf_counter() - began)
 
         def on_end() -> None:
             generation.cancel()
+            self._streams.discard(generation)
             self.metrics.duration.observe(time.perf_counter() - began)
 
         return _EventStream(_with_error_line(generation.stream(on_first_token)), on_end)
@@ -168,17 +226,17 @@ async def _with_error_line(lines: AsyncIterator[str]) -> AsyncIterator[str]:
     try:
         async for line in lines:
             yield line
-    except (TimeoutError, GenerationFailed) as error:
-        yield f"data: {bytes(_error(*_describe(error)).body).decode()}\n\n"
+    except (TimeoutError, GenerationFailed, Unavailable) as error:
+        yield f"data: {error_json(*describe(error)).decode()}\n\n"
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Wait for `work`, but no longer than the client does."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HTTPException(_CLIENT_GONE, "the client is gone")
+            raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
@@ -190,37 +248,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _answered(work: Awaitable[Response]) -> Response:
-    """The response of a handler, or of the error that it raises."""
-    try:
-        return await work
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        return _error(400, f"{where}: {message}" if where else message)
-    except (ValueError, HTTPException, Overloaded, Unavailable, TimeoutError, GenerationFailed) as error:
-        return _error(*_describe(error))
-
-
-def _describe(error: Exception) -> tuple[int, str]:
-    """Status and message of an error."""
-    if isinstance(error, HTTPException):
-        return error.status_code, error.detail
-    if isinstance(error, TimeoutError):
-        return 504, "the answer took longer than the server's time limit"
-    status = {Overloaded: 429, Unavailable: 503, GenerationFailed: 500}.get(type(error), 400)
-    return status, " ".join(str(error).split())
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else None
-    return JSONResponse(error_body(message, kind), status, headers)
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     """Errors of the router: an unknown path, a wrong method."""
-    assert isinstance(error, HTTPException)
-    return _error(error.status_code, error.detail)
+    return error_response(error)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    """Errors that nobody expected. Starlette raises them again, so that they are logged."""
+    return error_response(GenerationFailed(f"the server failed: {type(error).__name__}"))

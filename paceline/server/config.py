@@ -24,3 +24,24 @@ class ServerConfig(Config):
     """Measure step times and capture CUDA graphs while there is no request; otherwise the first requests wait for it."""
     timeout_s: float = Field(600.0, gt=0)
     """Maximum number of seconds for one request, waiting included. After that its answers are dropped, with status 504."""
+    template_timeout_s: float = Field(5.0, gt=0)
+    """Maximum number of seconds for which a conversation is rendered with the chat template. Longer ones are refused with status
+    400."""
+    shutdown_s: float = Field(30.0, gt=0)
+    """Maximum number of seconds from Ctrl-C or SIGTERM to the end of the process. Requests have five sixths of it to finish; those
+    that do not end with an error."""
+
+    max_connections: int = Field(1024, ge=1)
+    """Maximum number of connections. Where the system allows fewer open files, there are fewer."""
+    max_idle_connections: int = Field(256, ge=1)
+    """Maximum number of connections without a request. Beyond that the one that has been idle for longest is closed."""
+    max_head_bytes: int = Field(16 << 10, ge=256)
+    """Maximum size of the request line and the headers."""
+    head_timeout_s: float = Field(10.0, gt=0)
+    """Maximum number of seconds from a request's first byte, or a new connection, to the end of the headers."""
+    body_timeout_s: float = Field(60.0, gt=0)
+    """Maximum number of seconds for sending the body of a request."""
+    idle_timeout_s: float = Field(30.0, gt=0)
+    """Number of seconds after an answer for which a connection is kept open without a request."""
+    send_timeout_s: float = Field(60.0, gt=0)
+    """Maximum number of seconds for which a client may leave its answer unread."""

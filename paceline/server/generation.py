@@ -10,13 +10,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from paceline.engine.thread import EngineThread, Event, NewTokens, Submission
+from paceline.server.errors import GenerationFailed
 from paceline.server.schema import ChatRequest, GenerationRequest, chat_logprobs, completion_logprobs
 from paceline.server.text import TextStream
 from paceline.types import Rollout, SamplingParams
-
-
-class GenerationFailed(Exception):
-    """The engine ended an answer with an error."""
 
 
 class Choice:
@@ -38,7 +35,7 @@ class Generation:
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._thread, self._tokenizer, self._body, self._prompts, self._params = thread, tokenizer, body, prompts, params
         self._is_chat = isinstance(body, ChatRequest)
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._submissions: list[Submission] = []
         self._choices = [Choice(prompt, TextStream(tokenizer, params.stop)) for prompt in prompts for _ in range(body.n)]
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -60,13 +57,21 @@ class Generation:
         for submission in self._submissions:
             self._thread.cancel(submission)
 
-    async def result(self) -> dict[str, Any]:
+    def fail(self, error: Exception) -> None:
+        """Let `result` or `stream` raise an error, whatever the engine does."""
+        self._events.put_nowait((0, error))
+
+    async def result(self) -> bytes:
         """Wait for all answers. Returns the body of the HTTP answer."""
         async for index, event in self._all_events():
             if isinstance(event, Rollout):
                 self._choices[index].rollout = event
+        return await asyncio.to_thread(self._body_of_all)  # many long answers take a while
+
+    def _body_of_all(self) -> bytes:
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
-        return {**self._head(streamed=False), "choices": choices, "usage": self._usage()}
+        content = {**self._head(streamed=False), "choices": choices, "usage": self._usage()}
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
     async def stream(self, on_first_token: Callable[[], None]) -> AsyncIterator[str]:
         """Yield the lines of an event stream."""
@@ -90,6 +95,8 @@ class Generation:
         while left:
             async with asyncio.timeout_at(self._deadline):
                 index, event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
             if isinstance(event, Rollout):
                 left -= 1
                 if event.finish_reason == "error":

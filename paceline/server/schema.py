@@ -6,17 +6,46 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, field_validator, model_validator
 
+from paceline.server.templates import Conversation
 from paceline.types import SamplingParams
+
+_MAX_FIELDS = 100
+_MAX_ITEMS = 300
+"""Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
+reports errors of all entries."""
+_MAX_STOPS = 32
+_MAX_PARTS = 1000
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": ()}
 """Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Checks the size of a list or mapping before anything is done with its entries."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"more than {limit} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_fields(raw: Any) -> Any:
+    if isinstance(raw, dict) and len(raw) > _MAX_FIELDS:
+        raise ValueError(f"more than {_MAX_FIELDS} fields")
+    return raw
+
+
+TokenIds = Annotated[list[int], _at_most(_MAX_ITEMS)]
+Stop = Annotated[str, StringConstraints(max_length=256)]
 
 
 class StreamOptions(BaseModel):
@@ -39,13 +68,13 @@ class GenerationRequest(BaseModel):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Annotated[Stop | list[Stop], _at_most(_MAX_STOPS)] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], _at_most(_MAX_ITEMS)] = Field(default_factory=dict)
     min_tokens: int = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -55,7 +84,7 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _drop_neutral(cls, raw: Any) -> Any:
         """Drop fields that are null, and known ones whose value changes nothing."""
-        if not isinstance(raw, dict):
+        if not isinstance(_check_fields(raw), dict):
             return raw
         kept = {key: value for key, value in raw.items() if value is not None}
         for key in kept.keys() & _NEUTRAL.keys():
@@ -87,7 +116,8 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Any]
+    """Text, token ids, or a list of either."""
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=1)
     """Only the sampled token's log-probability is known: 0 or 1."""
@@ -95,6 +125,19 @@ class CompletionRequest(GenerationRequest):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        """As the union of four types, but without an error for every entry of a long list."""
+        if isinstance(prompt, str):
+            return prompt
+        several = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
+        if isinstance(prompt, list) and prompt and all(isinstance(each, str) for each in prompt):
+            return prompt
+        if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in several):
+            raise ValueError("prompt: must be text, a list of token ids, or a list of either")
+        return prompt
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or token ids."""
@@ -106,6 +149,9 @@ class CompletionRequest(GenerationRequest):
 class ContentPart(BaseModel):
     """A part of a message."""
 
+    model_config = ConfigDict(extra="forbid")
+    _fields = model_validator(mode="before")(_check_fields)
+
     type: Literal["text"]
     text: str
 
@@ -113,8 +159,11 @@ class ContentPart(BaseModel):
 class Message(BaseModel):
     """One message of a chat."""
 
+    model_config = ConfigDict(extra="forbid")
+    _fields = model_validator(mode="before")(_check_fields)
+
     role: str
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], _at_most(_MAX_PARTS)]
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
@@ -125,7 +174,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -137,6 +186,10 @@ class ChatRequest(GenerationRequest):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs
+
+    def conversation(self) -> Conversation:
+        """What the chat template is rendered with."""
+        return Conversation([message.plain() for message in self.messages], self.chat_template_kwargs)
 
 
 def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], start: int) -> dict[str, Any]:
@@ -150,8 +203,3 @@ def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str,
     """Log-probabilities in the layout of chat completions."""
     return {"content": [{"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
                         for token, logprob in zip(tokens, logprobs, strict=True)], "refusal": None}
-
-
-def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as the OpenAI API reports it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -10,13 +10,13 @@ from typing import Any
 
 import openai
 import tiny
-import uvicorn
 from e2e.toy import make_folder
 from transformers import PreTrainedTokenizerFast
 
 from paceline import Engine
 from paceline.config import EngineConfig
 from paceline.server import ServerConfig, create_app
+from paceline.server.run import LimitedServer
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}A"
 
@@ -38,10 +38,10 @@ class RunningServer:
 
     def __init__(self, engine: Engine, step_s: float = 0.0, **config: Any) -> None:
         """`step_s`: seconds that every step takes longer. It may be changed later."""
-        self.engine, self.config, self.step_s = engine, ServerConfig(model_name="tiny", **{"warm_up": False, **config}), step_s
+        self.engine, self.config, self.step_s = engine, ServerConfig(model_name="tiny", **{"warm_up": False, "shutdown_s": 120, **config}), step_s
         app = create_app(engine, self.config)
         self.thread = app.state.thread
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=120))
+        self.server = LimitedServer(app, "127.0.0.1", 0)
         self._serving = threading.Thread(target=self.server.run)
         if step_s:
             step = engine.step

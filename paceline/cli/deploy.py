@@ -31,6 +31,7 @@ def serve(
                                                                 "requests get status 429 (default: 1024).")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Maximum number of seconds for one request (default: 600).")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Maximum size of a request (default: 4194304).")] = None,
+    max_connections: Annotated[int | None, typer.Option(min=1, help="Maximum number of connections (default: 1024).")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
@@ -52,7 +53,7 @@ def serve(
     sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb,
              "suffix_memory_gb": suffix_memory_gb}
     limits = {"model_name": served_name, "api_key": api_key, "max_pending": max_pending, "timeout_s": timeout_s,
-              "max_body_bytes": max_body_bytes, "warm_up": warm_up}
+              "max_body_bytes": max_body_bytes, "max_connections": max_connections, "warm_up": warm_up}
     engine, server = ({name: value for name, value in given.items() if value is not None} for given in (sizes, limits))
     return run(ServeOptions(model, drafter, strategy, dtype, device, threads, host, port, engine, server))
 

@@ -25,7 +25,6 @@ from paceline.server.errors import ANSWERED, GenerationFailed, describe, error_j
 from paceline.server.generation import Generation
 from paceline.server.metrics import ServerMetrics
 from paceline.server.schema import ChatRequest, CompletionRequest, GenerationRequest
-from paceline.server.templates import Conversation
 
 _MAX_BODIES = 64
 """Number of bodies of the largest size that may be in memory, because they are still received or encoded."""
@@ -59,7 +58,7 @@ class _Server:
                   Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
         self.app = Starlette(routes=routes, lifespan=self._lifespan,
                              exception_handlers={HTTPException: _http_error, Exception: _defect})
-        self.app.state.thread, self.app.state.config, self.app.state.end_requests = self.thread, config, self.end_requests
+        self.app.state.thread, self.app.state.config, self.app.state.server = self.thread, config, self
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

@@ -28,8 +28,8 @@ class ServerConfig(Config):
     """Maximum number of seconds for which a conversation is rendered with the chat template. Longer ones are refused with status
     400."""
     shutdown_s: float = Field(30.0, gt=0)
-    """Maximum number of seconds from Ctrl-C or SIGTERM to the end of the process. Requests have five sixths of it to finish; those
-    that do not end with an error."""
+    """Maximum number of seconds from Ctrl-C or SIGTERM to the end of the process. Requests have five sixths of it to finish; what
+    has not finished by then ends with an error."""
 
     max_connections: int = Field(1024, ge=1)
     """Maximum number of connections. Where the system allows fewer open files, there are fewer."""

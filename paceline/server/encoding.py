@@ -1,5 +1,5 @@
-"""Prompts of HTTP requests become token ids here. Whatever takes long happens in threads or in another process, and what cannot be
-served is refused before it is encoded."""
+"""Prompts of HTTP requests become token ids here. Whatever takes long happens in threads or in another process, and what cannot
+be served is refused before it is encoded."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class LimitedServer(uvicorn.Server):
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(self._grace_s, self._app.state.end_requests)
+        asyncio.get_running_loop().call_later(self._grace_s, self._app.state.server.end_requests)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

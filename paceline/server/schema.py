@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from paceline.server.templates import Conversation
 from paceline.types import SamplingParams
@@ -17,7 +17,7 @@ _MAX_FIELDS = 100
 _MAX_ITEMS = 300
 """Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
 reports errors of all entries."""
-_MAX_STOPS = 32
+_MAX_STOPS, _MAX_STOP_CHARS = 32, 256
 _MAX_PARTS = 1000
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -44,8 +44,15 @@ def _check_fields(raw: Any) -> Any:
     return raw
 
 
+def _check_stop(value: Any) -> Any:
+    found = [value] if isinstance(value, str) else value
+    if isinstance(found, list) and (len(found) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in found
+                                                                   if isinstance(text, str))):
+        raise ValueError(f"more than {_MAX_STOPS} strings, or one of more than {_MAX_STOP_CHARS} characters")
+    return found
+
+
 TokenIds = Annotated[list[int], _at_most(_MAX_ITEMS)]
-Stop = Annotated[str, StringConstraints(max_length=256)]
 
 
 class StreamOptions(BaseModel):
@@ -68,7 +75,7 @@ class GenerationRequest(BaseModel):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: Annotated[Stop | list[Stop], _at_most(_MAX_STOPS)] = Field(default_factory=list)
+    stop: Annotated[list[str], BeforeValidator(_check_stop)] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -102,12 +109,11 @@ class GenerationRequest(BaseModel):
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """The sampling parameters. Without a seed a random one is drawn. ValueError if a value is out of range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        if stop and self.min_tokens:
+        if self.stop and self.min_tokens:
             raise ValueError("min_tokens: not supported together with stop")
         return SamplingParams(
             temperature=self.temperature, top_p=self.top_p, top_k=max(0, self.top_k), min_p=self.min_p, seed=seed,
-            max_new_tokens=max_new_tokens, stop=tuple(stop), stop_token_ids=tuple(self.stop_token_ids),
+            max_new_tokens=max_new_tokens, stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens)

@@ -1,7 +1,7 @@
 """Renders chat templates in a process of its own, whose time and memory its parent limits. It is run as a script, so that it
 imports neither torch nor the rest of Paceline; see `paceline.server.templates`, which starts it.
 
-Input and output are lines of JSON. The first line in has the template and the limits, every further one is a conversation."""
+Input and output are lines of JSON. The first line in has the limits, every further one a template and a conversation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def main() -> None:
     _limit_memory(options["memory_bytes"])
     _answer(answers, {"ready": True})
     for line in sys.stdin:
-        _answer(answers, _rendered(render_jinja_template, options["template"], options["max_chars"], json.loads(line)))
+        _answer(answers, _rendered(render_jinja_template, json.loads(line), options["max_chars"]))
 
 
-def _rendered(render: Any, template: str, max_chars: int, conversation: dict[str, Any]) -> dict[str, str]:
+def _rendered(render: Any, conversation: dict[str, Any], max_chars: int) -> dict[str, str]:
     """The rendered text, or what is wrong with it."""
     try:
-        (text,), _ = render(conversations=[conversation["messages"]], chat_template=template, tools=conversation["tools"],
-                            add_generation_prompt=conversation["add_generation_prompt"],
+        (text,), _ = render(conversations=[conversation["messages"]], chat_template=conversation["template"],
+                            tools=conversation["tools"], add_generation_prompt=conversation["add_generation_prompt"],
                             continue_final_message=conversation["continue_final_message"], **conversation["variables"])
     except MemoryError:
         return {"error": "the chat template needs too much memory"}

@@ -45,7 +45,6 @@ class TemplateRenderer:
         self._tokenizer, self._timeout_s, self._max_chars = tokenizer, timeout_s, max_chars
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._template: str | None = None  # of the process
         self._closed = False
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -61,12 +60,13 @@ class TemplateRenderer:
         """Return the text of a conversation. ValueError of one line if the template rejects it, or takes too long; Unavailable
         if there is no process to render it."""
         self.check_variables(conversation.variables)
-        template = self._tokenizer.get_chat_template(tools=conversation.tools) if self._tokenizer.chat_template else None
-        if template is None:
+        if not self._tokenizer.chat_template:
             raise ValueError("messages: the model came without a chat template; use /v1/completions")
-        asked = conversation._asdict() | {"variables": {**self._tokenizer.special_tokens_map, **conversation.variables}}
+        template = self._tokenizer.get_chat_template(tools=conversation.tools)  # models can have one of their own for tools
+        variables = {**self._tokenizer.special_tokens_map, **conversation.variables}
+        asked = {**conversation._asdict(), "variables": variables, "template": template}
         with self._lock:
-            answer = self._ask(self._started(template), asked, self._timeout_s)
+            answer = self._ask(self._started(), asked, self._timeout_s)
             if answer is None:
                 self._stop()
                 raise ValueError(f"messages: the chat template took more than {self._timeout_s:g} s or its process ended")
@@ -77,8 +77,8 @@ class TemplateRenderer:
     def start(self) -> None:
         """Start the process, if the tokenizer has a template, so that the first conversation does not wait for it."""
         if self._tokenizer.chat_template:
-            with self._lock, suppress(ValueError, Unavailable):
-                self._started(self._tokenizer.get_chat_template())
+            with self._lock, suppress(Unavailable):
+                self._started()
 
     def close(self) -> None:
         """End the process."""
@@ -89,9 +89,8 @@ class TemplateRenderer:
         with self._lock:
             self._stop()
 
-    def _started(self, template: str) -> subprocess.Popen[bytes]:
-        """The process for a template. Models can have several: for tools, and for everything else."""
-        if self._process is not None and self._template == template and self._process.poll() is None:
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
         if self._closed:
@@ -99,8 +98,7 @@ class TemplateRenderer:
         script = Path(__file__).with_name("template_worker.py")
         self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL, start_new_session=True)
-        self._template = template
-        options = {"template": template, "memory_bytes": _MEMORY_BYTES, "max_chars": self._max_chars}
+        options = {"memory_bytes": _MEMORY_BYTES, "max_chars": self._max_chars}
         if self._ask(self._process, options, _START_S) is None:
             self._stop()
             raise Unavailable("the process that renders chat templates does not start")

@@ -47,7 +47,8 @@ class TextStream:
         found = [self._held.find(stop) for stop in self._stop if stop in self._held]
         if found:
             return len(self._held) - min(found)
-        lengths = [size for stop in self._stop for size in range(1, len(stop)) if self._held.endswith(stop[:size])]
+        lengths = [size for stop in self._stop for size in range(1, min(len(stop), len(self._held) + 1))
+                   if self._held.endswith(stop[:size])]
         return max(lengths, default=0)
 
     def _decode(self, start: int, end: int) -> str:

@@ -9,7 +9,8 @@ from benchmarks.cpu import manifest
 
 
 def test_a_small_run_writes_its_results(tmp_path, monkeypatch):
-    arguments = ["--allow-dirty", "--files", "2", "--file-mib", "1", "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    arguments = ["--allow-dirty", "--files", "2", "--file-mib", "1", "--folder", str(tmp_path), "--out",
+                 str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", [manifest.__file__, *arguments])
     manifest.main()
     found = json.loads((tmp_path / "out.json").read_text())["seconds_per_gib"]

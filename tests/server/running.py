@@ -38,7 +38,8 @@ class RunningServer:
 
     def __init__(self, engine: Engine, step_s: float = 0.0, **config: Any) -> None:
         """`step_s`: seconds that every step takes longer. It may be changed later."""
-        self.engine, self.config, self.step_s = engine, ServerConfig(model_name="tiny", **{"warm_up": False, "shutdown_s": 120, **config}), step_s
+        self.engine, self.step_s = engine, step_s
+        self.config = ServerConfig(**{"model_name": "tiny", "warm_up": False, "shutdown_s": 120, **config})
         app = create_app(engine, self.config)
         self.thread = app.state.thread
         self.server = LimitedServer(app, "127.0.0.1", 0)

@@ -35,6 +35,19 @@ def load_latest(checkpoints: Checkpoints, load: Callable[[Path | None], tuple[Le
             warn(f"{error}; the run continues from {before}, and {latest.name} is kept as {aside.name}")
 
 
+def complete_state(checkpoints: Checkpoints, num_steps: int) -> RunState | None:
+    """The state of a run that has done so many steps, according to its latest checkpoint; None if steps are left to do, or the
+    checkpoint is damaged, which `load_latest` deals with. Nothing is loaded for it, and no worker is started."""
+    latest = checkpoints.latest()
+    try:
+        if latest is None or read_state(latest).step < num_steps:
+            return None
+        check_checkpoint(latest)
+        return read_state(latest)
+    except DamagedFile:
+        return None
+
+
 def last_good_checkpoint(checkpoints: Checkpoints) -> str:
     """What to continue from after a step that failed."""
     latest, confirmed = checkpoints.latest(), checkpoints.confirmed

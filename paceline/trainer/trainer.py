@@ -28,7 +28,7 @@ from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
-from paceline.trainer.checkpoints import last_checkpoint, last_good_checkpoint, load_latest
+from paceline.trainer.checkpoints import complete_state, last_checkpoint, last_good_checkpoint, load_latest
 from paceline.trainer.config_files import unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
@@ -127,7 +127,7 @@ class Trainer:
             try:
                 self.checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, config.keep_checkpoints,
                                                str(resolve_model(config.model)))
-                self.state, self.learner, self.tokenizer = load_latest(self.checkpoints, self._make_learner, self._warn)
+                self.state = complete_state(self.checkpoints, config.steps) or self._load_latest()
                 if self.state.step >= config.steps:
                     status, message = RunStatus.COMPLETED, self._already_complete()
                 else:
@@ -156,6 +156,10 @@ class Trainer:
         return run_device(self.config)
 
     # Loading
+
+    def _load_latest(self) -> RunState:
+        state, self.learner, self.tokenizer = load_latest(self.checkpoints, self._make_learner, self._warn)
+        return state
 
     def _load(self) -> None:
         config, folder, task = self.config, self.folder, self._task

@@ -71,7 +71,9 @@ def test_a_complete_run_says_so_and_stays_as_it_is(run, capsys):
     assert {name: (run / name).read_bytes() for name in records} == records
 
 
-def test_a_complete_run_from_python(run):
+def test_a_complete_run_from_python(run, monkeypatch):
+    """Nothing is loaded for it, and no worker is started."""
+    monkeypatch.setattr(Trainer, "_make_learner", lambda *_: pytest.fail("a learner was made"))
     (run / "summary.json").unlink()
     result = Trainer(load_run_config(run, [f'out="{run}"']), resume=True).run()
     assert result.status is RunStatus.COMPLETED and "is complete, 2 steps are done" in result.message and result.num_steps == 2

@@ -35,20 +35,20 @@ def test_two_workers_on_ray_with_one_killed(monkeypatch):
     try:
         coordinator.publish_policy(weights(), 0)
         assert_listens_on_loopback()
-        assert_same(run(coordinator, submit(coordinator), rounds=2000))
+        assert_same(run(coordinator, submit(coordinator), rounds=20_000))
         ids, found = submit(coordinator, PARAMS), {}
         while coordinator.book.num_generated == 0 and not found:
             found |= dict(coordinator.step())
         os.kill(coordinator.runtime.pids()[1], signal.SIGKILL)
         left = [request for request in ids if request not in found]
-        assert_same(found | run(coordinator, left, rounds=2000))
-        for _ in range(2000):  # it may be noticed after the last answer
+        assert_same(found | run(coordinator, left, rounds=20_000))
+        for _ in range(20_000):  # it may be noticed after the last answer
             lost = [event for event in coordinator.timeline.events if event["event"] == "lost"]
             if lost:
                 break
             coordinator.step()
         assert len(lost) == 1 and lost[0]["worker"] == 1
         coordinator.publish_policy(weights(seed=5), 1)
-        assert_same(run(coordinator, submit(coordinator), rounds=2000), seed=5)  # it is back, with the new weights
+        assert_same(run(coordinator, submit(coordinator), rounds=20_000), seed=5)  # it is back, with the new weights
     finally:
         coordinator.close()

@@ -125,7 +125,8 @@ class PacelineRollout:
         model = empty_model(policy_config(policy, tuple(trainer.eos_token_ids)), parse_dtype(self._dtype or own) or own,
                             trainer.accelerator.device)
         load_state(model, merged_weights(policy))
-        return engine_for(config, model, trainer.processing_class, speculate=True)
+        num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)  # adapters only?
+        return engine_for(config, model, trainer.processing_class, speculate=True, num_trained=num_trained)
 
     def _monitor_drafter(self) -> None:
         """Watch over the learned drafter, if there is one."""

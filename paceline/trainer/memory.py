@@ -155,11 +155,13 @@ def free_bytes(config: TrainConfig, device: torch.device) -> int:
     return min(free, int(gpu_share(config) * total) - torch.cuda.memory_reserved(device)) if gpu_share(config) < 1 else free
 
 
-def kv_budget(config: TrainConfig, shape: ModelConfig, free: int, speculate: bool = True) -> float:
+def kv_budget(config: TrainConfig, shape: ModelConfig, free: int, speculate: bool = True,
+              num_trained: int | None = None) -> float:
     """Memory in GiB for the KV cache of an engine that is about to be made, of the `free` bytes that its device has now: what
     the policy's training does not need later, nor its update unless the engine sleeps then, nor the second engine of
-    `compare_off`, which is made after the one that speculates."""
-    room = float(free - _plan(config, shape, None).later_bytes)
+    `compare_off`, which is made after the one that speculates. `num_trained`: number of parameters that are trained, if another
+    library trains them; None: what the configuration says."""
+    room = float(free - _plan(config, shape, None, num_trained).later_bytes)
     first, second = _kv_bytes(config, shape)
     if second and speculate:
         room = (room - _engine_bytes(config, shape)) * first / (first + second)
@@ -181,10 +183,11 @@ def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = Non
     return plan._replace(savings=tuple(savings))
 
 
-def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None) -> MemoryPlan:
+def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None, num_trained: int | None = None) -> MemoryPlan:
     workers = config.cluster.workers
     answers = math.ceil(config.rollout.prompts * config.rollout.group_size / workers) * config.rollout.max_new_tokens
-    items = (*_learner_items(config, shape, _dtype(config).itemsize), *_engine_items(config, shape, _dtype(config).itemsize),
+    width, adapters = _dtype(config).itemsize, config.learner.lora_rank > 0 or (num_trained or math.inf) < num_parameters(shape)
+    items = (*_learner_items(config, shape, width, num_trained), *_engine_items(config, shape, width, adapters),
              *_drafter_items(config, shape, answers))
     return MemoryPlan(items, sum(_kv_bytes(config, shape)), answers, capacity, config.sleep_during_update, num_workers=workers)
 
@@ -223,12 +226,12 @@ def _feature_size(config: TrainConfig, shape: ModelConfig) -> int:
     return len(layers) * shape.hidden_size
 
 
-def _learner_items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
+def _learner_items(config: TrainConfig, shape: ModelConfig, width: int, num_trained: int | None = None) -> Iterator[MemoryItem]:
     """The models in training, of which every worker holds a shard, and what is whole on each of them. Workers make their engines
     first, so all of this is to come when these are made."""
     algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens, **config.algorithm_options)
     total, master, rank, shards = num_parameters(shape), max(4, width), config.learner.lora_rank, _num_shards(config)
-    trained = num_adapter_parameters(shape, rank, config.learner.lora_targets) if rank else total
+    trained = num_adapter_parameters(shape, rank, config.learner.lora_targets) if rank else num_trained or total
     moments = _ADAM_BYTES[config.optimizer.kind] * (master // 4 if config.optimizer.kind == "adamw" else 1)
     exact = config.learner.exact_logprobs
     sharded = [MemoryItem("policy in training", total * width + trained * master if rank else total * master),
@@ -242,7 +245,8 @@ def _learner_items(config: TrainConfig, shape: ModelConfig, width: int) -> Itera
                     MemoryItem("critic's AdamW", int(total * moments), is_later=True)]
     if config.reward_model is not None:
         sharded.append(_reward_model_item(config.reward_model, width))
-    whole = [MemoryItem("activations of a micro-batch", _activation_bytes(config, shape, width), "update", is_later=True)]
+    activations = _activation_bytes(config, shape, width, is_frozen=trained < total)
+    whole = [MemoryItem("activations of a micro-batch", activations, "update", is_later=True)]
     if config.reward_model is not None:
         whole.append(_scoring_item(config, config.reward_model, width))
     if exact:
@@ -260,9 +264,9 @@ def _learner_items(config: TrainConfig, shape: ModelConfig, width: int) -> Itera
         yield item._replace(is_later=item.is_later or shards > 1)
 
 
-def _engine_items(config: TrainConfig, shape: ModelConfig, width: int) -> Iterator[MemoryItem]:
+def _engine_items(config: TrainConfig, shape: ModelConfig, width: int, adapters: bool) -> Iterator[MemoryItem]:
     yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
-    if config.learner.lora_rank:
+    if adapters:
         largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
         yield MemoryItem("merging of adapters", 2 * largest * max(4, width), "engine", is_later=True)
 
@@ -347,13 +351,13 @@ def _drafter_parameters(drafter: EagleConfig) -> int:
         return sum(parameter.numel() for parameter in Eagle(drafter).parameters())
 
 
-def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int) -> int:
+def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int, is_frozen: bool = False) -> int:
     """Activations and temporary tensors of the largest micro-batch. A residual stream in the embedding's data type, two norms,
     qkv, attention, gate, up and their product are saved per layer, and the weights cast to the run's data type; if activations
     are recomputed, only the two inputs of a layer; with exact log-probabilities one, and for a moment twice. The backward of one
-    layer, or the logits of one chunk, comes on top."""
+    layer, or the logits of one chunk, comes on top. `is_frozen`: only adapters are trained."""
     rows = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
-    hidden, inner, lora = shape.hidden_size, shape.intermediate_size, config.learner.lora_rank > 0
+    hidden, inner, lora = shape.hidden_size, shape.intermediate_size, is_frozen or config.learner.lora_rank > 0
     residual = width if lora else max(4, width)
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     layer = 2 * residual * hidden + width * (2 * hidden + heads + 3 * inner)

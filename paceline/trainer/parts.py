@@ -89,12 +89,12 @@ def shared_weights(learner: Learner) -> dict[str, Tensor]:
     return unadapted_parameters(learner.policy.model) if learner.config.lora_rank else {}
 
 
-def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: bool) -> Engine:
+def engine_for(config: TrainConfig, model: Decoder, tokenizer: Any, speculate: bool, num_trained: int | None = None) -> Engine:
     """An engine of the run for this policy, which it owns from now on. On a GPU its KV cache leaves room for what the policy's
-    update needs, unless the configuration says how large it is."""
+    update needs, unless the configuration says how large it is. `num_trained`: see `kv_budget`."""
     device = model.norm.device
     if device.type == "cuda" and config.engine.kv_memory_gb is None and config.engine.kv_tokens is None:
-        room = kv_budget(config, model.config, free_bytes(config, device), speculate)
+        room = kv_budget(config, model.config, free_bytes(config, device), speculate, num_trained)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_memory_gb": room})})
     if not speculate:
         return _with_room(Engine(model, tokenizer, "none", "off", config.engine), config)

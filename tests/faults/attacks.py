@@ -128,6 +128,16 @@ HOST = [
     attack("sockets of services", "import os; got = os.listdir('/run')"),
     attack("parent", "import os; got = os.getppid() and os.getpgid(os.getppid())", ONLY_NAMESPACES),
     attack("home", "import os; got = os.listdir(HOME)"),
+    attack("home exists", "import os; got = os.path.lexists(HOME)", ONLY_NAMESPACES),
+    attack("home of root exists", "import os; got = os.path.lexists('/root')", ONLY_NAMESPACES),
+    attack("homes exist", "import os; got = os.path.lexists('/home')", ONLY_NAMESPACES),
+    attack("folders above Python", "import os; got = [place for place in ABOVE if os.path.lexists(place)]", ONLY_NAMESPACES),
+    attack("home by Python's own paths", """
+import sys
+known = [sys.prefix, sys.base_prefix, sys.executable, *sys.path, *(getattr(m, '__file__', None) or '' for m in list(
+    sys.modules.values()))]
+got = [path for path in known if any(path.startswith(place + '/') for place in ABOVE) and 'paceline' not in path]
+""", ONLY_NAMESPACES),
     attack("tests in its arguments", "import sys; got = [x for x in sys.argv if x]"),
     attack("input", "import sys; got = sys.stdin.read()"),
 ]
@@ -249,6 +259,26 @@ got = 1
            ONLY_NAMESPACES),
 ]
 
+EXECUTION = [
+    attack("executable memory of a file of its own", """
+import mmap
+with open('code', 'w+b') as file:
+    file.write(bytes(4096)); file.flush()
+    got = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)
+""", ONLY_NAMESPACES),
+    attack("library of its own", """
+import ctypes, shutil
+shutil.copy(__import__('_ctypes').__file__, 'own.so')
+got = ctypes.CDLL('./own.so')
+""", frozenset({NAMESPACES, HOOK})),
+    attack("module of its own", """
+import importlib.machinery as m, importlib.util as u, shutil
+shutil.copy(u.find_spec('_json').origin, 'module.so')
+loader = m.ExtensionFileLoader('_json', './module.so')
+got = u.module_from_spec(u.spec_from_loader('_json', loader))
+""", ONLY_NAMESPACES),
+]
+
 KERNEL_INTERFACES = [
     attack(name, f"import ctypes; got = ctypes.CDLL(None).{call}", KERNEL | {HOOK}) for name, call in (
         ("unshare", "unshare(0x10000000) == 0"), ("unshare mounts", "unshare(0x20000) == 0"),
@@ -308,7 +338,7 @@ def _tricked() -> list[Attack]:
     return found
 
 
-ATTACKS = [*READ, *HOST, *WRITE, *NETWORK, *PROCESSES, *SIGNALS, *LIMITS, *KERNEL_INTERFACES, *_tricked()]
+ATTACKS = [*READ, *HOST, *WRITE, *NETWORK, *PROCESSES, *SIGNALS, *EXECUTION, *LIMITS, *KERNEL_INTERFACES, *_tricked()]
 assert len({each.name for each in ATTACKS}) == len(ATTACKS)
 
 RUN_ATTACKS = '''
@@ -320,8 +350,9 @@ def run_attacks(attacks, names):
         scope = {**names}
         try:
             os.chdir(home)
-            os.mkdir(f"attack-{number}")
-            os.chdir(f"attack-{number}")
+            with contextlib.suppress(OSError):  # where nothing can be written
+                os.mkdir(f"attack-{number}")
+                os.chdir(f"attack-{number}")
             exec(code, scope)
         except BaseException as error:
             scope["error"] = error

@@ -68,11 +68,17 @@ def targets(tmp_path):
         names = {"OUTSIDE": str(outside), "SECRET": str(outside / "secret"), "SCRIPT": str(outside / "script_of_the_user.py"),
                  "ARCHIVE": str(outside / "archive.zip"), "EMPTY": str(outside / "empty"), "FIFO": str(outside / "fifo"),
                  "TARGET": str(outside / "target"), "SOCKET": address, "ABSTRACT": abstract, "PORT": tcp.getsockname()[1],
-                 "PID": os.getpid(), "HOME": str(Path.home()), "HOST_NAME": platform.node(),
+                 "PID": os.getpid(), "HOME": str(Path.home()), "ABOVE": _folders_above_python(), "HOST_NAME": platform.node(),
                  "AARCH64": platform.machine() == "aarch64", "KEYCTL": 219 if platform.machine() == "aarch64" else 250,
                  "VFORK": 220 if platform.machine() == "aarch64" else 56}
         yield names
         assert _state(outside) == before
+
+
+def _folders_above_python() -> list[str]:
+    """Folders that lead to Python, to this environment and to the user's home, but for those that every system has."""
+    above = {parent for path in (sys.prefix, sys.base_prefix, Path.home()) for parent in (*Path(path).parents, Path(path))}
+    return sorted(str(path) for path in above if len(path.parts) > 1 and path.parts[1] not in ("usr", "opt", "lib", "nix", "gnu"))
 
 
 def _state(folder: Path) -> list[tuple]:
@@ -148,11 +154,41 @@ def test_each_layer_stops_what_it_is_there_for(layers, targets, held):
     assert run_layers(layers, expected_to_stop(*layers), targets) == {}
 
 
+class RunAttacks:
+    """An item that runs code when a scorer unpickles it, as an answer would that has got past every check. What the attacks got
+    is said in place of a score."""
+
+    def __init__(self, attacks: list[tuple[str, str]], names: dict) -> None:
+        self.code = (f"{RUN_ATTACKS}\nimport json, os\nfound = run_attacks({attacks!r}, {names!r})\n"
+                     "os.write(3, json.dumps({'error': ', '.join(found) or 'nothing'}).encode() + b'\\n')\nos._exit(0)\n")
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+
+SCORERS = {"math": {}, "reasoning-gym": {"generator": "countdown", "settings": {"size": 2, "seed": 1}}}
+
+
+@pytest.mark.parametrize("kind", SCORERS)
+def test_the_scorers_stop_every_attack(kind, targets):
+    """They have imported large libraries outside, and hold a socket to their server."""
+    scorer = service.SandboxedScorer(kind, SCORERS[kind], seconds=60.0)
+    try:
+        scorer.start()
+        layers = {HOOK, "limits"} | ({NAMESPACES} & set(scorer.held)) | (
+            {FILTER} if {"seccomp", "landlock"} <= set(scorer.held) else set())
+        with pytest.raises(RuntimeError, match=f"the {kind} scorer raised nothing$"):
+            scorer.score(RunAttacks(expected_to_stop(*layers), targets))
+    finally:
+        scorer.close()
+
+
 def test_the_attacks_themselves_work(targets):
     """Without any layer most of them get what they are after; otherwise the other tests would show nothing."""
     harmless = {"open", "os.open", "FileIO", "symbolic link", "list", "command lines", "tcp", "unix socket", "abstract socket",
                 "fork", "system", "subprocess", "fork_exec", "fifo", "passwd", "signal to the grader", "C library", "stat",
-                "socket by C", "realpath, then open", "realpath, then system"}
+                "socket by C", "home exists", "folders above Python", "executable memory of a file of its own",
+                "realpath, then open", "realpath, then system"}
     found = run_layers(set(), [(each.name, each.code) for each in ATTACKS if each.name in harmless], targets)
     assert set(found) == harmless
 

@@ -20,9 +20,11 @@ from small_policy import BUNDLED, write_policy
 from paceline import Engine, SamplingParams
 from paceline.config import ConfigError
 from paceline.engine.prompts import derive_seed
+from paceline.integrations import trl as trl_plugin
 from paceline.integrations.huggingface import merged_weights
 from paceline.integrations.trl import DRAFTER_FOLDER, PacelineRollout
 from paceline.models.state_dict import export_state
+from paceline.trainer.memory import num_parameters
 
 pytestmark = pytest.mark.integration
 AGREEMENT = "sampling/sampling_logp_difference/mean"
@@ -94,6 +96,22 @@ def test_three_steps(folder, tmp_path, drafter, lora):
     if drafter == "learned":
         assert max(logged(trainer, "drafter/steps")) >= 1 and (tmp_path / DRAFTER_FOLDER).is_dir()
         assert rollout.drafter_trainer is None  # it ends with the trainer's training
+
+
+def test_the_kv_cache_is_planned_for_the_parameters_that_are_trained(folder, tmp_path, monkeypatch):
+    """With adapters all others are frozen: they have no gradients and no moments."""
+    planned = []
+    make = trl_plugin.engine_for
+    monkeypatch.setattr(trl_plugin, "engine_for", lambda *args, num_trained, **options: (
+        planned.append(num_trained), make(*args, num_trained=num_trained, **options))[1])
+    for lora in (True, False):
+        rollout = PacelineRollout(engine=ENGINE)
+        trainer = make_trainer(folder, tmp_path / str(lora), rollout, lora=lora, max_steps=1)
+        trainer.train()
+    config = rollout.engine.model.config
+    heads, kv, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
+    adapters = config.num_layers * 4 * (heads + hidden + kv + hidden + config.intermediate_size + hidden)
+    assert planned == [adapters, num_parameters(config)]
 
 
 def test_tokens_are_those_of_the_engine(folder, tmp_path):

@@ -302,6 +302,14 @@ def test_models_that_need_several_gpus_are_planned():
     assert asleep.fits(16 * 4096)
 
 
+def test_adapters_that_another_library_trains_leave_their_memory_to_the_kv_cache():
+    """As in a run of our own whose settings say so. Gradients and moments of 7B parameters would leave nothing."""
+    free, adapters = 60 * 2**30, num_adapter_parameters(QWEN_7B, 16, LearnerConfig().lora_targets)
+    whole, found = (kv_budget(config(), QWEN_7B, free, num_trained=count) for count in (num_parameters(QWEN_7B), adapters))
+    assert whole == kv_budget(config(), QWEN_7B, free) == pytest.approx(6)
+    assert found == pytest.approx(kv_budget(config(learner={"lora_rank": 16}), QWEN_7B, free), rel=0.02) and found > 2 * whole
+
+
 def test_the_kv_cache_of_a_worker_leaves_room_for_its_shard():
     free, plan = 60 * 2**30, plan_for(config(**EIGHT), QWEN_7B)
     later = gigabytes(plan_for(config(**EIGHT), QWEN_7B))

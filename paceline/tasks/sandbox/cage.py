@@ -35,7 +35,7 @@ class Cage(NamedTuple):
     folder: str
     """The folder to work in; the only one that can be written to."""
     visible: tuple[str, ...]
-    """Files and folders that can be read."""
+    """Files and folders that can be read, by the names that they have inside."""
     held: tuple[str, ...]
     """What the kernel enforces: user, namespaces, seccomp, landlock."""
 
@@ -48,7 +48,7 @@ def enter(folder: str, readable: tuple[str, ...] = (), partial: bool = False) ->
         held.append("user")
     try:
         _new_namespaces()
-        rootfs.enter(folder, visible)
+        visible = rootfs.enter(folder, visible)
         folder = rootfs.FOLDER
         held.append("namespaces")
     except OSError as error:

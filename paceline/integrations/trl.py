@@ -1,25 +1,30 @@
 """Rollouts for TRL's `GRPOTrainer`: `GRPOTrainer(..., rollout_func=PacelineRollout())`.
 
-The engine lives in the trainer's process and has its own copy of the policy, which gets the trainer's weights whenever they have
-changed. Nothing goes through files. A learned drafter is trained after each generation, before the policy's update."""
+The engine lives in the trainer's process and has its own copy of the policy. Before every generation it is compared with the
+trainer's weights, and gets them if they differ. Nothing goes through files. A learned drafter is trained after each generation,
+before the policy's update."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
+from trl.distributed import DistributedBackend
 
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
 from paceline.engine import Engine
 from paceline.engine.pool import RequestPool
 from paceline.engine.prompts import derive_seed
 from paceline.integrations.huggingface import merged_weights, policy_config
-from paceline.models.state_dict import load_state
+from paceline.models.state_dict import export_state, load_state
 from paceline.models.weights import empty_model, parse_dtype
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
@@ -68,8 +73,7 @@ class PacelineRollout:
         self._config: TrainConfig
         self._monitor: DrafterMonitor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._synced = -1  # the trainer's step whose weights the engine has
-        self._calls = 0  # of this step
+        self._calls = Counter[str]()  # of this step for training, of this evaluation
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """Generate one completion for each prompt, as `GRPOTrainer` asks for it."""
@@ -77,34 +81,46 @@ class PacelineRollout:
             self._start(trainer)
         elif self._trainer is not trainer:
             raise ValueError("PacelineRollout: it belongs to another trainer; make one for each")
-        self.sync_weights()
+        else:
+            self.sync_weights()
         params = sampling_params(trainer)
         prompt_ids = encode_prompts(prompts, trainer)
-        training = trainer.model.training
-        key = f"{'train' if training else 'eval'}/{trainer.state.global_step}/{self._calls}/{trainer.accelerator.process_index}"
-        seeds = [derive_seed(params.seed, key, index) for index in range(len(prompts))]
-        self._calls += 1
+        mode = "train" if trainer.model.training else "eval"
         self.engine.wake()
-        rollouts = self._generate(prompt_ids, params, seeds, "train" if training else "eval")
+        rollouts = self._generate(prompt_ids, params, self._next_seeds(mode, params.seed, len(prompts)), mode)
         if self._sleep or (self._sleep is None and self.engine.device.type == "cuda"):
             self.engine.sleep()
         return {"prompt_ids": prompt_ids, "completion_ids": [rollout.token_ids for rollout in rollouts],
                 "logprobs": [rollout.logprobs for rollout in rollouts]}
 
-    def sync_weights(self) -> None:
-        """Give the engine the trainer's weights, if the trainer has done a step since it got them."""
-        step = self._trainer.state.global_step
-        if step != self._synced:
-            if self._synced >= 0:
-                self.engine.update_weights(merged_weights(self._trainer.accelerator.unwrap_model(self._trainer.model)))
-            self._synced, self._calls = step, 0
+    def sync_weights(self) -> bool:
+        """Give the engine the trainer's weights if any of them differs from the engine's. Returns whether one did.
+
+        The values are compared, because nothing else says reliably that weights have changed: checkpoints are loaded without a
+        step, and optimizers may write past autograd's version counters. The first difference ends the comparison, so weights
+        that are the same cost most: about half as much as an update."""
+        own = export_state(self.engine.model)
+        with closing(trained_weights(self._trainer)) as weights:
+            differ = any(name in own and not torch.equal(own[name], value.to(own[name])) for name, value in weights)
+        if differ:
+            version = max(self.engine.version + 1, self._trainer.state.global_step)
+            self.engine.update_weights(trained_weights(self._trainer), version)
+        return differ
+
+    def _next_seeds(self, mode: str, seed: int, count: int) -> list[int]:
+        """The seeds of this call's answers. Those of training depend on the trainer's step, those of evaluations do not: every
+        evaluation samples with the same seeds, and does not change what is trained on."""
+        place = f"train/{self._trainer.state.global_step}" if mode == "train" else "eval"
+        key = f"{place}/{self._calls[mode]}/{self._trainer.accelerator.process_index}"
+        self._calls[mode] += 1
+        return [derive_seed(seed, key, index) for index in range(count)]
 
     # -- the first call
 
     def _start(self, trainer: Any) -> None:
         """Make the engine and what belongs to it, and let the trainer use the log-probabilities."""
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise ValueError("PacelineRollout: a policy that is sharded over processes (FSDP, DeepSpeed) is not supported")
+        if DistributedBackend(trainer.accelerator).fsdp_version == 1:
+            raise ValueError("PacelineRollout: FSDP1 is not supported; set fsdp_version: 2 in accelerate's configuration")
         if trainer.tools:
             raise ValueError("PacelineRollout: tools are not supported")
         params, state = sampling_params(trainer), trainer.state
@@ -112,19 +128,19 @@ class PacelineRollout:
                              rollout={"max_new_tokens": params.max_new_tokens, "temperature": params.temperature})
         self._config, self.engine = config, self._make_engine(trainer, config)
         self.engine.version = state.global_step
-        self._trainer, self._synced = trainer, state.global_step
+        self._trainer = trainer
         self._monitor_drafter()
+        trainer.add_callback(_TrainerEvents(self))
         self.engine.warm_up(trainer.args.generation_batch_size)
-        # TRL computes its correction and metrics for log-probabilities of the sampler only if the sampler is vLLM's, and then
-        # asks `vllm_generation` to follow the weights.
-        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, self, state.global_step
+        # TRL computes its correction and metrics for log-probabilities of the sampler only if the sampler is vLLM's.
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _SyncedByItself(), state.global_step
 
     def _make_engine(self, trainer: Any, config: TrainConfig) -> Engine:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         own = torch.bfloat16 if trainer.args.bf16 else next(policy.parameters()).dtype
         model = empty_model(policy_config(policy, tuple(trainer.eos_token_ids)), parse_dtype(self._dtype or own) or own,
                             trainer.accelerator.device)
-        load_state(model, merged_weights(policy))
+        load_state(model, trained_weights(trainer))
         num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)  # adapters only?
         return engine_for(config, model, trainer.processing_class, speculate=True, num_trained=num_trained)
 
@@ -136,8 +152,11 @@ class PacelineRollout:
         if not config.train_drafter and learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.engine.version)
         self._monitor = DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), config.train_drafter)
-        if config.train_drafter:
-            self._trainer.add_callback(_DrafterCheckpoints(self))
+
+    def restart_calls(self, *modes: str) -> None:
+        """Count the calls of these modes from 0 again: a step or an evaluation begins."""
+        for mode in modes:
+            del self._calls[mode]
 
     # -- drafter training
 
@@ -199,11 +218,27 @@ class PacelineRollout:
         return metrics
 
 
-class _DrafterCheckpoints(TrainerCallback):
-    """Writes the drafter's checkpoint together with the trainer's."""
+class _SyncedByItself:
+    """Takes the place of TRL's `VLLMGeneration`: the engine follows the weights without being asked."""
+
+    def sync_weights(self) -> None:
+        """TRL calls this when its step has changed. `PacelineRollout` compares the weights before every generation."""
+
+
+class _TrainerEvents(TrainerCallback):
+    """Tells `PacelineRollout` where steps and evaluations begin, and writes the drafter's checkpoints with the trainer's."""
 
     def __init__(self, rollout: PacelineRollout) -> None:
         self._rollout = rollout
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._rollout.restart_calls("train", "eval")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._rollout.restart_calls("eval")
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self._rollout.restart_calls("eval")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._rollout.drafter_trainer is not None:
@@ -211,6 +246,12 @@ class _DrafterCheckpoints(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._rollout.end_drafter_training()
+
+
+def trained_weights(trainer: Any) -> Generator[tuple[str, Tensor], None, None]:
+    """The weights that the trainer trains, as `merged_weights` yields them. If they are sharded over processes, all of them have
+    to iterate."""
+    return merged_weights(trainer.accelerator.unwrap_model(trainer.model), DistributedBackend(trainer.accelerator).gather_params)
 
 
 def sampling_params(trainer: Any) -> SamplingParams:

@@ -3,83 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
-
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import pytest
 import torch
 from small_policy import BUNDLED, write_policy
+from trl_training import AGREEMENT, ENGINE, Recorded, answers, logged, make_trainer
 
 from paceline import Engine, SamplingParams
 from paceline.config import ConfigError
 from paceline.engine.prompts import derive_seed
 from paceline.integrations import trl as trl_plugin
-from paceline.integrations.huggingface import merged_weights
 from paceline.integrations.trl import DRAFTER_FOLDER, PacelineRollout
-from paceline.models.state_dict import export_state
 from paceline.trainer.memory import num_parameters
 
 pytestmark = pytest.mark.integration
-AGREEMENT = "sampling/sampling_logp_difference/mean"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/integrations/trl_grpo.py"
-ENGINE = {"kv_tokens": 8192, "profile": False}
-
-
-def reward_twos(completions, **kwargs):
-    """The share of the digit 2, in texts or in messages."""
-    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
-    return [text.count("2") / max(1, len(text)) for text in texts]
-
-
-def make_trainer(folder, out, rollout, prompts=None, lora=False, **options):
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    settings = {"max_steps": 3, "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 24,
-                "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
-                "disable_tqdm": True, "seed": 7}
-    data = Dataset.from_dict({"prompt": prompts or [f"{n}:" for n in range(3, 40)]})
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False) if lora else None
-    return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), reward_funcs=reward_twos, train_dataset=data,
-        processing_class=AutoTokenizer.from_pretrained(folder), rollout_func=rollout, peft_config=adapters,
-        args=GRPOConfig(output_dir=str(out), **{**settings, **options}))
-
-
-class Recorded(PacelineRollout):
-    """Keeps what the trainer got, and compares the engine's weights with the trainer's at every call."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.calls = []
-
-    def __call__(self, prompts, trainer):
-        output = super().__call__(prompts, trainer)
-        state = export_state(self.engine.model)
-        trained = {name: value.clone() for name, value in merged_weights(trainer.model)}
-        assert trained.keys() - {"lm_head.weight"} <= state.keys() <= trained.keys()
-        for name, value in state.items():
-            assert torch.equal(value, trained[name]), name
-        self.calls.append((output, trained))
-        return output
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_policy(tmp_path_factory.mktemp("policy"))
-
-
-def logged(trainer, key):
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 @pytest.mark.parametrize(("drafter", "lora"), [("suffix", False), ("learned", False), ("suffix", True)])
@@ -144,6 +90,63 @@ def test_conversations_and_evaluation(folder, tmp_path):
     assert "eval_reward" in metrics and rollout.engine.version == 1
 
 
+def test_evaluation_after_the_best_checkpoint_is_loaded(folder, tmp_path):
+    """`load_best_model_at_end` exchanges the weights without a step."""
+    rollout = Recorded(engine=ENGINE)
+    trainer = make_trainer(folder, tmp_path, rollout, max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+                           save_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_reward",
+                           per_device_eval_batch_size=8, evaluate=1)
+    rewards = iter((1.0, 0.0, 0.0, 0.0))
+    plain_evaluate = trainer.evaluate
+    trainer.evaluate = lambda *arguments, **options: {**plain_evaluate(*arguments, **options), "eval_reward": next(rewards)}
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    version = rollout.engine.version
+    trainer.evaluate()  # Recorded compares the weights
+    assert rollout.engine.version == version + 1
+    best, last = rollout.evaluations[0], rollout.evaluations[-1]
+    assert all(torch.equal(value, last[1][name]) for name, value in best[1].items())
+    assert answers([best]) == answers([last]) != answers(rollout.evaluations[-2:-1])
+
+
+def test_a_second_training_generates_with_the_weights_of_the_first(folder, tmp_path):
+    rollout = Recorded(engine=ENGINE)
+    trainer = make_trainer(folder, tmp_path, rollout, max_steps=1)
+    trainer.train()
+    trainer.train()  # begins at step 0, as the first did
+    assert max(logged(trainer, AGREEMENT)) < 1e-4 and rollout.engine.version == 1
+
+
+def test_weights_that_change_within_a_step(folder, tmp_path):
+    """Weights that a callback writes, past autograd's version counters, reach the engine; those that are the same keep its
+    version."""
+    rollout = Recorded(engine=ENGINE)
+    trainer = make_trainer(folder, tmp_path, rollout, max_steps=1, evaluate=1, per_device_eval_batch_size=8)
+    trainer.evaluate()
+    trainer.evaluate()
+    assert rollout.engine.version == 0 and len(set(map(str, answers(rollout.evaluations)))) == 1
+    with torch.no_grad():
+        trainer.model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 0.5
+    trainer.evaluate()
+    assert rollout.engine.version == 1
+
+
+def test_evaluations_do_not_change_what_is_trained_on(folder, tmp_path):
+    """With and without evaluations between the steps, and resumed from a checkpoint: the same training samples. Evaluations of
+    the same weights give the same answers."""
+    def train(name, evaluate, resume=None, **options):
+        rollout = Recorded(engine=ENGINE)
+        trainer = make_trainer(folder, tmp_path / name, rollout, evaluate=2 * evaluate, per_device_eval_batch_size=8,
+                               eval_strategy="steps" if evaluate else "no", eval_steps=1, max_steps=3, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return rollout
+
+    plain, evaluated = train("plain", False), train("evaluated", True, save_strategy="steps", save_steps=2)
+    assert answers(plain.calls) == answers(evaluated.calls) and len(evaluated.evaluations) == 6
+    resumed = train("resumed", False, str(tmp_path / "evaluated/checkpoint-2"))
+    assert answers(resumed.calls) == answers(plain.calls)[2:]
+
+
 def test_a_second_training_continues_the_drafter(folder, tmp_path):
     rollout = PacelineRollout(drafter="learned", engine=ENGINE, drafter_budget={"shortest_s": 0.1})
     trainer = make_trainer(folder, tmp_path, rollout, max_steps=2)
@@ -151,25 +154,6 @@ def test_a_second_training_continues_the_drafter(folder, tmp_path):
     first = logged(trainer, "drafter/steps")[-1]
     trainer.train()
     assert logged(trainer, "drafter/steps")[-1] > first
-
-
-def train_in_one_of_two_processes(folder, out):
-    """What `torch.distributed.run` calls in each process."""
-    rollout = Recorded(drafter="learned", engine=ENGINE)
-    trainer = make_trainer(folder, out, rollout, max_steps=2, per_device_train_batch_size=8)
-    trainer.train()
-    outputs = [output for output, _ in rollout.calls]
-    assert len(outputs) == 2 and max(logged(trainer, AGREEMENT)) < 1e-4
-    (out / f"answers-{os.environ['RANK']}.json").write_text(json.dumps([one["completion_ids"] for one in outputs]))
-
-
-def test_two_processes_generate_different_answers(folder, tmp_path):
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, str(folder), str(tmp_path)],
-                   check=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    first, second = (json.loads((tmp_path / f"answers-{rank}.json").read_text()) for rank in (0, 1))
-    assert [len(step) for step in first] == [len(step) for step in second] == [8, 8]
-    assert first[0] != second[0] and first[1] != second[1]
-    assert {path.name for path in tmp_path.glob(f"{DRAFTER_FOLDER}*")} == {DRAFTER_FOLDER, f"{DRAFTER_FOLDER}-1"}
 
 
 def test_what_is_not_supported_is_refused(folder, tmp_path):
@@ -209,7 +193,3 @@ def test_a_step_is_twice_as_fast_as_with_own_generation(tmp_path):
     print(f"\none GRPO step: {statistics.median(seconds['own']):.2f} s with TRL's generation, "
           f"{statistics.median(seconds['paceline']):.2f} s with Paceline's: {ratio:.1f}x")
     assert ratio >= 2
-
-
-if __name__ == "__main__":
-    train_in_one_of_two_processes(*map(Path, sys.argv[1:]))

@@ -23,8 +23,9 @@ from paceline.server.config import ServerConfig
 from paceline.server.encoding import PromptEncoder
 from paceline.server.errors import ANSWERED, GenerationFailed, describe, error_json, error_response
 from paceline.server.generation import Generation
+from paceline.server.logprobs import TokenTexts
 from paceline.server.metrics import ServerMetrics
-from paceline.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from paceline.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 
 _MAX_BODIES = 64
 """Number of bodies of the largest size that may be in memory, because they are still received or encoded."""
@@ -49,11 +50,14 @@ class _Server:
         self.thread = EngineThread(engine, config.max_pending, config.warm_up)
         self.metrics = ServerMetrics(engine, self.thread)
         self.encoder = PromptEncoder(engine.tokenizer, engine.scheduler.max_length, config.template_timeout_s)
+        self._texts = TokenTexts(engine.tokenizer)
         self._ending = asyncio.Event()
         self._streams: set[Generation] = set()
         self._num_body_bytes = 0  # of bodies that are in memory
         routes = [Route("/health", self.health), Route("/metrics", self.show_metrics),
-                  Route("/v1/models", self._guarded(self.models)),
+                  Route("/v1/models", self._guarded(self.models)), Route("/v1/models/{name:path}", self._guarded(self.model)),
+                  Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+                  Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                   Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
         self.app = Starlette(routes=routes, lifespan=self._lifespan,
@@ -86,22 +90,43 @@ class _Server:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
-        model = {"id": self.config.model_name, "object": "model", "created": 0, "owned_by": "paceline",
-                 "max_model_len": self.engine.scheduler.max_length}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = TokenizeRequest.model_validate_json(await self._read(request))
+        self._check_model(body.model)
+        if body.prompt is None:
+            work = self.encoder.encode_chat(body.conversation(), body.add_special_tokens or False)
+        else:
+            work = self.encoder.encode(body.prompt, body.add_special_tokens is not False)
+        tokens = await self._encoded(request, work)
+        strings = {"token_strs": [self._texts(token)[0] for token in tokens]} if body.return_token_strs else {}
+        longest = self.engine.scheduler.max_length
+        return JSONResponse({"count": len(tokens), "max_model_len": longest, "tokens": tokens, **strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = DetokenizeRequest.model_validate_json(await self._read(request))
+        self._check_model(body.model)
+        return JSONResponse({"prompt": await self._encoded(request, self.encoder.decode(body.tokens))})
 
     async def completions(self, request: Request) -> Response:
         body = CompletionRequest.model_validate_json(await self._read(request))
         given = body.prompts()
         self._check(body, len(given), body.max_tokens)
-        prompts = await self._encoded(request, self.encoder.encode_all(given))
+        prompts = await self._encoded(request, self.encoder.encode_all(given, body.add_special_tokens,
+                                                                            body.truncate_prompt_tokens))
         return await self._generate(request, body, prompts, body.max_tokens)
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await self._read(request))
         max_tokens = body.max_completion_tokens or body.max_tokens
         self._check(body, 1, max_tokens or self.engine.scheduler.max_length)
-        prompt = await self._encoded(request, self.encoder.encode_chat(body.conversation()))
+        prompt = await self._encoded(request, self.encoder.encode_chat(body.conversation(), body.add_special_tokens,
+                                                                             body.truncate_prompt_tokens))
         room = max(1, self.engine.scheduler.max_length - len(prompt))
         return await self._generate(request, body, [prompt], max_tokens or room)
 
@@ -119,7 +144,8 @@ class _Server:
                 response = error_response(error)
             finally:
                 self._release(request)
-            self.metrics.requests.labels(request.url.path, response.status_code).inc()
+            endpoint = request.url.path.removesuffix("/" + request.path_params.get("name", ""))  # a bounded number of them
+            self.metrics.requests.labels(endpoint, response.status_code).inc()
             if not isinstance(response, _EventStream):  # its own end is counted when it comes
                 self.metrics.duration.observe(time.perf_counter() - began)
             return response
@@ -163,10 +189,17 @@ class _Server:
         self._num_body_bytes -= request.state.num_body_bytes
         request.state.num_body_bytes = 0
 
+    def _card(self) -> dict[str, Any]:
+        return {"id": self.config.model_name, "object": "model", "created": 0, "owned_by": "paceline",
+                "max_model_len": self.engine.scheduler.max_length}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.config.model_name):
+            raise HTTPException(404, f"the model {name} does not exist; there is {self.config.model_name}")
+
     def _check(self, body: GenerationRequest, num_prompts: int, max_tokens: int) -> None:
         """Refuse what can be refused before prompts are encoded."""
-        if body.model != self.config.model_name:
-            raise HTTPException(404, f"the model {body.model} does not exist; there is {self.config.model_name}")
+        self._check_model(body.model)
         limit = min(self.config.max_answers, self.config.max_pending)
         if num_prompts * body.n > limit:
             raise HTTPException(400, f"n: more than {limit} answers to one request")
@@ -180,8 +213,8 @@ class _Server:
             self._release(request)
 
     async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
-        generation = Generation(self.thread, self.engine.tokenizer, body, prompts, body.sampling_params(max_tokens),
-                                self.config.timeout_s)
+        generation = Generation(self.thread, self._texts, body, prompts, body.sampling_params(max_tokens), self.config.timeout_s,
+                                max_tokens)
         try:
             await generation.start()
             if body.stream:

@@ -44,29 +44,41 @@ class PromptEncoder:
         for pool in (self._short, self._long, self._rendering):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. ValueError if it is longer than the context."""
+    async def encode(self, prompt: str | list[int], add_special_tokens: bool = True, keep: int | None = None) -> list[int]:
+        """Return the token ids of a prompt; of those the last `keep`. ValueError if they are more than the context has."""
         if not isinstance(prompt, str):
-            self._check_length(len(prompt))
-            return prompt
-        if len(prompt) > self._max_chars:
+            ids = prompt if keep is None else prompt[-keep:]
+            self._check_length(len(ids))
+            return ids
+        if keep is None and len(prompt) > self._max_chars:
             raise ValueError(f"prompt: {len(prompt)} characters leave no room for an answer in a context of "
                              f"{self._max_length} tokens")
         pool = self._short if len(prompt) <= _SHORT_CHARS else self._long
-        return await _call(pool, self._encode, prompt, add_special_tokens)
+        return await _call(pool, self._encode, prompt, add_special_tokens, keep)
 
-    async def encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
+    async def encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True,
+                         keep: int | None = None) -> list[list[int]]:
         """Return the token ids of several prompts. All of them are checked before the first is encoded."""
         for prompt in prompts:
             if not isinstance(prompt, str):
-                self._check_length(len(prompt))
-        return [await self.encode(prompt, add_special_tokens) for prompt in prompts]
+                self._check_length(len(prompt[-keep:] if keep else prompt))
+        return [await self.encode(prompt, add_special_tokens, keep) for prompt in prompts]
 
-    async def encode_chat(self, conversation: Conversation, add_special_tokens: bool = False) -> list[int]:
+    async def encode_chat(self, conversation: Conversation, add_special_tokens: bool = False,
+                          keep: int | None = None) -> list[int]:
         """Return the token ids of a conversation, rendered with the model's chat template."""
         self._renderers[0].check_variables(conversation.variables)
         text = await _call(self._rendering, self._render, conversation)
-        return await self.encode(text, add_special_tokens)
+        return await self.encode(text, add_special_tokens, keep)
+
+    async def decode(self, tokens: list[int]) -> str:
+        """Return the text of token ids."""
+        self._check_length(len(tokens) - 1)
+        size = len(self._tokenizer)
+        outside = next((token for token in tokens if token >= size), None)
+        if outside is not None:
+            raise ValueError(f"tokens: {outside} is outside the vocabulary of {size} tokens")
+        return await _call(self._short, self._tokenizer.decode, tokens)
 
     def _render(self, conversation: Conversation) -> str:
         renderer = self._free_renderers.get()
@@ -75,14 +87,15 @@ class PromptEncoder:
         finally:
             self._free_renderers.put(renderer)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, keep: int | None = None) -> list[int]:
         probe = _PROBED_CHARS_PER_TOKEN * self._max_length
-        if len(text) > probe:
+        if keep is None and len(text) > probe:
             num_tokens = len(self._tokenizer.encode(text[:probe], add_special_tokens=add_special_tokens))
             if num_tokens > 2 * self._max_length:  # the rest of the text cannot make half as many of them
                 raise ValueError(f"prompt: its first {probe} characters are {num_tokens} tokens and leave no room for an answer "
                                  f"in a context of {self._max_length}")
         ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        ids = ids if keep is None else ids[-keep:]
         self._check_length(len(ids))
         return ids
 

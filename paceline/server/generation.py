@@ -11,7 +11,9 @@ from typing import Any
 
 from paceline.engine.thread import EngineThread, Event, NewTokens, Submission
 from paceline.server.errors import GenerationFailed
-from paceline.server.schema import ChatRequest, GenerationRequest, chat_logprobs, completion_logprobs
+from paceline.server.logprobs import Entry, TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
+from paceline.server.schema import ChatRequest, GenerationRequest
+from paceline.server.scoring import TokenScore, score
 from paceline.server.text import TextStream
 from paceline.types import Rollout, SamplingParams
 
@@ -22,27 +24,40 @@ class Choice:
     def __init__(self, prompt_ids: list[int], text: TextStream) -> None:
         self.prompt_ids, self.text = prompt_ids, text
         self.tokens: list[int] = []
-        self.num_logprobs = self.text_offset = 0
+        self.num_logprobs = 0
+        self.offsets = TextOffsets()
         self.rollout: Rollout | None = None
+        self.scores: list[TokenScore] = []
+        """Scores of the answer's tokens, and before them of the prompt's, but its first, if these are returned, too."""
+
+    @property
+    def finished(self) -> Rollout:
+        """The whole answer."""
+        assert self.rollout is not None
+        return self.rollout
 
 
 class Generation:
     """The answers to one HTTP request, `n` to each of its prompts."""
 
-    def __init__(self, thread: EngineThread, tokenizer: Any, body: GenerationRequest, prompts: Sequence[list[int]],
-                 params: SamplingParams, timeout_s: float) -> None:
-        """`timeout_s`: `result` and `stream` raise TimeoutError after so many seconds."""
+    def __init__(self, thread: EngineThread, texts: TokenTexts, body: GenerationRequest, prompts: Sequence[list[int]],
+                 params: SamplingParams, timeout_s: float, max_tokens: int) -> None:
+        """`timeout_s`: `result` and `stream` raise TimeoutError after so many seconds. `max_tokens`: 0 if only prompts are
+        scored."""
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._thread, self._tokenizer, self._body, self._prompts, self._params = thread, tokenizer, body, prompts, params
+        self._thread, self._texts, self._body, self._prompts, self._params = thread, texts, body, prompts, params
+        self._tokenizer, self._max_tokens = texts.tokenizer, max_tokens
         self._is_chat = isinstance(body, ChatRequest)
         self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._submissions: list[Submission] = []
-        self._choices = [Choice(prompt, TextStream(tokenizer, params.stop)) for prompt in prompts for _ in range(body.n)]
+        self._choices = [Choice(prompt, TextStream(texts.tokenizer, params.stop)) for prompt in prompts for _ in range(body.n)]
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def start(self) -> None:
         """Queue all answers."""
+        if self._max_tokens == 0:
+            return
         for number, prompt in enumerate(self._prompts):
             first = number * self._body.n
 
@@ -63,9 +78,15 @@ class Generation:
 
     async def result(self) -> bytes:
         """Wait for all answers. Returns the body of the HTTP answer."""
-        async for index, event in self._all_events():
-            if isinstance(event, Rollout):
-                self._choices[index].rollout = event
+        if self._max_tokens == 0:
+            for choice in self._choices:
+                choice.rollout = Rollout(-1, 0, choice.prompt_ids, [], [], "", "length", [])
+        else:
+            async for index, event in self._all_events():
+                if isinstance(event, Rollout):
+                    self._choices[index].rollout = event
+        for choice in self._choices:
+            await self._score(choice)
         return await asyncio.to_thread(self._body_of_all)  # many long answers take a while
 
     def _body_of_all(self) -> bytes:
@@ -79,13 +100,17 @@ class Generation:
             for index in range(len(self._choices)):
                 yield self._line([self._chunk(index, {"role": "assistant", "content": ""}, None)])
         started = False
+        continuous = self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats
         async for index, event in self._all_events():
             if not started:
                 on_first_token()
                 started = True
+            if isinstance(event, Rollout):
+                self._choices[index].rollout = event
+                await self._score(self._choices[index])
             chunk = self._piece(index, event)
             if chunk is not None:
-                yield self._line([chunk])
+                yield self._line([chunk], self._usage() if continuous else None)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._line([], self._usage())
         yield "data: [DONE]\n\n"
@@ -103,6 +128,19 @@ class Generation:
                     raise GenerationFailed(event.error or "the engine ended the answer with an error")
             yield index, event
 
+    @property
+    def _scores_prompt(self) -> bool:
+        return self._body.prompt_logprobs is not None or (self._body.has_echo and self._body.wants_logprobs)
+
+    async def _score(self, choice: Choice) -> None:
+        """Compute what the engine does not report: alternatives, and log-probabilities of the prompt."""
+        if not self._body.num_top and not self._scores_prompt:
+            return
+        num_top = max(self._body.num_top, self._body.prompt_logprobs or 0)
+        start = 1 if self._scores_prompt else len(choice.prompt_ids)
+        tokens = choice.prompt_ids + choice.finished.token_ids
+        choice.scores = await self._thread.call(lambda engine: score(engine, tokens, start, num_top))
+
     # Layout of answers
 
     def _head(self, streamed: bool) -> dict[str, Any]:
@@ -115,46 +153,89 @@ class Generation:
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """A finished answer."""
-        rollout = choice.rollout
-        assert rollout is not None
-        found: dict[str, Any] = {"index": index, "finish_reason": rollout.finish_reason, "logprobs": None}
-        if self._body.wants_logprobs:
-            found["logprobs"] = self._logprobs(choice, rollout.token_ids, rollout.raw_logprobs or [])
-        if self._body.return_token_ids:
+        rollout, body = choice.finished, self._body
+        text, stop_reason = self._final(rollout)
+        found: dict[str, Any] = {"index": index, "finish_reason": rollout.finish_reason, "stop_reason": stop_reason,
+                                 "logprobs": None}
+        if body.wants_logprobs:
+            entries = self._answer_entries(choice, 0, rollout.token_ids, rollout.raw_logprobs or [])
+            if body.has_echo:
+                entries = self._prompt_entries(choice, body.num_top) + entries
+            found["logprobs"] = self._logprobs(choice, entries)
+        if body.prompt_logprobs is not None:
+            entries = self._prompt_entries(choice, body.prompt_logprobs)
+            ranks = [scored.rank for scored in choice.scores[: len(entries) - 1]]
+            found["prompt_logprobs"] = prompt_logprobs(self._texts, entries, ranks)
+        if body.return_token_ids:
             found |= {"token_ids": rollout.token_ids, "prompt_token_ids": choice.prompt_ids}
-        text = {"message": {"role": "assistant", "content": rollout.text}} if self._is_chat else {"text": rollout.text}
-        return {**found, **text}
+        if body.has_echo:
+            text = self._tokenizer.decode(choice.prompt_ids, skip_special_tokens=True) + text
+        return {**found, **({"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text})}
+
+    def _final(self, rollout: Rollout) -> tuple[str, str | int | None]:
+        """The text of an answer, and the stop string or the stop token's id that ended it."""
+        if rollout.finish_reason != "stop":
+            return rollout.text, None
+        if rollout.token_ids and rollout.token_ids[-1] in self._params.stop_token_ids:
+            return rollout.text, rollout.token_ids[-1]
+        end = len(rollout.text)
+        whole = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True) if self._params.stop else ""
+        stop = next((stop for stop in self._params.stop if whole.startswith(stop, end)), None)
+        return (rollout.text + stop if stop and self._body.include_stop_str_in_output else rollout.text), stop
 
     def _piece(self, index: int, event: Event) -> dict[str, Any] | None:
         """The chunk for an event; None if there is nothing to send yet."""
-        choice = self._choices[index]
+        choice, stop_reason = self._choices[index], None
+        logprobs: Sequence[float] = []
         if isinstance(event, NewTokens):
             choice.tokens += event.tokens
-            text, reason, logprobs, tokens = choice.text.add(event.tokens), None, event.logprobs, event.tokens
+            text, reason, tokens = choice.text.add(event.tokens), None, event.tokens
+            if not self._body.num_top:  # alternatives are known when the answer is complete
+                logprobs = event.logprobs
         else:
-            choice.rollout = event
-            text, reason, tokens = choice.text.finish(event.text), event.finish_reason, []
+            final, stop_reason = self._final(event)
+            text, reason, tokens = choice.text.finish(final), event.finish_reason, []
             logprobs = (event.raw_logprobs or [])[choice.num_logprobs :]
         if not text and reason is None and not logprobs and not self._body.return_token_ids:
             return None
         content: dict[str, Any] = ({"content": text} if text else {}) if self._is_chat else {"text": text}
         chunk = self._chunk(index, content, reason)
+        if reason is not None:
+            chunk["stop_reason"] = stop_reason
         if logprobs:
-            known = choice.tokens[choice.num_logprobs : choice.num_logprobs + len(logprobs)]
-            chunk["logprobs"] = self._logprobs(choice, known, logprobs)
+            first = choice.num_logprobs
             choice.num_logprobs += len(logprobs)
+            entries = self._answer_entries(choice, first, choice.tokens[first : choice.num_logprobs], logprobs)
+            chunk["logprobs"] = self._logprobs(choice, entries)
         return {**chunk, "token_ids": tokens} if self._body.return_token_ids else chunk
 
     def _chunk(self, index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
         text = {"delta": content} if self._is_chat else content
         return {"index": index, **text, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token]) for token in tokens]
-        start, choice.text_offset = choice.text_offset, choice.text_offset + sum(map(len, texts))
-        return chat_logprobs(texts, logprobs) if self._is_chat else completion_logprobs(texts, logprobs, start)
+    def _answer_entries(self, choice: Choice, first: int, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Entry]:
+        """Entries of tokens of the answer from number `first` on. Of the sampled tokens' log-probabilities those are reported
+        that the engine gave, also among the alternatives."""
+        num_top = self._body.num_top
+        if not num_top:
+            return [Entry(*pair) for pair in zip(tokens, logprobs, strict=True)]
+        skipped = len(choice.scores) - len(choice.finished.token_ids) + first
+        found = []
+        for token, logprob, scored in zip(tokens, logprobs, choice.scores[skipped:], strict=False):
+            found.append(Entry(token, logprob, [(i, logprob if i == token else p) for i, p in scored.top[:num_top]]))
+        return found
+
+    def _prompt_entries(self, choice: Choice, num_top: int) -> list[Entry]:
+        """Entries of the prompt's tokens. Nothing is known about the first."""
+        return [Entry(choice.prompt_ids[0], None)] + [
+            Entry(token, scored.logprob, scored.top[:num_top])
+            for token, scored in zip(choice.prompt_ids[1:], choice.scores, strict=False)]
+
+    def _logprobs(self, choice: Choice, entries: Sequence[Entry]) -> dict[str, Any]:
+        return (chat_logprobs(self._texts, entries) if self._is_chat
+                else completion_logprobs(self._texts, entries, choice.offsets))
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._prompts))
-        answers = sum(len(choice.rollout.token_ids) for choice in self._choices if choice.rollout is not None)
+        answers = sum(len(choice.tokens if choice.rollout is None else choice.rollout.token_ids) for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from abc import abstractmethod
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
@@ -13,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, fi
 from paceline.server.templates import Conversation
 from paceline.types import SamplingParams
 
+_MAX_TOP = 20
 _MAX_FIELDS = 100
 _MAX_ITEMS = 300
 """Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
@@ -21,9 +21,12 @@ _MAX_STOPS, _MAX_STOP_CHARS = 32, 256
 _MAX_PARTS = 1000
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": ()}
+    "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "detokenize": (True,), "priority": (0,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
+    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "documents": ([],),
+    "mm_processor_kwargs": ({},), "include_reasoning": (True,), "guided_decoding_backend": (), "user": (), "metadata": (),
+    "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (), "prompt_cache_retention": ()}
 """Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
 
 
@@ -36,6 +39,13 @@ def _at_most(limit: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        raise ValueError("messages: the arguments of a tool call are not JSON") from None
 
 
 def _check_fields(raw: Any) -> Any:
@@ -60,11 +70,13 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether every chunk has the numbers of tokens so far. An addition of vLLM."""
 
 
 class GenerationRequest(BaseModel):
     """What completions and chat completions have in common. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`,
-    `repetition_penalty`, `min_tokens` and `return_token_ids` are additions to the API, named as in vLLM."""
+    `repetition_penalty`, `min_tokens`, `return_token_ids` and all that follows it are additions to the API, named as in vLLM."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,6 +98,11 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
+    """Number of alternatives with which the log-probabilities of the prompt's tokens are returned."""
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    """Keep so many of the last tokens of a prompt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,6 +123,16 @@ class GenerationRequest(BaseModel):
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are returned."""
 
+    @property
+    @abstractmethod
+    def num_top(self) -> int:
+        """Number of alternatives that are returned with each log-probability."""
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """The sampling parameters. Without a seed a random one is drawn. ValueError if a value is out of range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -113,7 +140,7 @@ class GenerationRequest(BaseModel):
             raise ValueError("min_tokens: not supported together with stop")
         return SamplingParams(
             temperature=self.temperature, top_p=self.top_p, top_k=max(0, self.top_k), min_p=self.min_p, seed=seed,
-            max_new_tokens=max_new_tokens, stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids),
+            max_new_tokens=max(1, max_new_tokens), stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens)
@@ -124,13 +151,31 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[Any]
     """Text, token ids, or a list of either."""
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=1)
-    """Only the sampled token's log-probability is known: 0 or 1."""
+    max_tokens: int = Field(16, ge=0)
+    """0 to score a prompt, with `echo` or `prompt_logprobs`."""
+    logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_scoring(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 needs echo or prompt_logprobs")
+        if self.stream and (self.echo or self.prompt_logprobs is not None):
+            raise ValueError(f"{'echo' if self.echo else 'prompt_logprobs'}: not supported together with stream")
+        return self
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def has_echo(self) -> bool:
+        return self.echo
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -169,12 +214,36 @@ class Message(BaseModel):
     _fields = model_validator(mode="before")(_check_fields)
 
     role: str
-    content: str | Annotated[list[ContentPart], _at_most(_MAX_PARTS)]
+    content: str | Annotated[list[ContentPart], _at_most(_MAX_PARTS)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], _at_most(_MAX_PARTS)] | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, raw: Any) -> Any:
+        """Drop what answers contain without saying anything: nulls, and empty lists."""
+        if not isinstance(raw, dict):
+            return raw
+        return {key: value for key, value in raw.items() if value is not None and (key == "content" or value != [])}
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content: missing")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+        found = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            found["content"] = "".join(part.text for part in self.content)
+        for call in found.get("tool_calls", ()):  # templates write arguments as JSON themselves
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = _parsed(function["arguments"])
+        return found
 
 
 class ChatRequest(GenerationRequest):
@@ -184,28 +253,79 @@ class ChatRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=0)
-    """Only the sampled token's log-probability is known: 0."""
+    top_logprobs: int = Field(0, ge=0, le=_MAX_TOP)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables that the chat template reads."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """Whether the answer goes on with the last message instead of beginning one."""
+    add_special_tokens: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _continue(cls, raw: Any) -> Any:
+        """A message that is continued is not followed by the beginning of another."""
+        if isinstance(raw, dict) and raw.get("continue_final_message") is True:
+            return {"add_generation_prompt": False, **raw}
+        return raw
+
+    @model_validator(mode="after")
+    def _check_options(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: not together with add_generation_prompt")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: not supported together with stream")
+        return self
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs
 
+    @property
+    def num_top(self) -> int:
+        return self.top_logprobs
+
     def conversation(self) -> Conversation:
         """What the chat template is rendered with."""
-        return Conversation([message.plain() for message in self.messages], self.chat_template_kwargs)
+        return Conversation([message.plain() for message in self.messages], self.chat_template_kwargs, None,
+                            self.add_generation_prompt, self.continue_final_message)
 
 
-def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], start: int) -> dict[str, Any]:
-    """Log-probabilities in the layout of completions. `start`: length of the text before these tokens."""
-    *offsets, _ = accumulate(map(len, tokens), initial=start)
-    return {"tokens": list(tokens), "token_logprobs": list(logprobs), "text_offset": offsets,
-            "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]}
+class TokenizeRequest(BaseModel):
+    """Body of `POST /tokenize`: a text, or a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    _fields = model_validator(mode="before")(_check_fields)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    """None: True for a text, False for a conversation, whose template writes them."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_input(self) -> TokenizeRequest:
+        if (self.prompt is None) != bool(self.messages):
+            raise ValueError("prompt: either prompt or messages are needed")
+        return self
+
+    def conversation(self) -> Conversation:
+        """What the chat template is rendered with."""
+        return Conversation([message.plain() for message in self.messages], self.chat_template_kwargs, None,
+                            self.add_generation_prompt and not self.continue_final_message, self.continue_final_message)
 
 
-def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Log-probabilities in the layout of chat completions."""
-    return {"content": [{"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                        for token, logprob in zip(tokens, logprobs, strict=True)], "refusal": None}
+class DetokenizeRequest(BaseModel):
+    """Body of `POST /detokenize`."""
+
+    model_config = ConfigDict(extra="forbid")
+    _fields = model_validator(mode="before")(_check_fields)
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]

@@ -63,6 +63,9 @@ class TemplateRenderer:
         if not self._tokenizer.chat_template:
             raise ValueError("messages: the model came without a chat template; use /v1/completions")
         template = self._tokenizer.get_chat_template(tools=conversation.tools)  # models can have one of their own for tools
+        for field in set().union(*conversation.messages) - {"role", "content"}:
+            if field not in template:
+                raise ValueError(f"messages: the model's chat template does not read {field}")
         variables = {**self._tokenizer.special_tokens_map, **conversation.variables}
         asked = {**conversation._asdict(), "variables": variables, "template": template}
         with self._lock:

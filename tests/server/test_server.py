@@ -150,7 +150,7 @@ def test_penalties_and_biases_are_the_engines(server, plain):
     ({"stop": [""]}, "stop"),
     ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"), ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"extra_body": {"min_tokens": 5}, "stop": ["a"]}, "min_tokens: not supported together with stop"),
-    ({"extra_body": {"beams": 3}}, "beams"), ({"extra_body": {"beams": 3}}, "beams"), ({"seed": 2**70}, "seed")])
+    ({"extra_body": {"beams": 3}}, "beams"), ({"seed": 2**70}, "seed")])
 def test_bad_requests_are_refused_with_a_reason(server, changes, message):
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=message) as error:

@@ -1,9 +1,11 @@
-"""What clients of OpenAI's and vLLM's servers send is accepted: prompts that are scored, alternatives, and the smaller options."""
+"""What clients of OpenAI's and vLLM's servers send is accepted: prompts that are scored, alternatives, and smaller options."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import httpx
@@ -15,12 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from paceline import SamplingParams
+from paceline import Engine
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Rope
 from paceline.server.logprobs import Entry, TextOffsets, TokenTexts, chat_logprobs, completion_logprobs
-from paceline.server.schema import ChatRequest, CompletionRequest
+from paceline.server.schema import _NEUTRAL
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "server.md"
 ASK = {"model": "tiny", "prompt": "hello", "seed": 5}
@@ -117,8 +119,8 @@ def test_alternatives_are_those_of_the_policy(server, tokens):
         for token in [*row.topk(20).indices.tolist(), own]:
             best.setdefault(tokens.decode([token]), row[token].item())  # the model has more tokens than the tokenizer
         assert top == pytest.approx(best)
-    chat = server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}], seed=5, max_tokens=6,
-                                                 logprobs=True, top_logprobs=4)
+    chat = server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}], seed=5,
+                                                 max_tokens=6, logprobs=True, top_logprobs=4)
     for entry in chat.choices[0].logprobs.content:
         values = [each.logprob for each in entry.top_logprobs]
         assert len(values) == 4 and values == sorted(values, reverse=True) and entry.logprob <= values[0]
@@ -210,9 +212,10 @@ def test_no_field_of_a_message_is_ignored(server, tokens):
             chat(**message)
     tokens.chat_template = "{% for m in messages %}{{ m.name }}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}"
     try:
-        answer = server.client.chat.completions.create(model="tiny", max_tokens=2, extra_body={"return_token_ids": True}, messages=[
-            {"role": "assistant", "name": "bob", "tool_calls": [
-                {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": "yes"}'}}]}])
+        call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": "yes"}'}}
+        answer = server.client.chat.completions.create(
+            model="tiny", max_tokens=2, extra_body={"return_token_ids": True},
+            messages=[{"role": "assistant", "name": "bob", "tool_calls": [call]}])
         assert tokens.decode(answer.choices[0].prompt_token_ids) == "bobyes"
     finally:
         tokens.chat_template = TEMPLATE
@@ -247,3 +250,32 @@ def test_errors_name_the_field(server):
                            ({"stream_options": {"x": 1}}, "stream_options"), ({"prompt": [99999]}, "prompt")):
         answer = httpx.post(f"{server.address}/v1/completions", json={**ASK, **changes}).json()["error"]
         assert answer["param"] == param and answer["code"] and answer["type"] == "invalid_request_error", answer
+
+
+def test_what_is_refused_is_in_the_documentation(server):
+    found = re.findall(r"^\| `(\w+): (.*?)` \| .+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(found) >= 15
+    for name, value in found:
+        for path, prompt in (
+                ("completions", {"prompt": "a"}),
+                ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})):
+            answer = httpx.post(f"{server.address}/v1/{path}", json={"model": "tiny", **prompt, name: json.loads(value)})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == name, (path, name, answer.text)
+
+
+def test_what_happens_anyway_may_be_asked_for(server):
+    asked = {name: values[0] if values else "anything" for name, values in _NEUTRAL.items()}
+    assert {"skip_special_tokens", "use_beam_search", "priority", "best_of"} <= asked.keys()
+    assert create(server, **asked)["choices"] == create(server)["choices"]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, **asked, "guided_json": None}
+    assert httpx.post(f"{server.address}/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_the_first_curl_of_the_documentation_works():
+    command = re.search(r"^    curl (.*?)\n\n", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    words = shlex.split(command[1].replace("\\\n", ""))
+    engine = Engine.load("default", "cpu", "float64", kv_tokens=2048, max_batch=2, profile=False)
+    with RunningServer(engine, model_name="default") as server:
+        url = words[0].replace("http://127.0.0.1:8000", server.address)
+        answer = httpx.post(url, content=words[words.index("-d") + 1], timeout=60).json()
+    assert answer["choices"][0]["message"]["content"].startswith(" 82 4"), answer

@@ -115,6 +115,8 @@ class SamplingParams:
     """Logits of tokens in the prompt or the answer so far are divided by it if positive, and multiplied by it if negative."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Values that are added to the logits of tokens, as a mapping or pairs of token id and value."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only token ids that may be sampled; empty allows all."""
     min_tokens: int = 0
     """Number of tokens before which neither an end-of-text or stop token is sampled nor a stop string ends the rollout."""
 
@@ -139,6 +141,7 @@ class SamplingParams:
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, math.isfinite, "a finite number"),
             "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, lambda p: 0 < p < math.inf, "> 0"),
             "logit_bias": _biases(self.logit_bias),
+            "allowed_token_ids": _token_ids("allowed_token_ids", self.allowed_token_ids),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, 2**62, "an integer >= 0"),
         }
         for name, value in checked.items():  # as plain Python values
@@ -155,7 +158,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether the policy's logits are changed before sampling."""
-        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids) or self.min_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)

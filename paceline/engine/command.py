@@ -79,6 +79,7 @@ class LogitEdits(NamedTuple):
     bias_at: np.ndarray  # [2, K] int64 rows and token ids of all logit biases
     bias: np.ndarray  # [K] float64
     stops: np.ndarray  # [3, S] int64 rows, token ids that must not be sampled, and the positions before which they must not
+    allowed: np.ndarray  # [2, A] int64 rows and the only token ids that may be sampled there; rows without any are not restricted
 
 
 class StepCommand(NamedTuple):

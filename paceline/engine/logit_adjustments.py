@@ -1,4 +1,5 @@
-"""Penalties, logit bias and minimum lengths: what a request's sampling parameters change in the policy's logits before sampling.
+"""Penalties, logit bias, allowed tokens and minimum lengths: what a request's sampling parameters change in the policy's logits
+before sampling.
 
 The logits of a row are changed by the text before it: the tokens in the KV cache, and the draft tokens on the path to the row. So
 the row of an accepted draft token is changed exactly as the same position is without speculation. Everything is computed on the
@@ -38,7 +39,8 @@ class LogitAdjustments:
 
     def __init__(self, edits: LogitEdits, device: torch.device) -> None:
         self._penalties = None if edits.penalties is None else _uploaded(edits.penalties, device)
-        self._bias_at, self._bias, self._stops = (upload(array, device) for array in edits[1:])
+        self._bias_at, self._bias, self._stops, allowed = (upload(array, device) for array in edits[1:])
+        self._allowed = allowed if edits.allowed.size else None
 
     def apply(self, logits: Tensor, rows: DecodeRows, tree: DraftTree, depth: int, state: SlotTensors, stored: Tensor) -> Tensor:
         """Return the adjusted logits [L, V] of a step whose trees have at most this depth. `stored` [T]: the token at every
@@ -51,6 +53,12 @@ class LogitAdjustments:
         row, token, before = self._stops
         banned = rows.sampling.position[row] < before
         logits.index_put_((row, token), torch.where(banned, -torch.inf, logits[row, token]))
+        if self._allowed is not None:
+            row, token = self._allowed
+            banned = torch.zeros_like(logits, dtype=torch.bool)
+            banned |= torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_fill_(0, row, True)[:, None]
+            banned[row, token] = False
+            logits.masked_fill_(banned, -torch.inf)
         return logits
 
     def _penalise(self, logits: Tensor, found: _Penalties, rows: DecodeRows, tree: DraftTree, depth: int, state: SlotTensors,

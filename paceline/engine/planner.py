@@ -81,8 +81,8 @@ class Planner:
         check(prompt_ids, params, n, self.tokenizer, self._vocabulary, self.scheduler.max_length)
         own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
         stop_ids, group = self.stop_ids(params), next(self._groups)
-        if params.min_tokens and stop_ids.issuperset(range(self._vocabulary)):
-            raise ValueError("min_tokens: every token of the vocabulary would end the answer, so that none may be sampled")
+        if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or range(self._vocabulary)):
+            raise ValueError("min_tokens: every token that is allowed would end the answer, so that none may be sampled")
         ids = []
         for sample, seed in enumerate(own_seeds):
             request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
@@ -217,11 +217,13 @@ def _logit_edits(plan: StepPlan, num_nodes: list[int], vocabulary: int) -> Logit
     stops = [(row, token, len(request.prompt_ids) + request.params.min_tokens) for request, rows, _ in chosen
              if len(request.tokens) < len(request.prompt_ids) + request.params.min_tokens
              for row in rows for token in sorted(request.stop_ids) if 0 <= token < vocabulary]
+    allowed = [(row, token) for request, rows, _ in chosen for row in rows for token in request.params.allowed_token_ids]
     penalised = [each for each in chosen if each[0].params.has_penalties]
     return LogitEdits(_penalties(penalised) if penalised else None,
                       np.array([entry[:2] for entry in bias], np.int64).reshape(-1, 2).T.copy(),
                       np.array([entry[2] for entry in bias], np.float64),
-                      np.array(stops, np.int64).reshape(-1, 3).T.copy())
+                      np.array(stops, np.int64).reshape(-1, 3).T.copy(),
+                      np.array(allowed, np.int64).reshape(-1, 2).T.copy())
 
 
 def _penalties(requests: list[tuple[Request, range, int]]) -> Penalties:

@@ -72,6 +72,9 @@ def check(prompt_ids: list[int], params: SamplingParams, n: int, tokenizer: Any,
     outside = next((token for token, _ in params.logit_bias if token >= vocabulary), None)
     if outside is not None:
         raise ValueError(f"logit_bias: token id {outside} is outside the vocabulary of {vocabulary} tokens")
+    outside = next((token for token in params.allowed_token_ids if token >= vocabulary), None)
+    if outside is not None:
+        raise ValueError(f"allowed_token_ids: {outside} is outside the vocabulary of {vocabulary} tokens")
 
 
 def check_arguments(params: SamplingParams | None, n: int) -> None:

@@ -56,6 +56,7 @@ class _Server:
         self._num_body_bytes = 0  # of bodies that are in memory
         routes = [Route("/health", self.health), Route("/metrics", self.show_metrics),
                   Route("/v1/models", self._guarded(self.models)), Route("/v1/models/{name:path}", self._guarded(self.model)),
+                  Route("/tokenizer_info", self._guarded(self.tokenizer_info)),
                   Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
                   Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
@@ -96,13 +97,19 @@ class _Server:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        tokenizer = self.engine.tokenizer
+        return JSONResponse({"tokenizer_class": type(tokenizer).__name__, "bos_token": tokenizer.bos_token,
+                             "eos_token": tokenizer.eos_token, "pad_token": tokenizer.pad_token,
+                             "chat_template": tokenizer.chat_template})
+
     async def tokenize(self, request: Request) -> Response:
         body = TokenizeRequest.model_validate_json(await self._read(request))
         self._check_model(body.model)
         if body.prompt is None:
             work = self.encoder.encode_chat(body.conversation(), body.add_special_tokens or False)
         else:
-            work = self.encoder.encode(body.prompt, body.add_special_tokens is not False)
+            work = self.encoder.tokenize(body.prompt, body.add_special_tokens is not False)
         tokens = await self._encoded(request, work)
         strings = {"token_strs": [self._texts(token)[0] for token in tokens]} if body.return_token_strs else {}
         longest = self.engine.scheduler.max_length

@@ -44,6 +44,11 @@ class PromptEncoder:
         for pool in (self._short, self._long, self._rendering):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text, however many they are."""
+        pool = self._short if len(text) <= _SHORT_CHARS else self._long
+        return await _call(pool, lambda: list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
     async def encode(self, prompt: str | list[int], add_special_tokens: bool = True, keep: int | None = None) -> list[int]:
         """Return the token ids of a prompt; of those the last `keep`. ValueError if they are more than the context has."""
         if not isinstance(prompt, str):

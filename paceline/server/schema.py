@@ -76,7 +76,8 @@ class StreamOptions(BaseModel):
 
 class GenerationRequest(BaseModel):
     """What completions and chat completions have in common. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`,
-    `repetition_penalty`, `min_tokens`, `return_token_ids` and all that follows it are additions to the API, named as in vLLM."""
+    `repetition_penalty`, `allowed_token_ids`, `min_tokens`, `return_token_ids` and all that follows it are additions to the API,
+    named as in vLLM."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -94,6 +95,7 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], _at_most(_MAX_ITEMS)] = Field(default_factory=dict)
+    allowed_token_ids: TokenIds = Field(default_factory=list)
     min_tokens: int = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -143,7 +145,8 @@ class GenerationRequest(BaseModel):
             max_new_tokens=max(1, max_new_tokens), stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
-            logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens)
+            logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens,
+            allowed_token_ids=tuple(self.allowed_token_ids))
 
 
 class CompletionRequest(GenerationRequest):

@@ -24,6 +24,8 @@ PARAMS = {
     "frequency": SamplingParams(seed=2, max_new_tokens=24, frequency_penalty=0.8, temperature=0.6),
     "repetition": SamplingParams(seed=3, max_new_tokens=24, repetition_penalty=1.8, temperature=0.0),
     "bias": SamplingParams(seed=4, max_new_tokens=12, logit_bias={3: 8.0, 60: -5.0}, top_k=4),
+    "allowed": SamplingParams(seed=6, max_new_tokens=24, allowed_token_ids=(1, 3, 7, 9, 40), logit_bias={3: 2.0},
+                              min_tokens=5, stop_token_ids=(7,)),
     "all": SamplingParams(seed=5, max_new_tokens=24, presence_penalty=-0.5, frequency_penalty=0.4, repetition_penalty=0.8,
                           logit_bias={1: 2.0}, min_tokens=7, stop_token_ids=tuple(range(20, 61)), top_p=0.9),
 }
@@ -38,6 +40,8 @@ def adjusted(logits: torch.Tensor, params: SamplingParams, output: list[int]) ->
         found[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
         found[token] += dict(params.logit_bias).get(token, 0.0)
         if len(output) < params.min_tokens and token in params.stop_token_ids:
+            found[token] = -torch.inf
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
             found[token] = -torch.inf
     return found
 

@@ -183,6 +183,8 @@ def test_the_reason_of_a_stop_is_said(server, tokens):
 
 
 def test_smaller_options(server, tokens):
+    found = create(server, max_tokens=30, allowed_token_ids=[3, 5], return_token_ids=True)["choices"][0]["token_ids"]
+    assert set(found) == {3, 5} and len(found) == 30
     assert create(server, prompt="abchello", truncate_prompt_tokens=5)["choices"] == create(server)["choices"]
     assert create(server, prompt="a" * 1000, truncate_prompt_tokens=5)["usage"]["prompt_tokens"] == 5
     assert create(server, add_special_tokens=False)["choices"] == create(server)["choices"]
@@ -230,7 +232,10 @@ def test_tokenize_and_detokenize(server, tokens):
         "count": 5, "max_model_len": 256, "tokens": tokens.encode("hello"), "token_strs": list("hello")}
     assert post("tokenize", model="tiny", messages=[{"role": "user", "content": "hello"}])["tokens"] == tokens.encode("uhelloA")
     assert post("detokenize", tokens=tokens.encode("hello")) == {"prompt": "hello"}
-    for path, body in (("tokenize", {}), ("tokenize", {"prompt": "a" * 999}), ("detokenize", {"tokens": [10**6]}),
+    assert post("tokenize", prompt="a" * 999, add_special_tokens=False)["count"] == 999, "more than the context is not refused"
+    info = httpx.get(f"{server.address}/tokenizer_info").json()
+    assert info["eos_token"] is None and info["chat_template"] == TEMPLATE
+    for path, body in (("tokenize", {}), ("detokenize", {"tokens": [10**6]}),
                        ("detokenize", {"tokens": [1] * 999}), ("detokenize", {"tokens": [-1]})):
         assert post(path, **body) == 400
     assert post("tokenize", prompt="a", model="other") == 404

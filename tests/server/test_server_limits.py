@@ -197,6 +197,8 @@ EVERY_TOKEN = list(range(61))
     ({"extra_body": {"repetition_penalty": 1e-300}}, "repetition_penalty"),
     ({"extra_body": {"repetition_penalty": 1e300}}, "repetition_penalty"),
     ({"extra_body": {"min_tokens": 3, "stop_token_ids": EVERY_TOKEN}}, "min_tokens"),
+    ({"extra_body": {"min_tokens": 3, "stop_token_ids": [4, 5, 6], "allowed_token_ids": [4, 6]}}, "min_tokens"),
+    ({"extra_body": {"allowed_token_ids": [99999]}}, "allowed_token_ids"),
     ({"extra_body": {"stop_token_ids": [1] * 500_000}}, "stop_token_ids"), ({"stop": ["a" * 257]}, "stop"),
     ({"stop": ["a"] * 33}, "stop"), ({"extra_body": {f"x{i}": 1 for i in range(100_000)}}, None),
     ({"extra_body": {"x" * 100_000: 1}}, None), ({"temperature": 1e-300}, "temperature"), ({"seed": 10**30}, "seed")])

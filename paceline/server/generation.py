@@ -139,7 +139,8 @@ class Generation:
         num_top = max(self._body.num_top, self._body.prompt_logprobs or 0)
         start = 1 if self._scores_prompt else len(choice.prompt_ids)
         tokens = choice.prompt_ids + choice.finished.token_ids
-        choice.scores = await self._thread.call(lambda engine: score(engine, tokens, start, num_top))
+        async with asyncio.timeout_at(self._deadline):
+            choice.scores = await score(self._thread, tokens, start, num_top)
 
     # Layout of answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import tiny
 import torch
 from running import TEMPLATE, RunningServer, make_engine, tokenizer, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,11 +20,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from paceline import Engine
+from paceline.config import EngineConfig
+from paceline.engine.thread import EngineThread
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Rope
 from paceline.server.logprobs import Entry, TextOffsets, TokenTexts, chat_logprobs, completion_logprobs
 from paceline.server.schema import _NEUTRAL
+from paceline.server.scoring import score
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "server.md"
 ASK = {"model": "tiny", "prompt": "hello", "seed": 5}
@@ -78,6 +83,46 @@ def test_prompts_are_scored(server, tokens):
     with pytest.raises(openai.BadRequestError, match="max_tokens: 0 needs echo"):
         server.client.completions.create(**ASK, max_tokens=0)
     wait_until(lambda: server.is_idle)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_long_text_is_scored_in_pieces_between_steps(kind, monkeypatch):
+    monkeypatch.setattr("paceline.server.scoring._ROWS", 7)
+    engine = Engine(tiny.model(kind), None, "none", "off", EngineConfig(kv_tokens=512, max_batch=2, profile=False))
+    thread, ids = EngineThread(engine), torch.randint(0, 61, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    pieces, call = [], thread.call
+
+    def counted(work):
+        pieces.append(work)
+        return call(work)
+
+    async def ask():
+        thread.call = counted
+        return [await score(thread, ids, start, 3) for start in (1, 20, 39, 40)]
+
+    thread.start()
+    try:
+        found = asyncio.run(ask())
+    finally:
+        thread.close()
+    wanted = all_logprobs(engine, ids)
+    assert len(pieces) == 3 * 6 + 1 and [len(scores) for scores in found] == [39, 20, 1, 0]
+    for scores in found:
+        for place, one in enumerate(scores, start=40 - len(scores)):
+            assert one.logprob == pytest.approx(wanted[place - 1, ids[place]].item())
+            assert [token for token, _ in one.top] == wanted[place - 1].topk(3).indices.tolist()
+
+
+def test_scoring_that_fails_is_an_error_of_one_line(tokens):
+    engine = make_engine(tokens)
+    with RunningServer(engine) as server:
+        logits, engine.model.logits = engine.model.logits, lambda *_: (_ for _ in ()).throw(RuntimeError("out\nof memory"))
+        try:
+            with pytest.raises(openai.InternalServerError, match="scoring 5 tokens failed: out of memory"):
+                server.client.completions.create(**{**ASK, "max_tokens": 0, "echo": True, "logprobs": 1})
+        finally:
+            engine.model.logits = logits
+        assert create(server, max_tokens=0, echo=True, logprobs=1)
 
 
 def test_echo_comes_before_the_answer(server):

@@ -81,6 +81,10 @@ class EngineStalledError(RuntimeError):
     """The engine has requests but makes no progress. The message says in which state it is."""
 
 
+class WorkersLost(RuntimeError):
+    """The workers of a run, or the cluster that they are in, are gone and do not come back. The run can be resumed."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. A rollout is a pure function of the weights, the prompt and these parameters."""

@@ -17,7 +17,7 @@ from paceline.cli.log import clear_progress, report_start, say, stderr_log
 from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive, complete_setting
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.cli.usage import usage_message
-from paceline.types import EngineStalledError, SamplingParams
+from paceline.types import EngineStalledError, SamplingParams, WorkersLost
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             code = WRONG_INPUT
             if type(error).__name__ != "NoArgsIsHelpError":  # the help has been printed
                 log.print(usage_message(error))
-        except (ValueError, OSError, EngineStalledError) as error:
+        except (ValueError, OSError, EngineStalledError, WorkersLost) as error:
             code = WRONG_INPUT
             log.print(_one_line(error))
         except (MemoryError, RuntimeError) as error:

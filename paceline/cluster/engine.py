@@ -16,7 +16,7 @@ from paceline.cluster.figures import WorkerFigures
 from paceline.cluster.messages import DistrustDrafter, StepSums, to_payload
 from paceline.engine.migration import RequestState
 from paceline.engine.prompts import Prompt, check, derive_seed, encode
-from paceline.types import DrafterName, EngineStats, Rollout, SamplingParams, StepResult, Strategy
+from paceline.types import DrafterName, EngineStats, Rollout, SamplingParams, StepResult, Strategy, WorkersLost
 
 _START_S = 600.0
 """Seconds that the first worker may take to start."""
@@ -64,7 +64,7 @@ class ClusterEngine:
         while not self.coordinator.max_length:
             self.coordinator.step()
             if time.perf_counter() - began > _START_S:
-                raise RuntimeError(f"no worker has started within {_START_S:.0f} s")
+                raise WorkersLost(f"no worker has started within {_START_S:.0f} s")
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         return encode(prompt, self.tokenizer, chat_template_kwargs)

@@ -35,6 +35,7 @@ from paceline.rl.checkpoint import ShardState, load_shard, policy_folder, save_l
 from paceline.rl.learner import Learner
 from paceline.rl.ranks import Ranks
 from paceline.trainer.parts import make_learner, master_dtype
+from paceline.types import WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class ShardedLearner:
                 return action()
             except WorkerDied as error:
                 logger.warning("training: %s; attempt %d of %d", error, attempt, _MAX_ATTEMPTS)
-        raise RuntimeError(f"training: workers died {_MAX_ATTEMPTS} times in a row")
+        raise WorkersLost(f"training: workers died {_MAX_ATTEMPTS} times in a row")
 
     def _form(self) -> None:
         """Form the ranks from the newest shards."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.learning import Meeting, WorkerDied
@@ -25,6 +25,7 @@ from paceline.cluster.messages import Lost, Message, Report
 from paceline.cluster.ray_session import RaySession
 from paceline.cluster.rendezvous import serve_store
 from paceline.cluster.worker import Send, Worker
+from paceline.types import WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,12 @@ _RESERVE_S = 30.0
 """Seconds between two warnings that Ray does not have what the workers need."""
 _MAX_FAILED_STARTS = 3
 """A worker that dies so many times in a row before its first report cannot be started at all."""
+_MAX_WARNINGS, _MAX_LINE = 20, 300
+"""Number of warnings in one report of a worker, and of characters in a line."""
+_QUESTION_S = 5.0
+"""Seconds between two questions whether Ray has nodes for the workers, once all are gone."""
+_NO_NODE_S = 300.0
+"""Seconds without any worker in which Ray must have found nodes for them again."""
 
 
 class CannotStart(ValueError):
@@ -71,6 +78,8 @@ class RayRuntime:
         self._unsent: dict[int, list[Message]] = {}
         self._reports: dict[Any, tuple[int, float]] = {}  # pending report → worker, and when it was asked for
         self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
+        self._had_worker_at, self._asked_group_at = float("inf"), 0.0  # inf: none has started yet
+        self._is_lost = False
         self._session = RaySession(address)
         try:
             self._reserve(num_cpus, num_gpus)
@@ -91,11 +100,32 @@ class RayRuntime:
             logger.warning("waiting until Ray has %d times %s; it has %s", self.num_workers, bundle, {
                 name: amount for name, amount in ray.available_resources().items() if name in bundle})
 
+    def _check(self) -> None:
+        """Raises WorkersLost if Ray has ended, or has had no node for any worker for too long. Comes before Ray is used: some of
+        its functions end this process if Ray's own processes have died."""
+        try:
+            self._session.check()
+            self._check_nodes()
+        except WorkersLost:
+            self._is_lost = True
+            raise
+
+    def _check_nodes(self) -> None:
+        now = time.monotonic()
+        if not all(self._failed_starts.values()):
+            self._had_worker_at = now
+        elif now - self._had_worker_at > _NO_NODE_S and self._group is not None and now - self._asked_group_at > _QUESTION_S:
+            self._asked_group_at = now
+            if placement_group_table(self._group).get("state") != "CREATED":
+                raise WorkersLost(f"Ray has had no node for any worker for {_NO_NODE_S:.0f} s")
+
     def start(self, worker: int) -> None:
+        self._check()
         self._launch(worker)
         self._connect()
 
     def put(self, value: Any) -> Any:
+        self._check()
         return ray.put(value)
 
     def post(self, worker: int, message: Message, payload: Any = None) -> None:
@@ -106,6 +136,7 @@ class RayRuntime:
 
     def flush(self, collect_s: float) -> None:
         """Send what was posted, to workers that have reported together with the request for their next report."""
+        self._check()
         asked = {worker for worker, _ in self._reports.values()}
         for worker in self._actors:
             if worker in asked:
@@ -114,16 +145,19 @@ class RayRuntime:
                 self._ask(worker, collect_s)
 
     def poll(self, timeout_s: float) -> list[Report | Lost]:
+        self._check()
         pending = list(self._reports)
         ready, _ = ray.wait(pending, timeout=timeout_s)
         if ready and len(pending) > 1:
             ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+        self._check()  # a worker that was lost with Ray is not to be started again
         silent = [reference for reference, (worker, asked_at) in self._reports.items() if reference not in ready
                   and not self._failed_starts[worker] and time.perf_counter() - asked_at > _SILENT_S]
         return [self._result(reference) for reference in ready] + [self._give_up(reference) for reference in silent]
 
     def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> _Calls:
         """Call a method of every worker's learner, between two of its steps, each with arguments of its own."""
+        self._check()
         return _Calls({worker: (actor, actor.learn.remote(method, *each[worker])) for worker, actor in self._actors.items()})
 
     def place(self) -> str:
@@ -145,11 +179,12 @@ class RayRuntime:
         return {worker: ray.get(actor.pid.remote()) for worker, actor in self._actors.items()}
 
     def close(self) -> None:
-        for actor in self._actors.values():
-            ray.kill(actor)
+        if not self._is_lost:
+            for actor in self._actors.values():
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
         self._actors.clear()
-        if self._group is not None:
-            remove_placement_group(self._group)
         self._session.close()
 
     def _launch(self, worker: int) -> None:
@@ -177,13 +212,18 @@ class RayRuntime:
     def _result(self, reference: Any) -> Report | Lost:
         worker, _ = self._reports.pop(reference)
         try:
-            report: Report = ray.get(reference)
+            report, warnings = ray.get(reference)
         except (RayActorError, RayTaskError) as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, CannotStart):
                 raise CannotStart(str(error.cause)) from None
             if self._failed_starts[worker] >= _MAX_FAILED_STARTS:
-                raise RuntimeError(f"worker {worker} cannot be started: {error}") from None
-            return Lost(worker, str(error).splitlines()[0])
+                raise _cannot_start(worker, error) from None
+            if isinstance(error, RayTaskError):
+                logger.info("worker %d: %s", worker, _plain(str(error)))
+            ray.kill(self._actors[worker])  # the process of one whose thread has failed is still there
+            return Lost(worker, _reason(error))
+        for line in warnings:
+            logger.warning("worker %d: %s", worker, line)
         self._failed_starts[worker] = 0
         return report
 
@@ -225,11 +265,11 @@ class _Calls:
         own = [error for error in told if not isinstance(error.cause, RuntimeError)]
         dead = [worker for worker, error in errors.items() if isinstance(error, RayActorError)]
         if own:
-            raise own[0].cause if isinstance(own[0].cause, ValueError) else own[0]
+            raise own[0].cause if isinstance(own[0].cause, ValueError | OSError) else RuntimeError(_plain(str(own[0])))
         if dead:
             raise WorkerDied(f"worker {dead[0]} has died")
         for error in errors.values():
-            raise error
+            raise RuntimeError(_plain(str(error)))
         return [(ray.get(results[0]), results[1]) for _, results in self._calls.values()]
 
 
@@ -240,6 +280,43 @@ def _error_of(reference: Any) -> RayTaskError | RayActorError | None:
     except (RayTaskError, RayActorError) as error:
         return error
     return None
+
+
+def _reason(error: RayTaskError | RayActorError) -> str:
+    """Why a worker is lost, in one line."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    said = str(error).split("\n")[0] if cause is None else str(cause) or type(cause).__name__
+    return " ".join(_plain(said).split())[:_MAX_LINE]
+
+
+def _cannot_start(worker: int, error: RayTaskError | RayActorError) -> RuntimeError:
+    """What ends a run whose worker dies again and again. An exception in the worker's own code is a defect, told with its
+    traceback."""
+    if isinstance(error, RayTaskError):
+        return RuntimeError(f"worker {worker} cannot be started: {_plain(str(error))}")
+    return WorkersLost(f"worker {worker} cannot be started, it has died {_MAX_FAILED_STARTS} times ({_reason(error)})")
+
+
+def _plain(text: str) -> str:
+    """A text without the colour codes that Ray adds."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+class _WarningList(logging.Handler):
+    """Keeps what the package has to say in a worker, line by line, until the next report."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._lines) < _MAX_WARNINGS:
+            self._lines.append(" ".join(_plain(record.getMessage()).split())[:_MAX_LINE])
+
+    def take(self) -> list[str]:
+        """The lines since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 class _Inbox:
@@ -271,6 +348,9 @@ class _WorkerActor:
         self._inbox, self._inbox_lock, self._wake = _Inbox(), threading.Lock(), threading.Event()
         self._news = threading.Event()
         self._refusal: str | None = None
+        self._failure: BaseException | None = None
+        self._warnings = _WarningList()
+        logging.getLogger("paceline").addHandler(self._warnings)
         try:
             self._worker = spec.build(worker_id, self._send)
         except ValueError as error:
@@ -292,16 +372,19 @@ class _WorkerActor:
         self._wake.set()
 
     @ray.method(concurrency_group="report")
-    def report(self, number: int, messages: list[Message], collect_s: float) -> Report:
+    def report(self, number: int, messages: list[Message], collect_s: float) -> tuple[Report, list[str]]:
         """Takes messages of the coordinator, and returns the worker's report after `collect_s` seconds or, if there is no news by
-        then, as soon as there is, or after a second."""
+        then, as soon as there is, or after a second; and the warnings since the one before. If the worker's thread has failed,
+        its exception is raised."""
         if self._refusal is not None:
             raise CannotStart(self._refusal)
         self.post(_COORDINATOR, number, messages)
         time.sleep(collect_s)
         self._news.wait(_REPORT_S)
         self._news.clear()
-        return self._worker.report()
+        if self._failure is not None:
+            raise self._failure
+        return self._worker.report(), self._warnings.take()
 
     @ray.method(concurrency_group="learner", num_returns=2)
     def learn(self, method: str, *args: Any) -> tuple[Any, Any]:
@@ -334,6 +417,6 @@ class _WorkerActor:
                 if not is_busy:
                     self._wake.wait(self._worker.max_wait_s)
                     self._wake.clear()
-        except BaseException:  # the thread's errors would go unnoticed: end the process, which Ray does notice
-            traceback.print_exc()
-            os._exit(1)
+        except BaseException as error:  # in a thread it would go unnoticed: the next report raises it
+            self._failure = error
+            self._news.set()

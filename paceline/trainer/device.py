@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 
 import torch
 
 from paceline.config import TrainConfig
 from paceline.models.weights import check_device, resolve_device
 
-_CONNECT_S = 10.0
-"""Seconds that connecting to a Ray cluster may take."""
+_CONNECT_S, _ANSWER_S = 5.0, 15.0
+"""Seconds that connecting to a Ray cluster may take, and that its answer may take altogether."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a connection to a gRPC server begins: HTTP/2's preface, and settings, which the server answers with its own."""
 
 
 def run_device(config: TrainConfig) -> str:
@@ -61,13 +64,32 @@ def cluster_address(address: str) -> str:
         address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None) or ""
         if not address:
             raise ValueError("auto: no Ray cluster runs on this machine; start one (ray start --head), or leave the address out")
-    host, _, port = address.rpartition(":")
-    if port.isdigit():
-        try:
-            socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
-        except OSError as error:  # Ray would try for minutes
-            raise ValueError(f"there is no Ray cluster at {address} ({error})") from None
+    found: list[str] = []
+    # Ray itself would try for minutes. In a thread, since looking up a name may take long, too.
+    probe = threading.Thread(target=lambda: found.append(_why_no_cluster(address)), daemon=True)
+    probe.start()
+    probe.join(_ANSWER_S)
+    why = found[0] if found else f"no answer within {_ANSWER_S:.0f} s"
+    if why:
+        raise ValueError(f"there is no Ray cluster at {address} ({why})")
     return address
+
+
+def _why_no_cluster(address: str) -> str:
+    """Why there is no Ray cluster at an address; empty if there may be one."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return "an address is HOST:PORT, or auto"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
+            if os.environ.get("RAY_USE_TLS") == "1":
+                return ""
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(_HELLO)
+            answer = connection.recv(9)
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return "" if answer[3:4] == b"\x04" else "what answers there is not Ray"
 
 
 def _share(workers: int, gpus: int) -> float:

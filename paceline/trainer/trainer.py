@@ -46,7 +46,7 @@ from paceline.trainer.run_folder import CHECKPOINTS, GRADING_FAILURES_FILE, RunF
 from paceline.trainer.run_settings import write_settings
 from paceline.trainer.summary import engine_metrics, reward_metrics, rollout_metrics, rollout_rows
 from paceline.trainer.validation import check_config
-from paceline.types import EngineStats, RolloutGroup, StepResult
+from paceline.types import EngineStats, RolloutGroup, StepResult, WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +254,11 @@ class Trainer:
                 self.folder.write_grading_failures(self.collector.grading.examples)
                 message = f"step {self.state.step + 1}: {error}. {last_good_checkpoint(self.checkpoints)}"
                 logger.error("%s", message, extra={"seen_by_callbacks": True})  # they see the result
+                return RunStatus.FAILED, message
+            except WorkersLost as error:
+                message = (f"step {self.state.step + 1}: {error}; paceline train --resume {config.out} continues the run. "
+                           f"{last_checkpoint(self.checkpoints)}")
+                logger.error("%s", message, extra={"seen_by_callbacks": True})
                 return RunStatus.FAILED, message
             except KeyboardInterrupt:
                 message = (f"interrupted in step {self.state.step + 1}; paceline train --resume {config.out} continues the run. "

@@ -9,10 +9,10 @@ from benchmarks.cpu import manifest
 
 
 def test_a_small_run_writes_its_results(tmp_path, monkeypatch):
-    arguments = ["--allow-dirty", "--files", "2", "--file-mib", "1", "--folder", str(tmp_path), "--out",
-                 str(tmp_path / "out.json")]
+    out = tmp_path / "out.json"
+    arguments = ["--allow-dirty", "--files", "2", "--file-mib", "1", "--folder", str(tmp_path), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [manifest.__file__, *arguments])
     manifest.main()
-    found = json.loads((tmp_path / "out.json").read_text())["seconds_per_gib"]
+    found = json.loads(out.read_text())["seconds_per_gib"]
     assert list(found) == ["write and flush", "hash, one core", "hash"] and all(cost["cpu"] > 0 for cost in found.values())
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "the files are removed"

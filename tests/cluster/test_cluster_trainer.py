@@ -218,7 +218,8 @@ def test_the_comparison_is_of_the_same_workers_without_speculation(tmp_path):
 
 
 class Killer(TrainerCallback):
-    """`kill -9` of a worker in the middle of each of these: generation, drafter training, an update, a publication."""
+    """`kill -9` of a worker in the middle of each of these: generation, drafter training, an update, a publication, and while a
+    checkpoint is written."""
 
     def __init__(self, worker: int) -> None:
         """`worker`: the first one that is killed; then they take turns."""
@@ -247,7 +248,7 @@ class Killer(TrainerCallback):
 
     def _call_and_kill(self, method: str, each: Any) -> Any:
         calls = self._call(method, each)
-        if (self._step, method) in ((4, "update"), (5, "publish")):
+        if (self._step, method) in ((4, "update"), (5, "publish"), (6, "save")):
             time.sleep(0.02)
             self._kill(method)
         return calls
@@ -277,7 +278,7 @@ def test_workers_train_the_policy_and_may_die(tmp_path, monkeypatch, first):
     assert trainer_class(settings) is ClusterTrainer and trainer_class(config(tmp_path)) is Trainer
     killer = Killer(first)
     assert trainer_class(settings)(settings, callbacks=[killer]).run().status is RunStatus.COMPLETED
-    assert killer.killed == ["generation", "drafter training", "update", "publish"]
+    assert killer.killed == ["generation", "drafter training", "update", "publish", "save"]
     Trainer(config(tmp_path / "one", **fields)).run()
     assert tokens(tmp_path / "ray") == tokens(tmp_path / "one")
     found, expected = (weights(tmp_path / run / "checkpoints" / "step-000006") for run in ("ray", "one"))

@@ -1,0 +1,95 @@
+"""What a run says of a Ray that is not there, and of workers that have something to say: one line each."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayTaskError
+
+from paceline.cluster.ray_runtime import CannotStart, _cannot_start, _reason, _WarningList
+from paceline.trainer.device import cluster_address
+from paceline.types import WorkersLost
+
+
+@pytest.fixture
+def listener():
+    """A port on which connections are accepted; what happens to them is up to the test."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server, f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_an_address_that_nobody_answers(listener, monkeypatch):
+    monkeypatch.setattr("paceline.trainer.device._ANSWER_S", 0.3)
+    _, address = listener
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=rf"^there is no Ray cluster at {address} \((timed out|no answer within 0 s)\)$"):
+        cluster_address(address)
+    assert time.monotonic() - began < 10
+
+
+def test_the_time_for_an_answer_is_short_enough():
+    from paceline.trainer import device
+
+    assert device._CONNECT_S < device._ANSWER_S < 20
+
+
+@pytest.mark.parametrize(("greeting", "why"), [
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers there is not Ray"), (b"", "what answers there is not Ray"),
+    (bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), None)], ids=["another service", "closed", "gRPC"])
+def test_what_answers_at_an_address(listener, greeting, why):
+    server, address = listener
+
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(greeting)
+
+    threading.Thread(target=answer, daemon=True).start()
+    if why is None:
+        assert cluster_address(address) == address
+    else:
+        with pytest.raises(ValueError, match=why):
+            cluster_address(address)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "127.0.0.1:99999999", ":6379", "no.such.host.invalid:6379"])
+def test_an_address_of_nobody(address):
+    with pytest.raises(ValueError, match=rf"^there is no Ray cluster at {address} \(.+\)$"):
+        cluster_address(address)
+
+
+def test_workers_warnings_are_single_lines_without_colours():
+    found, logger = _WarningList(), logging.getLogger("paceline.somewhere")
+    logger.addHandler(found)
+    try:
+        logger.warning("first \x1b[31mred\x1b[0m line\nsecond line %s", 5)
+        logger.info("not this")
+        for number in range(1000):
+            logger.warning("again %d", number)
+    finally:
+        logger.removeHandler(found)
+    lines = found.take()
+    assert lines[0] == "first red line second line 5" and len(lines) == 20 and found.take() == []
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    return RayTaskError("report", "\x1b[36mray::report()\x1b[39m (pid=1)\nTraceback (most recent call last):\n  File\n", cause)
+
+
+def test_why_a_worker_is_lost():
+    assert _reason(task_error(RuntimeError("two\nlines \x1b[1mbold\x1b[0m"))) == "two lines bold"
+    assert _reason(task_error(KeyError())) == "KeyError"
+
+
+def test_a_defect_in_a_worker_has_a_traceback_without_colours():
+    found = _cannot_start(3, task_error(RuntimeError("why")))
+    assert "worker 3 cannot be started" in str(found) and "\x1b" not in str(found) and "File" in str(found)
+    assert not isinstance(found, WorkersLost) and issubclass(CannotStart, ValueError)

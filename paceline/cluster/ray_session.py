@@ -57,7 +57,7 @@ while True:  # until the process that has the other end of the pipe ends, or say
     ready = select.select([0, *watched], [], [])[0]
     if 0 in ready:
         words = os.read(0, 1000).split()
-        if not words or words[0] == b"end":
+        if not words or b"end" in words:
             break
         ended = [int(word) for word in words]
         watched = handles(ended[0], ended[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,3 +89,28 @@ def test_two_runs_on_one_machine_do_not_meet(folder, tmp_path):
     assert alone.wait(240) == 0
     assert tokens(tmp_path / "1") == tokens(tmp_path / "alone") != tokens(tmp_path / "2")
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("part", [r"--raylet_socket_name", r"/gcs_server", r"ray::DashboardAgent", r"ray::RuntimeEnvAgent"])
+def test_a_part_of_ray_dies(folder, tmp_path, part):
+    """Ray itself would end the run's process, or let it wait for ever. The run continues on one worker."""
+    out = tmp_path / "run"
+    process = start(folder, out, checkpoint_every=1)
+    try:
+        assert wait_for(lambda: bool(list(out.glob("checkpoints/step-*"))) or process.poll() is not None, 240)
+        family = psutil.Process(process.pid).children(recursive=True)
+        (victim, *_) = [child for child in family if re.search(part, " ".join(child.cmdline()))]
+        victim.kill()
+        _, printed = process.communicate(timeout=240)
+        lines = printed.splitlines()
+        assert process.returncode == 2 and "Ray has ended" in lines[-1] and f"paceline train --resume {out}" in lines[-1], printed
+        assert not any(word in printed for word in ("Traceback", "\x1b", "raylet.cc", "state-dump", "core_worker")), printed
+        assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 30)
+    finally:
+        process.kill()
+    if part == r"--raylet_socket_name":
+        step = int(max(out.glob("checkpoints/step-*")).name.removeprefix("step-"))
+        more = ["cluster.workers=1", f"steps={step + 1}"]
+        words = ["train", "--resume", str(out), *(word for setting in more for word in ("--set", setting))]
+        assert subprocess.run([sys.executable, "-m", "paceline.cli", *words], cwd=ROOT, timeout=240).returncode == 0
+        assert not (out / "checkpoints" / f"step-{step:06d}.damaged").exists()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -21,6 +22,7 @@ from ray.cluster_utils import Cluster
 
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.ray_runtime import RayRuntime
+from paceline.types import WorkersLost
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,23 @@ def test_a_node_is_lost_and_another_one_joins():
         cluster.add_node(num_cpus=1)
         coordinator.wait_for_all()
         assert_same(run(coordinator, submit(coordinator), rounds=20_000))
+    finally:
+        coordinator.close()
+        cluster.shutdown()
+
+
+def test_the_only_node_with_room_for_workers_is_lost(monkeypatch):
+    """No other one comes in time: the run says so instead of waiting for ever."""
+    monkeypatch.setattr("paceline.cluster.ray_runtime._NO_NODE_S", 3.0)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    away = cluster.add_node(num_cpus=1)
+    coordinator = Coordinator(RayRuntime(1, TinySpec(), cluster.address, num_cpus=1), interval_s=0.05)
+    try:
+        coordinator.publish_policy(weights(), 0)
+        assert_same(run(coordinator, submit(coordinator), rounds=20_000))
+        cluster.remove_node(away, allow_graceful=False)
+        with pytest.raises(WorkersLost, match="Ray has had no node for any worker for 3 s"):
+            wait_for(coordinator, lambda: False)
     finally:
         coordinator.close()
         cluster.shutdown()
@@ -89,10 +108,12 @@ def command(out: Path, **more) -> list[str]:
     return ["train", *(word for name, value in pairs.items() for word in ("--set", f"{name}={value}"))]
 
 
-def test_the_driver_is_killed_and_the_run_resumed(tmp_path):
-    def paceline(*arguments: str) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
+def paceline(*arguments: str, **options: object) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, **options)
 
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_driver_is_killed_and_the_run_resumed(tmp_path, workers):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = paceline(*command(killed, **{"cluster.workers": 2}))
     ends = time.monotonic() + 300
@@ -101,7 +122,7 @@ def test_the_driver_is_killed_and_the_run_resumed(tmp_path):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert paceline("train", "--resume", str(killed)).wait(timeout=300) == 0
+    assert paceline("train", "--resume", str(killed), "--set", f"cluster.workers={workers}").wait(timeout=300) == 0
     assert paceline(*command(whole)).wait(timeout=300) == 0
     assert tokens(killed) == tokens(whole) and len(tokens(whole)) == 24
 
@@ -109,3 +130,54 @@ def test_the_driver_is_killed_and_the_run_resumed(tmp_path):
 def tokens(folder: Path) -> list[tuple]:
     lines = [json.loads(line) for file in sorted(folder.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
     return [(line["step"], line["id"], line["sample"], tuple(line["token_ids"])) for line in lines]
+
+
+@pytest.fixture
+def shared_cluster():
+    """A Ray cluster of one node, to which several runs belong."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    yield cluster
+    cluster.shutdown()
+
+
+def test_two_runs_in_one_cluster_of_which_one_is_killed(tmp_path, shared_cluster):
+    """Each has a run folder of its own. The other one ends as if it had been alone, and the workers of the first are gone."""
+    changes = {"cluster.workers": 2, "cluster.address": f'"{shared_cluster.address}"'}
+    first, second = (paceline(*command(tmp_path / name, **changes, seed=seed, steps=steps))
+                     for name, seed, steps in (("first", 1, 500), ("second", 2, 4)))
+    try:
+        ends = time.monotonic() + 400
+        while not list((tmp_path / "first").glob("checkpoints/step-*")):
+            assert first.poll() is None and time.monotonic() < ends
+            time.sleep(0.05)
+        first.kill()
+        assert second.wait(timeout=400) == 0
+    finally:
+        first.kill()
+        second.kill()
+    assert paceline(*command(tmp_path / "alone", seed=2)).wait(timeout=300) == 0
+    assert tokens(tmp_path / "second") == tokens(tmp_path / "alone") and len(tokens(tmp_path / "alone")) == 24
+    ends = time.monotonic() + 60
+    while any("_WorkerActor" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)):
+        assert time.monotonic() < ends, "workers of the killed run"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(("part", "says"), [("gcs_server", "Ray's head node has not answered for 20 s"),
+                                            ("raylet", "Ray has ended on this machine")])
+def test_a_cluster_that_was_joined_ends(tmp_path, shared_cluster, part, says):
+    out = tmp_path / "run"
+    changes = {"cluster.workers": 2, "cluster.address": f'"{shared_cluster.address}"', "steps": 500}
+    process = paceline(*command(out, **changes), stderr=subprocess.PIPE, text=True)
+    try:
+        ends = time.monotonic() + 400
+        while not list(out.glob("checkpoints/step-*")):
+            assert process.poll() is None and time.monotonic() < ends
+            time.sleep(0.05)
+        (found,) = shared_cluster.head_node.all_processes[part]
+        found.process.kill()
+        _, printed = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    last = printed.splitlines()[-1]
+    assert process.returncode == 2 and says in last and f"paceline train --resume {out}" in last, printed

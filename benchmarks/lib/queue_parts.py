@@ -30,7 +30,7 @@ POLICY_KV_GB = 6.0
 
 
 class Sizes(NamedTuple):
-    """How much each part does."""
+    """Numbers of requests, prompts and streams of each part."""
 
     running: tuple[int, ...] = (1, 8, 32)
     """Numbers of requests that decode when a prompt arrives."""
@@ -69,7 +69,7 @@ class Prompts:
 
 
 class Bench(NamedTuple):
-    """What all parts use."""
+    """The setting, the models and the prompts that all parts share."""
 
     setting: Setting
     policy: Decoder

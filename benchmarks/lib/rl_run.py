@@ -82,7 +82,7 @@ class GivenLengths(RolloutCollector):
         """`_cut` has set the reward."""
 
     def _collect_grades(self, handles: list[tuple[Rollout, Any]]) -> None:
-        """There are none to wait for."""
+        """Rewards are set already: there are no grades to wait for."""
 
 
 def _cut(rollout: Rollout, length: int) -> None:

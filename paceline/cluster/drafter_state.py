@@ -15,10 +15,10 @@ _MAX_FREQUENT = 1 << 16
 
 @dataclass(slots=True)
 class DrafterState:
-    """Kept by the coordinator, and changed by the run's drafter trainer."""
+    """What the coordinator knows of the drafter's training. The run's drafter trainer changes it."""
 
     settings: DrafterSettings = field(default_factory=lambda: DrafterSettings(0, True, None))
-    """What workers were told last."""
+    """The newest settings that were sent to workers."""
     handled: dict[int, int] = field(default_factory=dict)
     """Worker → number of the newest settings that it has."""
     is_awaited: bool = False
@@ -30,7 +30,7 @@ class DrafterState:
     tokens: Counter[int] = field(default_factory=Counter)
     """How often each token is in the answers of a run whose drafter has not been trained yet."""
     measured: dict[int, DrafterMeasured] = field(default_factory=dict)
-    """Worker → what it has measured."""
+    """Worker → the gain of the last training, measured on its held-out answers."""
     owing: frozenset[int] = frozenset()
     """Workers that have trained a drafter and are about to report it."""
     failure: str | None = None

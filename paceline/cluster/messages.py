@@ -164,7 +164,7 @@ class Arrive:
     sent_at: float
     """Time of the source when the request stopped there."""
     is_held_out: bool = False
-    """As in `Add`."""
+    """Whether the drafter is measured on the answer instead of trained on it (`Add.is_held_out`)."""
 
 
 Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | DrafterSettings | MeasureDrafter
@@ -181,19 +181,19 @@ class TrainedDrafter:
     drafter: bytes
     """Tensors that the drafter is made from (`spot.drafter_of`), as a safetensors file."""
     training: bytes
-    """All other tensors."""
+    """All other tensors of the training's state, such as moments, as a safetensors file."""
     snapshot_metadata: dict[str, Any]
 
     @property
     def fingerprint(self) -> PolicyFingerprint:
-        """The policy that it was trained for."""
+        """The fingerprint of the policy that the drafter was trained for."""
         found = PolicyFingerprint.from_json(self.snapshot_metadata["policy"])
         assert found is not None, "snapshots have one"
         return found
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps."""
+        """Number of optimizer steps that the drafter has been trained for."""
         return int(self.snapshot_metadata["progress"]["step"])
 
 

@@ -252,14 +252,14 @@ class DrafterTraining:
 
 
 def pack_drafter(found: Snapshot) -> TrainedDrafter:
-    """A snapshot as it is sent."""
+    """Return a snapshot in the form in which a worker reports it to the coordinator."""
     of_drafter = {name: tensor for name, tensor in found.tensors.items() if name.startswith(_OF_DRAFTER)}
     return TrainedDrafter(_saved(of_drafter), _saved({name: t for name, t in found.tensors.items() if name not in of_drafter}),
                           found.metadata)
 
 
 def unpack_drafter(trained: TrainedDrafter) -> Snapshot:
-    """What `pack_drafter` has packed."""
+    """Return the snapshot from which `pack_drafter` made `trained`."""
     return Snapshot({**load(trained.drafter), **load(trained.training)}, trained.snapshot_metadata)
 
 

@@ -45,7 +45,7 @@ class Held:
     reported: int
     """Number of answer tokens that the coordinator knows."""
     is_held_out: bool
-    """Whether the drafter is measured on the answer instead of trained on it (`Add.is_held_out`)."""
+    """Whether the drafter is measured on the answer before it is trained on it (`Add.is_held_out`)."""
 
 
 class _Reserved(NamedTuple):

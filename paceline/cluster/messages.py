@@ -164,7 +164,7 @@ class Arrive:
     sent_at: float
     """Time of the source when the request stopped there."""
     is_held_out: bool = False
-    """Whether the drafter is measured on the answer instead of trained on it (`Add.is_held_out`)."""
+    """Whether the drafter is measured on the answer before it is trained on it (`Add.is_held_out`)."""
 
 
 Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | DrafterSettings | MeasureDrafter

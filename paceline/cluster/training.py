@@ -133,7 +133,8 @@ class DrafterTraining:
             if newest is not None and (self._known is None or newest.training != self._known.training):
                 self._continue(self._trainer, *unpack_drafter(newest))
             self._reported_at, self._num_new = time.perf_counter(), 0
-        self.active, self.round, self._pending, self._group = True, training.number, None, None
+        self.active, self.round = True, training.number
+        self._pending = self._group = self._forming = None  # of the round before, which may not have been formed yet
         if len(training.members) > 1:
             self._group = SpotGroup(training, worker)
             self._forming = self._group.begin(_state(_copied(self._trainer)) if self._group.rank == 0 else bytes)

@@ -244,6 +244,15 @@ def test_a_member_that_is_gone_ends_the_round(tmp_path, monkeypatch):
     assert not training.active
 
 
+def test_a_member_goes_on_alone_if_the_other_is_gone_before_their_group_is_formed(tmp_path):
+    training = make_training(PROMPTS)
+    training.start(None, TrainingRound(1, (0, 1), str(tmp_path / "e")), 0)
+    assert training.run_micro_batch() is None, "it waits for the other one"
+    training.start(None, TrainingRound(2, (0,), ""), 0)
+    assert training.run_micro_batch() is not None
+    training.stop()
+
+
 def test_rounds_begin_when_workers_join_or_leave():
     trainers = Trainers()
     places = iter("abc")

@@ -18,7 +18,7 @@ _MAX_ITEMS = 300
 """Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
 reports errors of all entries."""
 _MAX_STOPS, _MAX_STOP_CHARS = 32, 256
-_MAX_PARTS = 1000
+_MAX_PARTS, _MAX_MESSAGES = 1000, 4096
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
@@ -252,7 +252,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), _at_most(_MAX_MESSAGES)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -304,7 +304,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    messages: Annotated[list[Message], FailFast(), _at_most(_MAX_MESSAGES)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

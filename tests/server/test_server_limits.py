@@ -103,6 +103,13 @@ def test_conversations_are_rendered_as_transformers_does(tokens, template):
     renderer.close()
 
 
+def test_there_are_not_too_many_messages(server):
+    for message in (HELLO[0], {}):
+        body = {"model": "tiny", "messages": [message] * 50_000}
+        answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 400 and answer.json()["error"]["message"] == "messages: more than 4096 entries"
+
+
 # -- prompts
 
 

@@ -1,0 +1,362 @@
+"""An hour of mixed load: training on two workers that are killed again and again, the same run undisturbed beside it, and a
+server under abuse. In the end memory, processes, files and tokens are where they should be.
+
+PACELINE_SOAK_SECONDS sets how long (3600)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.slow
+SECONDS = float(os.environ.get("PACELINE_SOAK_SECONDS", "3600"))
+PATIENCE_S = 300.0
+"""Longest time that anything may take which is not part of the load: a start, a step, an orderly end."""
+ALLOWED_GROWTH = {"server": 48 << 20, "training": 96 << 20}
+"""Bytes that resident memory may grow by from a third of the time to its end: allocators keep what they get back."""
+NUM_PARTS = 3
+MARK = "PACELINE_SOAK_MARK"
+"""Environment variable by which processes are recognized, whoever started them."""
+
+
+class Soak:
+    """What the parts of the load share."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder, self.scratch, self.mark = folder, scratch, uuid.uuid4().hex
+        self.ends = float("inf")
+        self._all_ready = threading.Barrier(NUM_PARTS, self._begin)
+        self.failures: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.memory: dict[str, list[int]] = {"server": [], "training": []}
+
+    def wait_for_others(self) -> None:
+        """The time begins when both runs have done a step and the server answers, however long that took."""
+        self._all_ready.wait(2 * PATIENCE_S)
+
+    def _begin(self) -> None:
+        self.ends = time.monotonic() + SECONDS
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(f"{type(error).__name__}: {error}")
+        self._all_ready.abort()
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.ends or bool(self.failures)
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        root = Path(__file__).resolve().parents[2]
+        own = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch),
+               "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"), MARK: self.mark}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "paceline.cli", *arguments], env={**os.environ, **own}, stdout=log,
+                                    stderr=log, cwd=self.folder)
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of this soak that are alive."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def measure(self, what: str, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(psutil.Error):
+            self.memory[what].append(psutil.Process(process.pid).memory_info().rss)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+
+def in_thread(soak: Soak, work: Callable[[], None]) -> threading.Thread:
+    """Runs a part of the load. What goes wrong in it ends the soak."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            soak.fail(error)
+            raise
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    return thread
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE_S:.0f} s"
+        time.sleep(0.1)
+    return found
+
+
+# -- training
+
+
+def training(out: Path, **changes: Any) -> list[str]:
+    """More steps than there is time for. Tokens of both runs are the same: neither workers nor drafters change any."""
+    values = {"task": "collatz", "steps": 1_000_000, "dtype": "float64", "out": str(out), "threads": 1, "checkpoint_every": 2,
+              "keep_checkpoints": 2, "rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 48,
+              "reward.workers": 1, "optimizer.lr": 1e-5, "engine.max_batch": 8, "engine.suffix_memory_gb": 0.002,
+              "compare_off": False, "evaluation.every": 0, **changes}
+    return ["train", "--no-page", *(word for name, value in values.items() for word in ("--set", f"{name}={json.dumps(value)}"))]
+
+
+TWO_WORKERS = {"cluster.workers": 2, "cluster.shard_training": False, "drafter": "learned", "strategy": "auto",
+               "spot.form": "eagle", "drafter_buffer_gb": 0.1}
+
+
+def num_steps(out: Path) -> int:
+    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").is_file() else 0
+
+
+def tokens(out: Path) -> dict[int, list[tuple[Any, ...]]]:
+    """Rollouts of every step that is complete in the metrics."""
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for file in sorted(out.glob("rollouts-*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            found.setdefault(line["step"], []).append((line["id"], line["sample"], tuple(line["token_ids"]), line["reward"]))
+    return {step: sorted(rollouts) for step, rollouts in found.items() if step <= num_steps(out)}
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) in (0, 130), process.returncode
+
+
+def train_undisturbed(soak: Soak) -> None:
+    out = soak.folder / "undisturbed"
+    process = soak.start("undisturbed", *training(out, drafter="suffix", strategy="suffix:d4w2v6"))
+    try:
+        wait_until(lambda: num_steps(out) or process.poll() is not None, "the first step")
+        soak.wait_for_others()
+        while not soak.is_over:
+            assert process.poll() is None, soak.log("undisturbed")[-2000:]
+            soak.measure("training", process)
+            time.sleep(1)
+        interrupt(process)
+    finally:
+        process.kill()
+
+
+def train_with_kills(soak: Soak) -> None:
+    """`kill -9` of a worker at a random moment, and now and then of the driver, after which the run is resumed."""
+    draw, out = random.Random(1), soak.folder / "killed"
+    process = soak.start("killed", *training(out, **TWO_WORKERS))
+    try:
+        wait_until(lambda: num_steps(out) or process.poll() is not None, "the first step of two workers")
+        soak.wait_for_others()
+        while not soak.is_over:
+            time.sleep(draw.random() * 5)
+            has_checkpoint = any((out / "checkpoints").glob("step-*"))
+            if has_checkpoint and draw.random() < 0.25:
+                process.kill()
+                process.wait()
+                soak.counts["killed drivers"] += 1
+                process = soak.start("killed", "train", "--no-page", "--resume", str(out))
+            else:
+                workers = [child for child in workers_of(process) if child.is_running()]
+                if workers:
+                    with contextlib.suppress(psutil.Error):
+                        draw.choice(workers).kill()
+                        soak.counts["killed workers"] += 1
+            before = num_steps(out)
+            wait_until(lambda: num_steps(out) > before or process.poll() is not None or soak.is_over, "a step")  # noqa: B023
+            assert process.poll() is None, soak.log("killed")[-2000:]
+        interrupt(process)
+    finally:
+        process.kill()
+
+
+def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that Ray has started for this run's workers."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(driver.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.name().startswith("ray::_Worker"):  # not its agents
+                    found.append(child)
+    return found
+
+
+# -- the server
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+ASKED = {"model": "default", "prompt": "27:", "max_tokens": 40, "seed": 5, "temperature": 0.8, "n": 2}
+
+
+@contextlib.contextmanager
+def serving(soak: Soak) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    process = soak.start("server", "serve", "--model", "default", "--port", "0", "--max-pending", "24", "--max-batch", "8",
+                         "--threads", "1", "--suffix-memory-gb", "0.002", "--dtype", "float64")
+    try:
+        address = wait_until(lambda: re.search(r"served at (http://[^/;\s]+)", soak.log("server")), "the server's start")[1]
+        yield process, address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(address: str) -> list[str]:
+    """The texts of a request that is always the same."""
+    while True:
+        found = httpx.post(f"{address}/v1/completions", json=ASKED, timeout=PATIENCE_S)
+        if found.status_code != 429:  # too many others are waiting
+            assert found.status_code == 200, found.text
+            return [choice["text"] for choice in found.json()["choices"]]
+        time.sleep(0.2)
+
+
+def abuse(soak: Soak, address: str, number: int) -> None:
+    """One client: streams that are left, wrong and enormous requests, bytes that are no HTTP, connections that say nothing."""
+    draw, kinds = random.Random(number), (whole, left_stream, wrong, enormous, garbage, half_a_request, silent)
+    while not soak.is_over:
+        kind = draw.choice(kinds)
+        with contextlib.suppress(httpx.TransportError, OSError):  # it may hang up on such a client
+            kind(address, draw)
+            soak.counts[kind.__name__] += 1
+
+
+def whole(address: str, draw: random.Random) -> None:
+    body = {**ASKED, "prompt": f"{draw.randrange(10, 400)}:", "seed": draw.randrange(2**31), "max_tokens": draw.choice([8, 99])}
+    assert httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S).status_code in (200, 429)
+
+
+def left_stream(address: str, draw: random.Random) -> None:
+    body = {**ASKED, "prompt": f"{draw.randrange(10, 400)}:", "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        for _ in zip(range(draw.randrange(4)), answer.iter_lines(), strict=False):
+            pass
+
+
+def wrong(address: str, draw: random.Random) -> None:
+    change = draw.choice([{"temperature": -1}, {"max_tokens": 10**12}, {"n": 10**9}, {"prompt": 3.5}, {"top_p": "x"},
+                          {"seed": 2**80}, {"prompt": [10**9]}, {"model": None}, {"logit_bias": {"a": 1}}, {"stop": [""]}])
+    said = httpx.post(f"{address}/v1/completions", json={**ASKED, **change}, timeout=PATIENCE_S)
+    assert 400 <= said.status_code < 500, (change, said.status_code, said.text[:300])
+
+
+def enormous(address: str, draw: random.Random) -> None:
+    said = httpx.post(f"{address}/v1/completions", json={**ASKED, "prompt": "9" * draw.choice([10**5, 2 * 10**6])},
+                      timeout=PATIENCE_S)
+    assert 400 <= said.status_code < 500, said.text[:300]
+
+
+def garbage(address: str, draw: random.Random) -> None:
+    raw(address, draw.choice([draw.randbytes(5000), b"GET / HTTP/9.9\r\n\r\n", POST + b"Content-Length: -1\r\n\r\n",
+                              POST + b"Content-Length: 5\r\n\r\n[[[[["]), 0.2)
+
+
+def half_a_request(address: str, draw: random.Random) -> None:
+    raw(address, POST + b"Content-Length: 500\r\n\r\n{", draw.random() * 3)
+
+
+def silent(address: str, draw: random.Random) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connect(address))
+        time.sleep(draw.random() * 3)
+
+
+def connect(address: str) -> socket.socket:
+    host, _, port = address.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), 10)
+
+
+def raw(address: str, data: bytes, seconds: float) -> None:
+    with connect(address) as connection:
+        connection.sendall(data)
+        time.sleep(seconds)
+
+
+def serve_under_abuse(soak: Soak) -> None:
+    with serving(soak) as (process, address):
+        expected, known = answers(address), psutil.Process(process.pid)
+        soak.wait_for_others()
+        clients = [in_thread(soak, lambda number=number: abuse(soak, address, number)) for number in range(6)]
+        while not soak.is_over:
+            assert process.poll() is None, soak.log("server")[-2000:]
+            began = time.monotonic()
+            assert httpx.get(f"{address}/health", timeout=PATIENCE_S).status_code == 200
+            soak.counts["slowest health, ms"] = max(soak.counts["slowest health, ms"], int(1e3 * (time.monotonic() - began)))
+            assert answers(address) == expected, "the same request, other tokens"
+            soak.counts["same tokens"] += 1
+            soak.measure("server", process)
+            time.sleep(1)
+        for client in clients:
+            client.join()
+        metrics = wait_until(lambda: idle_metrics(address), "an idle server")
+        assert "paceline_kv_cache_usage 0.0" in metrics and answers(address) == expected
+        wait_until(lambda: not [one for one in known.net_connections() if one.status == "ESTABLISHED"], "closed connections")
+        assert known.num_fds() < 100, known.num_fds()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    assert "Traceback" not in soak.log("server"), soak.log("server")[-3000:]
+
+
+def idle_metrics(address: str) -> str:
+    said = httpx.get(f"{address}/metrics", timeout=PATIENCE_S).text
+    return said if "paceline_pending_answers 0.0" in said and "paceline_running_requests 0.0" in said else ""
+
+
+# -- all of it
+
+
+def left_in(scratch: Path) -> list[str]:
+    """Temporary files, but for the empty folders of Python's multiprocessing, which nobody removes after a `kill -9`."""
+    return [path.name for path in scratch.iterdir() if not path.name.startswith("pymp-")]
+
+
+def test_mixed_load_leaves_everything_where_it_should_be(tmp_path):
+    scratch = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # short: Ray's sockets are in it
+    soak = Soak(tmp_path, scratch)
+    parts = [in_thread(soak, lambda part=part: part(soak)) for part in (train_undisturbed, train_with_kills, serve_under_abuse)]
+    for part in parts:
+        part.join()
+    steps = {name: num_steps(tmp_path / name) for name in ("undisturbed", "killed")}
+    print(f"{SECONDS:.0f} s: {steps}, {dict(soak.counts)}")
+    for what, values in soak.memory.items():
+        print(what, [round(value / 2**20) for value in values[:: max(1, len(values) // 12)]], "MiB")
+    assert not soak.failures, soak.failures
+
+    ours, theirs = tokens(tmp_path / "killed"), tokens(tmp_path / "undisturbed")
+    common = ours.keys() & theirs.keys()
+    assert len(common) == min(steps.values()) >= 2 and soak.counts["killed workers"] + soak.counts["killed drivers"] >= 1
+    assert {step: ours[step] for step in common} == {step: theirs[step] for step in common}, "tokens depend on who was killed"
+    for what, values in soak.memory.items():
+        early, late = (sorted(part)[len(part) // 2] for part in (
+            values[len(values) // 3 : len(values) // 2], values[-len(values) // 6 :]))
+        assert late < early + ALLOWED_GROWTH[what], f"{what}: {early / 2**20:.0f} MiB became {late / 2**20:.0f} MiB"
+    wait_until(lambda: not soak.processes(), f"the end of all processes, such as {soak.processes()[:3]}")
+    wait_until(lambda: not left_in(scratch), f"the end of temporary files, such as {left_in(scratch)}")
+    shutil.rmtree(scratch)
+    for name in steps:
+        kept = list((tmp_path / name / "checkpoints").glob("*"))
+        assert 1 <= len(kept) <= 4 and all(path.name.startswith("step-") for path in kept), kept
+        assert not [path for path in (tmp_path / name).rglob(".*") if path.name != ".lock"], "nothing temporary stays"

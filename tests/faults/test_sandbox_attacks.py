@@ -21,7 +21,7 @@ import pytest
 from faults.attacks import ATTACKS, FILTER, HOOK, NAMESPACES, RUN_ATTACKS
 
 from paceline.tasks import make_task
-from paceline.tasks.sandbox import service, syscalls
+from paceline.tasks.sandbox import rootfs, service, syscalls
 from paceline.tasks.sandbox.policy import SandboxUnavailable
 from paceline.tasks.sandbox.run import Limits, run_tests
 
@@ -311,6 +311,17 @@ def test_the_filter_of_system_calls_on_every_architecture(monkeypatch, machine, 
     assert filtered(machine, prctl, 1) == refuse and filtered(machine, prctl, 15) == allow
     assert filtered(machine, chmod) == allow and filtered(machine, chmod, attributes=False) == refuse
     assert filtered(machine, read, architecture=0x40000003) == kill and filtered(machine, 0x40000000 + read) == kill
+
+
+def test_what_is_in_somebodys_home_has_another_name_inside():
+    places = rootfs._Places()
+    assert places.add("/home/a/py", "/home/a/py") == "/python/0"
+    assert places.add("/home/a/py/lib/x", "/home/a/py/lib/x") == "/python/0/lib/x", "it is there already"
+    linked = places.add("/home/a/venv", "/data/venv")
+    assert linked.startswith("/python/")
+    assert places.inside("/home/a/venv/bin") == places.inside("/data/venv/bin") == f"{linked}/bin"
+    assert places.add("/home/a/system", "/usr/lib/python3") == "/usr/lib/python3" == places.inside("/home/a/system")
+    assert places.add("/usr/lib", "/usr/lib") == "/usr/lib" and places.inside("/home/a/python") == "/home/a/python"
 
 
 # Where the kernel grants no namespaces

@@ -167,30 +167,48 @@ def train_undisturbed(soak: Soak) -> None:
 def train_with_kills(soak: Soak) -> None:
     """`kill -9` of a worker at a random moment, and now and then of the driver, after which the run is resumed."""
     draw, out = random.Random(1), soak.folder / "killed"
-    process = soak.start("killed", *training(out, **TWO_WORKERS))
+    process = wait_for_step(soak, out, start_or_resume(soak, out))
     try:
-        wait_until(lambda: num_steps(out) or process.poll() is not None, "the first step of two workers")
         soak.wait_for_others()
         while not soak.is_over:
             time.sleep(draw.random() * 5)
-            has_checkpoint = any((out / "checkpoints").glob("step-*"))
-            if has_checkpoint and draw.random() < 0.25:
+            if has_checkpoint(out) and draw.random() < 0.25:
                 process.kill()
                 process.wait()
                 soak.counts["killed drivers"] += 1
-                process = soak.start("killed", "train", "--no-page", "--resume", str(out))
+                process = start_or_resume(soak, out)
             else:
-                workers = [child for child in workers_of(process) if child.is_running()]
-                if workers:
-                    with contextlib.suppress(psutil.Error):
-                        draw.choice(workers).kill()
-                        soak.counts["killed workers"] += 1
-            before = num_steps(out)
-            wait_until(lambda: num_steps(out) > before or process.poll() is not None or soak.is_over, "a step")  # noqa: B023
-            assert process.poll() is None, soak.log("killed")[-2000:]
+                workers = workers_of(process)
+                with contextlib.suppress(psutil.Error, IndexError):
+                    draw.choice(workers).kill()
+                    soak.counts["killed workers"] += 1
+            process = wait_for_step(soak, out, process)
         interrupt(process)
     finally:
         process.kill()
+
+
+def has_checkpoint(out: Path) -> bool:
+    return any((out / "checkpoints").glob("step-*"))
+
+
+def start_or_resume(soak: Soak, out: Path) -> subprocess.Popen[bytes]:
+    return soak.start("killed", *(["train", "--no-page", "--resume", str(out)] if has_checkpoint(out) else
+                                  training(out, **TWO_WORKERS)))
+
+
+def wait_for_step(soak: Soak, out: Path, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """Waits until the run has done one more step, or the soak is over. Returns the run's process: on a machine that is busy, Ray
+    gives up its own start after half a minute, and then the run is started again."""
+    before = num_steps(out)
+    for _ in range(5):
+        wait_until(lambda: num_steps(out) > before or process.poll() is not None or soak.is_over, "a step")  # noqa: B023
+        if process.poll() is None:
+            return process
+        assert "timed out during startup" in soak.log("killed")[-4000:], soak.log("killed")[-2000:]
+        soak.counts["Ray was late"] += 1
+        process = start_or_resume(soak, out)
+    raise AssertionError("Ray does not start")
 
 
 def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:

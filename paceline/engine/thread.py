@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from paceline.engine.engine import Engine
 from paceline.engine.pool import PoolStep, RequestPool
-from paceline.types import EngineStats, Rollout, SamplingParams
+from paceline.types import EngineStats, Rollout, SamplingParams, StepResult
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -99,10 +99,12 @@ class EngineThread:
     """Runs an engine in a thread. Its methods are called in an asyncio loop, but for `start` and `close`, which any thread may
     call."""
 
-    def __init__(self, engine: Engine, max_pending: int | None = None, warm_up: bool = False) -> None:
+    def __init__(self, engine: Engine, max_pending: int | None = None, warm_up: bool = False,
+                 on_step: Callable[[StepResult], object] = lambda result: None) -> None:
         """The engine belongs to the thread from `start` to `close`. `max_pending`: largest number of answers that wait or are
-        generated. None: no limit. `warm_up`: warm the engine up, part by part, while there is no request."""
-        self._engine, self._max_pending = engine, max_pending
+        generated. None: no limit. `warm_up`: warm the engine up, part by part, while there is no request. `on_step`: called in
+        the engine's thread with the result of every engine step."""
+        self._engine, self._max_pending, self._on_step = engine, max_pending, on_step
         self._warming_up = engine.warming_up() if warm_up else None
         self.is_warm = not warm_up
         """Whether the warm-up is complete, or none was asked for."""
@@ -278,6 +280,7 @@ class EngineThread:
                 self._end_all()
             return
         self._num_failures = 0
+        self._on_step(step.result)
         self._send(self._new_tokens(step) + _ended(step.finished))
 
     def _continue_warm_up(self) -> None:

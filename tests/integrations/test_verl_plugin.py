@@ -68,7 +68,7 @@ def agent_loop(folders):
     from verl.workers.rollout.llm_server import LLMServerManager
 
     config = make_config(folders[0])
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False)  # never joins another cluster
     servers = LLMServerManager.create(config=config)
     yield AgentLoopManager.create(config=config, llm_client=servers.get_client()), servers.get_replicas()[0]
     ray.shutdown()
@@ -171,6 +171,39 @@ def test_requests_wait_while_the_server_sleeps(folders):
     output = asyncio.run(run())
     assert output.token_ids == expected(folders[1], [PROMPT], None)[0].token_ids and output.log_probs is None
     assert output.stop_reason == "completed" and output.extra_fields["max_global_steps"] == 3
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 8])
+def test_the_drafter_is_trained_between_steps(folders, tmp_path, draft_vocab):
+    """Answers are the engine's whatever the drafter has learned. A new server continues its checkpoint."""
+    from paceline.spot import load_snapshot
+
+    prompts = [[number % 10, 11] for number in range(12)]
+    own = {"drafter": "learned", "strategy": "eagle:d3w2v6", "drafter_folder": tmp_path, "spot": f"{{draft_vocab:{draft_vocab}}}",
+           "drafter_budget": "{shortest_s:1.0,warm_up_s:0}"}
+    overrides = [f"{'' if key == 'strategy' else '+'}{ROLLOUT}engine_kwargs.paceline.{key}={value}" for key, value in own.items()]
+
+    async def step(server):
+        outputs = await asyncio.gather(*(server.generate(prompt, {}, f"det-{number}") for number, prompt in enumerate(prompts)))
+        await server.sleep()
+        metrics = await server.drafter_metrics()
+        await server.wake_up()
+        return [output.token_ids for output in outputs], metrics
+
+    async def run():
+        server = make_server(folders[0], "HYBRID", *overrides)
+        await server.ready()
+        first, metrics = await step(server)
+        second, _ = await step(server)
+        await server.close()
+        continued = make_server(folders[0], "HYBRID", *overrides)
+        again, later = await step(continued)
+        assert later["drafter/steps"] > metrics["drafter/steps"] >= 1 and first == second == again
+        await continued.close()
+        return first
+
+    assert asyncio.run(run()) == [one.token_ids for one in expected(folders[0], prompts, None)]
+    assert load_snapshot(tmp_path / "server") is not None
 
 
 def test_aborted_requests_and_closed_servers(folders):

@@ -48,7 +48,7 @@ class PacelineReplica(RolloutReplica):
                 options["runtime_env"] = {"env_vars": {**dict.fromkeys(get_platform().ray_noset_envvars(), "1"),
                                                        get_platform().visible_devices_envvar(): gpus[0]}}
         actor: Any = ray.remote(PacelineServer).options(**options)
-        server = actor.remote(self.config, self.model_config, self.rollout_mode, device)
+        server = actor.remote(self.config, self.model_config, self.rollout_mode, device, name)
         await server.ready.remote()
         self.servers, self._server_handle, self._server_address = [server], server, name
 

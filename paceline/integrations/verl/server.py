@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,10 +14,14 @@ from torch import Tensor
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
+from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.engine.thread import Answer, EngineThread
-from paceline.integrations.verl.settings import ServerSettings, check_parallel, engine_config, sampling_params
+from paceline.integrations.verl.drafter import DrafterTraining
+from paceline.integrations.verl.settings import ServerSettings, check_parallel, drafter_config, engine_config, sampling_params
 from paceline.models.weights import load_model
+from paceline.spot import capture_layers
+from paceline.trainer.parts import make_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +29,26 @@ logger = logging.getLogger(__name__)
 class PacelineServer:
     """One engine. While `abort_all_requests` has closed it, new requests wait for `resume_generation`, or are sent back."""
 
-    def __init__(self, config: Any, model_config: Any, mode: RolloutMode, device: str = "cpu") -> None:
+    def __init__(self, config: Any, model_config: Any, mode: RolloutMode, device: str = "cpu", name: str = "server") -> None:
         """`config`, `model_config`: verl's `RolloutConfig` and model configuration. `device`: used unless the settings name
-        one."""
+        one. `name`: the server's own, different for each replica."""
         check_parallel(config)
         settings = ServerSettings(**dict(config.engine_kwargs.get("paceline") or {}))
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._config, self._mode = config, mode
         model, tokenizer = load_model(copy_to_local(model_config.path), settings.device or device, config.dtype)
-        engine = Engine(model, tokenizer, settings.drafter, settings.strategy,
-                        engine_config(settings, config, model.config.max_context))
-        self._thread = EngineThread(engine)
+        training = drafter_config(settings, config)
+        drafter = make_drafter(training, model)
+        own = engine_config(settings, config, model.config.max_context)
+        if isinstance(drafter, Eagle) and settings.train_drafter:
+            own = own.model_copy(update={"capture": tuple(dict.fromkeys((*own.capture, *capture_layers(drafter.config))))})
+        engine = Engine(model, tokenizer, drafter, settings.strategy, own)
+        self._drafter: DrafterTraining | None = None
+        if isinstance(drafter, Eagle) and settings.train_drafter:
+            folder = Path(settings.drafter_folder or self._temporary_folder()) / name
+            self._drafter = DrafterTraining(engine, training, folder)
+        self._thread = EngineThread(engine, on_step=self._drafter.on_step if self._drafter else lambda result: None)
         self._thread.start()
         self._received: dict[str, Tensor] = {}
         self._global_steps: int | None = None
@@ -46,6 +60,26 @@ class PacelineServer:
         """Return when the engine can generate without compiling or capturing anything first."""
         await self._thread.call(Engine.warm_up)
         return True
+
+    def _temporary_folder(self) -> str:
+        """A folder that is removed together with the server."""
+        self._temporary = TemporaryDirectory(prefix="paceline-drafter-")
+        return self._temporary.name
+
+    async def drafter_metrics(self) -> dict[str, float]:
+        """What the last training of the drafter reported; empty before the first one, and without a drafter to train."""
+        return {} if self._drafter is None else self._drafter.metrics
+
+    async def _train_drafter(self) -> None:
+        """Train the learned drafter on the answers since the last time. The engine still has the weights that generated them."""
+        if self._drafter is not None:
+            await self._thread.call(self._drafter.train)
+
+    async def close(self) -> None:
+        """Write the drafter's last checkpoint and end the engine."""
+        if self._drafter is not None:
+            await self._thread.call(self._drafter.close)
+        self._thread.close()
 
     # -- generation
 
@@ -104,6 +138,7 @@ class PacelineServer:
     async def update_weights(self, global_steps: int | None = None) -> None:
         """Replace the policy's weights with those received. They are checked completely first: if one is missing or of another
         shape, ValueError, and the engine keeps its weights."""
+        await self._train_drafter()
         received, self._received = self._received, {}
         await self._thread.call(lambda engine: engine.update_weights(received, global_steps))
         if global_steps is not None:
@@ -124,11 +159,13 @@ class PacelineServer:
         """Free KV cache and weights while a trainer on the same device needs the memory. Requests wait until `wake_up`. Does
         nothing for a server with a device of its own."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
+            await self._train_drafter()
             await self._thread.sleep(weights=True)
 
     async def release_kv_cache(self) -> None:
         """Free the KV cache during a weight update."""
         if self._config.free_cache_engine:
+            await self._train_drafter()
             await self._thread.sleep(weights=False)
 
     async def resume_kv_cache(self) -> None:

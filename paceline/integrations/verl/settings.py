@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.config import Config, EngineConfig
+from paceline.config import Config, EngineConfig, TrainConfig
 from paceline.engine.prompts import derive_seed
+from paceline.trainer.config_files import check_drafter_settings
 from paceline.types import SamplingParams
 
 _PARALLEL = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
@@ -22,15 +23,38 @@ class ServerSettings(Config):
     """Settings of one rollout server: `actor_rollout_ref.rollout.engine_kwargs.paceline`."""
 
     drafter: str = "suffix"
-    """Drafter: `suffix`, `none`, or the folder of a learned drafter."""
+    """Drafter: `suffix`, `none`, the folder of a learned drafter, or `learned` for a new one."""
     strategy: str = "auto"
     """Speculation strategy: off, auto, or a fixed one such as suffix:d8w2v16. It changes no token."""
+    train_drafter: bool = True
+    """Whether a learned drafter is trained between two steps of verl's trainer."""
+    drafter_folder: str | None = None
+    """Folder for the checkpoints of the trained drafters, one subfolder per replica; a later run continues them. None: they are
+    not kept."""
+    spot: dict[str, Any] = Field(default_factory=dict)
+    """Fields of `SpotConfig`: how the drafter is trained."""
+    drafter_budget: dict[str, Any] = Field(default_factory=dict)
+    """Fields of `TrainingBudgetConfig`: how long it is trained per step."""
     device: str | None = None
     """Device of the engine. None: the GPU that verl assigns to the rollout, or the CPU if it assigns none."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads. None: PyTorch's default."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Fields of `EngineConfig`. `max_context` and `max_batch` follow from verl's configuration if they are not given."""
+
+
+_LONG_RUN = 1000
+"""Number of steps that a run is assumed to have: a rollout server is not told."""
+
+
+def drafter_config(settings: ServerSettings, config: Any) -> TrainConfig:
+    """What the drafter and its training are made from. ConfigError if `spot` or `drafter_budget` have fields that are not
+    settings."""
+    made = TrainConfig(drafter=settings.drafter, strategy=settings.strategy, train_drafter=settings.train_drafter,
+                       spot=settings.spot, drafter_budget=settings.drafter_budget, steps=_LONG_RUN,
+                       rollout={"temperature": config.temperature})
+    check_drafter_settings(made)
+    return made
 
 
 def check_parallel(config: Any) -> None:

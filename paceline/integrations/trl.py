@@ -141,7 +141,8 @@ class PacelineRollout:
         model = empty_model(policy_config(policy, tuple(trainer.eos_token_ids)), parse_dtype(self._dtype or own) or own,
                             trainer.accelerator.device)
         load_state(model, trained_weights(trainer))
-        num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)  # adapters only?
+        trained = (parameter for parameter in policy.parameters() if parameter.requires_grad)  # adapters only?
+        num_trained = sum(vars(each).get("ds_numel", each.numel()) for each in trained)  # ZeRO-3 leaves parameters empty
         return engine_for(config, model, trainer.processing_class, speculate=True, num_trained=num_trained)
 
     def _monitor_drafter(self) -> None:

@@ -260,11 +260,14 @@ class Engine:
         found = [self.planner.requests[i] for i in request_ids if i in self.planner.requests]
         return [self._finish(request, "abort") for request in found]
 
-    def raw_logprobs(self, request_id: int, start: int = 0) -> list[float]:
-        """Return the raw log-probabilities (`SamplingParams.raw_logprobs`) of a request's tokens from number `start` on; empty if
-        there are none, or the request is finished."""
+    def logprobs(self, request_id: int, start: int = 0) -> list[float]:
+        """Return the log-probabilities of a request's tokens from number `start` on: the raw ones if it asked for them
+        (`SamplingParams.raw_logprobs`), otherwise those of the distribution that was sampled from. Empty if the request is
+        finished."""
         request = self.planner.requests.get(request_id)
-        return [] if request is None else request.raw_logprobs[start:]
+        if request is None:
+            return []
+        return (request.raw_logprobs if request.params.raw_logprobs else request.logprobs)[start:]
 
     @property
     def has_work(self) -> bool:
@@ -380,13 +383,17 @@ class Engine:
         self.executor.execute(LoadWeights(state))
         try:
             self.version = self.version + 1 if version is None else version
-            if self.config.on_update == "recompute":
-                self._drain()
-                self.scheduler.preempt_all()
-            self.scheduler.drop_prefixes()
+            self.drop_cache(running=self.config.on_update == "recompute")
         except BaseException as error:  # between new weights and the end of cached prefixes no step may run
             self.executor.reject_weights(error)
             raise
+
+    def drop_cache(self, running: bool = False) -> None:
+        """Drop cached prefixes, and with `running` also the keys and values of running requests, which are prefilled again."""
+        if running:
+            self._drain()
+            self.scheduler.preempt_all()
+        self.scheduler.drop_prefixes()
 
     def update_drafter(self, drafter: Eagle, version: int) -> None:
         """Replace the learned drafter's weights in place, from the next step on. `version`: version of the policy that the
@@ -418,9 +425,7 @@ class Engine:
         With "discard" nothing is copied to the host for the policy: its weights are lost, and `update_weights` has to follow
         `wake`. `keep`: names of the policy's parameters that are not discarded, because somebody else uses their memory."""
         if not self.executor.is_asleep:
-            self._drain()
-            self.scheduler.preempt_all()
-            self.scheduler.drop_prefixes()
+            self.drop_cache(running=True)
         self.executor.execute(Sleep(weights, keep))
 
     def wake(self) -> None:

@@ -43,7 +43,7 @@ class NewTokens(NamedTuple):
     """Number of the answer within its submission."""
     tokens: list[int]
     logprobs: list[float]
-    """Log-probabilities (`SamplingParams.raw_logprobs`) that have become known: of these tokens or of earlier ones."""
+    """Log-probabilities (`Engine.logprobs`) that have become known: of these tokens or of earlier ones."""
     num_drafted: int
     """Number of draft tokens that the step verified for the answer."""
 
@@ -111,7 +111,7 @@ class EngineThread:
         self._warm_up_shown = time.perf_counter()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._requests = RequestPool[_Running](engine)
-        self._paused = self._closed = False
+        self._paused = self._asleep = self._closed = False
         self._num_failures = 0
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self.num_pending = 0
@@ -224,7 +224,7 @@ class EngineThread:
         """Free the engine's memory, as `Engine.sleep` does. Requests wait until `wake`."""
         def do(engine: Engine) -> None:
             engine.sleep(weights=weights)
-            self._paused = True
+            self._asleep = True
 
         await self.call(do)
 
@@ -232,7 +232,21 @@ class EngineThread:
         """Allocate the engine's memory again and go on with the requests."""
         def do(engine: Engine) -> None:
             engine.wake()
-            self._paused = False
+            self._asleep = False
+
+        await self.call(do)
+
+    async def pause(self) -> None:
+        """Run no engine step until `resume`. Requests keep what they have; new ones are accepted and wait."""
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        """Go on with the requests after `pause`."""
+        await self._set_paused(False)
+
+    async def _set_paused(self, paused: bool) -> None:
+        def do(engine: Engine) -> None:
+            self._paused = paused
 
         await self.call(do)
 
@@ -251,7 +265,7 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._closed:
-            stopped, has_work = self._paused or self.problem is not None, self._engine.has_work
+            stopped, has_work = self._paused or self._asleep or self.problem is not None, self._engine.has_work
             try:
                 job = self._jobs.get(block=stopped or (not has_work and self._warming_up is None))
             except queue.Empty:
@@ -315,7 +329,7 @@ class EngineThread:
         for request, tokens in step.result.tokens.items():
             one = ended.get(request) or self._requests.owners.get(request)
             if one is not None and one.submission.streamed:
-                logprobs = self._engine.raw_logprobs(request, one.num_logprobs)
+                logprobs = self._engine.logprobs(request, one.num_logprobs)
                 one.num_logprobs += len(logprobs)
                 drafted = step.result.drafted_by_request.get(request, 0)
                 events.append((one.submission, NewTokens(one.sample, tokens, logprobs, drafted)))

@@ -42,7 +42,7 @@ class FolderCheckpoint:
         if raw.get("quantization_config"):
             raise ValueError(f"{path / 'config.json'}: quantization_config: quantised folders are not read, only GGUF")
         self.config = _with_generation_eos(with_file_name(path / "config.json", ModelConfig.from_hf, raw), path)
-        self._files = self._find_files()
+        self._files = _tensor_files(path)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -71,24 +71,34 @@ class FolderCheckpoint:
             return None
         return load_tokenizer(self.path)
 
-    def _find_files(self) -> dict[Path, list[str]]:
-        """The names of the tensors in each safetensors file."""
-        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
-        if single.is_file():
-            with _opened(single) as tensors:
-                return {single: list(tensors.keys())}
-        if not index.is_file():
-            raise ValueError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read")
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: weight_map is missing")
-        files: dict[Path, list[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(self.path / Path(file).name, []).append(name)
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{file}: this shard is named in {INDEX_FILE} and missing")
-        return files
+
+def read_folder(path: Path) -> dict[str, Tensor]:
+    """All tensors in the safetensors files of a folder, on the host. The folder needs no `config.json`."""
+    found: dict[str, Tensor] = {}
+    for file, names in _tensor_files(path).items():
+        with _opened(file) as tensors:
+            found |= {name: tensors.get_tensor(name) for name in names}
+    return found
+
+
+def _tensor_files(path: Path) -> dict[Path, list[str]]:
+    """The names of the tensors in each safetensors file of a folder."""
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    if single.is_file():
+        with _opened(single) as tensors:
+            return {single: list(tensors.keys())}
+    if not index.is_file():
+        raise ValueError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: weight_map is missing")
+    files: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        files.setdefault(path / Path(file).name, []).append(name)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file}: this shard is named in {INDEX_FILE} and missing")
+    return files
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class _TensorMatcher:
         self.strict, self.source = strict, source
         self._tied = model.config.tie_embeddings
         layout = hf_layout(model.config)
-        self._slots = {_bare(name): slot for name, slot in layout.items()}
+        self._slots = {bare_name(name): slot for name, slot in layout.items()}
         self._slots |= {name: ParamSlice(name, 0, param.shape[0]) for name, param in self.params.items()}
         self._awaited: dict[str, dict[str, ParamSlice]] = {}  # parameter -> checkpoint name -> slice, until it is loaded
         for name, slot in layout.items():
@@ -174,7 +174,7 @@ class _TensorMatcher:
 
     def place(self, name: str, shape: Sequence[int]) -> ParamSlice | None:
         """The parameter slice that the tensor is copied to, or None if it is not copied (ignored, unknown or wrong)."""
-        bare = _bare(name)
+        bare = bare_name(name)
         if bare.endswith("rotary_emb.inv_freq") or (self._tied and bare in ("lm_head.weight", "head.weight")):
             return None
         slot = self._slots.get(bare)
@@ -211,7 +211,7 @@ class _TensorMatcher:
             raise ValueError(f"{self.source}: {len(names)} tensor(s) missing: {_some(names)}")
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """The name without the prefixes that wrappers add."""
     while name.startswith(_PREFIXES):
         name = name.split(".", 1)[1]

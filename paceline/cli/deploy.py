@@ -32,6 +32,12 @@ def serve(
     timeout_s: Annotated[float | None, typer.Option(help="Maximum number of seconds for one request (default: 600).")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(min=1, help="Maximum size of a request (default: 4194304).")] = None,
     max_connections: Annotated[int | None, typer.Option(min=1, help="Maximum number of connections (default: 1024).")] = None,
+    rl: Annotated[bool, typer.Option("--rl", help="Let trainers replace the weights, pause generation and take token ids, by the "
+                                                  "paths of vLLM and SGLang. Needs --api-key beyond this machine.")] = False,
+    rl_weights_dir: Annotated[Path | None, typer.Option(help="Folder below which trainers may name folders with weights "
+                                                             "(default: none).")] = None,
+    logprobs_mode: Annotated[str | None, typer.Option(help="raw_logprobs (plain softmax) or processed_logprobs (the distribution "
+                                                           "that was sampled from; default with --rl).")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
@@ -53,7 +59,8 @@ def serve(
     sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb,
              "suffix_memory_gb": suffix_memory_gb}
     limits = {"model_name": served_name, "api_key": api_key, "max_pending": max_pending, "timeout_s": timeout_s,
-              "max_body_bytes": max_body_bytes, "max_connections": max_connections, "warm_up": warm_up}
+              "max_body_bytes": max_body_bytes, "max_connections": max_connections, "warm_up": warm_up, "rl": rl,
+              "rl_weights_dir": rl_weights_dir, "logprobs_mode": logprobs_mode}
     engine, server = ({name: value for name, value in given.items() if value is not None} for given in (sizes, limits))
     return run(ServeOptions(model, drafter, strategy, dtype, device, threads, host, port, engine, server))
 

@@ -44,6 +44,10 @@ def serve(options: ServeOptions) -> int:
         torch.set_num_threads(options.threads)
     _check_address(options.host, options.port)
     config = ServerConfig(**{"model_name": options.model, **options.server})
+    if config.rl and options.host not in _LOOPBACK and config.api_key is None:
+        raise ValueError(f"--rl: other machines reach {options.host}, so that --api-key is needed, too")
+    if config.rl_weights_dir is not None and not (config.rl and config.rl_weights_dir.is_dir()):
+        raise ValueError(f"--rl-weights-dir {config.rl_weights_dir}: " + ("no such folder" if config.rl else "needs --rl"))
     if options.host not in _LOOPBACK and config.api_key is None:
         say(f"{options.host}: anybody who reaches this address can use the server; --api-key restricts it")
     engine = Engine.load(options.model, options.device, options.dtype, options.drafter, options.strategy,

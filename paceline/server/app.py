@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,12 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine import Engine
 from paceline.engine.thread import EngineThread, Unavailable
+from paceline.server.auth import check_access
 from paceline.server.config import ServerConfig
+from paceline.server.control import Control
 from paceline.server.encoding import PromptEncoder
 from paceline.server.errors import ANSWERED, GenerationFailed, describe, error_json, error_response
 from paceline.server.generation import Generation
 from paceline.server.logprobs import TokenTexts
 from paceline.server.metrics import ServerMetrics
+from paceline.server.rl import Backend, RlApi
 from paceline.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 
 _MAX_BODIES = 64
@@ -49,6 +51,7 @@ class _Server:
         self.engine, self.config = engine, config
         self.thread = EngineThread(engine, config.max_pending, config.warm_up)
         self.metrics = ServerMetrics(engine, self.thread)
+        self.control = Control(self.thread, engine, config)
         self.encoder = PromptEncoder(engine.tokenizer, engine.scheduler.max_length, config.template_timeout_s)
         self._texts = TokenTexts(engine.tokenizer)
         self._ending = asyncio.Event()
@@ -61,6 +64,11 @@ class _Server:
                   Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                   Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
+        self._rl: RlApi | None = None
+        if config.rl:
+            self._rl = RlApi(Backend(engine, self.thread, config, self.control, self._texts, self._read, self._prepare,
+                                     self._answer))
+            routes += [Route(path, self._guarded(handle), methods=list(methods)) for methods, path, handle in self._rl.routes]
         self.app = Starlette(routes=routes, lifespan=self._lifespan,
                              exception_handlers={HTTPException: _http_error, Exception: _defect})
         self.app.state.thread, self.app.state.config, self.app.state.server = self.thread, config, self
@@ -72,6 +80,8 @@ class _Server:
             self.encoder.start()
         yield
         self.end_requests()
+        if self._rl is not None:
+            await self._rl.close()
         self.encoder.close()
         await asyncio.to_thread(self.thread.close, _CLOSE_S)
 
@@ -94,7 +104,7 @@ class _Server:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        self.control.resolve(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -105,7 +115,7 @@ class _Server:
 
     async def tokenize(self, request: Request) -> Response:
         body = TokenizeRequest.model_validate_json(await self._read(request))
-        self._check_model(body.model)
+        self.control.resolve(body.model)
         if body.prompt is None:
             work = self.encoder.encode_chat(body.conversation(), body.add_special_tokens or False)
         else:
@@ -117,7 +127,7 @@ class _Server:
 
     async def detokenize(self, request: Request) -> Response:
         body = DetokenizeRequest.model_validate_json(await self._read(request))
-        self._check_model(body.model)
+        self.control.resolve(body.model)
         return JSONResponse({"prompt": await self._encoded(request, self.encoder.decode(body.tokens))})
 
     async def completions(self, request: Request) -> Response:
@@ -172,15 +182,12 @@ class _Server:
             ending.cancel()
 
     async def _checked(self, handle: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-        key = self.config.api_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
-            raise HTTPException(401, "the API key is missing or wrong")
+        check_access(request, self.config)
         return await handle(request)
 
-    async def _read(self, request: Request) -> bytes:
-        """The body of a request, if it is not too large, and there is room for it."""
-        limit, body = self.config.max_body_bytes, bytearray()
+    async def _read(self, request: Request, limit: int | None = None) -> bytes:
+        """The body of a request, if it is not larger than `limit` bytes (None: as configured), and there is room for it."""
+        limit, body = limit or self.config.max_body_bytes, bytearray()
         async for part in request.stream():
             body += part
             request.state.num_body_bytes += len(part)
@@ -197,16 +204,15 @@ class _Server:
         request.state.num_body_bytes = 0
 
     def _card(self) -> dict[str, Any]:
-        return {"id": self.config.model_name, "object": "model", "created": 0, "owned_by": "paceline",
-                "max_model_len": self.engine.scheduler.max_length}
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.config.model_name):
-            raise HTTPException(404, f"the model {name} does not exist; there is {self.config.model_name}")
+        return {"id": self.control.model_name, "object": "model", "created": 0, "owned_by": "paceline",
+                "root": self.config.model_name, "max_model_len": self.engine.scheduler.max_length}
 
     def _check(self, body: GenerationRequest, num_prompts: int, max_tokens: int) -> None:
-        """Refuse what can be refused before prompts are encoded."""
-        self._check_model(body.model)
+        """Refuse what can be refused before prompts are encoded, and fill in what the request leaves to the server."""
+        body.model = self.control.resolve(body.model)
+        body.logprobs_mode = body.logprobs_mode or ("raw_logprobs" if body.has_echo else self.config.default_logprobs)
+        if body.logprobs_mode == "processed_logprobs" and body.num_top > 1:
+            raise ValueError("logprobs_mode: alternatives are known of raw_logprobs only")
         limit = min(self.config.max_answers, self.config.max_pending)
         if num_prompts * body.n > limit:
             raise HTTPException(400, f"n: more than {limit} answers to one request")
@@ -219,12 +225,24 @@ class _Server:
         finally:
             self._release(request)
 
+    async def _prepare(self, request: Request, body: GenerationRequest, prompts: Sequence[str | list[int]],
+                       max_tokens: int) -> list[list[int]]:
+        """Check a request and encode its prompts."""
+        self._check(body, len(prompts), max_tokens)
+        return await self._encoded(request, self.encoder.encode_all(list(prompts)))
+
     async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
-        generation = Generation(self.thread, self._texts, body, prompts, body.sampling_params(max_tokens), self.config.timeout_s,
-                                max_tokens)
+        described = self.control.describe if self.config.rl else None
+        return await self._answer(request, Generation(
+            self.thread, self._texts, body, prompts, body.sampling_params(max_tokens), self.config.timeout_s, max_tokens,
+            request.headers.get("x-request-id"), described), body.stream)
+
+    async def _answer(self, request: Request, generation: Generation, streamed: bool) -> Response:
+        """Generate answers, once generation is not paused."""
         try:
+            await self.control.admit()
             await generation.start()
-            if body.stream:
+            if streamed:
                 return self._event_stream(generation)
             return Response(await _while_connected(request, generation.result()), media_type="application/json")
         except BaseException:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import Field
 
 from paceline.config import Config
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Log-probabilities in the plain softmax at temperature 1, or in the distribution that was sampled from."""
 
 
 class ServerConfig(Config):
@@ -22,6 +28,13 @@ class ServerConfig(Config):
     """Maximum size of a request's body. Larger ones are refused with status 413."""
     warm_up: bool = True
     """Measure step times and capture CUDA graphs while there is no request; otherwise the first requests wait for it."""
+    rl: bool = False
+    """Whether trainers may steer the server: replace weights, pause generation, let the engine sleep (`docs/server.md`)."""
+    rl_weights_dir: Path | None = None
+    """Folder below which trainers may name folders with weights. None: they may not name any."""
+    logprobs_mode: LogprobsMode | None = None
+    """Which log-probabilities answers have unless a request says it. None: with `rl` those of the distribution that was sampled
+    from, otherwise raw ones."""
     timeout_s: float = Field(600.0, gt=0)
     """Maximum number of seconds for one request, waiting included. After that its answers are dropped, with status 504."""
     template_timeout_s: float = Field(5.0, gt=0)
@@ -45,3 +58,8 @@ class ServerConfig(Config):
     """Number of seconds after an answer for which a connection is kept open without a request."""
     send_timeout_s: float = Field(60.0, gt=0)
     """Maximum number of seconds for which a client may leave its answer unread."""
+
+    @property
+    def default_logprobs(self) -> LogprobsMode:
+        """Which log-probabilities answers have unless a request says it."""
+        return self.logprobs_mode or ("processed_logprobs" if self.rl else "raw_logprobs")

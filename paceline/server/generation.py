@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.engine.thread import EngineThread, Event, NewTokens, Submission
 from paceline.server.errors import GenerationFailed
-from paceline.server.logprobs import Entry, TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
+from paceline.server.logprobs import Entry, TextOffsets, TokenIds, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from paceline.server.schema import ChatRequest, GenerationRequest
 from paceline.server.scoring import TokenScore, score
 from paceline.server.text import TextStream
@@ -41,17 +41,23 @@ class Generation:
     """The answers to one HTTP request, `n` to each of its prompts."""
 
     def __init__(self, thread: EngineThread, texts: TokenTexts, body: GenerationRequest, prompts: Sequence[list[int]],
-                 params: SamplingParams, timeout_s: float, max_tokens: int) -> None:
+                 params: SamplingParams, timeout_s: float, max_tokens: int, request_id: str | None = None,
+                 describe: Callable[[Rollout], dict[str, Any]] | None = None) -> None:
         """`timeout_s`: `result` and `stream` raise TimeoutError after so many seconds. `max_tokens`: 0 if only prompts are
-        scored."""
+        scored. `request_id`: what the request can be aborted by (default: the id of the answer). `describe` returns further
+        fields of a finished answer."""
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._thread, self._texts, self._body, self._prompts, self._params = thread, texts, body, prompts, params
+        self._thread, self._body, self._prompts, self._params = thread, body, prompts, params
+        self._texts = TokenIds(texts.tokenizer) if body.return_tokens_as_token_ids else texts
+        self._num_top = 0 if body.logprobs_mode == "processed_logprobs" else body.num_top
         self._tokenizer, self._max_tokens = texts.tokenizer, max_tokens
         self._is_chat = isinstance(body, ChatRequest)
         self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._submissions: list[Submission] = []
         self._choices = [Choice(prompt, TextStream(texts.tokenizer, params.stop)) for prompt in prompts for _ in range(body.n)]
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._name = request_id or self._id
+        self._describe = describe or (lambda rollout: {})
         self._created = int(time.time())
 
     async def start(self) -> None:
@@ -65,7 +71,7 @@ class Generation:
                 self._events.put_nowait((first + event.sample, event))
 
             self._submissions.append(await self._thread.submit(prompt, self._params, put, self._body.n,
-                                                               streamed=self._body.stream))
+                                                               streamed=self._body.stream, name=self._name))
 
     def cancel(self) -> None:
         """Drop the answers that are not finished."""
@@ -90,15 +96,19 @@ class Generation:
         return await asyncio.to_thread(self._body_of_all)  # many long answers take a while
 
     def _body_of_all(self) -> bytes:
+        return json.dumps(self._content(), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+    def _content(self) -> Any:
+        """The body of the HTTP answer with all answers."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
-        content = {**self._head(streamed=False), "choices": choices, "usage": self._usage()}
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return {**self._head(streamed=False), **self._prompt_ids(), "choices": choices, "usage": self._usage()}
 
     async def stream(self, on_first_token: Callable[[], None]) -> AsyncIterator[str]:
         """Yield the lines of an event stream."""
         if self._is_chat:
             for index in range(len(self._choices)):
-                yield self._line([self._chunk(index, {"role": "assistant", "content": ""}, None)])
+                yield self._line([self._chunk(index, {"role": "assistant", "content": ""}, None)],
+                                 **({} if index else self._prompt_ids()))
         started = False
         continuous = self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats
         async for index, event in self._all_events():
@@ -110,9 +120,9 @@ class Generation:
                 await self._score(self._choices[index])
             chunk = self._piece(index, event)
             if chunk is not None:
-                yield self._line([chunk], self._usage() if continuous else None)
+                yield self._line([chunk], **({"usage": self._usage()} if continuous else {}))
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield self._line([], self._usage())
+            yield self._line([], usage=self._usage())
         yield "data: [DONE]\n\n"
 
     async def _all_events(self) -> AsyncIterator[tuple[int, Event]]:
@@ -134,9 +144,9 @@ class Generation:
 
     async def _score(self, choice: Choice) -> None:
         """Compute what the engine does not report: alternatives, and log-probabilities of the prompt."""
-        if not self._body.num_top and not self._scores_prompt:
+        if not self._num_top and not self._scores_prompt:
             return
-        num_top = max(self._body.num_top, self._body.prompt_logprobs or 0)
+        num_top = max(self._num_top, self._body.prompt_logprobs or 0)
         start = 1 if self._scores_prompt else len(choice.prompt_ids)
         tokens = choice.prompt_ids + choice.finished.token_ids
         async with asyncio.timeout_at(self._deadline):
@@ -148,9 +158,13 @@ class Generation:
         kind = ("chat.completion.chunk" if streamed else "chat.completion") if self._is_chat else "text_completion"
         return {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
 
-    def _line(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        content = {**self._head(streamed=True), "choices": choices}
-        return f"data: {json.dumps(content if usage is None else {**content, 'usage': usage}, ensure_ascii=False)}\n\n"
+    def _prompt_ids(self) -> dict[str, list[int]]:
+        """The prompt's token ids, where vLLM puts them for a chat."""
+        return {"prompt_token_ids": self._prompts[0]} if self._is_chat and self._body.return_token_ids else {}
+
+    def _line(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        content = {**self._head(streamed=True), "choices": choices, **more}
+        return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """A finished answer."""
@@ -159,16 +173,17 @@ class Generation:
         found: dict[str, Any] = {"index": index, "finish_reason": rollout.finish_reason, "stop_reason": stop_reason,
                                  "logprobs": None}
         if body.wants_logprobs:
-            entries = self._answer_entries(choice, 0, rollout.token_ids, rollout.raw_logprobs or [])
+            entries = self._answer_entries(choice, 0, rollout.token_ids, self._known_logprobs(rollout))
             if body.has_echo:
-                entries = self._prompt_entries(choice, body.num_top) + entries
+                entries = self._prompt_entries(choice, self._num_top) + entries
             found["logprobs"] = self._logprobs(choice, entries)
         if body.prompt_logprobs is not None:
             entries = self._prompt_entries(choice, body.prompt_logprobs)
             ranks = [scored.rank for scored in choice.scores[: len(entries) - 1]]
             found["prompt_logprobs"] = prompt_logprobs(self._texts, entries, ranks)
         if body.return_token_ids:
-            found |= {"token_ids": rollout.token_ids, "prompt_token_ids": choice.prompt_ids}
+            found |= {"token_ids": rollout.token_ids, **({} if self._is_chat else {"prompt_token_ids": choice.prompt_ids})}
+        found |= self._describe(rollout)
         if body.has_echo:
             text = self._tokenizer.decode(choice.prompt_ids, skip_special_tokens=True) + text
         return {**found, **({"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text})}
@@ -191,12 +206,14 @@ class Generation:
         if isinstance(event, NewTokens):
             choice.tokens += event.tokens
             text, reason, tokens = choice.text.add(event.tokens), None, event.tokens
-            if not self._body.num_top:  # alternatives are known when the answer is complete
+            if not self._num_top:  # alternatives are known when the answer is complete
                 logprobs = event.logprobs
         else:
             final, stop_reason = self._final(event)
             text, reason, tokens = choice.text.finish(final), event.finish_reason, []
-            logprobs = (event.raw_logprobs or [])[choice.num_logprobs :]
+            logprobs = self._known_logprobs(event)[choice.num_logprobs :]
+        if not self._body.wants_logprobs:
+            logprobs = []
         if not text and reason is None and not logprobs and not self._body.return_token_ids:
             return None
         content: dict[str, Any] = ({"content": text} if text else {}) if self._is_chat else {"text": text}
@@ -208,7 +225,13 @@ class Generation:
             choice.num_logprobs += len(logprobs)
             entries = self._answer_entries(choice, first, choice.tokens[first : choice.num_logprobs], logprobs)
             chunk["logprobs"] = self._logprobs(choice, entries)
+        if isinstance(event, Rollout):
+            chunk |= self._describe(event)
         return {**chunk, "token_ids": tokens} if self._body.return_token_ids else chunk
+
+    def _known_logprobs(self, rollout: Rollout) -> list[float]:
+        """The log-probabilities that were asked for."""
+        return (rollout.raw_logprobs or []) if self._params.raw_logprobs else rollout.logprobs
 
     def _chunk(self, index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
         text = {"delta": content} if self._is_chat else content
@@ -217,7 +240,7 @@ class Generation:
     def _answer_entries(self, choice: Choice, first: int, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Entry]:
         """Entries of tokens of the answer from number `first` on. Of the sampled tokens' log-probabilities those are reported
         that the engine gave, also among the alternatives."""
-        num_top = self._body.num_top
+        num_top = self._num_top
         if not num_top:
             return [Entry(*pair) for pair in zip(tokens, logprobs, strict=True)]
         skipped = len(choice.scores) - len(choice.finished.token_ids) + first

@@ -59,6 +59,14 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
 
+class TokenIds(TokenTexts):
+    """Token ids in place of the tokens' texts, as vLLM writes them."""
+
+    def __call__(self, token: int) -> tuple[str, bytes]:
+        text = f"token_id:{token}"
+        return text, text.encode()
+
+
 class TextOffsets:
     """Where the tokens of a text begin, in characters, as the tokens come."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 
+from paceline.server.config import LogprobsMode
 from paceline.server.templates import Conversation
 from paceline.types import SamplingParams
 
@@ -81,7 +82,8 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str
+    model: str | None = None
+    """None: the model that is served."""
     n: int = Field(1, ge=1)
     temperature: float = 1.0
     top_p: float = 1.0
@@ -105,6 +107,9 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     """Keep so many of the last tokens of a prompt."""
+    return_tokens_as_token_ids: bool = False
+    """Whether log-probabilities name tokens as `token_id:7` instead of by their text."""
+    logprobs_mode: LogprobsMode | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +118,7 @@ class GenerationRequest(BaseModel):
         if not isinstance(_check_fields(raw), dict):
             return raw
         kept = {key: value for key, value in raw.items() if value is not None}
-        for key in kept.keys() & _NEUTRAL.keys():
+        for key in (kept.keys() & _NEUTRAL.keys()) - cls.model_fields.keys():
             allowed = _NEUTRAL[key]
             if allowed and kept[key] not in allowed:
                 raise ValueError(f"{key}: not supported")
@@ -135,6 +140,11 @@ class GenerationRequest(BaseModel):
         """Whether the answer begins with the prompt."""
         return False
 
+    @property
+    def wants_raw_logprobs(self) -> bool:
+        """Whether those log-probabilities are of the plain softmax at temperature 1."""
+        return self.wants_logprobs and self.logprobs_mode != "processed_logprobs"
+
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
         """The sampling parameters. Without a seed a random one is drawn. ValueError if a value is out of range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -143,7 +153,7 @@ class GenerationRequest(BaseModel):
         return SamplingParams(
             temperature=self.temperature, top_p=self.top_p, top_k=max(0, self.top_k), min_p=self.min_p, seed=seed,
             max_new_tokens=max(1, max_new_tokens), stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos, raw_logprobs=self.wants_logprobs, presence_penalty=self.presence_penalty,
+            ignore_eos=self.ignore_eos, raw_logprobs=self.wants_raw_logprobs, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens,
             allowed_token_ids=tuple(self.allowed_token_ids))

@@ -40,8 +40,8 @@ class RunningServer:
         """`step_s`: seconds that every step takes longer. It may be changed later."""
         self.engine, self.step_s = engine, step_s
         self.config = ServerConfig(**{"model_name": "tiny", "warm_up": False, "shutdown_s": 120, **config})
-        app = create_app(engine, self.config)
-        self.thread = app.state.thread
+        self.app = app = create_app(engine, self.config)
+        self.thread, self.control = app.state.thread, app.state.server.control
         self.server = LimitedServer(app, "127.0.0.1", 0)
         self._serving = threading.Thread(target=self.server.run)
         if step_s:

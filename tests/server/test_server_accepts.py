@@ -241,9 +241,9 @@ def test_smaller_options(server, tokens):
     common = {"model": "tiny", "seed": 4, "max_tokens": 5, "messages": messages}
     found = server.client.chat.completions.create(**common, extra_body={"continue_final_message": True,
                                                                         "return_token_ids": True})
-    assert tokens.decode(found.choices[0].prompt_token_ids) == "uabahel"
+    assert tokens.decode(found.prompt_token_ids) == "uabahel"
     found = server.client.chat.completions.create(**common, extra_body={"add_generation_prompt": False, "return_token_ids": True})
-    assert tokens.decode(found.choices[0].prompt_token_ids) == "uabahelA", "the test's template ignores it"
+    assert tokens.decode(found.prompt_token_ids) == "uabahelA", "the test's template ignores it"
 
 
 def test_no_field_of_a_message_is_ignored(server, tokens):
@@ -263,7 +263,7 @@ def test_no_field_of_a_message_is_ignored(server, tokens):
         answer = server.client.chat.completions.create(
             model="tiny", max_tokens=2, extra_body={"return_token_ids": True},
             messages=[{"role": "assistant", "name": "bob", "tool_calls": [call]}])
-        assert tokens.decode(answer.choices[0].prompt_token_ids) == "bobyes"
+        assert tokens.decode(answer.prompt_token_ids) == "bobyes"
     finally:
         tokens.chat_template = TEMPLATE
 

@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
-.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server train lint results settings gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server test-rl-clients train lint results settings gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -20,7 +20,7 @@ test-slow: $(READY_DEV)
 	$(BIN)/python -m pytest -m slow
 
 # With the other library installed in an environment of its own.
-test-integrations: test-trl test-verl test-vllm test-server
+test-integrations: test-trl test-verl test-vllm test-server test-rl-clients
 
 test-trl: .venvs/trl/.ready
 	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py
@@ -35,6 +35,18 @@ test-vllm: $(READY_DEV) $(if $(filter .venvs/%,$(VLLM_PYTHON)),.venvs/vllm/.read
 
 test-server: $(READY_DEV)
 	$(BIN)/python -m pytest -m integration -s tests/integrations/test_server_load.py
+
+# The clients of RL frameworks, without the engines and trainers that they come with. PACELINE_RL_PYTHON=… uses an environment that is there already.
+PACELINE_RL_PYTHON ?= .venvs/rl-clients/bin/python
+test-rl-clients: $(READY_DEV) $(if $(filter .venvs/%,$(PACELINE_RL_PYTHON)),.venvs/rl-clients/.ready)
+	PACELINE_RL_PYTHON=$(PACELINE_RL_PYTHON) $(BIN)/python -m pytest -m integration -s tests/integrations/test_rl_clients.py
+
+.venvs/rl-clients/.ready: tests/integrations/rl_clients/requirements.txt tests/integrations/rl_clients/frameworks.txt
+	test -x .venvs/rl-clients/bin/python || $(PYTHON) -m venv .venvs/rl-clients
+	.venvs/rl-clients/bin/python -m pip install --quiet 'torch>=2.11,<2.14'  # first: so that nothing pulls a newer one
+	.venvs/rl-clients/bin/python -m pip install --quiet -r tests/integrations/rl_clients/requirements.txt
+	.venvs/rl-clients/bin/python -m pip install --quiet --no-deps -r tests/integrations/rl_clients/frameworks.txt
+	touch $@
 
 .venvs/vllm/.ready: scripts/vllm_cpu_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venvs/vllm

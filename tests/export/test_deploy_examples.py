@@ -27,6 +27,18 @@ def test_ask_server(capsys):
     assert texts == [group.rollouts[0].text for group in groups] and f"27:{texts[0]}" in capsys.readouterr().out
 
 
+def test_steer_server():
+    example = load("steer_server")
+    answers = example.main(max_tokens=12, **TINY)
+    engine = Engine.load(resolve_model("default"), drafter="none", strategy="off", **TINY)
+    params = SamplingParams(max_new_tokens=12, seed=7)
+    for version, answer in enumerate(answers):
+        wanted = engine.generate(["27:"], params)[0].rollouts[0]
+        assert answer["token_ids"] == wanted.token_ids and answer["weight_version"] == str(version)
+        engine.update_weights(example.trained(engine))
+    assert answers[0]["token_ids"] != answers[1]["token_ids"]
+
+
 def test_export_drafter(tmp_path, capsys):
     out = load("export_drafter").main(tmp_path / "out", answers=4, seconds=0.5, **TINY)
     policy = Engine.load(resolve_model("default"), drafter="none", strategy="off", **TINY).model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import CONFIGS
 
-from paceline.bench.explain import as_json, why
+from paceline.bench.explain import against_best, as_json, why
 from paceline.bench.selection import BatchResult, Cell
 from paceline.bench.steps import Step, StepTally, TimedEngine, fixed_strategies
 from paceline.cli import main
@@ -67,10 +67,22 @@ def cell(name: str, ratio: float, rows: float, tokens: float, ms: float) -> Cell
     (1.5, 24.0, 10.2, "(2.00x) and brings 3.00 tokens for each: it pays; 1.50x off."),
     (1.0, 16.0, 10.2, "it neither pays nor costs")])
 def test_the_sentence_follows_from_the_figures(ratio, tokens, ms, verdict):
+    auto = cell("auto", 1.0, 8, 8, 5.1)._replace(used="off", strategies={"off": 10})
     result = BatchResult(8, [cell("off", 1.0, 8, 8, 5.1), cell("eagle:d6w4v16", ratio, 8 * 17, tokens, ms),
-                             cell("eagle:d2w1v2", 0.5, 24, 9, 9.0)], None, 0)
+                             cell("eagle:d2w1v2", 0.5, 24, 9, 9.0), auto], None, 0)
     assert verdict in why(result)
     assert as_json(result)["pays"] == (ratio > 1.1)
+
+
+def test_it_says_why_auto_is_not_as_fast_as_the_best_fixed_strategy():
+    off, best = cell("off", 1.0, 8, 8, 5.1), cell("eagle:d6w1v6", 1.8, 56, 20, 7.0)
+    auto = cell("auto", 1.4, 8, 8, 5.1)._replace(choosing_share=0.03,
+                                              strategies={"off": 30, "eagle:d6w1v6": 60, "eagle:d3w1v3": 10})
+    said = against_best(BatchResult(8, [off, best, auto], None, 0))
+    assert said.startswith("The best fixed strategy would have been eagle:d6w1v6 (1.80x off); auto is 1.40x off: 30% of its "
+                           "steps were off")
+    assert "choosing took 3.0% of its time" in said and "10% were other strategies, mostly eagle:d3w1v3" in said
+    assert against_best(BatchResult(8, [off, best, cell("auto", 1.79, 8, 8, 5.1)], None, 0)).endswith("as fast.")
 
 
 def test_without_a_drafter_there_is_nothing_to_say():

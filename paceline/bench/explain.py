@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.bench.selection import BatchResult, Cell, Expected
+from paceline.bench.selection import SELECTORS, BatchResult, Cell, Expected
 
 _EVEN = 0.02
 """Relative differences below this count as none."""
@@ -40,6 +40,27 @@ def why(result: BatchResult) -> str:
     return f"{found}: it does not pay; off is best."
 
 
+def against_best(result: BatchResult) -> str:
+    """Which fixed strategy would have been best, and why auto differs from it: the time that choosing takes, steps without
+    speculation, and other strategies, in the order of what they cost at most."""
+    auto, off = result.cell("auto"), result.cell("off")
+    best = max((cell for cell in result.cells if cell.name not in SELECTORS), key=lambda cell: cell.tokens_per_s)
+    found = f"The best fixed strategy would have been {best.name} ({best.ratio:.2f}x off); auto is {auto.ratio:.2f}x off"
+    if auto.ratio >= (1 - _EVEN) * best.ratio:
+        return found + (": as fast." if auto.ratio <= (1 + _EVEN) * best.ratio else ": faster, as it changes with the text.")
+    steps = max(1, sum(auto.strategies.values()))
+    shares = {name: count / steps for name, count in auto.strategies.items() if name != best.name}
+    causes = [(auto.choosing_share, f"choosing took {auto.choosing_share:.1%} of its time")]
+    if "off" in shares:
+        causes.append((shares["off"] * (1 - off.ratio / best.ratio),
+                       f"{shares.pop('off'):.0%} of its steps were off, to measure it or until a drafter was sure to pay"))
+    if shares:
+        most = max(shares, key=lambda name: shares[name])
+        causes.append((sum(shares.values()) * (1 - auto.ratio / best.ratio),
+                       f"{sum(shares.values()):.0%} were other strategies, mostly {most}, while it learned"))
+    return f"{found}: " + "; ".join(text for _, text in sorted(causes, reverse=True)) + "."
+
+
 def best_speculating(result: BatchResult) -> Cell | None:
     """The fastest strategy that speculates in most of its steps; None if there is none."""
     return max((cell for cell in result.cells if cell.used != "off"), key=lambda cell: cell.tokens_per_s, default=None)
@@ -49,7 +70,8 @@ def as_json(result: BatchResult) -> dict[str, Any]:
     """Figures of one batch size as plain JSON."""
     best = best_speculating(result)
     return {
-        "batch": result.batch, "why": why(result), "differing_answers": result.num_differing,
+        "batch": result.batch, "why": why(result), "against_best_fixed": against_best(result),
+        "differing_answers": result.num_differing,
         "pays": best is not None and best.ratio > 1 + _EVEN,
         "strategies": {cell.name: cell._asdict() | {"step": None if cell.step is None else cell.step._asdict()}
                        for cell in result.cells},

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.explain import as_json, expectation, why
+from paceline.bench.explain import against_best, as_json, expectation, why
 from paceline.bench.selection import BatchResult, SelectionBenchmark, SelectionOptions
 from paceline.cli.log import clear_progress, say
 from paceline.cli.progress import ProgressView
@@ -55,6 +55,7 @@ def show(result: BatchResult, console: Console) -> None:
     if result.expected is not None:
         print(expectation(result.expected, result.cell("auto")))
     print(why(result))
+    print(against_best(result))
     if result.num_differing:
         print(f"{result.num_differing} answers differ from those of off (near-ties; compare with --dtype float64).")
     print()

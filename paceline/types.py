@@ -291,9 +291,6 @@ class Decision:
     """Predicted `StepOutcome.progress`."""
     expected_ms: float = 0.0
     """Predicted duration in milliseconds; 0 without a prediction."""
-    worth: float = 1.0
-    """Number of steps without speculation that an accepted draft token of every request is worth: less than 1 where other
-    requests, or those of which few draft tokens are accepted, finish last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -334,6 +331,9 @@ class StepOutcome:
     """Milliseconds of the host's work on the step, if that overlaps with another step on the device; otherwise 0."""
     drafts: DraftOutcomes | None = None
     """Outcomes of its draft tokens, if they were observed."""
+    last_progress: float | None = None
+    """Number of tokens by which the requests that finish last got ahead, where it is known which those are (see
+    `last_progress`). None: all requests count alike."""
 
     @property
     def is_timed(self) -> bool:
@@ -348,10 +348,9 @@ class StepOutcome:
 
     @property
     def progress(self) -> float:
-        """How many steps without speculation the step is worth, by the mean number of draft tokens that were accepted of the
-        requests that may have had some."""
-        worth = min(1.0, self.decision.worth)  # it is predicted, and must not make more of a step than was measured
-        return 1 + worth * (self.num_tokens - self.num_requests) / max(1, self.num_drafted_for)
+        """How many steps without speculation the step is worth: tokens of the requests that finish last, if it is known which
+        those are, otherwise of all requests on average."""
+        return self.num_tokens / max(1, self.num_requests) if self.last_progress is None else self.last_progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/cpu/selection.py --threads 1 --drafter build/drafter                              # setting default
     python benchmarks/cpu/selection.py --setting smollm2 --model .models/smollm2.gguf --threads 1       # suffix drafter only
-    python benchmarks/cpu/selection.py --setting simulated --selectors auto beg auto-guard …            # no model at all
+    python benchmarks/cpu/selection.py --setting simulated                                               # no model at all
 
 Workloads: `repetitive` (responses that earlier rounds have seen, temperature 0.3), `ordinary` (responses of the task, four per
 prompt), `random` (random prompts, temperature 2), `high_temperature` (1.3), `shrinking` (64 responses with a long-tailed
@@ -18,12 +18,9 @@ On top of the six workloads it has text that repeats itself and text that does n
 `benchmarks/gpu/check.py` (of a 1.5B model, too) with requests that wait, steps of RL with a 1.5B model (`rl`), two wrong
 profiles, and predictors that lie.
 
-What each part of `auto` is worth: `auto-PART` is `auto` without the corrections by measured steps (`correct`), those by the
-shape of trees (`shapes`), the guard, the view of the remaining lengths (`makespan`), the measured gain of the request that
-finishes last (`share`), the early decisions after a surprise, the attention to new requests (`news`), the probes of known
-drafters, the drafters' own accounts in the guard, those for large batches (`ranges`), the quick forgetting of outdated acceptance
-(`change`), or the draft tokens that use the rows which a step is padded with (`filling`); its row says how fast it is, as a
-multiple of `auto`.
+The settings `tuning` and `held-out` draw 36 simulated workloads each from a seed (`benchmarks/lib/selection/drawn.py`): short
+runs, shrinking batches, text that changes, drafters that are useless, nearly pay and pay, on GPU and CPU cost curves; all steps
+count. The constants of `auto` are chosen on the first half alone.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from benchmarks.lib.selection.bench import run
 
 
 def main() -> None:
-    run(__doc__, ("default", "smollm2", "simulated"))
+    run(__doc__, ("default", "smollm2", "simulated", "tuning", "held-out"))
 
 
 if __name__ == "__main__":

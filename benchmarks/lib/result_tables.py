@@ -184,22 +184,7 @@ def selection(content: Content, device: str) -> Table:
     return Table(f"Choosing strategies on a {device}, setting {content['setting']}",
                  f"`auto` is {_range([cell['auto_vs_off'] for *_, cell in cells])} as fast as off and "
                  f"{_range([cell['auto_vs_best_fixed'] for *_, cell in cells])} as fast as each workload's best fixed strategy.",
-                 ("model", "workload", "best fixed strategy", "auto × off", "auto × best fixed", "time spent choosing"), rows,
-                 _ablation(content["models"]))
-
-
-def _ablation(models: Content) -> Table | None:
-    """A row for each part of `auto` that was removed, a column for each workload."""
-    cells = {(model, name): cell["speed_without"] for model, found in models.items()
-             for name, cell in found["workloads"].items() if "speed_without" in cell}
-    if not cells:
-        return None
-    parts = list(dict.fromkeys(part for cell in cells.values() for part in cell))
-    rows = [(part, *(_times(cell.get(part)) for cell in cells.values())) for part in parts]
-    worth = [part for part in parts if min(cell[part] for cell in cells.values() if part in cell) < 0.98]
-    sentence = ("Speed of `auto` without one of its parts, as a multiple of its speed with it. " + (
-        f"More than 2 % slower on some workload without: {', '.join(worth)}." if worth else "No part gains 2 % on any workload."))
-    return Table("What each part is worth", sentence, ("auto without", *(f"{model}, {name}" for model, name in cells)), rows)
+                 ("model", "workload", "best fixed strategy", "auto × off", "auto × best fixed", "time spent choosing"), rows)
 
 
 def suffix_drafting(content: Content, _: str) -> Table:

@@ -254,11 +254,11 @@ def _expected(auto: Contender, batch: int) -> Expected | None:
     selector = auto.engine.select
     if not isinstance(selector, AutoSelector) or selector.decision is None:
         return None
-    decision, corrections = selector.decision, selector.corrections
+    decision = selector.decision
     measured = auto.tally.mean_step(str(decision.strategy), batch)
     return Expected(str(decision.strategy), decision.expected_ms, measured.ms if measured else None,
-                    batch * decision.expected_progress, measured.tokens if measured else None, corrections.cost_error,
-                    corrections.progress_error)
+                    batch * decision.expected_progress, measured.tokens if measured else None, selector.cost_error,
+                    selector.progress_error)
 
 
 def _read_prompts(options: SelectionOptions, on_refused: Callable[[str], None]) -> list[NamedPrompt] | None:

@@ -13,7 +13,7 @@ from paceline.engine.command import StepCommand, StepOutputs
 from paceline.engine.strategy_control import StrategyControl
 from paceline.strategy import AnyStrategy
 from paceline.strategy.beg import SUFFIX, arms_of, bucket_of
-from paceline.types import Decision, DrafterName, DraftOutcomes, StepResult, Strategy
+from paceline.types import Decision, DrafterName, DraftOutcomes, Rollout, StepOutcome, StepResult, Strategy
 
 
 class Stopwatch:
@@ -37,6 +37,11 @@ class _TimedControl(StrategyControl):
         found = super().outcomes(strategy, command, outputs)
         self._watch.add_since(began)
         return found
+
+    def record(self, outcome: StepOutcome, finished: list[Rollout]) -> None:
+        began = time.perf_counter()
+        super().record(outcome, finished)
+        self._watch.add_since(began)
 
 
 class TimedEngine(Engine):

@@ -58,6 +58,9 @@ class ClusterEngine:
         assert drafter == "eagle", "nothing else is ever distrusted"
         self.coordinator.broadcast(DistrustDrafter())
 
+    def selection_state(self) -> None:
+        """Return nothing: what the workers' selectors have learned is not collected."""
+
     def wait_until_ready(self) -> None:
         """Wait for the first worker."""
         began = time.perf_counter()

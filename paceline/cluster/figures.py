@@ -67,8 +67,8 @@ class FiguresCollector:
         """The figures since the last call."""
         engine, self.has_steps = self._engine, False
         drafter, self._drafter = self._drafter, DrafterSums()
-        corrections = engine.select.corrections if isinstance(engine.select, AutoSelector) else None
-        errors = None if corrections is None else (corrections.cost_error, corrections.progress_error)
+        auto = engine.select
+        errors = (auto.cost_error, auto.progress_error) if isinstance(auto, AutoSelector) else None
         return WorkerFigures(self._trace.take_engine_steps(), drafter, self._profile.take(), predicted_costs(engine), errors,
                              engine.drafter_version, engine.drafter_mismatch is not None)
 

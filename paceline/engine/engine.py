@@ -27,7 +27,7 @@ from paceline.engine.generate import generate_groups
 from paceline.engine.graphs import GraphReport
 from paceline.engine.migration import Migration
 from paceline.engine.outputs import feature_record, make_rollout
-from paceline.engine.profile import engine_identity, load_or_profile
+from paceline.engine.profile import engine_identity, load_or_profile, read_learned, write_learned
 from paceline.engine.prompts import Prompt, encode
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
@@ -182,7 +182,8 @@ class Engine:
         num_rows = step.num_decode_rows if num_forced_rows else pending.num_rows
         self._control.record(StepOutcome(
             step.plan.decision, result.num_requests, num_forced_rows, num_tokens, timed.ms if timed.is_usual else 0.0,
-            num_rows, step.context, timed.host_ms, drafts), finished)
+            num_rows, step.context, timed.host_ms, drafts,
+            self._control.last_progress(self.scheduler, step.plan.decode, tokens)), finished)
 
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""
@@ -304,11 +305,33 @@ class Engine:
         """Measure what steps cost, in about so many seconds (without captures), or read what an earlier start measured.
         Selectors that predict step times start from this cost curve; without it they start from a guess and learn from their
         steps."""
-        eagle = self.eagle
-        identity = engine_identity(self.model, None if eagle is None else eagle.module, self.executor.ops.name, self.config,
-                                   self.scheduler.max_batch, self.scheduler.max_rows)
-        self._control.set_costs(load_or_profile(self.dummy_steps, identity, seconds, folder))
+        self._control.set_costs(load_or_profile(self.dummy_steps, self._identity, seconds, folder))
+        learned = None if self._control.has_learned else read_learned(self._identity, folder)
+        if learned is not None:
+            self.restore_selection(learned)
         return self.costs
+
+    @property
+    def _identity(self) -> list[Any]:
+        eagle = self.eagle
+        return engine_identity(self.model, None if eagle is None else eagle.module, self.executor.ops.name, self.config,
+                               self.scheduler.max_batch, self.scheduler.max_rows)
+
+    def selection_state(self) -> dict[str, Any] | None:
+        """Return what `auto` has learned about drafters and step times, as plain numbers for `restore_selection`; None with
+        other strategies."""
+        return self._control.state()
+
+    def restore_selection(self, state: dict[str, Any]) -> None:
+        """Let `auto` begin with what it learned in an earlier run. Whether that still holds is found out by measuring."""
+        self._control.restore(state)
+
+    def remember_selection(self, folder: Path | None = None) -> None:
+        """Write what `auto` has learned beside the cached cost curve: the next start of such an engine on this machine begins
+        with it (`profile`)."""
+        state = self.selection_state()
+        if state is not None and self.costs.profiled:
+            write_learned(self._identity, state, folder)
 
     def _profile_if_possible(self) -> None:
         if self.costs.profiled or not (self._may_profile and self.drafting.available):

@@ -52,12 +52,33 @@ def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, 
         logger.info("measuring step times for strategy selection, about %.0f s, once per model and machine", seconds,
                     extra={"is_progress": True})
         costs = profile(steps, seconds)
+    _write(file, costs.dumps())
+    return costs
+
+
+def read_learned(identity: Sequence[Any], folder: Path | None = None) -> dict[str, Any] | None:
+    """Return what `auto` learned with such an engine before; None if there is nothing, or it is damaged."""
+    try:
+        return json.loads(_learned_file(identity, folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_learned(identity: Sequence[Any], state: dict[str, Any], folder: Path | None = None) -> None:
+    """Cache what `auto` has learned for the next start."""
+    _write(_learned_file(identity, folder), json.dumps(state))
+
+
+def _learned_file(identity: Sequence[Any], folder: Path | None) -> Path:
+    return (folder or cache_folder()) / f"{_cache_key(identity)}.learned.json"
+
+
+def _write(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, costs.dumps(), concurrent=True)
+        atomic_write(file, text, concurrent=True)
     except OSError as error:  # that costs a second at every start, no more
-        logger.info("the cost curve cannot be cached in %s: %s", file.parent, error)
-    return costs
+        logger.info("step times cannot be cached in %s: %s", file.parent, error)
 
 
 def cache_folder() -> Path:

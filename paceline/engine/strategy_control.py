@@ -6,13 +6,15 @@ steps are observed draft token by draft token. Generated tokens never depend on 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from paceline.engine.command import StepCommand, StepOutputs
 from paceline.engine.draft_outcomes import draft_outcomes
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
-from paceline.strategy import AnyStrategy, AutoSelector, CostCurve, FixedSelector, Selector, make_selector
+from paceline.strategy import AnyStrategy, AutoSelector, CostCurve, FixedSelector, Selector, last_progress, make_selector
 from paceline.types import Decision, DrafterName, DraftOutcomes, Rollout, StepOutcome, StepView, Strategy
 
 _OBSERVE_EVERY = 32
@@ -76,6 +78,15 @@ class StrategyControl:
         """Return what became of a step's draft tokens; None if they were not observed."""
         return draft_outcomes(strategy, command, outputs) if command.observe else None
 
+    def last_progress(self, scheduler: Scheduler, decoding: list[Request], tokens: Mapping[int, Sequence[int]]) -> float | None:
+        """Return by how many tokens a completed step brought the requests that finish last forward; None if it is not known which
+        those are, or if requests wait."""
+        if scheduler.waiting or not decoding or not self._knows_lengths(decoding):
+            return None
+        new = [len(tokens.get(request.id, ())) for request in decoding]
+        return last_progress([request.max_tokens - len(request.tokens) + count
+                              for request, count in zip(decoding, new, strict=True)], new)
+
     def record(self, outcome: StepOutcome, finished: list[Rollout]) -> None:
         """Report a completed step to the current selector."""
         for rollout in finished:
@@ -99,6 +110,21 @@ class StrategyControl:
             selector.drafter_replaced()
         self.distrusted = None
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether `auto` has measured steps, or was told of such."""
+        return any(isinstance(each, AutoSelector) and bool(each.times) for each in self._selectors())
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what `auto` has learned, as plain numbers; None if it is not used."""
+        return next((each.state() for each in self._selectors() if isinstance(each, AutoSelector)), None)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `auto` learned in an earlier run."""
+        for selector in self._selectors():
+            if isinstance(selector, AutoSelector):
+                selector.restore(state)
+
     def _selectors(self) -> list[Selector]:
         known = list(self._by_name.values())
         return known if any(selector is self.current for selector in known) else [*known, self.current]
@@ -114,8 +140,11 @@ class StrategyControl:
         return StepView(len(decoding), prefilling, drafters, context, remaining)
 
     def _remaining(self, decoding: list[Request]) -> tuple[int, ...]:
-        """Number of tokens that each request still has to generate, in descending order; empty if that is not known, because
-        answers usually end before their limit."""
-        if self._share_cut < _MOSTLY_CUT and not all(request.params.ignore_eos for request in decoding):
+        """Number of tokens that each request still has to generate, in descending order; empty if that is not known."""
+        if not self._knows_lengths(decoding):
             return ()
         return tuple(sorted([request.max_tokens - len(request.tokens) for request in decoding], reverse=True))
+
+    def _knows_lengths(self, decoding: list[Request]) -> bool:
+        """Whether requests run to their limits; usually answers end before."""
+        return self._share_cut >= _MOSTLY_CUT or all(request.params.ignore_eos for request in decoding)

@@ -1,34 +1,57 @@
-"""`auto`: predict, correct, guard. The strategy with the largest corrected progress per millisecond is used while the guard
-allows it; drafters that are not in use are tried now and then."""
+"""`auto`: a conservative bandit. A drafter is used where it is surely faster than no speculation, and tried where it may be.
+
+What a step is expected to give and to take is predicted from observed draft trees and from the profiled cost curve. One ratio of
+measured over predicted milliseconds for each drafter (and for off) and batch bucket corrects the predictions. Whatever was
+predicted, the measured losses of all steps with speculation are paid from one credit; when that is empty, speculation is off.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from typing import Any
 
-from paceline.strategy.acceptance import SHAPES
-from paceline.strategy.correct import Corrections
+from paceline.strategy.acceptance import MEMORY, SHAPES
 from paceline.strategy.cost import CostCurve, bucket_of
-from paceline.strategy.guard import Guard
 from paceline.strategy.predict import Prediction, Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
-_AHEAD = 1.02
-"""How many times as fast as off speculation must be."""
-_PATIENCE, _PATIENCE_OFF, _FEW_STEPS, _SURPRISING = 16, 64, 4, 0.8
-"""Steps between decisions, and the same without speculation, when little is seen of the drafters. If a few steps have less than
-so much of the predicted progress, or that much more, the next decision comes at once, and the draft tokens of the next few steps
-are observed."""
-_OBSERVE_EVERY, _SMALL_BATCH = 16, 16
-"""Steps between observed steps of the strategy in use (a quarter of that in small batches)."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 48, 256
-"""Steps between probes of a drafter, whose large trees tell what other shapes would give: doubled each time while it is not in
-use."""
+CREDIT = 6.0
+"""Steps without speculation that may be lost at first, and at any later time: more finds drafters that pay sooner, and loses more
+where none does."""
+SHARE = 0.01
+"""Share of the time that may be lost beyond that: what it costs at most to look out for change."""
+CONFIDENCE = 1.0
+"""Standard errors by which a drafter must be faster than off to be used: more is fewer losses by mistake, and later gains."""
+SPREAD = 0.1
+"""Standard error of a profiled step time before anything was measured, and of one measured step: more trusts the profile less."""
+ENOUGH = 12.0
+"""Trees that must have been seen before a drafter is judged: more trials of drafters that do not pay, fewer misjudged ones."""
+OFF_EVERY = 64
+"""Steps of speculation, times its gain to the fourth, after which two steps without it are measured: how old the comparison may
+be, against the time that these steps take."""
+HOLD = 64
+"""Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
+_STOPPED = 4.0  # a single step that takes so many times as long as predicted was stopped by something else, such as a compiler
+_OFF = Decision(Strategy.OFF)
 
 
 @dataclass(slots=True)
-class _Probes:
-    pause: int = _FIRST_PAUSE
-    due: int = 0
+class TimeRatio:
+    """Measured over predicted milliseconds of the steps of one drafter, or of off, in one batch bucket."""
+
+    log: float = 0.0
+    weight: float = 0.0
+    seen_at: int = 0
+
+    def observe(self, ratio: float, step: int) -> None:
+        """Count a step. Where much is known, a single one that is far off moves the mean by a little only."""
+        most = max(3 * SPREAD, 1.5 / (1 + self.weight))
+        self.weight, self.seen_at = min(self.weight + 1, MEMORY), step
+        self.log += min(max(log(ratio) - self.log, -most), most) / (self.weight + 1)
+
+    def variance(self, step: int) -> float:
+        return SPREAD**2 / (1 + self.weight * exp((self.seen_at - step) / (8 * MEMORY)))
 
 
 class AutoSelector:
@@ -36,13 +59,22 @@ class AutoSelector:
 
     def __init__(self, costs: CostCurve | None = None, predictor: Predictor | None = None) -> None:
         self.predictor = predictor or Predictor(costs or CostCurve.unknown())
-        self.guard, self.corrections = Guard(self.predictor.costs), Corrections()
-        self._probes: dict[DrafterName, _Probes] = {name: _Probes() for name in SHAPES}
+        self.times: dict[tuple[DrafterName, int], TimeRatio] = {}
+        self.credit = CREDIT
+        """Steps without speculation that may still be lost."""
         self.decision: Decision | None = None
-        self._batch = self._decided = self._step = self._watched_until = self._num_old = 0
-        self._gained: list[float] = []
-        """Progress of the steps since the last decision."""
-        self._is_due, self._knew_lengths = True, False
+        """The decision that holds."""
+        self.gain = 1.0
+        """How many times as fast as off it is expected to be."""
+        self.cost_error = self.progress_error = 0.0
+        """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
+        self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
+        self._machine = 0.0  # latest ratio of all
+        self._step = self._due = self._interval = self._batch = self._num_old = self._share_from = 0
+        self._off_due, self._off_wanted, self._unit, self._since = OFF_EVERY // 4, 2, 0.0, 0.0
+        self._probed: dict[DrafterName, int] = {}
+        self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
+        self._knew_lengths = self._was_stopped = False
 
     @property
     def costs(self) -> CostCurve:
@@ -50,106 +82,176 @@ class AutoSelector:
 
     @costs.setter
     def costs(self, costs: CostCurve) -> None:
-        self.predictor.costs = self.guard.costs = costs
+        self.predictor.costs = costs
 
-    def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a completed step."""
-        if outcome.drafts is not None:
-            self.predictor.observe(outcome.drafts)
-            self._is_due |= self.decision is None or outcome.drafts.strategy.drafter != self.decision.strategy.drafter
-        is_off = outcome.decision.strategy.drafter == "none"
-        predicted = 0.0 if is_off else self.costs.step_ms(outcome) * self.guard.speed(outcome.num_requests)
-        self.corrections.observe(outcome, predicted)
-        self._is_due |= self.guard.observe(outcome) is not None
-        if outcome.is_timed:
-            self.costs.observe_host(outcome.host_ms)
-            if self._is_surprising(outcome):
-                self._is_due, self._watched_until = True, self._step + _FEW_STEPS
+    # -- before a step
 
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
-        self._is_due |= self.guard.correct(view)
-        self._num_old = min(self._num_old, view.num_running)
-        if view.num_running == 0 or not view.available:
-            return Decision(Strategy.OFF)
+        requests = view.num_running
+        self._num_old = min(self._num_old, requests)
+        if requests == 0 or not view.available:
+            return _OFF
         self._step += 1
-        if view.num_running >= 2 * self._num_old:
-            self._requests_replaced(view)
-        if view.num_prefill_rows == 0:
-            if self.guard.wants_off(view):
-                return Decision(Strategy.OFF)
-            probe = self._probe(view)
-            if probe is not None:
-                return probe
-        if self._must_decide(view):
-            self.decision = self._decide(view)
-            self._decided, self._batch, self._is_due = self._step, view.num_running, False
-            self._knew_lengths = bool(view.remaining)
-            self._gained.clear()
-        assert self.decision is not None
-        every = _OBSERVE_EVERY if self._batch >= _SMALL_BATCH else _OBSERVE_EVERY // 4
-        observe = self.decision.strategy.drafter != "none" and (self._step % every == 0 or self._step < self._watched_until)
-        return replace(self.decision, observe=True) if observe else self.decision
-
-    def drafter_replaced(self) -> None:
-        """The learned drafter has new weights: what was measured of it may be outdated."""
-        self.predictor.acceptance["eagle"].drafter_replaced()
-        self.guard.allow_trial()
-        self._probes["eagle"] = _Probes()
-        self._is_due = True
-
-    # -- parts of `observe` and `select`
-
-    def _requests_replaced(self, view: StepView) -> None:
-        """Most requests are new, and so is their text: drafters are tried again. The learned drafter, if it is in use, is
-        observed anyway."""
-        self._num_old, self._batch, self._is_due = view.num_running, view.num_running, True
-        self.guard.allow_trial()
-        for name, probes in self._probes.items():
-            if name == "suffix" or self.decision is None or self.decision.strategy.drafter != name:
-                self.predictor.acceptance[name].discount()
-                probes.due = self._step + 1
-
-    def _is_surprising(self, outcome: StepOutcome) -> bool:
-        """Whether the strategy in use gives far less or far more than was predicted for it."""
-        expected = outcome.decision.expected_progress
-        if self.decision is None or expected == 0 or outcome.decision.strategy != self.decision.strategy:
-            return False
-        self._gained.append(outcome.progress)
-        ratio = sum(self._gained) / (len(self._gained) * expected)
-        return len(self._gained) >= _FEW_STEPS and not _SURPRISING < ratio < 1 / _SURPRISING
-
-    def _must_decide(self, view: StepView) -> bool:
-        if self._is_due or self.decision is None or self.decision.strategy.drafter not in ("none", *view.available):
-            return True
-        if bool(view.remaining) != self._knew_lengths:
-            return True
-        moved = 8 * abs(view.num_running - self._batch) > self._batch or bucket_of(view.num_running) != bucket_of(self._batch)
-        is_off = self.decision.strategy.drafter == "none"
-        return moved or self._step - self._decided >= (_PATIENCE_OFF if is_off else _PATIENCE)
+        if requests >= 2 * self._num_old:
+            self._requests_replaced(requests)
+        held = self.decision
+        if (held is None or self._step >= self._due or 8 * abs(requests - self._batch) > self._batch
+                or held.strategy.drafter not in ("none", *view.available) or bool(view.remaining) != self._knew_lengths):
+            held = self._decide(view)
+        if held.strategy.drafter == "none":
+            return held
+        if self._step >= self._off_due and view.num_prefill_rows == 0:
+            self._off_wanted -= 1
+            if self._off_wanted <= 0:
+                self._off_due = self._next_off_due()
+            return _OFF
+        if self._step % HOLD == 0:
+            return replace(held, observe=True)
+        return held
 
     def _decide(self, view: StepView) -> Decision:
-        def rate(each: Prediction) -> float:
-            return each.progress / each.ms / self.corrections.factor(each.strategy, view.num_running)
+        """The strategy with the largest gain whose lower confidence bound is above off; otherwise, as far as there is credit,
+        one whose upper bound is."""
+        requests = view.num_running
+        self._batch, self._knew_lengths, self._since = requests, bool(view.remaining), 0.0
+        chosen, gain = self.predictor.off(view), 1.0
+        for drafter in (name for name in SHAPES if name in view.available):
+            evidence = self.predictor.acceptance[drafter].evidence(self._step)
+            since = self._step - self._probed.get(drafter, -2)
+            is_outdated = since > 2 * HOLD and self.decision is not None and self.decision.strategy.drafter == drafter
+            is_unknown = evidence < ENOUGH and since > 1  # its last outcome may arrive one step late
+            if (is_unknown or is_outdated) and self.credit > 0.5 and view.num_prefill_rows == 0:
+                self._probed[drafter], self._due = self._step, self._step + 1
+                return self._hold(self.predictor.probe(drafter, requests), 0.0, 1.0)
+            found = self.predictor.best(drafter, view)
+            if found is None:
+                continue
+            speed, error = self._compare(found, drafter, requests, view.context, evidence)
+            is_sure = speed * exp(-CONFIDENCE * error) > 1
+            left = self.credit + (1.5 if is_sure else 0.5) - found.progress / speed  # if no draft token is accepted
+            if left > 0 and (speed if is_sure else speed * exp(CONFIDENCE * error)) > gain:
+                chosen, gain = found, max(speed, 1.0)
+        before = self.decision.strategy if self.decision is not None else None
+        self._interval = min(2 * self._interval, HOLD) if chosen.strategy == before else 2
+        self._due = self._step + self._interval
+        level = 1.0 if chosen.num_drafted_for == 0 else self.predictor.acceptance[chosen.strategy.drafter].level
+        return self._hold(chosen.decision(view), chosen.accepted / level, gain)
 
-        off = self.predictor.off(view)
-        found = [each for drafter in self._usable(view) for each in self.predictor.best(drafter, view)]
-        best = max(found, key=rate, default=off)
-        if rate(best) < _AHEAD * off.progress / off.ms:
-            return off.decision(view)
-        self._probes[best.strategy.drafter].pause = _FIRST_PAUSE
-        return best.decision(view)
+    def _hold(self, decision: Decision, unit: float, gain: float) -> Decision:
+        self.decision, self._unit, self.gain = decision, unit, gain
+        return decision
 
-    def _usable(self, view: StepView) -> list[DrafterName]:
-        return [name for name in self._probes if name in view.available and self.guard.allows(name, view.num_running)]
+    def _compare(self, found: Prediction, drafter: DrafterName, requests: int, context: float,
+                 evidence: float) -> tuple[float, float]:
+        """How many times as fast as off a strategy is expected to be, and the relative standard error of that."""
+        own, off = self._time(drafter, requests), self._time("none", requests)
+        speed = found.progress * float(self.costs.off_ms(requests, context)) / found.ms * exp(off.log - own.log)
+        tokens = found.accepted / (1 + found.accepted) / max(evidence, 1.0)
+        return speed, sqrt(off.variance(self._step) + own.variance(self._step) + tokens)
 
-    def _probe(self, view: StepView) -> Decision | None:
-        """A step with large trees of a drafter that is not known, or has not been tried for long."""
-        for drafter in self._usable(view):
-            probes, known = self._probes[drafter], self.predictor.acceptance[drafter].is_known
-            if self._step >= probes.due or not known:
-                is_used = self.decision is not None and self.decision.strategy.drafter == drafter
-                probes.pause = min(2 * probes.pause, _LONGEST_PAUSE) if known and not is_used else _FIRST_PAUSE
-                probes.due = self._step + probes.pause
-                return self.predictor.probe(drafter, view.num_running)
-        return None
+    def _time(self, drafter: DrafterName, requests: int) -> TimeRatio:
+        """The ratio of a drafter in a batch bucket. The first guess is the latest one in another bucket; before off was measured,
+        that of the machine, which the profile may have found busier than it is."""
+        key = (drafter, bucket_of(requests))
+        if key not in self.times:
+            if drafter == "none":
+                self._off_due = min(self._off_due, self._step + int(OFF_EVERY * min(self.gain, 3.0) ** 4) // 8)
+            self.times[key] = TimeRatio(self._latest.get(drafter, self._machine))
+        if drafter == "none" and "none" not in self._latest:
+            self.times[key].log = self._machine
+        return self.times[key]
+
+    def _next_off_due(self) -> int:
+        self._off_wanted = 2
+        return self._step + int(OFF_EVERY * min(self.gain, 3.0) ** 4)
+
+    def _requests_replaced(self, requests: int) -> None:
+        """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
+        self._num_old, self._due = requests, self._step
+        if self.credit < 1 and self._step >= self._share_from:  # the share of the next hundred steps in advance
+            self.credit, self._share_from = self.credit + 1, self._step + int(1 / SHARE)
+        for name, acceptance in self.predictor.acceptance.items():
+            is_used = self.decision is not None and self.decision.strategy.drafter == name
+            acceptance.limit_evidence(self._step, ENOUGH if is_used else ENOUGH - 1)
+
+    # -- after a step
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a completed step."""
+        decision, requests = outcome.decision, outcome.num_requests
+        drafter = decision.strategy.drafter
+        if drafter != "none" and requests:
+            self._follow(outcome)
+        if not outcome.is_timed:
+            self._last = None
+            return
+        if outcome.host_ms:
+            self.costs.observe_host(outcome.host_ms)
+        was, self._last = self._last, drafter
+        predicted = self.costs.step_ms(outcome)
+        own = self._time(drafter, requests)
+        if drafter == "none":
+            if was == "none":  # the first one overlaps with the host's work on steps with speculation
+                own.observe(outcome.ms / predicted, self._step)
+                self._latest["none"] = self._machine = own.log
+                if decision.expected_progress:  # off was chosen: it need not be measured
+                    self._off_due = self._next_off_due()
+            self.credit = min(self.credit + self._share(), CREDIT)
+            return
+        ratio = outcome.ms / predicted
+        was_stopped, self._was_stopped = self._was_stopped, ratio > _STOPPED * exp(own.log)
+        if self._was_stopped and not was_stopped:
+            return  # it counts if it happens again
+        if was == drafter or ratio < exp(own.log):  # a drafter's first step catches up with what was generated without it
+            self.cost_error += (abs(log(ratio) - own.log) - self.cost_error) / MEMORY
+            own.observe(ratio, self._step)
+            self._latest[drafter] = self._machine = own.log
+        off = self._time("none", requests)
+        least = off.log - CONFIDENCE * sqrt(off.variance(self._step))  # what off may take in fact
+        self._pay(drafter, outcome.progress, outcome.ms / (float(self.costs.off_ms(requests, outcome.context)) * exp(least)))
+
+    def _pay(self, drafter: DrafterName, progress: float, cost: float) -> None:
+        """Count what a step with speculation gained or lost: both in steps without speculation. If the decision that holds has
+        lost much, what was expected of the drafter is outdated."""
+        self.credit = min(self.credit + progress - cost + self._share() * cost, CREDIT)
+        self._since = min(self._since + progress - cost, 0.0)
+        if self.credit < 0 or self._since < -CREDIT / 3:
+            self._due, self._interval, self._since = self._step + 1, 0, 0.0
+            self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
+
+    def _share(self) -> float:
+        return SHARE if self._step >= self._share_from else 0.0
+
+    def _follow(self, outcome: StepOutcome) -> None:
+        """Learn how many draft tokens were accepted."""
+        decision, drafted = outcome.decision, outcome.num_drafted_for
+        acceptance = self.predictor.acceptance.get(decision.strategy.drafter)
+        if acceptance is None:
+            return
+        if outcome.drafts is not None:
+            acceptance.observe(self._step, outcome.drafts, None if outcome.last_progress is None else outcome.last_progress - 1)
+        elif self.decision is not None and decision.strategy is self.decision.strategy:
+            expected = self._unit * acceptance.level
+            self.progress_error += (abs(log(outcome.progress / (1 + expected))) - self.progress_error) / MEMORY
+            acceptance.follow(self._step, expected, outcome.progress - 1, drafted if outcome.last_progress is None else 2)
+
+    def drafter_replaced(self) -> None:
+        """The learned drafter has new weights: what was measured of it is a first guess."""
+        self.predictor.acceptance["eagle"].limit_evidence(self._step, ENOUGH / 4)
+        self._due = self._step
+
+    # -- what carries over to another run
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as plain numbers."""
+        return {"acceptance": {name: each.state() for name, each in self.predictor.acceptance.items()},
+                "times": [[drafter, bucket, each.log, each.weight] for (drafter, bucket), each in self.times.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave, as a first guess. ValueError, KeyError or TypeError if it is damaged."""
+        times = {(drafter, int(bucket)): TimeRatio(float(logarithm), float(weight), self._step)
+                 for drafter, bucket, logarithm, weight in state["times"]}
+        for name, acceptance in self.predictor.acceptance.items():
+            acceptance.restore(state["acceptance"][name], self._step)
+        self.times, self._latest = times, {drafter: each.log for (drafter, _), each in times.items()}

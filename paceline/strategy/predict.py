@@ -1,4 +1,4 @@
-"""Predict: expected progress and milliseconds of every candidate strategy (RLHFSpec)."""
+"""Expected progress and milliseconds of every candidate strategy (RLHFSpec): the selector's prior."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.strategy.acceptance import MAX_NODES, MAX_OBSERVED, SHAPES, Acceptance, max_nodes
 from paceline.strategy.cost import CostCurve
-from paceline.types import Decision, DrafterName, DraftOutcomes, StepView, Strategy
+from paceline.types import Decision, DrafterName, StepView, Strategy
 
 MAX_ROWS = 512
-"""Largest number of rows of a step with draft trees that `auto` chooses."""
+"""Largest number of rows of a step with draft trees that `auto` chooses: graphs are captured up to there."""
 _BUDGETS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, MAX_NODES])
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Smallest number of draft tokens → shape of the learned drafter's trees that are tried."""
-_LEAST_PROBED = 4
-_SUFFIX_NODES, _FIRST_THRESHOLD = 16, 0.2
-"""Most draft tokens of the suffix drafter, and its first threshold (`Strategy.min_survival`)."""
+_LEAST_PROBED, _SUFFIX_NODES = 4, 16
+_ALIKE = 8.0
+"""Tokens by which requests that finish at about the same time differ."""
 
 
 class Prediction(NamedTuple):
@@ -30,16 +31,17 @@ class Prediction(NamedTuple):
     progress: float
     """Number of steps without speculation that the step is worth (see `StepOutcome.progress`)."""
     ms: float
-    worth: float = 1.0
-    """See `Decision.worth`."""
+    """Milliseconds by the cost curve."""
+    accepted: float = 0.0
+    """Number of draft tokens that are accepted of each request that is drafted for."""
 
-    def decision(self, view: StepView) -> Decision:
+    def decision(self, view: StepView, observe: bool = False) -> Decision:
         """Return the decision for the step. It limits the number of requests that are drafted for, even if that is all of them,
         with room for an eighth more: many requests may be admitted in the same step, and draft trees for all of those would be
         too large."""
         drafted = self.num_drafted_for
         part = drafted + drafted // 8 if drafted == view.num_running else drafted or None
-        return Decision(self.strategy, part, expected_progress=self.progress, expected_ms=self.ms, worth=self.worth)
+        return Decision(self.strategy, part, observe, self.progress, self.ms)
 
 
 class Predictor:
@@ -49,99 +51,84 @@ class Predictor:
         self.costs = costs
         self.acceptance: dict[DrafterName, Acceptance] = {name: Acceptance(name) for name in SHAPES}
 
-    def observe(self, drafts: DraftOutcomes) -> None:
-        if drafts.strategy.drafter in self.acceptance:
-            self.acceptance[drafts.strategy.drafter].observe(drafts)
-
     def off(self, view: StepView) -> Prediction:
         return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
 
-    def best(self, drafter: DrafterName, view: StepView) -> list[Prediction]:
-        """The best number of draft tokens and of requests for each shape of a drafter's trees."""
-        known = self.acceptance[drafter]
-        requests, budgets = view.num_running, _BUDGETS
+    def best(self, drafter: DrafterName, view: StepView) -> Prediction | None:
+        """The tree shape, number of draft tokens and number of requests with the most progress per millisecond."""
+        known, requests, budgets = self.acceptance[drafter], view.num_running, _BUDGETS
         nodes, accepted = (values[:, budgets - 1] for values in known.expected())
-        depth, width, _, most = np.array([(*shape, max_nodes(shape.depth, shape.width)) for shape in known.shapes]).T[..., None]
+        depth, width, most = _LIMITS[drafter]
         if drafter == "eagle":  # it always has as many draft tokens as it may bring
             nodes = np.broadcast_to(budgets, accepted.shape)
         counts = drafted_counts(view)
         drafted = counts[:, None, None]
-        rows = requests + drafted * nodes  # [K, S, B]: number of requests drafted for, shape, budget
-        ms = self.costs.ms(drafter, depth, width, requests, drafted, rows, view.context)
+        ms = self.costs.ms(drafter, depth, width, requests, drafted, requests + drafted * nodes, view.context)  # [K, S, B]
         progress = makespan_progress(view.remaining, counts, accepted)
         possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
         rate = np.where(possible, progress / ms, 0.0)
-        found = []
-        for s, shape in enumerate(known.shapes):
-            k, b = np.unravel_index(int(rate[:, s].argmax()), rate[:, s].shape)
-            if rate[k, s, b] > 0:
-                budget = int(budgets[b])
-                if drafter == "eagle":
-                    budget = self._filled(budget, requests, int(counts[k]), int(most[s, 0]))
-                steps = float(progress[k, s, b])
-                found.append(Prediction(Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival), int(counts[k]),
-                                        steps, float(ms[k, s, b]), (steps - 1) / float(accepted[s, b])))
-        return found
-
-    def _filled(self, budget: int, requests: int, drafted: int, most: int) -> int:
-        """The number of draft tokens per request that uses up the rows which the step is padded with: those rows are computed
-        anyway."""
-        rows = int(self.costs.padded(requests + drafted * budget))
-        return max(budget, min(most, (rows - requests) // drafted))
+        place = int(rate.argmax())
+        k, s, b = np.unravel_index(place, rate.shape)
+        if rate[k, s, b] == 0:
+            return None
+        shape, budget, count = known.shapes[s], int(budgets[b]), int(counts[k])
+        if drafter == "eagle":  # rows that the step is padded with are computed anyway
+            rows = int(self.costs.padded(requests + count * budget))
+            budget = max(budget, min(int(most[s, 0]), (rows - requests) // count))
+        return Prediction(Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival), count,
+                          float(progress[k, s, b]), float(ms[k, s, b]), float(accepted[s, b]))
 
     def probe(self, drafter: DrafterName, requests: int) -> Decision:
         """A large tree for a few requests, which tells what smaller ones would give: as many draft tokens as make a step half as
         expensive again, but a few in any case."""
-        drafted = min(requests, MAX_OBSERVED)
-        make = self._suffix_probe if drafter == "suffix" else self._learned_probe
-        strategy = make(requests, drafted)
-        return Decision(strategy, drafted, observe=True)
-
-    def _learned_probe(self, requests: int, drafted: int) -> Strategy:
-        counts = np.arange(1, MAX_NODES + 1)
+        drafted, counts = min(requests, MAX_OBSERVED), np.arange(1, MAX_NODES + 1)
         rows = requests + drafted * counts
-        fits = self._is_affordable(requests, rows) | (counts <= _LEAST_PROBED)
-        nodes = max(1, int((fits & (rows <= self._max_rows(requests))).sum()))
-        depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
-        return Strategy("eagle", depth, width, min(nodes, max_nodes(depth, width)))
-
-    def _suffix_probe(self, requests: int, drafted: int) -> Strategy:
-        """How many draft tokens it has depends on the text: the lowest threshold that is affordable by what is known."""
-        known = self.acceptance["suffix"]
-        budget = min(_SUFFIX_NODES, max(1, (self._max_rows(requests) - requests) // drafted))
-        rows = requests + drafted * known.expected()[0][:, budget - 1]
-        affordable = self._is_affordable(requests, rows) if known.is_known else np.array(known.shapes)[:, 2] >= _FIRST_THRESHOLD
-        shape = known.shapes[int(affordable.argmax())]
-        return Strategy("suffix", shape.depth, shape.width, budget, shape.min_survival)
-
-    def _is_affordable(self, requests: int, rows: np.ndarray) -> np.ndarray:
-        return self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
+        cheap = self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
+        nodes = max(1, int(((cheap | (counts <= _LEAST_PROBED)) & (rows <= self._max_rows(requests))).sum()))
+        if drafter == "eagle":
+            depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
+            return Decision(Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width))), drafted, observe=True)
+        most = max(1, min(_SUFFIX_NODES, (self._max_rows(requests) - requests) // drafted))
+        nodes, least = min(nodes, most), self.acceptance[drafter].shapes[0].min_survival
+        found = float(self.acceptance[drafter].expected()[0][0, nodes - 1])  # how many it has depends on the text
+        return Decision(Strategy(drafter, 8, 2, most if 0 < found < nodes / 2 else nodes, least), drafted, observe=True)
 
     def _max_rows(self, requests: int) -> int:
         """Where steps are captured, no more rows than that; in any case a draft token for each request."""
         return max(2 * requests, min(MAX_ROWS, self.costs.row_sizes[-1]) if self.costs.row_sizes else MAX_ROWS)
 
 
+_LIMITS: dict[DrafterName, NDArray[np.float64]] = {
+    drafter: np.array([(shape.depth, shape.width, max_nodes(shape.depth, shape.width)) for shape in shapes]).T[..., None]
+    for drafter, shapes in SHAPES.items()}
+"""[3, S, 1] depth, width and largest number of draft tokens of each shape."""
+
+
 def drafted_counts(view: StepView) -> np.ndarray:
     """Numbers of requests that may be drafted for: all of them, or, if the remaining lengths are known and no request waits,
     those with the most tokens left."""
-    if not view.remaining:
-        return np.array([view.num_running])
     counts = [view.num_running]
-    while counts[-1] > 1:
+    while view.remaining and counts[-1] > 1:
         counts.append(counts[-1] // 2)
     return np.array(counts)
 
 
-def makespan_progress(remaining: Sequence[int], counts: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+def makespan_progress(remaining: tuple[int, ...], counts: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
     the most tokens left are, the others, which get one token per step, must not become the last."""
     progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
     if not remaining:
         return progress
-    longest = max(remaining[0], 1)
     others = np.array([remaining[k] if k < len(remaining) else 0 for k in counts], float)[:, None, None]
-    return np.minimum(progress, longest / np.maximum(others, 1e-9))
+    return np.minimum(progress, max(remaining[0], 1) / np.maximum(others, 1e-9))
+
+
+def last_progress(remaining: Sequence[int], tokens: Sequence[int]) -> float:
+    """Mean number of tokens that a step gave to the requests that finish last, by how many each had left before it. Requests that
+    are a few tokens ahead by chance count as well: of many alike, one is always behind."""
+    left = np.array(remaining, float)
+    weights = np.exp((left - left.max()) / _ALIKE)
+    return float(weights @ np.array(tokens, float) / weights.sum())
 
 
 def drafts_at(requests: int) -> list[Strategy]:

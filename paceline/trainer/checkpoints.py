@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.files import DamagedFile
+from paceline.engine import Engine
+from paceline.files import DamagedFile, atomic_write
 from paceline.manifest import check_checkpoint
 from paceline.optim import NonFiniteError
 from paceline.rl.checkpoint import Checkpoints, RunState, read_state
 from paceline.rl.learner import Learner
+
+logger = logging.getLogger(__name__)
+
+_SELECTION = "selection.json"
+
+
+def save_selection(engine: Engine, checkpoint: Path) -> None:
+    """Write what the strategy `auto` has learned into a checkpoint, and into this machine's cache for other runs."""
+    state = engine.selection_state()
+    if state is not None:
+        atomic_write(checkpoint / _SELECTION, json.dumps(state))
+        engine.remember_selection()
+
+
+def restore_selection(engine: Engine, checkpoint: Path | None) -> None:
+    """Let the strategy `auto` begin with what it had learned when the checkpoint was written, if that is there."""
+    if checkpoint is None or not (checkpoint / _SELECTION).is_file():
+        return
+    try:
+        engine.restore_selection(json.loads((checkpoint / _SELECTION).read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:  # it is measured anew
+        logger.warning("%s cannot be used: %s", checkpoint / _SELECTION, error)
 
 
 def load_latest(checkpoints: Checkpoints, load: Callable[[Path | None], tuple[Learner, Any]],

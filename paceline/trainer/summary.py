@@ -56,8 +56,8 @@ def engine_metrics(stats: EngineStats, seconds: float, strategy_steps: Counter[s
                "verifications": stats.verifications, "drafted": stats.drafted, "accepted": stats.accepted,
                "strategy": strategy_shares(strategy_steps, 3)}
     if isinstance(selector, AutoSelector):
-        corrections = selector.corrections
-        metrics |= {"select/cost_error": corrections.cost_error, "select/progress_error": corrections.progress_error}
+        metrics |= {"select/cost_error": selector.cost_error, "select/progress_error": selector.progress_error,
+                    "select/credit": selector.credit}
     if comparison is not None:
         metrics |= {"compare/rollouts": comparison.num_rollouts, "compare/differing": comparison.num_differing}
     return metrics

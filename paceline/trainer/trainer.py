@@ -28,7 +28,14 @@ from paceline.spot.alarms import AlarmConfig
 from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
-from paceline.trainer.checkpoints import complete_state, last_checkpoint, last_good_checkpoint, load_latest
+from paceline.trainer.checkpoints import (
+    complete_state,
+    last_checkpoint,
+    last_good_checkpoint,
+    load_latest,
+    restore_selection,
+    save_selection,
+)
 from paceline.trainer.config_files import unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
@@ -169,6 +176,7 @@ class Trainer:
         training_task, held_out = split_task(config, task)
         folder.remove_rollouts_after(self.state.step)
         self.engine = self._make_engine()
+        restore_selection(self.engine, self.checkpoints.latest())
         self.baseline = self._make_baseline()
         for engine in self._engines():
             engine.version = self.state.step
@@ -433,12 +441,17 @@ class Trainer:
         if self.checkpoints.latest_step() >= self.state.step:
             return
         state = replace(self.state, unfinished=tuple(sorted(group.number for group in self.collector.open_groups)))
-        path = self.checkpoints.save(self.learner, state, self.tokenizer, self._save_drafter)
+        path = self.checkpoints.save(self.learner, state, self.tokenizer, self._write_more)
         self.folder.record_checkpoint(self.state.step)
         if self.drafter_trainer is not None:
             self.drafter_trainer.save()
         logger.info("checkpoint of step %d: %s", self.state.step, path)
         self._notify(lambda callback: callback.on_checkpoint(path, self.state.step))
+
+    def _write_more(self, checkpoint: Path) -> None:
+        """Writes the learned drafter, if there is one, and what strategy selection has learned."""
+        self._save_drafter(checkpoint)
+        save_selection(self.engine, checkpoint)
 
     def _save_drafter(self, checkpoint: Path) -> None:
         """Writes the learned drafter, if there is one, as a folder that `paceline generate --drafter` and other engines load."""

@@ -10,8 +10,7 @@ import torch
 
 from benchmarks.cpu import selection
 from benchmarks.lib.models import TINY
-from benchmarks.lib.result_tables import make_table
-from benchmarks.lib.selection import summary, workloads
+from benchmarks.lib.selection import drawn, simulated, summary, workloads
 from paceline.drafters.eagle import Eagle, EagleConfig
 
 
@@ -20,7 +19,7 @@ def test_a_tiny_run_writes_its_results_and_a_summary(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [
         selection.__file__, "--tiny", "--allow-dirty", "--bare", "--models", "policy",
         "--workloads", "repetitive", "shrinking", "stale",
-        "--fixed", "eagle:d2w1v2", "suffix:d8w2v16", "--selectors", "auto", "beg", "auto-guard", "auto-probes",
+        "--fixed", "eagle:d2w1v2", "suffix:d8w2v16", "--selectors", "auto", "beg",
         "--out", str(tmp_path / "tiny.json")])
     selection.main()
     text = (tmp_path / "tiny.json").read_text()
@@ -29,14 +28,13 @@ def test_a_tiny_run_writes_its_results_and_a_summary(tmp_path, monkeypatch):
     work = found["models"]["policy"]["workloads"]
     assert list(work) == ["repetitive", "shrinking", "stale"] and found["differing_answers"] == 0
     for name, record in work.items():
-        some = {"off", "eagle:d2w1v2", "suffix:d8w2v16", "auto", "beg", "auto-guard", "auto-probes"}
+        some = {"off", "eagle:d2w1v2", "suffix:d8w2v16", "auto", "beg"}
         assert record["strategies"].keys() == some | ({"no drafter"} if name != "stale" else set())
         assert len({each["tokens"] for each in record["strategies"].values()}) == 1
         assert all(each["seconds"] > 0 for each in record["strategies"].values()) and 0 < record["overhead_share"] < 1
     worst = summary.summarize([tmp_path / "tiny.json"])
     assert worst["worst_vs_off"] == worst["settings"]["tiny"]["worst_vs_off"] == found["conclusions"]["worst_vs_off"] > 0
     assert {"worst_vs_best_fixed", "shrinking_vs_best_fixed", "overhead_share"} <= worst.keys()
-    assert found["conclusions"]["speed_without"].keys() == {"guard", "probes"}
 
 
 def figures(*each: float, overhead: float = 0.0) -> dict:
@@ -59,16 +57,20 @@ def test_ratios_compare_neighbours_and_off_is_a_fixed_strategy(tmp_path):
     assert found["overhead_share"] == 0.03 and found["settings"]["a"]["worst_vs_off"] == 1.6
 
 
-def test_the_price_of_a_removed_part_is_the_time_of_auto_over_the_time_without_it():
-    cells = {name: summary.workload_record({"off": figures(4.0), "auto": figures(2.0), "auto-guard": figures(guard),
-                                            "auto-probes": figures(2.0)}) for name, guard in (("ordinary", 2.5), ("stale", 1.6))}
-    assert cells["ordinary"]["best_fixed"] == "off" and cells["ordinary"]["speed_without"] == {"guard": 0.8, "probes": 1.0}
-    models = {"policy": {"workloads": cells}}
-    assert summary.conclusions(models)["speed_without"] == {"guard": {"lowest": 0.8, "highest": 1.25},
-                                                           "probes": {"lowest": 1.0, "highest": 1.0}}
-    more = make_table({"benchmark": "cpu/selection", "setting": "default", "models": models}).more
-    assert more is not None and more.rows == [("guard", "0.80×", "1.25×"), ("probes", "1.00×", "1.00×")]
-    assert "slower on some workload without: guard." in more.sentence
+def test_drawn_workloads_follow_from_the_seed_and_hold_all_kinds():
+    half, other = drawn.draw(drawn.TUNING_SEED), drawn.draw(drawn.HELD_OUT_SEED)
+    assert list(drawn.draw(drawn.TUNING_SEED)) == list(half) != list(other) and len(half) == len(other) == drawn.NUM_WORKLOADS
+    for found in (half, other):
+        for word in ("7B", "1.5B", "cpu", "cpu, large", "useless", "nearly pays", "pays", "short", "shrinking", "changing"):
+            assert any(word in name for name in found), word
+    short = [cell for name, cell in half.items() if "short" in name]
+    assert short and all(50 <= cell.rounds[0].lengths[0] <= 300 for cell in short)
+
+
+def test_a_drawn_workload_is_measured():
+    name, cell = next((name, cell) for name, cell in drawn.draw(1).items() if "useless, short" in name)
+    off, auto = (sum(simulated.figures(strategy, cell, 1)["each"]) for strategy in ("off", "auto"))
+    assert 0 < auto < off * (1.02 + 10 / cell.rounds[0].lengths[0]), name
 
 
 @pytest.mark.parametrize("learned", [True, False])

@@ -9,6 +9,7 @@ import tiny
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.strategy import AutoSelector
+from paceline.trainer.checkpoints import restore_selection, save_selection
 from paceline.types import Decision
 
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=5)
@@ -87,7 +88,10 @@ def test_a_selector_is_told_of_every_step_once(model):
     assert sum(outcome.num_tokens for outcome in selector.outcomes) == made.stats().generated_tokens
     assert all(outcome.decision is selector.decision for outcome in selector.outcomes)
     timed = [outcome for outcome in selector.outcomes if outcome.is_timed]
-    assert timed and all(outcome.progress == outcome.num_tokens / outcome.num_requests for outcome in timed)
+    assert timed and all(1 <= outcome.progress <= 4 for outcome in timed)
+    alike = [outcome for outcome in timed if outcome.num_tokens % outcome.num_requests == 0]
+    assert any(outcome.last_progress is not None for outcome in timed), "all run to their limits"
+    assert alike and all(outcome.progress >= 1 for outcome in alike)
 
 
 def test_remaining_lengths_are_known_where_answers_run_to_their_limit(model):
@@ -128,6 +132,45 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
     assert np.array_equal(costs.with_trees.x, costs.policy.x) and np.all(costs.with_trees.y >= costs.policy.y - 1e-9)
     file.write_text("{")  # damaged
     assert engine(model, "auto").profile(0.2, tmp_path).profiled
+
+
+def test_what_was_learned_is_there_at_the_next_start(model, tmp_path):
+    made = engine(model, "auto")
+    assert made.select.times == {} and made.selection_state()["times"] == []
+    made.profile(0.2, tmp_path)
+    made.generate(PROMPTS, PARAMS)
+    made.remember_selection(tmp_path)
+    known, again = made.select.times, engine(model, "auto")
+    again.profile(0.2, tmp_path)
+    assert known and {key: time.log for key, time in again.select.times.items()} == {key: time.log for key, time in known.items()}
+    for name, acceptance in again.select.predictor.acceptance.items():
+        before = made.select.predictor.acceptance[name].expected()[1]
+        assert np.allclose(acceptance.expected()[1], before, atol=1e-3)
+    resumed = engine(model, "auto")
+    resumed.restore_selection({"acceptance": made.selection_state()["acceptance"], "times": [["none", 1, 0.5, 3.0]]})
+    resumed.profile(0.2, tmp_path)
+    assert list(resumed.select.times) == [("none", 1)], "what the run itself has learned comes first"
+    next(tmp_path.glob("*.learned.json")).write_text("{")  # damaged
+    damaged = engine(model, "auto")
+    damaged.profile(0.2, tmp_path)
+    assert damaged.select.times == {}
+    assert engine(model, "off").selection_state() is None
+
+
+def test_a_checkpoint_holds_what_was_learned(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made, checkpoint = engine(model, "auto"), tmp_path / "step-000001"
+    checkpoint.mkdir()
+    made.generate(PROMPTS, PARAMS)
+    save_selection(made, checkpoint)
+    resumed = engine(model, "auto")
+    restore_selection(resumed, checkpoint)
+    assert resumed.select.times.keys() == made.select.times.keys() != set()
+    (checkpoint / "selection.json").write_text('{"times": [[1]]}')  # damaged
+    for state in (checkpoint, tmp_path, None):
+        again = engine(model, "auto")
+        restore_selection(again, state)
+        assert again.select.times == {}
 
 
 def test_a_named_selector_keeps_what_it_learned(model):

@@ -14,7 +14,7 @@ WIDE = Strategy("eagle", 8, 4, 48)
 
 def observe(acceptance: Acceptance, world: World, strategy: Strategy, steps: int) -> None:
     for _ in range(steps):
-        acceptance.observe(world.drafts(strategy, world.batch))
+        acceptance.observe(0, world.drafts(strategy, world.batch))
 
 
 def test_one_tree_by_hand():
@@ -22,11 +22,12 @@ def test_one_tree_by_hand():
     drafts = DraftOutcomes(Strategy("eagle", 4, 2, 4), 1, np.zeros(4, int), np.array([1, 1, 2, 2]), np.array([1, 2, 1, 2]),
                            np.array([0.5, 0.4, 0.3, 0.2]), np.array([False, True, False, True]))
     acceptance = Acceptance("eagle")
-    acceptance.observe(drafts)
+    acceptance.observe(0, drafts)
     wide, chain = (SHAPES["eagle"].index(shape) for shape in ((4, 2, 0.0), (2, 1, 0.0)))
     nodes, accepted = acceptance.expected()
     assert nodes[wide, :5].tolist() == [1, 2, 3, 4, 4] and nodes[chain, :3].tolist() == [1, 2, 2]
-    assert accepted[wide, 1:4] == pytest.approx([1, 1, 2]) and accepted[chain, :3] == pytest.approx([0, 0, 0], abs=1e-6)
+    part = 1 / 1.3  # of one tree not much is believed
+    assert accepted[wide, 1:4] == pytest.approx([part, part, 2 * part]) and accepted[chain, :3] == pytest.approx([0] * 3)
     assert accepted[SHAPES["eagle"].index((8, 4, 0.0))].sum() == 0, "a larger tree than the observed one is not known"
 
 
@@ -37,7 +38,7 @@ def test_large_trees_tell_what_smaller_ones_give(name):
     place = acceptance.shapes.index((strategy.depth, strategy.width, 0.0))
     predicted = float(acceptance.expected()[1][place, strategy.budget - 1])
     real = np.mean([world.drafts(strategy, 16).accepted.sum() / 16 for _ in range(100)])
-    assert predicted == pytest.approx(real, rel=0.08)
+    assert predicted == pytest.approx(real, rel=0.2)
 
 
 def test_thresholds_of_the_suffix_drafter_are_told_apart():
@@ -49,27 +50,36 @@ def test_thresholds_of_the_suffix_drafter_are_told_apart():
     for shape, predicted in zip(acceptance.shapes, accepted, strict=True):
         strategy = Strategy("suffix", 8, 2, 16, shape.min_survival)
         real = np.mean([world.drafts(strategy, 16).accepted.sum() / 16 for _ in range(100)])
-        assert predicted == pytest.approx(real, rel=0.1, abs=0.03)
+        assert predicted == pytest.approx(real, rel=0.2, abs=0.05)
 
 
-def test_a_sudden_change_is_believed():
-    world, acceptance = World(gpu_costs(), 32, {"eagle": 0.3}), Acceptance("eagle")
+def test_a_sudden_change_is_believed_without_observed_trees():
+    """The number of accepted draft tokens of each step is known anyway."""
+    world, acceptance, chain = World(gpu_costs(), 32, {"eagle": 0.3}), Acceptance("eagle"), Strategy("eagle", 6, 1, 6)
     observe(acceptance, world, WIDE, 30)
+    place = acceptance.shapes.index((6, 1, 0.0))
     world.skill["eagle"] = 0.8
-    observe(acceptance, world, WIDE, 6)
-    predicted = float(acceptance.expected()[1][acceptance.shapes.index((6, 1, 0.0)), 5])
-    real = np.mean([world.drafts(Strategy("eagle", 6, 1, 6), 32).accepted.sum() / 32 for _ in range(60)])
-    assert predicted == pytest.approx(real, rel=0.25)
+    for step in range(30):
+        expected = float(acceptance.expected()[1][place, 5])
+        acceptance.follow(step, expected, float(world.drafts(chain, 32).accepted.sum()) / 32, 32)
+    real = np.mean([world.drafts(chain, 32).accepted.sum() / 32 for _ in range(60)])
+    assert float(acceptance.expected()[1][place, 5]) == pytest.approx(real, rel=0.15)
 
 
-def test_a_replaced_drafter_has_to_be_seen_but_is_taken_for_the_old_one_until_then():
+def test_evidence_fades_and_is_limited_when_the_drafter_or_the_text_is_new():
     world, acceptance = World(gpu_costs(), 8, {"eagle": 0.7}), Acceptance("eagle")
-    assert not acceptance.is_known
+    assert acceptance.evidence(0) == 0
     observe(acceptance, world, WIDE, 20)
-    assert acceptance.is_known
     before = acceptance.expected()[1]
-    acceptance.drafter_replaced()
-    assert not acceptance.is_known and acceptance.expected()[1] == pytest.approx(before, rel=0.2)
-    world.skill["eagle"] = 0.3
-    observe(acceptance, world, WIDE, 4)
-    assert acceptance.expected()[1][-1, -1] < 0.6 * before[-1, -1], "a drafter that is worse is found out soon"
+    assert acceptance.evidence(0) > 30 > 15 > acceptance.evidence(600)
+    acceptance.limit_evidence(0, 4.0)
+    assert acceptance.evidence(0) == 4 and acceptance.expected()[1] == pytest.approx(before), "it is taken for the old one"
+
+
+def test_what_was_counted_can_be_restored():
+    world, acceptance, other = World(gpu_costs(), 8, {"eagle": 0.7}), Acceptance("eagle"), Acceptance("eagle")
+    observe(acceptance, world, WIDE, 5)
+    acceptance.follow(0, 2.0, 1.0, 8)
+    other.restore(acceptance.state(), 7)
+    assert other.expected()[1] == pytest.approx(acceptance.expected()[1], rel=1e-3)
+    assert other.evidence(7) == acceptance.evidence(0)

@@ -134,10 +134,10 @@ def test_a_first_step_in_which_the_host_compiled_does_not_make_suffix_drafts_loo
     world, selector = World(gpu_costs(), 32, {"eagle": 0.75, "suffix": 0.3}, host_ms=1.0), AutoSelector(gpu_costs())
     world.run(selector, 10)
     selector.observe(StepOutcome(Decision(Strategy.OFF), 8, 4096, 8, 1700.0, 4096, 0.0, 1650.0))
-    selector._probes["suffix"].due = 0
+    selector.predictor.acceptance["suffix"].limit_evidence(10, 0.0)
     world.run(selector, 4)
     assert selector.costs.host_ms == 1.0
-    assert selector.corrections.factor(Strategy.parse("suffix:d8w2v16"), 32) > 0.5
+    assert all(time.log > -0.7 for (drafter, _), time in selector.times.items() if drafter == "suffix")
     world.run(selector, 60)
     assert sum(strategy.drafter == "eagle" for strategy in world.strategies[14:]) > 58
 

@@ -1,5 +1,4 @@
-"""The selection benchmark: seconds of off, fixed strategies, the bandit, auto, and auto without one of its parts on the six
-workloads.
+"""The selection benchmark: seconds of off, fixed strategies, the bandit, and auto on the six workloads.
 
 Every strategy has an engine of its own around the same weights, so that no history leaks. In a round all get the same prompts and
 seeds, in turns (slices of 50 ms on a CPU, whole rounds on a GPU); the first round is a warm-up. Selectors keep what they learn
@@ -19,8 +18,7 @@ import torch
 from benchmarks.lib import drafter as trained_drafter
 from benchmarks.lib.figures import rotated
 from benchmarks.lib.results import RESULTS, Report
-from benchmarks.lib.selection import simulated
-from benchmarks.lib.selection.ablations import selector_named
+from benchmarks.lib.selection import choosing, drawn, simulated
 from benchmarks.lib.selection.subjects import SIZES, Subject, subjects
 from benchmarks.lib.selection.summary import BARE, GOALS, SELECTORS, conclusions, show, show_goals, summarize, workload_record
 from benchmarks.lib.selection.workloads import (
@@ -37,7 +35,7 @@ from paceline.bench.steps import StepTally, TimedEngine
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
-from paceline.strategy import AutoSelector
+from paceline.strategy import AutoSelector, make_selector
 from paceline.types import DrafterName, StepResult
 
 FIXED = ("eagle:d6w4v16", "eagle:d4w2v8", "eagle:d4w1v4", "eagle:d2w1v2", "suffix:d8w2v16")
@@ -59,9 +57,15 @@ def run(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | Non
     sizes = SIZES[args.setting]._asdict() if args.setting in SIZES else {}
     report = Report(args, "cuda" if args.setting == "gpu" else "cpu", variant, setting=args.setting, goals=GOALS, sizes=sizes,
                     threads=torch.get_num_threads(), models={})
+    if args.setting in ("simulated", "tuning", "held-out"):
+        report.content["choosing_us"] = choosing.microseconds()
+        print("choosing, us of CPU time per step: " + ", ".join(f"{k} {v:.0f}" for k, v in report.content["choosing_us"].items()))
     if args.setting == "simulated":
-        simulated.measure(args, report)
-    for subject in () if args.setting == "simulated" else subjects(args, report, budget):
+        simulated.measure(simulated.cells(), args, report)
+    if args.setting in ("tuning", "held-out"):
+        seed = drawn.TUNING_SEED if args.setting == "tuning" else drawn.HELD_OUT_SEED
+        simulated.measure(drawn.draw(seed), args, report)
+    for subject in () if args.setting in ("simulated", "tuning", "held-out") else subjects(args, report, budget):
         print(f"{args.setting}, {subject.name}", flush=True)
         bench = Bench(subject, args, report, budget)
         for name in args.workloads:
@@ -84,8 +88,7 @@ def parse(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | N
     parser.add_argument("--models", nargs="+", choices=["policy", "twin"], default=["policy", "twin"], help="of the gpu setting")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--fixed", nargs="+", default=list(FIXED), help="fixed strategies")
-    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg"],
-                        help="auto-PART is auto without that part; its row says what the removal costs")
+    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["auto", "beg"])
     parser.add_argument("--rounds", type=int, help="rounds that are measured (default: 2; simulated: 8, each with its own seed)")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--bare", action="store_true", help="also measure an engine without drafters, which shows the noise")
@@ -93,7 +96,7 @@ def parse(doc: str | None, settings: Sequence[str], arguments: Sequence[str] | N
     args = parser.parse_args(arguments)
     if args.tiny:
         args.setting, args.rounds, args.threads = "tiny", 1, 1
-    args.rounds = args.rounds or (8 if args.setting == "simulated" else 2)
+    args.rounds = args.rounds or ({"simulated": 8, "tuning": 2, "held-out": 2}.get(args.setting, 2))
     args.train_seconds = args.train_seconds or (160 if args.setting == "gpu" else 60)
     if "auto" not in args.selectors:
         raise SystemExit("--selectors must contain auto, which the figures are about")
@@ -145,8 +148,7 @@ class Bench:
                          "overhead_share": engine.choosing.seconds / sum(found[n]["each"]),
                          "steps": most_frequent(tally.strategies)}
             if isinstance(engine.select, AutoSelector):
-                errors = engine.select.corrections
-                found[n] |= {"cost_error": errors.cost_error, "progress_error": errors.progress_error,
+                found[n] |= {"cost_error": engine.select.cost_error, "progress_error": engine.select.progress_error,
                              "last_round": plays[n].stretches[:_MOST_STRETCHES]}
         self._check(name, found)
         self._record[name] = workload_record(found)
@@ -173,7 +175,7 @@ class Bench:
             if self._subject.drafter is not None and name != BARE:  # an earlier workload may have replaced it
                 engine.update_drafter(self._subject.drafter, 0)
             if name in SELECTORS:
-                engine.select = selector_named(name)
+                engine.select = make_selector(name)
                 if isinstance(engine.select, AutoSelector):
                     engine.select.costs = engine.costs
             engine.choosing.seconds = 0.0
@@ -184,7 +186,7 @@ class Bench:
         drafter = "none" if name == BARE else "suffix" if learned is None else deepcopy(learned)
         config = EngineConfig(max_batch=max_batch, kv_memory_gb=8.0 if on_gpu else 1.0, deterministic=True,
                               max_context=2048 if on_gpu else None, kernels="auto", profile=not self._args.tiny)
-        strategy = "off" if name == BARE else selector_named(name)
+        strategy = "off" if name == BARE else make_selector(name)
         engine = TimedEngine(self._subject.model, None, drafter, strategy, config)
         if name in SELECTORS:
             engine.warm_up()

@@ -19,13 +19,12 @@ import numpy as np
 
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.results import Report
-from benchmarks.lib.selection.ablations import selector_named
 from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.summary import conclusions, show, workload_record
 from benchmarks.lib.selection.workloads import WORKLOADS, most_frequent
 from benchmarks.lib.selection.world import World
 from benchmarks.lib.speculation import fixed_strategies, num_parts
-from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector
+from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector, make_selector
 from paceline.strategy.predict import Predictor
 from paceline.types import Decision, StepOutcome, StepView, Strategy
 
@@ -73,6 +72,8 @@ class Task(NamedTuple):
     """If given, number of responses that the suffix drafter can predict; of the others it knows nothing."""
     is_changing: bool = False
     """Whether responses are predictable for some hundred tokens and unpredictable for the next hundred, and so on."""
+    has_new_drafter: bool = False
+    """Whether the learned drafter has got new weights, which are as good as the old ones."""
 
 
 ORDINARY = Text(0.84, 0.2)
@@ -96,6 +97,8 @@ class H200(World):
     skill: dict[str, float] = field(default_factory=lambda: ORDINARY._asdict())
     decay: tuple[float, ...] = _DECAY
     noise: float = 0.03
+    is_gpu: bool = True
+    """Whether the host works while the device does, and outcomes arrive one step late."""
     used: Counter[str] = field(default_factory=Counter)
     verifications: int = 0
     _last: str = "prefill"
@@ -128,7 +131,7 @@ class H200(World):
         return np.where(is_unknown, 0.04, 1 / (1 + np.exp(-odds)))[:, None]
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
-        self.costs.host_ms = 0.8 + 0.018 * self.batch  # measured: what suffix drafts wait for
+        self.costs.host_ms = 0.8 + 0.018 * self.batch if self.is_gpu else 0.0  # measured: what suffix drafts wait for
         ms = super().true_ms(strategy, drafted, rows)
         if strategy.drafter != "none":
             ms *= self._bias(strategy)
@@ -158,7 +161,8 @@ class H200(World):
         return self._biases[key]
 
     def play(self, decision: Decision) -> StepOutcome:
-        self.host_ms = 0.2 + 0.009 * self.batch if decision.strategy.drafter == "none" else 0.8 + 0.018 * self.batch
+        if self.is_gpu:
+            self.host_ms = 0.2 + 0.009 * self.batch if decision.strategy.drafter == "none" else 0.8 + 0.018 * self.batch
         is_first = self._last == "prefill"  # the drafter still reads the prompts: its time says nothing
         outcome = super().play(decision)
         self.used[str(decision.strategy)] += 1
@@ -190,9 +194,9 @@ class H200(World):
 
 def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
     """Seconds that a selector needs for a round, or, if requests wait, for as many tokens."""
-    began, done, total = gpu.ms, 0, sum(task.lengths)
+    began, first, done, total = gpu.ms, gpu.tokens, 0, sum(task.lengths)
     gpu.begin(task, selector)
-    if task.stale:
+    if task.stale or task.has_new_drafter:
         selector.drafter_replaced()
     pending: StepOutcome | None = None
     view = gpu.shown(task)
@@ -201,8 +205,13 @@ def seconds_of(gpu: H200, selector: Selector, task: Task) -> float:
         if pending is not None:
             selector.observe(pending)
         view, pending = gpu.shown(task), gpu.play(decision)
+        if task.knows_lengths and not task.has_queue:
+            pending = replace(pending, last_progress=gpu.last_progress(gpu.left))
         gpu.left = gpu.finish_step(decision, gpu.left)
-        before, done = done, done + pending.num_tokens
+        if not gpu.is_gpu:
+            selector.observe(pending)
+            view, pending = gpu.shown(task), None
+        before, done = done, gpu.tokens - first
         if task.stale and before < total / 2 <= done:
             gpu.skill["eagle"] = 0.02
             selector.drafter_replaced()
@@ -245,6 +254,7 @@ class Cell(NamedTuple):
     costs: Callable[[], CostCurve] = h200_costs
     profile: Callable[[], CostCurve] | None = None
     predictor: type[Predictor] | None = None
+    is_gpu: bool = True
 
     @property
     def batch(self) -> int:
@@ -280,10 +290,10 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
     return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}
 
 
-def measure(args: argparse.Namespace, report: Report) -> None:
+def measure(found_cells: dict[str, Cell], args: argparse.Namespace, report: Report) -> None:
     """All strategies in all cells, once with each of `--rounds` seeds."""
     record = report.content["models"]["h200"] = {"workloads": dict[str, Any]()}
-    for name, cell in cells().items():
+    for name, cell in found_cells.items():
         if name not in args.workloads and name in WORKLOADS:
             continue
         found = {strategy: figures(strategy, cell, args.rounds)
@@ -297,7 +307,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 def figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
     each, used, tokens, verifications = [], Counter[str](), 0, 0
     for seed in range(seeds):
-        gpu, selector = H200(costs=cell.costs(), seed=seed), selector_named(name)
+        gpu, selector = H200(costs=cell.costs(), seed=seed, is_gpu=cell.is_gpu), make_selector(name)
         rounds = cell.rounds
         if isinstance(selector, AutoSelector):
             if cell.predictor is not None:

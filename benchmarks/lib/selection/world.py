@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from paceline.strategy import CostCurve, FixedSelector, Points, Selector
+from paceline.strategy import CostCurve, FixedSelector, Points, Selector, last_progress
 from paceline.types import Decision, DraftOutcomes, StepOutcome, StepView, Strategy
 
 
@@ -53,6 +53,12 @@ class World:
     def known_lengths(self, left: np.ndarray) -> StepView:
         """The view if it is known how many tokens are left, in descending order."""
         return replace(self.view(), remaining=tuple(left.tolist()))
+
+    def last_progress(self, left: np.ndarray) -> float:
+        """What the step that was just played gave to the requests that finish last. `left`: tokens left before it."""
+        tokens = np.ones(len(left))
+        tokens[: len(self.accepted)] += self.accepted
+        return last_progress(left, tokens)
 
     def finish_step(self, decision: Decision, left: np.ndarray) -> np.ndarray:
         """What is left after a step has been played, in descending order, without the requests that are done."""
@@ -169,6 +175,8 @@ def time_to_finish(world: World, selector: Selector, lengths: list[int], known: 
     while len(left):
         decision = selector.select(world.known_lengths(left) if known else world.view())
         outcome = world.play(decision)
+        if known:
+            outcome = replace(outcome, last_progress=world.last_progress(left))
         left = world.finish_step(decision, left)
         selector.observe(outcome)
     return world.ms - began

@@ -172,7 +172,7 @@ class AutoSelector:
         if self.credit < 1 and self._step >= self._share_from:  # the share of the next hundred steps in advance
             self.credit, self._share_from = self.credit + 1, self._step + int(1 / SHARE)
         for name, acceptance in self.predictor.acceptance.items():
-            is_used = self.decision is not None and self.decision.strategy.drafter == name
+            is_used = self.decision is None or self.decision.strategy.drafter == name
             acceptance.limit_evidence(self._step, ENOUGH if is_used else ENOUGH - 1)
 
     # -- after a step
@@ -189,7 +189,7 @@ class AutoSelector:
         if outcome.host_ms:
             self.costs.observe_host(outcome.host_ms)
         was, self._last = self._last, drafter
-        predicted = self.costs.step_ms(outcome)
+        predicted = max(self.costs.step_ms(outcome), 1e-6)
         own = self._time(drafter, requests)
         if drafter == "none":
             if was == "none":  # the first one overlaps with the host's work on steps with speculation
@@ -233,7 +233,7 @@ class AutoSelector:
             acceptance.observe(self._step, outcome.drafts, None if outcome.last_progress is None else outcome.last_progress - 1)
         elif self.decision is not None and decision.strategy is self.decision.strategy:
             expected = self._unit * acceptance.level
-            self.progress_error += (abs(log(outcome.progress / (1 + expected))) - self.progress_error) / MEMORY
+            self.progress_error += (abs(log(max(outcome.progress, 0.1) / (1 + expected))) - self.progress_error) / MEMORY
             acceptance.follow(self._step, expected, outcome.progress - 1, drafted if outcome.last_progress is None else 2)
 
     def drafter_replaced(self) -> None:
@@ -250,7 +250,7 @@ class AutoSelector:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave, as a first guess. ValueError, KeyError or TypeError if it is damaged."""
-        times = {(drafter, int(bucket)): TimeRatio(float(logarithm), float(weight), self._step)
+        times = {(drafter, int(bucket)): TimeRatio(float(logarithm), min(float(weight), ENOUGH / 4), self._step)
                  for drafter, bucket, logarithm, weight in state["times"]}
         for name, acceptance in self.predictor.acceptance.items():
             acceptance.restore(state["acceptance"][name], self._step)

@@ -1,4 +1,4 @@
-"""The policy, the training configuration and the data of a simulation that are bundled with the package."""
+"""The policy, its drafter, the training configuration and the data of a simulation that are bundled with the package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from pathlib import Path
 def resolve_model(model: str | Path) -> Path | str:
     """What `load_model` loads for a model that a user named: `default` is the bundled policy, other names are unchanged."""
     return Path(str(files("paceline") / "assets" / "collatz")) if model == "default" else model
+
+
+def resolve_drafter(drafter: str | Path) -> Path:
+    """The folder of a learned drafter that a user named: `default` is the drafter of the bundled policy."""
+    found = files("paceline") / "assets" / "collatz-drafter" if str(drafter) == "default" else drafter
+    return Path(str(found)).expanduser()
 
 
 def default_train_config() -> Path:

@@ -295,7 +295,8 @@ class TrainConfig(Config):
     strategy: str = "auto"
     """Speculation strategy: off, auto, beg, or a fixed one such as suffix:d8w2v16 (docs/selection.md). It changes no token."""
     drafter: str = "suffix"
-    """Drafter: `suffix`, `none`, the folder of a learned drafter, or `learned` for a new, untrained one."""
+    """Drafter: `suffix`, `none`, the folder of a learned drafter, `learned` for a new, untrained one, or `default` for the learned
+    drafter of the bundled policy; with any other policy `default` is `suffix`."""
     train_drafter: bool = True
     """Train the learned drafter during the run, as long as that saves more time than it takes. False: it stays as loaded."""
     drafter_mode: DrafterMode = "interleaved"
@@ -346,6 +347,14 @@ class TrainConfig(Config):
     @classmethod
     def _accept_renamed(cls, raw: Any) -> Any:
         return with_current_names(raw) if isinstance(raw, Mapping) else raw
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_drafter(cls, raw: Any) -> Any:
+        """Only the bundled policy comes with a drafter."""
+        if isinstance(raw, Mapping) and raw.get("drafter") == "default" and raw.get("model", "default") != "default":
+            return {**raw, "drafter": "suffix"}
+        return raw
 
 
 def with_current_names(raw: Mapping[str, Any], level: int = logging.WARNING) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.bundled import resolve_drafter
 from paceline.drafters.eagle import MIN_WINDOW, Eagle, EagleConfig, Form
 from paceline.drafters.fingerprint import PolicyFingerprint, fingerprint_of, shape_of
 from paceline.files import DamagedFile, atomic_write, damaged, load_tensors, read_json, save_tensors
@@ -51,7 +52,7 @@ def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
     Raises ValueError if the checkpoint does not fit the policy's shape. A drafter that was trained for other weights of the same
     shape is accepted; its `policy_fingerprint` tells for which. Tensors that are not used are named in a warning of the log.
     """
-    folder = Path(folder).expanduser()
+    folder = resolve_drafter(folder)
     raw, tensors = _read(folder)
     fingerprint, shape = PolicyFingerprint.from_json(raw.get(_FINGERPRINT_KEY)), shape_of(policy.config)
     if fingerprint is not None and fingerprint.shape != shape:
@@ -79,7 +80,7 @@ def read_fingerprint(folder: str | Path) -> PolicyFingerprint | None:
 
 def read_eagle_config(folder: str | Path, policy: ModelConfig) -> EagleConfig:
     """Returns the architecture of a drafter for a policy of this shape. ValueError if they do not fit."""
-    folder = Path(folder).expanduser()
+    folder = resolve_drafter(folder)
     raw, tensors = _read(folder)
     try:
         return _parse_config(raw, tensors, policy)
@@ -149,9 +150,9 @@ def drafter_config(module: Eagle) -> dict[str, Any]:
     return raw
 
 
-def check_drafter_folder(folder: str | Path, names: tuple[str, ...] = ("suffix", "none")) -> None:
+def check_drafter_folder(folder: str | Path, names: tuple[str, ...] = ("suffix", "none", "default")) -> None:
     """Raises a ValueError unless the folder holds the files of a drafter. `names`: what a user may give instead of a folder."""
-    folder = Path(folder).expanduser()
+    folder = resolve_drafter(folder)
     if not folder.is_dir():
         near = suggest(str(folder), names)
         raise ValueError(f"{folder}: not one of {', '.join(names)}, and no folder of a learned drafter{near}")

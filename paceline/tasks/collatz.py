@@ -4,11 +4,17 @@ get wrong in one place; and their lengths vary twentyfold between neighbouring n
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
 from paceline.config import Config
 from paceline.tasks.base import Problem
+
+
+SHORT, LONG = 16, 90
+"""Numbers of a path up to which it is short, and from which on it is long. Of the paths from 2 to 99 one in six is long, and none
+of the others has more than 35 numbers."""
 
 
 class CollatzConfig(Config):
@@ -18,11 +24,16 @@ class CollatzConfig(Config):
     """Highest number that a path starts from. The policy that ships with Paceline was made for the paths of the default."""
     seed: int = 0
     """Seed of the order of the problems."""
+    long_every: int | None = Field(None, ge=2)
+    """A long tail of answers, as in RL of reasoning: one in so many problems has a long path (90 numbers or more), and all others
+    have short ones (16 at most); numbers with other paths are left out. None: all numbers, in any order."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> CollatzConfig:
         if self.lowest > self.highest:
             raise ValueError(f"highest: {self.highest} is below lowest, {self.lowest}")
+        if self.long_every is not None and not all(_short_and_long(range(self.lowest, self.highest + 1))):
+            raise ValueError(f"long_every: from {self.lowest} to {self.highest} there are not both long and short paths")
         return self
 
 
@@ -35,6 +46,19 @@ def collatz_path(start: int) -> list[int]:
     return path
 
 
+def _short_and_long(starts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The numbers whose paths are short, and those whose paths are long."""
+    lengths = {start: len(collatz_path(start)) for start in starts}
+    return [start for start in starts if lengths[start] <= SHORT], [start for start in starts if lengths[start] >= LONG]
+
+
+def _with_long_tail(starts: Sequence[int], every: int) -> list[int]:
+    """Numbers with short paths, in their order, and after each `every - 1` of them one with a long path."""
+    short, long = _short_and_long(starts)
+    parts = [short[i : i + every - 1] + long[n : n + 1] for n, i in enumerate(range(0, len(short), every - 1))]
+    return [start for part in parts for start in part]
+
+
 class Collatz:
     """The prompt `27:` asks for ` 82 41 124 … 2 1`. Every number from lowest to highest is asked once, in an order drawn from
     the seed."""
@@ -44,6 +68,8 @@ class Collatz:
     def __init__(self, config: CollatzConfig) -> None:
         starts = range(config.lowest, config.highest + 1)
         self.starts = random.Random(config.seed).sample(starts, len(starts))
+        if config.long_every is not None:
+            self.starts = _with_long_tail(self.starts, config.long_every)
 
     def __len__(self) -> int:
         return len(self.starts)

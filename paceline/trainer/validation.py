@@ -182,7 +182,7 @@ def _check_signal(config: TrainConfig) -> None:
 
 def _check_drafter(config: TrainConfig) -> None:
     if config.drafter not in ("suffix", "none", "learned"):
-        check_drafter_folder(config.drafter, ("suffix", "none", "learned"))
+        check_drafter_folder(config.drafter, ("suffix", "none", "default", "learned"))
     elif config.drafter == "learned" and not config.train_drafter:
         raise ValueError("train_drafter is false, but an untrained drafter must be trained; set drafter to a folder")
     has_learned = config.drafter not in ("suffix", "none")

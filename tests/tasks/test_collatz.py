@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import statistics
 import time
 
 import pytest
@@ -70,6 +71,17 @@ def test_options():
     for options, field in (({"lowest": 1}, "lowest"), ({"lowest": 9, "highest": 8}, "highest"), ({"highest": 10**9}, "highest")):
         with pytest.raises(ValueError, match=field):
             make_task("collatz", **options)
+
+
+def test_a_long_tail():
+    """One problem in eight is long, in every part of the task; the others are at most a tenth as long."""
+    task = make_task("collatz", long_every=8)
+    lengths = [len(task[i].truth) for i in range(len(task))]
+    assert len(task) == 45 and len(set(task.starts)) == 45
+    assert [i for i, length in enumerate(lengths) if length > 300] == [7, 15, 23, 31, 39, 44]
+    assert sorted(lengths)[38] < 50 and 10 * statistics.median(lengths) < min(length for length in lengths if length > 300)
+    with pytest.raises(ValueError, match="long_every: from 2 to 20 there are not both long and short paths"):
+        make_task("collatz", highest=20, long_every=8)
 
 
 def test_pickles(task):

@@ -38,10 +38,11 @@ class LearnedDrafting:
         if draft.tau != self._tau:
             self._tau = draft.tau
             self.eagle.tau.fill_(draft.tau)
-        late = draft.missing > _max_new(draft.strategy)
-        if late.any():
+        most = int(draft.missing.max())
+        if most > _max_new(draft.strategy):
+            late = draft.missing > _max_new(draft.strategy)
             self.eagle.catch_up(self._view(upload(slots[late], self._state.device)), draft.missing[late].tolist())
-        return self._draft_slots(slots, draft.strategy, int(draft.missing.max()))
+        return self._draft_slots(slots, draft.strategy, most)
 
     def read_forced(self, step: StepRows, rows: DecodeRows, features: Tensor) -> None:
         """Fill in the drafter's KV cache for the forced rows of a step whose next tokens are known, so that it can draft at any

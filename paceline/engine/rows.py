@@ -30,6 +30,8 @@ _INPUTS_OF_TREES = 8
 """The first ones of these. A step without forced rows gets the others from `Ops.flatten_drafts`."""
 _NO_LINES = np.zeros(0, np.int64)
 _USUAL_DEPTH = 8
+_MOST_SHAPES = 512
+"""Shapes of steps whose tensors are kept on a CPU."""
 
 
 class StepRows(NamedTuple):
@@ -73,9 +75,13 @@ class RowBuilder:
         self._graphs, self._ops, self._padding_slot, self._device = graphs, ops, padding_slot, device
         self._fixed: tuple[Tensor, dict[int, StepRows]] = graphs.step_inputs, {}
         """The fixed buffers that captured steps read, and them as rows, by number of rows."""
+        self._kept: dict[tuple[int, int], tuple[np.ndarray, StepRows]] = {}
+        """On a CPU: memory for the integers of a step, and it as rows, by number of rows and of requests. A step's rows are no
+        longer read when the next one is laid out, and making so many tensors takes longer than filling them."""
 
-    def build(self, command: StepCommand, drafts: Drafts | None, padded: bool = True) -> StepRows:
-        """Lay out a step. `drafts`: its draft trees, if there are any. `padded`: pad to a row size."""
+    def build(self, command: StepCommand, drafts: Drafts | None, padded: bool = True, keep: bool = False) -> StepRows:
+        """Lay out a step. `drafts`: its draft trees, if there are any. `padded`: pad to a row size. `keep`: the rows are still
+        read after other steps have been laid out."""
         with_trees = command.max_depth > 0
         num_rows = len(command.slots) + (int(command.num_nodes.sum()) if with_trees else 0)
         if command.num_forced_rows:
@@ -85,7 +91,7 @@ class RowBuilder:
             pad = 0  # nothing is captured, and kernels for long prompts want the forced rows at the end
         if not with_trees and not command.num_forced_rows:
             return self.roots(np.append(command.slots, [self._padding_slot] * pad) if pad else command.slots)
-        rows = self._lay_out(command, num_rows, pad)
+        rows = self._lay_out(command, num_rows, pad, keep)
         if drafts is None or not with_trees:
             return rows
         depth = command.max_depth
@@ -100,11 +106,12 @@ class RowBuilder:
         place = self._upload(np.ascontiguousarray(slots, np.int64), fixed)
         return StepRows(place, tree, tree.node, fixed, 0, len(slots))
 
-    def _lay_out(self, command: StepCommand, num_real: int, pad: int) -> StepRows:
+    def _lay_out(self, command: StepCommand, num_real: int, pad: int, keep: bool) -> StepRows:
         """Lay out draft trees, whose tokens `Ops.flatten_drafts` fills in, forced rows and padding."""
         num_rows, num_requests = num_real + pad, len(command.slots) + pad
         fixed, stride = num_rows <= self._graphs.max_rows, num_rows + num_rows % 2
-        host = np.empty((INPUTS_PER_ROW, stride), np.int64)
+        known = None if fixed or keep or self._device.type != "cpu" else self._kept_rows(num_rows, num_requests, stride)
+        host = np.empty((INPUTS_PER_ROW, stride), np.int64) if known is None else known[0]
         lines = _NO_LINES if command.draft is None else command.draft.requests
         first_forced, num_sampled = _fill_rows(host, command.slots, command.num_nodes, command.forced, command.samples,
                                                command.tokens, command.next_token, lines, num_requests, self._padding_slot)
@@ -113,6 +120,8 @@ class RowBuilder:
             num_lines = INPUTS_PER_ROW if has_forced else _INPUTS_OF_TREES
             rows = self._fixed_rows(num_rows)
             upload_into(self._graphs.step_inputs[: num_lines * stride], host[:num_lines].ravel())
+        elif known is not None:
+            rows = known[1]
         else:
             rows = _as_rows(upload(host, self._device), num_rows, num_requests, fixed)
         if not has_forced:
@@ -132,6 +141,16 @@ class RowBuilder:
             stride = num_rows + num_rows % 2
             known[num_rows] = _as_rows(buffer[: INPUTS_PER_ROW * stride].view(-1, stride), num_rows, num_rows, fixed=True)
         return known[num_rows]
+
+    def _kept_rows(self, num_rows: int, num_requests: int, stride: int) -> tuple[np.ndarray, StepRows]:
+        """Return memory for the integers of a step of this shape, and the same memory as rows."""
+        shape = num_rows, num_requests
+        if shape not in self._kept:
+            if len(self._kept) == _MOST_SHAPES:
+                self._kept.clear()
+            host = np.empty((INPUTS_PER_ROW, stride), np.int64)
+            self._kept[shape] = host, _as_rows(upload(host, self._device), num_rows, num_requests, fixed=False)
+        return self._kept[shape]
 
     def _upload(self, values: np.ndarray, fixed: bool) -> Tensor:
         return upload_into(self._graphs.step_inputs[: len(values)], values) if fixed else upload(values, self._device)

@@ -85,8 +85,8 @@ def make_drafter(policy: Path, folder: Path, seed: int, steps: int) -> None:
     with TemporaryDirectory() as place:
         params = SamplingParams(max_new_tokens=512, seed=seed)
         StandaloneDrafterTrainer(StandaloneDrafterOptions(
-            str(policy), "task:collatz", Path(place), DRAFTER_ANSWERS, 1, params, SpotConfig(seed=seed), seconds=None, steps=steps,
-            device="cpu", dtype="float32", report_every=1e9, checkpoint_every=1e9)).run()
+            str(policy), "task:collatz", Path(place), DRAFTER_ANSWERS, 1, params, SpotConfig(seed=seed), seconds=None,
+            steps=steps, device="cpu", dtype="float32", report_every=1e9, checkpoint_every=1e9)).run()
         model, _ = load_model(policy, "cpu", "float32")
         drafter = load_eagle(place, model)
     save_eagle(drafter.bfloat16(), folder)
@@ -195,8 +195,8 @@ def report(folder: Path, drafter: Path, task: Collatz) -> None:
     p50, p90, p99 = (lengths[round(q * (len(lengths) - 1))] for q in (0.5, 0.9, 0.99))
     both = statistics.fmean(0 < sum(rewards[i : i + 8]) < 8 for i in range(0, len(rewards), 8))
     size = sum(file.stat().st_size for place in (folder, drafter) for file in place.iterdir())
-    print(f"{folder}, {drafter}: {size / 1e6:.2f} MB\ndrafts of 6 tokens: {engine.stats().tokens_per_verification:.2f} tokens per "
-          f"verification\nsampled accuracy {statistics.fmean(rewards):.3f}, mixed groups of 8 {both:.2f}\n"
+    print(f"{folder}, {drafter}: {size / 1e6:.2f} MB\ndrafts of 6 tokens: {engine.stats().tokens_per_verification:.2f} tokens "
+          f"per verification\nsampled accuracy {statistics.fmean(rewards):.3f}, mixed groups of 8 {both:.2f}\n"
           f"answer tokens p50 {p50}, p90 {p90}, p99 {p99} (p99/p50 {p99 / p50:.1f}), mean {statistics.fmean(lengths):.0f}, "
           f"cut off {statistics.fmean(r.finish_reason == 'length' for _, r in answers):.3f}")
 

@@ -14,7 +14,17 @@ from typer.core import TyperGroup
 from paceline.cli.deploy import add_deploy_commands
 from paceline.cli.init import add_init_command
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
-from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, THREADS, check_positive, complete_setting
+from paceline.cli.options import (
+    DEVICE,
+    DRAFTER,
+    KV_MEMORY,
+    MAX_BATCH,
+    MAX_THREADS,
+    MODEL,
+    THREADS,
+    check_positive,
+    complete_setting,
+)
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams, WorkersLost
@@ -130,7 +140,7 @@ def generate(
     strategy: Annotated[str, typer.Option(
         help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32: depth, children per "
              "node, nodes verified. Changes no token.")] = "auto",
-    drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
+    drafter: Annotated[str, typer.Option(help=DRAFTER)] = "suffix",
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
@@ -224,7 +234,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
     against: Annotated[str, typer.Option(help="off: the same engine without speculation; trl: TRL's generation by "
                                               "transformers.")] = "off",
-    drafter: Annotated[str, typer.Option(help="suffix, or the folder of a learned drafter.")] = "suffix",
+    drafter: Annotated[str | None, typer.Option(help="suffix, or the folder of a learned drafter (default: with the bundled "
+                                                     "policy its own learned drafter, otherwise suffix).")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of all rollouts.")] = 7,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,
@@ -243,6 +254,7 @@ def demo(
     if against not in ("off", "trl"):
         raise ValueError(f"--against {against}: not off or trl")
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens or default_max_new_tokens(model), seed=seed)
+    drafter = drafter or ("default" if model == "default" else "suffix")
     try:
         return run(DemoOptions(model, out, n, params, dtype, device, threads, drafter, against, seconds))
     except KeyboardInterrupt:
@@ -399,7 +411,7 @@ def _bench() -> None:
 @bench_app.command("selection")
 def bench_selection(
     model: Annotated[str, typer.Option(help=MODEL)],
-    drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
+    drafter: Annotated[str, typer.Option(help=DRAFTER)] = "suffix",
     prompts: Annotated[str | None, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME "
                                                      "(default: a dozen built-in prompts, or task:collatz for the default "
                                                      "policy).")] = None,

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from paceline.cli.log import report_start
-from paceline.cli.options import DEVICE, KV_MEMORY, MAX_BATCH, MAX_THREADS, MODEL, SUFFIX_MEMORY, THREADS, check_positive
+from paceline.cli.options import (
+    DEVICE,
+    DRAFTER,
+    KV_MEMORY,
+    MAX_BATCH,
+    MAX_THREADS,
+    MODEL,
+    SUFFIX_MEMORY,
+    THREADS,
+    check_positive,
+)
 
 
 def add_deploy_commands(app: typer.Typer) -> None:
@@ -20,7 +30,7 @@ def add_deploy_commands(app: typer.Typer) -> None:
 
 def serve(
     model: Annotated[str, typer.Option(help=MODEL)],
-    drafter: Annotated[str, typer.Option(help="suffix, none, or the folder of a learned drafter.")] = "suffix",
+    drafter: Annotated[str, typer.Option(help=DRAFTER)] = "suffix",
     strategy: Annotated[str, typer.Option(
         help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32. Changes no token.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 MODEL = "Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with the package."
+DRAFTER = "suffix, none, the folder of a learned drafter, or default, the learned drafter of the bundled policy."
 DEVICE = "auto (a GPU if there is one), cpu or cuda."
 THREADS = "Number of CPU threads (default: PyTorch's)."
 MAX_BATCH = "Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU)."

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from paceline.config import Config
 from paceline.tasks.base import Problem
 
-
 SHORT, LONG = 16, 90
 """Numbers of a path up to which it is short, and from which on it is long. Of the paths from 2 to 99 one in six is long, and none
 of the others has more than 35 numbers."""

@@ -37,6 +37,8 @@ def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
     require_shallow(raw, str(path))
+    if file is None and any(override.partition("=")[0].strip() == "task" for override in overrides):
+        raw.pop("task_options", None)  # they are options of the task that is replaced
     return _validated(raw, overrides, "" if file is None else str(path))
 
 

@@ -2,10 +2,12 @@
 """Train the policy that is bundled with the package, a deep, narrow decoder that writes Collatz paths and is right some of the
 time, and its drafter, one layer that is trained on the policy's answers.
 
-It is trained from random weights on correct paths with label smoothing: it learns every step, but keeps a small probability of
-another token everywhere. So mistakes are spread evenly, and long answers contain more of them; reinforcement learning sharpens
-the distribution on short paths, and that helps on long ones. (A policy whose training was stopped early would know some steps
-and not others, and far fewer groups would contain both right and wrong answers.)
+It is trained from random weights on correct paths with label smoothing, so that it learns every step and is not too sure of
+itself. Then it is trained on paths with one kind of mistake: sometimes a number that is divisible by 4 is halved twice at once.
+So it knows every step, and often makes a mistake that reinforcement learning can find and mend: each path has such numbers, and
+what is learned on short paths helps on long ones. (Mistakes that are spread over all tokens give hardly any signal: one token
+of an answer is wrong, and all are blamed. A policy whose training was stopped early would know some steps and not others, and
+far fewer groups would contain both right and wrong answers.)
 
 The policy has many layers because a large model does: a step takes about as long for a few tokens as for one, and many times as
 long as the drafter's layer. The same seed gives the same policy and drafter up to rounding. This takes about five minutes on two
@@ -21,8 +23,10 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,11 +53,25 @@ CONFIG = ModelConfig(
     "qwen3", vocab_size=len(CHARACTERS) + 1, hidden_size=64, intermediate_size=128, num_layers=48, num_heads=2, num_kv_heads=1,
     head_dim=32, qk_norm=True, tie_embeddings=True, max_context=1024, eos_token_ids=(len(CHARACTERS),),
 )
-PEAK_RATE, WARM_UP = 3e-3, 30
-SMOOTHING = 0.016  # probability spread evenly over all tokens; sets the accuracy: (1 - 0.016 * 13 / 14) ** tokens
-BATCH_TOKENS, WINDOW, WHOLE_SHARE = 2048, 48, 0.1
-DRAFTER_ANSWERS, DRAFTER_STEPS = 768, 800  # with twice as many steps its drafts are accepted as often
+DRAFTER_ANSWERS, DRAFTER_STEPS = 512, 500  # with twice as many steps its drafts are accepted hardly more often
 OPS, ROPE = TorchOps(), Rope(CONFIG, CONFIG.max_context, torch.float32, "cpu")
+
+
+class Part(NamedTuple):
+    """A part of the policy's training."""
+
+    steps: int
+    warm_up: int
+    peak_rate: float
+    smoothing: float  # probability that is spread evenly over all tokens
+    skip: float  # chance that a number divisible by 4 is halved twice at once
+    batch_tokens: int
+    window: int  # tokens of a text that is not whole
+    whole_share: float
+
+
+RIGHT = Part(300, 30, 3e-3, 0.016, 0.0, 2048, 48, 0.1)
+MISTAKEN = Part(40, 5, 1.5e-3, 0.002, 0.1, 1024, 32, 0.03)
 
 
 def main() -> None:
@@ -62,7 +80,7 @@ def main() -> None:
     options.add_argument("--drafter-out", type=Path, default=ASSETS / "collatz-drafter", help="folder of the drafter")
     options.add_argument("--drafter-only", action="store_true", help="the policy is there already")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--steps", type=int, default=RIGHT.steps, help="of training on right paths")
     options.add_argument("--drafter-steps", type=int, default=DRAFTER_STEPS)
     args = options.parse_args()
     torch.set_num_threads(2)  # the model is too small for more
@@ -75,7 +93,8 @@ def main() -> None:
 
 def make_policy(task: Collatz, folder: Path, seed: int, steps: int) -> None:
     tokenizer, model = make_tokenizer(), initial_model(seed)
-    train(model, tokenizer, task.starts, seed, steps)
+    train(model, tokenizer, task.starts, seed, RIGHT._replace(steps=steps))
+    train(model, tokenizer, task.starts, seed + 1, MISTAKEN)
     save_model(model.bfloat16(), tokenizer, folder, overwrite=True)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
 
@@ -118,13 +137,15 @@ def initial_model(seed: int) -> Decoder:
     return model.requires_grad_(True)
 
 
-def train(model: Decoder, tokenizer: PreTrainedTokenizerFast, starts: list[int], seed: int, steps: int) -> None:
-    texts = batches(tokenizer, starts, random.Random(seed))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+def train(model: Decoder, tokenizer: PreTrainedTokenizerFast, starts: list[int], seed: int, part: Part) -> None:
+    """Train on paths from these numbers with a cosine schedule."""
+    texts = batches(tokenizer, starts, random.Random(seed), part)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=part.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
     began = time.perf_counter()
-    for step in range(1, steps + 1):
-        optimiser.param_groups[0]["lr"] = PEAK_RATE * min(step / WARM_UP, 0.51 + 0.49 * math.cos(math.pi * step / steps))
-        loss = -torch.cat(answer_logprobs(model, next(texts), SMOOTHING)).mean()
+    for step in range(1, part.steps + 1):
+        optimiser.param_groups[0]["lr"] = part.peak_rate * min(
+            step / part.warm_up, 0.51 + 0.49 * math.cos(math.pi * step / part.steps))
+        loss = -torch.cat(answer_logprobs(model, next(texts), part.smoothing)).mean()
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,25 +159,28 @@ def train(model: Decoder, tokenizer: PreTrainedTokenizerFast, starts: list[int],
 Text = tuple[Tensor, int]  # token ids of prompt and answer, length of the prompt
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, starts: list[int], rng: random.Random) -> Iterator[list[Text]]:
+def batches(tokenizer: PreTrainedTokenizerFast, starts: list[int], rng: random.Random, part: Part) -> Iterator[list[Text]]:
     """Batches of training texts: mostly the beginnings of paths from any number that lies on one, so that rare steps occur as
     often as common ones, and some whole paths, so that every position occurs."""
     numbers = sorted({number for start in starts for number in (start, *collatz_path(start)) if number > 1})
-    texts = {number: encode(tokenizer, number) for number in numbers}
     while True:
         batch: list[Text] = []
-        while sum(len(ids) for ids, _ in batch) < BATCH_TOKENS:
-            if rng.random() < WHOLE_SHARE:
-                batch.append(texts[rng.choice(starts)])
+        while sum(len(ids) for ids, _ in batch) < part.batch_tokens:
+            if rng.random() < part.whole_share:
+                batch.append(encode(tokenizer, rng.choice(starts), rng, part.skip))
             else:
-                ids, prompt = texts[rng.choice(numbers)]
-                batch.append((ids[:WINDOW], prompt))
+                ids, prompt = encode(tokenizer, rng.choice(numbers), rng, part.skip)
+                batch.append((ids[: part.window], prompt))
         yield batch
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, start: int) -> Text:
+def encode(tokenizer: PreTrainedTokenizerFast, start: int, rng: random.Random | None = None, skip: float = 0.0) -> Text:
+    """A prompt and its answer; with `skip` an answer that lacks some numbers."""
+    path = [start, *collatz_path(start)]
+    if rng is not None and skip:
+        path = [path[0], *(number for before, number in pairwise(path) if before % 4 or rng.random() >= skip)]
     prompt = tokenizer.encode(f"{start}:")
-    answer = tokenizer.encode(" " + " ".join(map(str, collatz_path(start))) + END)
+    answer = tokenizer.encode(" " + " ".join(map(str, path[1:])) + END)
     return torch.tensor(prompt + answer), len(prompt)
 
 

@@ -103,7 +103,7 @@ TRAIN = {
     # what is not there
     "algorithm=grpoo": "--set algorithm=grpoo: 'grpoo' is not one of grpo, dr_grpo, dapo, gspo, cispo, rloo, ppo; "
                        "did you mean grpo?",
-    "evaluation={every = 5, problems = 500}": "problems: 500 cannot be held out of the 98 problems of task collatz",
+    "evaluation={every = 5, problems = 500}": "problems: 500 cannot be held out of the 45 problems of task collatz",
     "reward.functions={\"nothing.py:f\" = 1}": "there is no file",
     "task=colatz": "--set task=colatz: there is no 'colatz', did you mean collatz?",
     "strategy=fast": "--set strategy=fast: 'fast': expected off, auto, beg, or like suffix:d8w2v16",

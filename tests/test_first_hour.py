@@ -107,7 +107,6 @@ TRAIN = {
     "reward.functions={\"nothing.py:f\" = 1}": "there is no file",
     "task=colatz": "--set task=colatz: there is no 'colatz', did you mean collatz?",
     "strategy=fast": "--set strategy=fast: 'fast': expected off, auto, beg, or like suffix:d8w2v16",
-    "strategy=eagle:d6w4v32": "strategy eagle:d6w4v32: it needs a learned drafter",
     "drafter=sufix": "--set drafter=sufix: sufix: not one of suffix, none, default, learned, and no folder of a learned drafter; "
                      "did you mean suffix?",
     "drafter=folder": "folder: not a drafter folder, config.json is missing",
@@ -115,7 +114,8 @@ TRAIN = {
     "model=folder": "config.json: no such file",
     "model=text.txt": "text.txt: neither a model folder nor a .gguf file",
     "device=gpu": "gpu: not a device, such as auto, cpu or cuda; did you mean cuda?",
-    "drafter=lerned": "lerned: not one of suffix, none, default, learned, and no folder of a learned drafter; did you mean learned?",
+    "drafter=lerned": "lerned: not one of suffix, none, default, learned, and no folder of a learned drafter; "
+                      "did you mean learned?",
     "model=defualt": "; did you mean default?",
     "device=cuda:99": "cuda:99: ",
     "reward_model=/no/judge": "--set reward_model=/no/judge: ",
@@ -170,6 +170,7 @@ REFUSED = {
     "generate {g} --prompts bad.jsonl": "bad.jsonl:1: exactly one of prompt, messages, token_ids is required, found none",
     "generate {g} --strategy model": "strategy 'model': expected off, auto, beg, or like",
     "generate {g} --strategy eagle:d6w4v32": "it needs a learned drafter",
+    "train --set drafter=suffix --set strategy=eagle:d6w4v32": "strategy eagle:d6w4v32: it needs a learned drafter",
     "generate {g} --drafter sufix": "did you mean suffix?",
     "generate {g} --model /no/model": "/no/model: no such folder or file, and not a hub id",
     "generate {g} --device abacus": "device abacus: not a device, such as auto, cpu or cuda",

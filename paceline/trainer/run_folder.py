@@ -24,8 +24,8 @@ CHECKPOINTS, LAST_CHECKPOINT_FILE = "checkpoints", "last_checkpoint.json"
 GRADING_FAILURES_FILE = "grading_failures.jsonl"
 _STARTED = (LOCK_FILE, CONFIG_FILE, HISTORY_FILE, "settings.json", "timeline.jsonl", "timeline.trace.json", "evaluations.jsonl")
 """Files that a run writes before its first step."""
-_EMPTY = ("metrics.jsonl", "answers.jsonl", CHECKPOINTS, "drafter", "records", "held_out", "checkpoint")
-"""Files and folders that are empty until the first step is done."""
+_EMPTY = ("metrics.jsonl", "answers.jsonl", CHECKPOINTS, "records", "held_out", "checkpoint")
+"""Files and folders that are empty until the first step is done. (A drafter's folder may hold answers of a step that failed.)"""
 
 
 def holds_no_step(path: Path) -> bool:
@@ -33,8 +33,8 @@ def holds_no_step(path: Path) -> bool:
     entries = list(path.iterdir()) if path.is_dir() else []
     if not any(entry.name == LOCK_FILE for entry in entries):
         return not entries
-    return all(entry.name in (*_STARTED, "tensorboard", GRADING_FAILURES_FILE) or (entry.name in _EMPTY and _is_empty(entry))
-               for entry in entries)
+    started = (*_STARTED, "tensorboard", "drafter", GRADING_FAILURES_FILE)
+    return all(entry.name in started or (entry.name in _EMPTY and _is_empty(entry)) for entry in entries)
 
 
 def not_empty(path: Path) -> str:

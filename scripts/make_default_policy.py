@@ -49,6 +49,8 @@ from paceline.trainer.standalone_drafter import StandaloneDrafterOptions, Standa
 ASSETS = Path(__file__).resolve().parent.parent / "paceline" / "assets"
 CHARACTERS = "0123456789 :?"  # "?" stands for all other characters
 END = "<end>"
+CHAT_TEMPLATE = ("{% for message in messages %}{{ message.content }}{{ ':' if loop.last and add_generation_prompt and "
+                 "not message.content.endswith(':') }}{% endfor %}")
 CONFIG = ModelConfig(
     "qwen3", vocab_size=len(CHARACTERS) + 1, hidden_size=64, intermediate_size=128, num_layers=48, num_heads=2, num_kv_heads=1,
     head_dim=32, qk_norm=True, tie_embeddings=True, max_context=1024, eos_token_ids=(len(CHARACTERS),),
@@ -119,7 +121,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False,
-                                   model_max_length=CONFIG.max_context)
+                                   model_max_length=CONFIG.max_context, chat_template=CHAT_TEMPLATE)
 
 
 def initial_model(seed: int) -> Decoder:

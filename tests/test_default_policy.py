@@ -62,3 +62,12 @@ def test_samples_leave_room_to_learn(engine):
     assert 0.2 <= sum(map(sum, rewards)) / 48 <= 0.8
     assert sum(0 < sum(row) < 8 for row in rewards) >= 3
     assert all(r.finish_reason == "stop" and set(r.text) <= set("0123456789 :?") for g in groups for r in g.rollouts)
+
+
+def test_its_chat_template_is_that_of_the_script(monkeypatch):
+    """Whoever makes the policy again gets the same tokenizer."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "scripts")
+    from make_default_policy import make_tokenizer
+
+    shipped, made = AutoTokenizer.from_pretrained(FOLDER), make_tokenizer()
+    assert shipped.chat_template == made.chat_template and shipped.get_vocab() == made.get_vocab()

@@ -73,6 +73,7 @@ class AutoSelector:
         self._step = self._due = self._interval = self._batch = self._num_old = self._share_from = 0
         self._off_due, self._off_wanted, self._unit, self._since = OFF_EVERY // 4, 2, 0.0, 0.0
         self._probed: dict[DrafterName, int] = {}
+        self._started: set[DrafterName] = set()  # drafters that have had a step in this process
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
         self._knew_lengths = self._was_stopped = False
 
@@ -199,6 +200,9 @@ class AutoSelector:
                     self._off_due = self._next_off_due()
             self.credit = min(self.credit + self._share(), CREDIT)
             return
+        if drafter not in self._started:
+            self._started.add(drafter)
+            return  # its first step loads kernels
         ratio = outcome.ms / predicted
         was_stopped, self._was_stopped = self._was_stopped, ratio > _STOPPED * exp(own.log)
         if self._was_stopped and not was_stopped:

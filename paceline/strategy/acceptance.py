@@ -109,8 +109,11 @@ class Acceptance:
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted. 0 where
         nothing is known."""
-        return (np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1),
-                self.level * np.cumsum(self._accepted / (self._trees + _UNSEEN), 1))
+        return np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), self.expected_accepted()
+
+    def expected_accepted(self) -> NDArray[np.float64]:
+        """[S, N] the second of what `expected` returns."""
+        return self.level * np.cumsum(self._accepted / (self._trees + _UNSEEN), 1)
 
     def state(self) -> dict[str, Any]:
         """What was counted, as plain numbers."""

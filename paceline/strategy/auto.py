@@ -32,7 +32,7 @@ OFF_EVERY = 64
 be, against the time that these steps take."""
 HOLD = 64
 """Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
-_STOPPED = 4.0  # a single step that takes so many times as long as predicted was stopped by something else, such as a compiler
+_STOPPED = 4.0  # what a step takes beyond so many times the predicted time was caused by something else, such as a compiler
 _OFF = Decision(Strategy.OFF)
 
 
@@ -75,7 +75,8 @@ class AutoSelector:
         self._probed: dict[DrafterName, int] = {}
         self._started: set[DrafterName] = set()  # drafters that have had a step in this process
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
-        self._knew_lengths = self._was_stopped = False
+        self._stopped: set[DrafterName] = set()  # drafters whose last step was stopped by something else
+        self._knew_lengths = False
 
     @property
     def costs(self) -> CostCurve:
@@ -116,19 +117,16 @@ class AutoSelector:
         one whose upper bound is."""
         requests = view.num_running
         self._batch, self._knew_lengths, self._since = requests, bool(view.remaining), 0.0
-        chosen, gain = self.predictor.off(view), 1.0
-        for drafter in (name for name in SHAPES if name in view.available):
-            evidence = self.predictor.acceptance[drafter].evidence(self._step)
-            since = self._step - self._probed.get(drafter, -2)
-            is_outdated = since > 2 * HOLD and self.decision is not None and self.decision.strategy.drafter == drafter
-            is_unknown = evidence < ENOUGH and since > 1  # its last outcome may arrive one step late
-            if (is_unknown or is_outdated) and self.credit > 0.5 and view.num_prefill_rows == 0:
+        chosen, gain, drafters = self.predictor.off(view), 1.0, [name for name in SHAPES if name in view.available]
+        for drafter in drafters:
+            if self._must_probe(drafter) and view.num_prefill_rows == 0:
                 self._probed[drafter], self._due = self._step, self._step + 1
                 return self._hold(self.predictor.probe(drafter, requests), 0.0, 1.0)
+        for drafter in drafters:
             found = self.predictor.best(drafter, view)
             if found is None:
                 continue
-            speed, error = self._compare(found, drafter, requests, view.context, evidence)
+            speed, error = self._compare(found, drafter, requests, view.context)
             is_sure = speed * exp(-CONFIDENCE * error) > 1
             left = self.credit + (1.5 if is_sure else 0.5) - found.progress / speed  # if no draft token is accepted
             if left > 0 and (speed if is_sure else speed * exp(CONFIDENCE * error)) > gain:
@@ -139,16 +137,26 @@ class AutoSelector:
         level = 1.0 if chosen.num_drafted_for == 0 else self.predictor.acceptance[chosen.strategy.drafter].level
         return self._hold(chosen.decision(view), chosen.accepted / level, gain)
 
+    def _must_probe(self, drafter: DrafterName) -> bool:
+        """Whether the drafter is not known well enough, or has been in use for long since its trees were looked at, and there is
+        credit to try it."""
+        since = self._step - self._probed.get(drafter, -2)
+        is_used = self.decision is not None and self.decision.strategy.drafter == drafter
+        is_unknown = since > 1 and self._evidence(drafter) < ENOUGH  # its last outcome may arrive one step late
+        return self.credit > 0.5 and (is_unknown or (is_used and since > 2 * HOLD))
+
+    def _evidence(self, drafter: DrafterName) -> float:
+        return self.predictor.acceptance[drafter].evidence(self._step)
+
     def _hold(self, decision: Decision, unit: float, gain: float) -> Decision:
         self.decision, self._unit, self.gain = decision, unit, gain
         return decision
 
-    def _compare(self, found: Prediction, drafter: DrafterName, requests: int, context: float,
-                 evidence: float) -> tuple[float, float]:
+    def _compare(self, found: Prediction, drafter: DrafterName, requests: int, context: float) -> tuple[float, float]:
         """How many times as fast as off a strategy is expected to be, and the relative standard error of that."""
         own, off = self._time(drafter, requests), self._time("none", requests)
         speed = found.progress * float(self.costs.off_ms(requests, context)) / found.ms * exp(off.log - own.log)
-        tokens = found.accepted / (1 + found.accepted) / max(evidence, 1.0)
+        tokens = found.accepted / (1 + found.accepted) / max(self._evidence(drafter), 1.0)
         return speed, sqrt(off.variance(self._step) + own.variance(self._step) + tokens)
 
     def _time(self, drafter: DrafterName, requests: int) -> TimeRatio:
@@ -203,17 +211,21 @@ class AutoSelector:
         if drafter not in self._started:
             self._started.add(drafter)
             return  # its first step loads kernels
-        ratio = outcome.ms / predicted
-        was_stopped, self._was_stopped = self._was_stopped, ratio > _STOPPED * exp(own.log)
-        if self._was_stopped and not was_stopped:
+        most = _STOPPED * exp(own.log)
+        ratio = min(outcome.ms / predicted, most)
+        if ratio == most and drafter not in self._stopped:
+            self._stopped.add(drafter)
             return  # it counts if it happens again
+        if ratio < most:
+            self._stopped.discard(drafter)
         if was == drafter or ratio < exp(own.log):  # a drafter's first step catches up with what was generated without it
             self.cost_error += (abs(log(ratio) - own.log) - self.cost_error) / MEMORY
             own.observe(ratio, self._step)
             self._latest[drafter] = self._machine = own.log
         off = self._time("none", requests)
         least = off.log - CONFIDENCE * sqrt(off.variance(self._step))  # what off may take in fact
-        self._pay(drafter, outcome.progress, outcome.ms / (float(self.costs.off_ms(requests, outcome.context)) * exp(least)))
+        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(least)
+        self._pay(drafter, outcome.progress, ratio * predicted / off_ms)
 
     def _pay(self, drafter: DrafterName, progress: float, cost: float) -> None:
         """Count what a step with speculation gained or lost: both in steps without speculation. If the decision that holds has

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,39 +44,69 @@ class Prediction(NamedTuple):
         return Decision(self.strategy, part, observe, self.progress, self.ms)
 
 
+class _Costs(NamedTuple):
+    """What steps with draft trees cost: [K, S, B] for K numbers of requests that are drafted for, S shapes and B numbers of draft
+    tokens."""
+
+    ms: NDArray[np.float64]
+    """Milliseconds without context."""
+    context_ms: NDArray[np.float64]
+    """Milliseconds for each token of context."""
+    possible: NDArray[np.bool_]
+    """Whether a tree may be that large."""
+
+
 class Predictor:
     """Holds what is known of the drafters' acceptance and of the costs."""
 
     def __init__(self, costs: CostCurve) -> None:
         self.costs = costs
         self.acceptance: dict[DrafterName, Acceptance] = {name: Acceptance(name) for name in SHAPES}
+        self._tables: dict[tuple[int, int], tuple[CostCurve, _Costs]] = {}  # by the number of requests and of `drafted_counts`
 
     def off(self, view: StepView) -> Prediction:
         return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
 
     def best(self, drafter: DrafterName, view: StepView) -> Prediction | None:
         """The tree shape, number of draft tokens and number of requests with the most progress per millisecond."""
-        known, requests, budgets = self.acceptance[drafter], view.num_running, _BUDGETS
-        nodes, accepted = (values[:, budgets - 1] for values in known.expected())
-        depth, width, most = _LIMITS[drafter]
-        if drafter == "eagle":  # it always has as many draft tokens as it may bring
-            nodes = np.broadcast_to(budgets, accepted.shape)
+        known, requests = self.acceptance[drafter], view.num_running
         counts = drafted_counts(view)
-        drafted = counts[:, None, None]
-        ms = self.costs.ms(drafter, depth, width, requests, drafted, requests + drafted * nodes, view.context)  # [K, S, B]
+        if drafter == "eagle":  # it always has as many draft tokens as it may bring
+            accepted, costs = known.expected_accepted()[:, _BUDGETS - 1], self._eagle_costs(requests, counts)
+        else:
+            nodes, accepted = (values[:, _BUDGETS - 1] for values in known.expected())
+            costs = self._costs(drafter, requests, counts, nodes)
         progress = makespan_progress(view.remaining, counts, accepted)
-        possible = (accepted > 0) & (budgets <= most) & (requests + drafted * budgets <= self._max_rows(requests))
-        rate = np.where(possible, progress / ms, 0.0)
+        rate = np.where((accepted > 0) & costs.possible, progress / (costs.ms + costs.context_ms * view.context), 0.0)
         place = int(rate.argmax())
         k, s, b = np.unravel_index(place, rate.shape)
         if rate[k, s, b] == 0:
             return None
-        shape, budget, count = known.shapes[s], int(budgets[b]), int(counts[k])
+        shape, budget, count = known.shapes[s], int(_BUDGETS[b]), int(counts[k])
         if drafter == "eagle":  # rows that the step is padded with are computed anyway
             rows = int(self.costs.padded(requests + count * budget))
-            budget = max(budget, min(int(most[s, 0]), (rows - requests) // count))
-        return Prediction(Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival), count,
-                          float(progress[k, s, b]), float(ms[k, s, b]), float(accepted[s, b]))
+            budget = max(budget, min(max_nodes(shape.depth, shape.width), (rows - requests) // count))
+        strategy = Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival)
+        ms = float(costs.ms[k, s, b] + costs.context_ms[k, s, b] * view.context)
+        return Prediction(strategy, count, float(progress[k, s, b]), ms, float(accepted[s, b]))
+
+    def _eagle_costs(self, requests: int, counts: NDArray[np.int64]) -> _Costs:
+        """What trees of the learned drafter cost depends on the numbers of requests alone: it is computed once for each."""
+        key = (requests, len(counts))
+        costs, table = self._tables.get(key, (None, None))
+        if table is None or costs is not self.costs:
+            table = self._costs("eagle", requests, counts, _BUDGETS)
+            self._tables[key] = self.costs, table
+        return table
+
+    def _costs(self, drafter: DrafterName, requests: int, counts: NDArray[np.int64], nodes: NDArray[Any]) -> _Costs:
+        """What trees with so many draft tokens cost. `nodes` [S, B] or [B]."""
+        depth, width, most = _LIMITS[drafter]
+        drafted = counts[:, None, None]
+        rows = np.broadcast_to(requests + drafted * nodes, (len(counts), len(depth), len(_BUDGETS)))
+        possible = (most >= _BUDGETS) & (requests + drafted * _BUDGETS <= self._max_rows(requests))
+        ms, with_context = (self.costs.ms(drafter, depth, width, requests, drafted, rows, context) for context in (0.0, 1.0))
+        return _Costs(ms, with_context - ms, possible)
 
     def probe(self, drafter: DrafterName, requests: int) -> Decision:
         """A large tree for a few requests, which tells what smaller ones would give: as many draft tokens as make a step half as

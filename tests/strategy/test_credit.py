@@ -78,9 +78,12 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
         selector.observe(outcome(EAGLE, 1.5, times * off))
         selector.observe(outcome(EAGLE, 1.5, 1.4 * off))
     assert selector.credit > CREDIT - 1
-    for _ in range(2):  # again and again: that is what it costs
-        selector.observe(outcome(EAGLE, 1.5, times * off))
-    assert selector.credit < 0
+    before = selector.credit
+    selector.observe(outcome(EAGLE, 1.5, times * off))
+    selector.observe(outcome(EAGLE, 1.5, times * off))
+    assert before - 6 < selector.credit < before - 2, "again at once: it counts, as four times what was predicted at most"
+    selector.observe(outcome(EAGLE, 1.5, times * off))
+    assert selector.credit < 0, "again and again: that is what it costs"
 
 
 def test_losses_use_up_the_credit_and_a_share_of_the_time_fills_it():

@@ -47,7 +47,8 @@ def test_every_strategy_is_measured_and_auto_says_what_it_expected(folder, tmp_p
         assert all(each["tokens_per_s"] > 0 for each in cell["strategies"].values())
         off, auto = cell["strategies"]["off"], cell["strategies"]["auto"]
         assert off["ratio"] == 1 and off["tokens_per_verification"] == 1 and 0 < auto["choosing_share"] < 1
-        assert cell["auto_expected"]["predicted_ms"] > 0 and cell["auto_expected"]["predicted_tokens"] >= cell["batch"]
+        expected = cell["auto_expected"]  # None: the last step was a trial
+        assert expected is None or (expected["predicted_ms"] > 0 and expected["predicted_tokens"] >= cell["batch"])
 
 
 def test_what_is_wrong_is_one_line(folder, capsys):

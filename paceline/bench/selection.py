@@ -255,6 +255,8 @@ def _expected(auto: Contender, batch: int) -> Expected | None:
     if not isinstance(selector, AutoSelector) or selector.decision is None:
         return None
     decision = selector.decision
+    if not decision.expected_progress:  # a drafter is being tried
+        return None
     measured = auto.tally.mean_step(str(decision.strategy), batch)
     return Expected(str(decision.strategy), decision.expected_ms, measured.ms if measured else None,
                     batch * decision.expected_progress, measured.tokens if measured else None, selector.cost_error,

@@ -3,6 +3,7 @@
 What a step is expected to give and to take is predicted from observed draft trees and from the profiled cost curve. One ratio of
 measured over predicted milliseconds for each drafter (and for off) and batch bucket corrects the predictions. Whatever was
 predicted, the measured losses of all steps with speculation are paid from one credit; when that is empty, speculation is off.
+What was gained in a batch bucket can be lost there only: so what large batches cost does not rule out speculation in small ones.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class AutoSelector:
         self.predictor = predictor or Predictor(costs or CostCurve.unknown())
         self.times: dict[tuple[DrafterName, int], TimeRatio] = {}
         self.credit = CREDIT
-        """Steps without speculation that may still be lost."""
+        """Steps without speculation that may still be lost, in any batch bucket."""
+        self.gained: dict[int, float] = {}
+        """By batch bucket, the same for what was gained there and for the bucket's share of the time."""
         self.decision: Decision | None = None
         """The decision that holds."""
         self.gain = 1.0
@@ -70,7 +73,7 @@ class AutoSelector:
         """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
         self._machine = 0.0  # latest ratio of all
-        self._step = self._due = self._interval = self._batch = self._num_old = self._share_from = 0
+        self._step = self._due = self._interval = self._batch = self._num_old = self._next_grant = 0
         self._off_due, self._off_wanted, self._unit, self._since = OFF_EVERY // 4, 2, 0.0, 0.0
         self._probed: dict[DrafterName, int] = {}
         self._started: set[DrafterName] = set()  # drafters that have had a step in this process
@@ -119,7 +122,7 @@ class AutoSelector:
         self._batch, self._knew_lengths, self._since = requests, bool(view.remaining), 0.0
         chosen, gain, drafters = self.predictor.off(view), 1.0, [name for name in SHAPES if name in view.available]
         for drafter in drafters:
-            if self._must_probe(drafter) and view.num_prefill_rows == 0:
+            if self._must_probe(drafter, requests) and view.num_prefill_rows == 0:
                 self._probed[drafter], self._due = self._step, self._step + 1
                 return self._hold(self.predictor.probe(drafter, requests), 0.0, 1.0)
         for drafter in drafters:
@@ -128,7 +131,7 @@ class AutoSelector:
                 continue
             speed, error = self._compare(found, drafter, requests, view.context)
             is_sure = speed * exp(-CONFIDENCE * error) > 1
-            left = self.credit + (1.5 if is_sure else 0.5) - found.progress / speed  # if no draft token is accepted
+            left = self.credit_at(requests) + (1.5 if is_sure else 0.5) - found.progress / speed  # if no draft token is accepted
             if left > 0 and (speed if is_sure else speed * exp(CONFIDENCE * error)) > gain:
                 chosen, gain = found, max(speed, 1.0)
         before = self.decision.strategy if self.decision is not None else None
@@ -137,13 +140,17 @@ class AutoSelector:
         level = 1.0 if chosen.num_drafted_for == 0 else self.predictor.acceptance[chosen.strategy.drafter].level
         return self._hold(chosen.decision(view), chosen.accepted / level, gain)
 
-    def _must_probe(self, drafter: DrafterName) -> bool:
+    def credit_at(self, requests: int) -> float:
+        """Steps without speculation that may still be lost with so many requests."""
+        return self.credit + self.gained.get(bucket_of(requests), 0.0)
+
+    def _must_probe(self, drafter: DrafterName, requests: int) -> bool:
         """Whether the drafter is not known well enough, or has been in use for long since its trees were looked at, and there is
         credit to try it."""
         since = self._step - self._probed.get(drafter, -2)
         is_used = self.decision is not None and self.decision.strategy.drafter == drafter
         is_unknown = since > 1 and self._evidence(drafter) < ENOUGH  # its last outcome may arrive one step late
-        return self.credit > 0.5 and (is_unknown or (is_used and since > 2 * HOLD))
+        return self.credit_at(requests) > 0.5 and (is_unknown or (is_used and since > 2 * HOLD))
 
     def _evidence(self, drafter: DrafterName) -> float:
         return self.predictor.acceptance[drafter].evidence(self._step)
@@ -166,7 +173,8 @@ class AutoSelector:
         if key not in self.times:
             if drafter == "none":
                 self._off_due = min(self._off_due, self._step + int(OFF_EVERY * min(self.gain, 3.0) ** 4) // 8)
-            self.times[key] = TimeRatio(self._latest.get(drafter, self._machine))
+            known = drafter in self._latest  # the first step of a batch size can be slow: it is not believed at once
+            self.times[key] = TimeRatio(self._latest.get(drafter, self._machine), ENOUGH / 4 if known else 0.0, self._step)
         if drafter == "none" and "none" not in self._latest:
             self.times[key].log = self._machine
         return self.times[key]
@@ -178,8 +186,9 @@ class AutoSelector:
     def _requests_replaced(self, requests: int) -> None:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
         self._num_old, self._due = requests, self._step
-        if self.credit < 1 and self._step >= self._share_from:  # the share of the next hundred steps in advance
-            self.credit, self._share_from = self.credit + 1, self._step + int(1 / SHARE)
+        if self.credit_at(requests) < 1 and self._step >= self._next_grant:
+            bucket, self._next_grant = bucket_of(requests), self._step + int(1 / SHARE)
+            self.gained[bucket] = self.gained.get(bucket, 0.0) + 1
         for name, acceptance in self.predictor.acceptance.items():
             is_used = self.decision is None or self.decision.strategy.drafter == name
             acceptance.limit_evidence(self._step, ENOUGH if is_used else ENOUGH - 1)
@@ -206,7 +215,7 @@ class AutoSelector:
                 self._latest["none"] = self._machine = own.log
                 if decision.expected_progress:  # off was chosen: it need not be measured
                     self._off_due = self._next_off_due()
-            self.credit = min(self.credit + self._share(), CREDIT)
+            self._count(requests, SHARE)
             return
         if drafter not in self._started:
             self._started.add(drafter)
@@ -225,19 +234,25 @@ class AutoSelector:
         off = self._time("none", requests)
         least = off.log - CONFIDENCE * sqrt(off.variance(self._step))  # what off may take in fact
         off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(least)
-        self._pay(drafter, outcome.progress, ratio * predicted / off_ms)
+        self._pay(drafter, requests, outcome.progress, ratio * predicted / off_ms)
 
-    def _pay(self, drafter: DrafterName, progress: float, cost: float) -> None:
+    def _pay(self, drafter: DrafterName, requests: int, progress: float, cost: float) -> None:
         """Count what a step with speculation gained or lost: both in steps without speculation. If the decision that holds has
         lost much, what was expected of the drafter is outdated."""
-        self.credit = min(self.credit + progress - cost + self._share() * cost, CREDIT)
+        self._count(requests, progress - cost + SHARE * cost)
         self._since = min(self._since + progress - cost, 0.0)
-        if self.credit < 0 or self._since < -CREDIT / 3:
+        if self.credit_at(requests) < 0 or self._since < -CREDIT / 3:
             self._due, self._interval, self._since = self._step + 1, 0, 0.0
             self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
 
-    def _share(self) -> float:
-        return SHARE if self._step >= self._share_from else 0.0
+    def _count(self, requests: int, steps: float) -> None:
+        """Add steps to the credit of a batch bucket, or take them away. What is lost beyond what was gained there is paid from
+        the common credit, whose debts are paid back first."""
+        bucket = bucket_of(requests)
+        back = min(max(steps, 0.0), max(-self.credit, 0.0))
+        left = self.gained.get(bucket, 0.0) + steps - back
+        self.credit += back + min(left, 0.0)
+        self.gained[bucket] = min(max(left, 0.0), CREDIT)
 
     def _follow(self, outcome: StepOutcome) -> None:
         """Learn how many draft tokens were accepted."""

@@ -83,8 +83,8 @@ def test_the_whole_step_with_a_learned_reward_model(folder):
     assert run(settings(folder, "once", reward_model=str(folder / "judge"), **{**common, "steps": 1})) == 0
     assert run(settings(folder, "plain", **common)) == 0
     records = read_metrics(folder / "judged")
-    assert records[0]["reward/model"] == pytest.approx(5 * read_metrics(folder / "once")[0]["reward/model"])
-    assert all(record["reward/model"] != 0 and {"loss/value", "kl"} <= record.keys() for record in records)
+    assert records[0]["rewards/reward_model"] == pytest.approx(5 * read_metrics(folder / "once")[0]["rewards/reward_model"])
+    assert all(record["rewards/reward_model"] != 0 and {"loss/value", "kl"} <= record.keys() for record in records)
     a, b = weights(folder / "judged"), weights(folder / "plain")
     assert any(not torch.equal(a[name], b[name]) for name in a)
 

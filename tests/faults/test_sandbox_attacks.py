@@ -109,7 +109,7 @@ if "limits" in layers:
 null = os.open(os.devnull, os.O_RDONLY)
 os.dup2(null, 0)
 sys.argv = [""]
-sys.path.remove({str(SANDBOX)!r})
+del sys.path[0]  # that folder, whose path may be another one inside
 if "hook" in layers:
     guard.install(held.folder, held.visible)
 exec(job["code"])

@@ -88,15 +88,15 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
 
 def test_losses_use_up_the_credit_and_a_share_of_the_time_fills_it():
     selector, off = with_off_measured(), float(gpu_costs().off_ms(8))
-    while selector.credit > 0:
+    while selector.credit_at(8) > 0:
         selector.observe(outcome(EAGLE, 1.0, 2 * off))
-    before = selector.credit
+    before = selector.credit_at(8)
     for _ in range(100):
         selector.observe(outcome(Strategy.OFF, 1.0, off))
-    assert selector.credit == pytest.approx(before + 1.0)
-    for _ in range(10):
+    assert selector.credit_at(8) == pytest.approx(before + 1.0)
+    for _ in range(20):
         selector.observe(outcome(EAGLE, 3.0, 1.5 * off))
-    assert selector.credit == CREDIT
+    assert selector.credit_at(8) == CREDIT and selector.credit_at(64) == selector.credit == 0, "gains stay where they are made"
 
 
 def test_off_is_measured_soon_and_rarer_the_more_is_gained():

@@ -29,8 +29,8 @@ class WorkerFigures:
     """Number of engine steps by batch size (`RolloutProfile.take`)."""
     costs: CostCurve | None
     """The cost curve that the engine chooses strategies by."""
-    selection_errors: tuple[float, float] | None
-    """How wrong the selector's predictions of time and of progress are; None if it predicts nothing."""
+    selection: tuple[float, float, float] | None
+    """How wrong the selector's predictions of time and of progress are, and its credit; None if it predicts nothing."""
     drafter_version: int
     """Version of the policy that the engine's drafter was trained for."""
     is_mismatched: bool
@@ -68,8 +68,8 @@ class FiguresCollector:
         engine, self.has_steps = self._engine, False
         drafter, self._drafter = self._drafter, DrafterSums()
         auto = engine.select
-        errors = (auto.cost_error, auto.progress_error) if isinstance(auto, AutoSelector) else None
-        return WorkerFigures(self._trace.take_engine_steps(), drafter, self._profile.take(), predicted_costs(engine), errors,
+        selection = (auto.cost_error, auto.progress_error, auto.credit) if isinstance(auto, AutoSelector) else None
+        return WorkerFigures(self._trace.take_engine_steps(), drafter, self._profile.take(), predicted_costs(engine), selection,
                              engine.drafter_version, engine.drafter_mismatch is not None)
 
     def _is_untrained(self) -> bool:
@@ -98,7 +98,7 @@ class ClusterFigures:
 
 
 def selection_metrics(found: list[WorkerFigures]) -> dict[str, float]:
-    """Errors of the selectors' predictions, as means over the workers that predict."""
-    errors = [each.selection_errors for each in found if each.selection_errors is not None]
-    names = ("select/cost_error", "select/progress_error")
-    return {name: fmean(values) for name, values in zip(names, zip(*errors, strict=True), strict=True)} if errors else {}
+    """Errors of the selectors' predictions and their credits, as means over the workers that predict."""
+    known = [each.selection for each in found if each.selection is not None]
+    names = ("select/cost_error", "select/progress_error", "select/credit")
+    return {name: fmean(values) for name, values in zip(names, zip(*known, strict=True), strict=True)} if known else {}

@@ -133,7 +133,7 @@ def test_how_long_it_is_trained_can_be_said(folder, start, capsys, monkeypatch):
     common, granted, next_seconds = {**EAGLE, "drafter": str(start), "steps": 2}, [], TrainingBudget.next_seconds
     monkeypatch.setattr(TrainingBudget, "next_seconds", lambda *args: granted.append(next_seconds(*args)) or granted[-1])
     assert run(settings(folder, "short", **common, **{"drafter_budget.shortest_s": 0.05, "drafter_budget.upkeep": 0.0})) == 0
-    assert granted[0] == 0.05 and read_metrics(folder / "short")[0]["drafter/seconds"] > 0
+    assert 0 < granted[0] <= 0.05 and read_metrics(folder / "short")[0]["drafter/seconds"] > 0
     assert run(settings(folder, "wrong", **common, **{"drafter_budget.shortest": 1})) == 2
     assert "shortest" in capsys.readouterr().err
 

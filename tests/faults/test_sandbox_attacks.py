@@ -76,8 +76,10 @@ def targets(tmp_path):
 
 
 def _folders_above_python() -> list[str]:
-    """Folders that lead to Python, to this environment and to the user's home, but for those that every system has."""
+    """Folders that lead to Python, to this environment and to the user's home, but for those that every system has, and those
+    that also lead to the attacks' own folder."""
     above = {parent for path in (sys.prefix, sys.base_prefix, Path.home()) for parent in (*Path(path).parents, Path(path))}
+    above -= {Path(tempfile.gettempdir()), *Path(tempfile.gettempdir()).parents}
     return sorted(str(path) for path in above if len(path.parts) > 1 and path.parts[1] not in ("usr", "opt", "lib", "nix", "gnu"))
 
 

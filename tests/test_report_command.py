@@ -98,7 +98,7 @@ def test_the_live_page_of_a_training_run(run_folder, capsys):
 
 
 def test_a_page_that_is_open_shows_the_end_of_the_run(run_folder, capsys, monkeypatch):
-    """Its process is there for some seconds more, in which the browser gets the complete report."""
+    """The process that served the live page runs for some seconds more, in which the browser gets the complete report."""
     seen = []
     with RunPage(run_folder, lambda: None):
         url = re.search(r"http://\S+", capsys.readouterr().err)[0]

@@ -1,4 +1,4 @@
-"""Who may use the server."""
+"""Access to the server: the API key, and what requests without one may do."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _SHORT_CHARS = 1 << 15
 """Texts up to this length are encoded within milliseconds. Longer ones have a thread of their own."""
 _NUM_THREADS = 2
 _PROBED_CHARS_PER_TOKEN = 8
-"""Of a text with more characters per token of the context than this, the beginning is encoded first."""
+"""A text with more characters per token of the context than this is refused by its beginning if that is too long already."""
 
 
 class PromptEncoder:

@@ -58,7 +58,7 @@ def test_deeply_nested_json_of_a_model(tmp_path, name, depth):
 
 @pytest.mark.parametrize("depth", [700, DEEP])
 def test_deeply_nested_json_lines(tmp_path, capsys, depth):
-    """Of prompts and of a task's rows."""
+    """Deeply nested JSON lines are refused, in prompt files and in a task's rows."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text(f'{{"question": {nested(DEEP)}, "answer": ""}}\n')
     says("not JSON", make_task, "jsonl", data=str(lines), check="exact")

@@ -25,7 +25,7 @@ def test_rows_that_a_step_is_padded_to_are_filled(requests):
 
 
 def test_the_best_tree_has_the_most_progress_per_millisecond():
-    """Of all fixed trees of these shapes none is faster in the simulated world."""
+    """No fixed tree of these shapes is faster in the simulated world than the predicted one."""
     predictor, world = Predictor(cpu_costs()), World(cpu_costs(), 4, {"eagle": 0.7})
     for _ in range(100):
         predictor.acceptance["eagle"].observe(0, world.drafts(Strategy("eagle", 8, 4, 48), 4))

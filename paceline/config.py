@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -12,18 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from paceline.config_base import Config, ConfigError, ConfigProblem
 from paceline.names import suggest
 
-__all__ = ["LORA_TARGETS", "RENAMED_KEYS", "RENAMED_VALUES", "ClusterConfig", "Config", "ConfigError", "ConfigProblem",
-           "DrafterMode", "EngineConfig", "EvaluationConfig", "LearnerConfig", "OptimizerConfig", "RewardConfig", "RolloutConfig",
-           "TrainConfig", "with_current_names"]
-
-logger = logging.getLogger(__name__)
-
-DrafterMode = Literal["interleaved", "background_process", "cuda_stream"]
-
-RENAMED_KEYS = {"drafter_follow": "train_drafter", "drafter_pace": "drafter_budget"}
-"""Former keys of `TrainConfig` and what they are called now."""
-RENAMED_VALUES = {"drafter_mode": {"between": "interleaved", "beside": "background_process", "stream": "cuda_stream"}}
-"""Former values of keys of `TrainConfig` and what they are called now."""
+__all__ = ["LORA_TARGETS", "ClusterConfig", "Config", "ConfigError", "ConfigProblem", "EngineConfig", "EvaluationConfig",
+           "LearnerConfig", "OptimizerConfig", "RewardConfig", "RolloutConfig", "TrainConfig"]
 
 LORA_TARGETS = {
     "qkv": ("qkv",), "o": ("o",), "gate_up": ("gate_up",), "down": ("down",), "q_proj": ("qkv",), "k_proj": ("qkv",),
@@ -299,10 +288,6 @@ class TrainConfig(Config):
     the bundled policy; with any other policy `default` is `suffix`."""
     train_drafter: bool = True
     """Train the learned drafter during the run, as long as that saves more time than it takes. False: it stays as loaded."""
-    drafter_mode: DrafterMode = "interleaved"
-    """When the learned drafter is trained. `interleaved`: after generation and before the policy's update. `background_process`:
-    during generation, in another process on idle CPU cores (`threads` limits those that generation uses). `cuda_stream`: in a
-    thread while the last answers of a step are generated, on a GPU on a low-priority stream."""
     drafter_budget: dict[str, Any] = Field(default_factory=dict)
     """How long the learned drafter is trained per step: fields of `spot.budget.TrainingBudgetConfig`."""
     drafter_alarms: dict[str, Any] = Field(default_factory=dict)
@@ -345,31 +330,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_renamed(cls, raw: Any) -> Any:
-        return with_current_names(raw) if isinstance(raw, Mapping) else raw
-
-    @model_validator(mode="before")
-    @classmethod
     def _default_drafter(cls, raw: Any) -> Any:
         """Only the bundled policy comes with a drafter."""
         if isinstance(raw, Mapping) and raw.get("drafter") == "default" and raw.get("model", "default") != "default":
             return {**raw, "drafter": "suffix"}
         return raw
-
-
-def with_current_names(raw: Mapping[str, Any], level: int = logging.WARNING) -> dict[str, Any]:
-    """`raw`, the content of a `TrainConfig`, with former keys and values replaced by the current ones. Each is logged at
-    `level`."""
-    current: dict[str, Any] = {}
-    for key, value in raw.items():
-        name = RENAMED_KEYS.get(key, key)
-        if name != key:
-            if name in raw:
-                raise ValueError(f"{key} was renamed to {name}; give only {name}")
-            logger.log(level, "%s is deprecated; it was renamed to %s", key, name)
-        values = RENAMED_VALUES.get(name, {})
-        if isinstance(value, str) and value in values:
-            logger.log(level, "%s = %r is deprecated; it was renamed to %r", name, value, values[value])
-            value = values[value]
-        current[name] = value
-    return current

@@ -14,8 +14,7 @@
 - `checkpoints`: milliseconds for which a checkpoint stops training: blocking, asynchronous, only trained parameters. Goal: 10.
 
 With `--records` the responses are captured once and later runs read them; `--save FOLDER` keeps the drafter of every mark.
-Training in the background of generation is measured by `background_training.py`, frozen against adaptive drafters over an RL
-run by `frozen_vs_adaptive.py`.
+`frozen_vs_adaptive.py` measures frozen against adaptive drafters over an RL run.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-prompts", type=int, default=48, help="number of prompts whose responses that training uses")
     args = parser.parse_args(arguments)
     args.device = "cpu" if args.tiny else args.device
-    changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}", "drafter_mode=interleaved",
+    changes = [f"steps={args.steps}", f"device={args.device}", f"strategy={args.strategy}",
                "compare_off=false", "checkpoint_every=1000000", *(["threads=1"] if args.device == "cpu" else []), *args.set,
                *(_TINY if args.tiny else [])]
     config = load_config(args.config, changes)

@@ -252,17 +252,6 @@ def frozen_vs_adaptive(content: Content, device: str) -> Table:
                   "of which training s"), rows)
 
 
-def background_training(content: Content, device: str) -> Table:
-    rows = [(name, _number(cell["generate"]), _number(cell["generate_beside"]), f"{cell['generation_kept']:.0%}",
-             _number(cell["train"]), _number(cell["train_beside"]), f"{cell['stop_ms']:.0f}")
-            for name, cell in content["modes"].items()]
-    kept = ", ".join(f"{cell['generation_kept']:.0%} with the trainer in a {name}" for name, cell in content["modes"].items())
-    return Table(f"Drafter training in the background of generation on a {device}",
-                 f"Generation keeps this share of its throughput while the drafter trains: {kept}.",
-                 ("trainer", "generation tokens/s alone", "together", "kept", "training tokens/s alone", "together", "stop ms"),
-                 rows)
-
-
 # --- overheads
 
 
@@ -357,7 +346,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
     "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
-    "background_training": background_training, "cluster/rollout": cluster_rollout,
+    "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
     "cpu/host_overhead": host_overhead, "cpu/memory": memory, "cpu/manifest": manifest, "gpu/graphs": graphs,
     "gpu/step": step, "gpu/kernels": kernels,

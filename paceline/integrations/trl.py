@@ -27,7 +27,6 @@ from paceline.integrations.huggingface import merged_weights, policy_config
 from paceline.models.state_dict import export_state, load_state
 from paceline.models.weights import empty_model, parse_dtype
 from paceline.spot.alarms import AlarmConfig
-from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.monitor import DrafterMonitor
@@ -37,7 +36,7 @@ from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = ("strategy", "drafter", "train_drafter", "drafter_mode", "drafter_budget", "drafter_alarms", "spot", "engine")
+SETTINGS = ("strategy", "drafter", "train_drafter", "drafter_budget", "drafter_alarms", "spot", "engine")
 """Fields of `TrainConfig` that `PacelineRollout` takes. Everything else is TRL's."""
 DRAFTER_FOLDER = "paceline-drafter"
 """Folder of the drafter's checkpoints, within the trainer's output folder. Those of further processes have their number at the
@@ -72,7 +71,6 @@ class PacelineRollout:
         self._trainer: Any = None
         self._config: TrainConfig
         self._monitor: DrafterMonitor | None = None
-        self._stream: torch.cuda.Stream | None = None
         self._calls = Counter[str]()  # of this step for training, of this evaluation
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -163,13 +161,11 @@ class PacelineRollout:
 
     def begin_drafter_training(self) -> OnlineDrafterTrainer | None:
         """Return the learned drafter's trainer, which continues from its last checkpoint; None if there is nothing to train."""
-        config, device = self._config, self.engine.device
+        config = self._config
         if self.drafter_trainer is None and self.engine.eagle is not None and config.train_drafter:
             rank = self._trainer.accelerator.process_index
             folder = Path(config.out) / (f"{DRAFTER_FOLDER}-{rank}" if rank else DRAFTER_FOLDER)
-            self.drafter_trainer = make_drafter_trainer(config, self.engine, folder, max(1, idle_cores()))
-            if config.drafter_mode == "cuda_stream" and device.type == "cuda":
-                self._stream = generation_stream(device)
+            self.drafter_trainer = make_drafter_trainer(config, self.engine, folder)
         return self.drafter_trainer
 
     def end_drafter_training(self) -> None:
@@ -196,8 +192,7 @@ class PacelineRollout:
 
         self.engine.reset_stats()
         began = time.perf_counter()
-        with running_on(self._stream):
-            rollouts = generate(self.engine, prompts, params, seeds, on_step)
+        rollouts = generate(self.engine, prompts, params, seeds, on_step)
         seconds = time.perf_counter() - began
         stats = self.engine.stats()
         metrics = {"paceline/accept_length": stats.tokens_per_verification, "paceline/seconds": seconds,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -97,8 +96,7 @@ class SpotReport:
 class SpotTrainer:
     """Trains a drafter on the records of a feature buffer."""
 
-    def __init__(self, eagle: Eagle, policy: Decoder, buffer: FeatureBuffer, config: SpotConfig,
-                 cuda_stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, eagle: Eagle, policy: Decoder, buffer: FeatureBuffer, config: SpotConfig) -> None:
         """Creates a trainer.
 
         Args:
@@ -106,7 +104,6 @@ class SpotTrainer:
             policy: The policy that the drafter drafts for.
             buffer: The training data.
             config: How to train.
-            cuda_stream: CUDA stream that the training kernels run on; None uses the current one.
         """
         if eagle.config.form != config.module_form:
             raise ValueError(f"form: {config.form} trains an {config.module_form} drafter, but this one is {eagle.config.form}")
@@ -128,7 +125,6 @@ class SpotTrainer:
         self._max_length = min(config.max_length or policy.config.max_context, policy.config.max_context)
         rope = Rope(eagle.config.model, self._max_length + config.recipe.unroll, self.module.fc.weight.dtype, policy.norm.device)
         self._loss = DrafterLoss(policy, config, self.scales, TrainOps(narrow=True), rope)
-        self._cuda_stream = cuda_stream
         self._fingerprint = fingerprint_of(policy)
 
     def run(self, until: Callable[[], bool] | float, lengths: Sequence[int] | None = None,
@@ -147,19 +143,18 @@ class SpotTrainer:
         done = until if callable(until) else (lambda: time.perf_counter() - began >= until)
         losses: LossSums | None = None
         first_step, count, tokens, longest = self.progress.step, 0, 0, 0.0
-        with self._on_cuda_stream():
-            while not done():
-                start = time.perf_counter()
-                if not self._plan_step(lengths):
-                    break
-                rows, loss = self._run_micro_batch()
-                count, tokens = count + 1, tokens + rows
-                losses = losses if loss is None else loss.plus(losses)
-                self.progress.seconds, self.progress.tokens = (self.progress.seconds + time.perf_counter() - start,
-                                                               self.progress.tokens + rows)
-                if on_micro_batch is not None:
-                    on_micro_batch()
-                longest = max(longest, time.perf_counter() - start)
+        while not done():
+            start = time.perf_counter()
+            if not self._plan_step(lengths):
+                break
+            rows, loss = self._run_micro_batch()
+            count, tokens = count + 1, tokens + rows
+            losses = losses if loss is None else loss.plus(losses)
+            self.progress.seconds, self.progress.tokens = (self.progress.seconds + time.perf_counter() - start,
+                                                           self.progress.tokens + rows)
+            if on_micro_batch is not None:
+                on_micro_batch()
+            longest = max(longest, time.perf_counter() - start)
         seconds = time.perf_counter() - began
         late = 0.0 if callable(until) else max(0.0, seconds - until)
         means = {} if losses is None else losses.means()
@@ -281,9 +276,3 @@ class SpotTrainer:
     def _first_records(self) -> list[FeatureRecord]:
         found = (self.buffer.get(entry.key) for entry in self.buffer.entries()[:SCALE_RECORDS])
         return [record for record in found if record is not None]
-
-    def _on_cuda_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        if self._cuda_stream is None:
-            return nullcontext()
-        self._cuda_stream.wait_stream(torch.cuda.current_stream(self.policy.norm.device))
-        return torch.cuda.stream(self._cuda_stream)

@@ -4,7 +4,6 @@ and writing either."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bundled import default_train_config
-from paceline.config import RENAMED_KEYS, Config, ConfigError, ConfigProblem, TrainConfig, with_current_names
+from paceline.config import Config, ConfigError, ConfigProblem, TrainConfig
 from paceline.files import MAX_LEVELS, TOO_DEEP, DamagedFile, read_json, require_shallow
 from paceline.trainer.run_folder import CONFIG_FILE, is_unused
 
@@ -53,7 +52,7 @@ def load_run_config(folder: Path | str, overrides: Sequence[str] = ()) -> TrainC
         raise ValueError(f"{error}; restore it, or train on from the policy in {folder}/checkpoints as the model of a new run "
                          "(--set model=…/policy)") from None
     # A run folder lists every key, so its former names were not chosen by the user: no warning.
-    return _validated(with_current_names(raw, logging.INFO), overrides, str(path))
+    return _validated(raw, overrides, str(path))
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -156,23 +155,12 @@ def _with_source(problem: ConfigProblem, overrides: Sequence[str], file: str) ->
 
 
 def _validated(raw: Mapping[str, Any], overrides: Sequence[str], source: str) -> TrainConfig:
-    current = [_with_current_key(override) for override in overrides]
     try:
-        content = with_current_names(raw)
-        for override in current:
+        content = dict(raw)
+        for override in overrides:
             apply_override(content, override)
         config = TrainConfig(**content)
         check_drafter_settings(config)
         return config
     except ConfigError as error:
-        raise with_source(error, current, source) from None
-
-
-def _with_current_key(override: str) -> str:
-    """An override of a former key replaces the value of the current one."""
-    name = re.split(r"[.=]", override, maxsplit=1)[0]
-    current = RENAMED_KEYS.get(name.strip())
-    if current is None:
-        return override
-    with_current_names({name.strip(): None})  # logs the new name
-    return current + override[len(name) :]
+        raise with_source(error, overrides, source) from None

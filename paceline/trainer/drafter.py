@@ -1,12 +1,5 @@
 """Online drafter training: during an RL run the learned drafter is trained on the features that generation captured, and the
 engine gets the result before the next step. Tokens do not depend on the drafter, so none of this is needed to reproduce a run.
-
-`drafter_mode` selects one of three classes:
-
-- `interleaved` (`OnlineDrafterTrainer`): trains after generation and before the policy's update;
-- `background_process` (`BackgroundProcessDrafterTrainer`): trains during generation in another process, on idle CPU cores;
-- `cuda_stream` (`CudaStreamDrafterTrainer`): trains in a thread while the last answers of a step are generated, on a GPU on a
-  low-priority stream.
 """
 
 from __future__ import annotations
@@ -33,7 +26,6 @@ from paceline.spot import (
     restore,
     snapshot,
 )
-from paceline.spot.background import BackgroundProcess, BackgroundReport, BackgroundThread, low_priority_stream
 from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
 from paceline.spot.buffer import BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
@@ -61,37 +53,22 @@ GENERATION_WINDOW = 8
 AHEAD_SHARE = 0.35
 """Share of a new drafter's warm-up in which answers to later prompts are generated: it learns more from many answers than from
 many passes over the answers of one step."""
-_TAIL_SHARE = 0.25
-"""`cuda_stream` begins to train when at most this share of a step's answers is still being generated."""
 
 
 def new_drafter(config: TrainConfig, policy: Decoder) -> Eagle:
-    """An untrained drafter for this policy. Which tokens a reduced vocabulary has is decided when there are answers to train on;
-    a background process cannot exchange it, so there the drafter can predict all tokens."""
+    """An untrained drafter for this policy. Which tokens a reduced vocabulary has is decided when there are answers to train
+    on."""
     spot = SpotConfig(**config.spot)
-    size = spot.draft_vocab_for(policy.config.vocab_size) if can_choose_vocabulary(config) else 0
-    return fresh_eagle(policy, spot.module_form, draft_vocab=size, window=spot.window)
+    return fresh_eagle(policy, spot.module_form, draft_vocab=spot.draft_vocab_for(policy.config.vocab_size), window=spot.window)
 
 
-def can_choose_vocabulary(config: TrainConfig) -> bool:
-    """Whether the tokens of a new drafter's reduced vocabulary can be chosen during the run."""
-    return config.cluster.needs_ray or config.drafter_mode != "background_process"
-
-
-def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path, threads: int = 1) -> OnlineDrafterTrainer:
-    """The online drafter trainer for `config.drafter_mode`. A checkpoint in `folder` is continued. `threads` is the number of CPU
-    threads of a background process."""
+def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path) -> OnlineDrafterTrainer:
+    """The online drafter trainer of a run. A checkpoint in `folder` is continued."""
     assert engine.eagle is not None, "the engine was made with a learned drafter"
     training = training_config(config, engine.eagle.module)
     budget = TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps)
     limits = BufferLimits(int(config.drafter_buffer_gb * 2**30), int(config.drafter_disk_gb * 2**30))
-    match config.drafter_mode:
-        case "interleaved":
-            return OnlineDrafterTrainer(engine, training, budget, folder, limits)
-        case "cuda_stream":
-            return CudaStreamDrafterTrainer(engine, training, budget, folder, limits)
-        case "background_process":
-            return BackgroundProcessDrafterTrainer(engine, training, budget, folder, limits, threads)
+    return OnlineDrafterTrainer(engine, training, budget, folder, limits)
 
 
 def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
@@ -101,10 +78,7 @@ def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
 
 
 class OnlineDrafterTrainer:
-    """Trains the engine's learned drafter after generation and before the policy's update (`interleaved`)."""
-
-    _needs_features_at_once = False
-    """Whether features of finished answers are needed while others are generated."""
+    """Trains the engine's learned drafter after generation and before the policy's update."""
 
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
         assert engine.eagle is not None
@@ -112,7 +86,7 @@ class OnlineDrafterTrainer:
         self._start, self._usual_generation_s = engine.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
         self._waited_s = 0.0  # for the features of this step's answers
-        self._downloads = FeatureDownloads(delayed=not self._needs_features_at_once)
+        self._downloads = FeatureDownloads()
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self.failure: str | None = None
@@ -312,107 +286,3 @@ def to_measure(held_out: Sequence[FeatureRecord], window: int | None, seed: int)
     the answers finished, so short and long answers are measured alike."""
     every, rng = max(1, math.ceil(len(held_out) / _MAX_MEASURED)), random.Random(seed)
     return [random_stretch(record, _MEASURED_TOKENS, window, rng).of(record) for record in held_out[::-every]]
-
-
-class CudaStreamDrafterTrainer(OnlineDrafterTrainer):
-    """Trains in a thread while the last answers of a step are generated, on the features of earlier steps and of this step's
-    finished answers (`cuda_stream`). On a GPU the thread uses a low-priority stream."""
-
-    _needs_features_at_once = True
-
-    def _open(self, folder: Path) -> None:
-        self._thread: BackgroundThread | None = None
-        self._should_start = False
-        super()._open(folder)
-
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        self._should_start = self.failure is None and self._next_seconds() > 0
-        if self._trainer is not None:
-            self._trainer.policy_changed()
-
-    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
-        super().on_engine_step(result, num_finished, num_total)
-        if self._should_start and num_total - num_finished <= _TAIL_SHARE * num_total and len(self.buffer):
-            self._should_start = False
-            self._training_thread().start()
-
-    def close(self) -> None:
-        if self._thread is not None and self._thread.running:
-            self._thread.stop()
-        super().close()
-
-    def _spot_trainer(self) -> SpotTrainer:
-        if self._trainer is None:
-            device = self.engine.model.norm.device
-            stream = low_priority_stream(device) if device.type == "cuda" else None
-            self._trainer = SpotTrainer(self._initial_drafter(), self.engine.model, self.buffer, self.config, stream)
-        return self._trainer
-
-    def _training_thread(self) -> BackgroundThread:
-        if self._thread is None:
-            self._thread = BackgroundThread(self._spot_trainer())
-        return self._thread
-
-    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
-        if self._thread is None or not self._thread.running:
-            return {}
-        began, report, trainer = time.perf_counter(), self._thread.stop(), self._thread.trainer
-        metrics = self._replace_drafter(trainer.drafter(), held_out, began)
-        return {**metrics, **_concurrent_metrics(report), "drafter/steps": trainer.progress.step}
-
-
-class BackgroundProcessDrafterTrainer(OnlineDrafterTrainer):
-    """Trains in another process while a step is generated (`background_process`)."""
-
-    _needs_features_at_once = True
-
-    def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits,
-                 threads: int) -> None:
-        self._threads = threads
-        super().__init__(engine, config, budget, folder, limits)
-
-    def _open(self, folder: Path) -> None:
-        self._policy_changed = False
-        self._process = BackgroundProcess(self._start, self.engine.model, self.config, self.limits, folder, self._threads,
-                                          last_step=self.engine.version)
-        if load_snapshot(folder) is not None:
-            drafter = self._process.drafter()
-            assert drafter is not None
-            self._publish(drafter)
-
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        if self.failure is not None:
-            return
-        if self._policy_changed:
-            self._process.policy_changed()
-        self._policy_changed = True
-        if self._process.ready and self._next_seconds():
-            self._process.start()
-
-    def save(self) -> None:
-        """Does nothing: the process writes its own checkpoints while it trains."""
-
-    def close(self) -> None:
-        self.engine.reports_features = True
-        self._process.close()
-
-    def _add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> None:
-        if self.failure is None:
-            self._process.add(record, step)
-
-    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
-        if not self._process.running:
-            return {}
-        began, report = time.perf_counter(), self._process.stop()
-        drafter = self._process.drafter() if report.trained.micro_batches else None
-        if drafter is None:
-            return _concurrent_metrics(report)
-        metrics = self._replace_drafter(drafter, held_out, began)
-        return {**metrics, **_concurrent_metrics(report), "drafter/steps": self._process.steps}
-
-
-def _concurrent_metrics(report: BackgroundReport) -> dict[str, float]:
-    return {"drafter/beside_seconds": report.trained.seconds, "drafter/tokens": report.trained.tokens,
-            "drafter/stop_ms": report.stop_ms, "drafter/longest_micro_batch_s": report.trained.max_micro_batch_s}

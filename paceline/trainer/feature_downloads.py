@@ -1,7 +1,8 @@
-"""Copies of captured features from the engine's device to host memory, beside generation or after it.
+"""Copies of captured features from the engine's device to host memory, after generation.
 
 The thread that generates has to launch the next step while the last one runs. So it only notes which features are to be copied;
-another thread waits for them, copies them, and passes the records on.
+another thread waits for them, copies them, and passes the records on. Nothing is copied before `wait`, unless too much would wait
+for it: what copies records and writes them to disk competes with the thread that generates for the interpreter.
 """
 
 from __future__ import annotations
@@ -21,16 +22,13 @@ _STAGING_BYTES = 8 << 20
 MAX_PENDING_BYTES = 4 << 30
 """Largest device memory of features that are not copied yet. If there are more, `FeatureDownloads.add` blocks."""
 _MAX_DELAYED_BYTES = 1 << 30
-"""Size of features whose copies are delayed at which they begin nevertheless."""
+"""Size of features that wait at which their copies begin nevertheless."""
 
 
 class FeatureDownloads:
     """Copies that wait or are in flight. Records are delivered in the order in which they were added."""
 
-    def __init__(self, delayed: bool = False) -> None:
-        """`delayed`: nothing is copied before `wait`, unless too much would wait for it. What copies records and writes them to
-        disk competes with the thread that generates for the interpreter."""
-        self._delayed = delayed
+    def __init__(self) -> None:
         self._waiting: list[tuple[FeatureRecord, torch.cuda.Event, Callable[[FeatureRecord], None]]] = []
         self._waiting_bytes = self._pending_bytes = 0
         self._pending: deque[tuple[Future[None], int]] = deque()  # with the number of bytes
@@ -51,7 +49,7 @@ class FeatureDownloads:
         computed.record()
         self._waiting.append((record, computed, on_arrival))
         self._waiting_bytes += _num_bytes(record)
-        if not self._delayed or self._waiting_bytes > _MAX_DELAYED_BYTES:
+        if self._waiting_bytes > _MAX_DELAYED_BYTES:
             self.start()
 
     def start(self) -> None:

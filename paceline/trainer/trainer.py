@@ -25,7 +25,6 @@ from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
-from paceline.spot.background import generation_stream, idle_cores, running_on
 from paceline.tasks import RewardPool, Task, WeightedRewards
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.checkpoints import (
@@ -189,9 +188,6 @@ class Trainer:
             lambda line: self._warn(f"left out: {line}"))
         self._keep_best()
         self.drafter_trainer, self.monitor = self._make_drafter_parts()
-        device = self.learner.device
-        trains_on_stream = self.drafter_trainer is not None and config.drafter_mode == "cuda_stream" and device.type == "cuda"
-        self._stream = generation_stream(device) if trains_on_stream else None
         self._signals, self._graded_badly = SignalMonitor(config), False
         self._strategy_steps: Counter[str] = Counter()
         self._notes: list[str] = []  # of this step
@@ -230,7 +226,7 @@ class Trainer:
         self._drafter_origin = DrafterOrigin(learned.module, self.engine.model, self.checkpoints.latest())
         drafter_trainer = None
         if config.train_drafter:
-            drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter", max(1, idle_cores()))
+            drafter_trainer = make_drafter_trainer(config, self.engine, self.folder.path / "drafter")
             drafter_trainer.budget.on_note = self._note
             num_answers = config.rollout.prompts * config.rollout.group_size
             drafter_trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(
@@ -249,9 +245,6 @@ class Trainer:
             try:
                 self._notify(lambda callback: callback.on_run_begin(self))
                 self.pool.start()
-                if self.drafter_trainer is not None and config.drafter_mode == "background_process" and not idle_cores():
-                    self._warn(f"drafter_mode background_process: generation uses all cores (threads {torch.get_num_threads()}); "
-                               "set threads one lower")
                 self._warm_up()
                 self._evaluate(self.state.step)
                 self.state = train(self.learner, self.state, config.steps, config.rollout.prompts, self._collect, self._publish,
@@ -315,8 +308,7 @@ class Trainer:
 
     def _collect(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         num_refused = len(self.collector.refused)
-        with running_on(self._stream):
-            groups = self.collector(cursor, count, timer)
+        groups = self.collector(cursor, count, timer)
         self._next_problem = cursor + count
         for line in self.collector.refused[num_refused:]:
             self._warn(f"left out: {line}")

@@ -25,7 +25,6 @@ from paceline.strategy import make_selector
 from paceline.tasks import Task, WeightedRewards, make_task
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.device import check_run_device, check_worker_gpus, cluster_address, run_device
-from paceline.trainer.drafter import can_choose_vocabulary
 from paceline.trainer.evaluation import split_task
 from paceline.trainer.hub import check_push_to_hub
 from paceline.trainer.run_folder import check_run_folder
@@ -89,9 +88,6 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "", lambda: _check_sampling(config)
     yield "", lambda: _check_signal(config)
     yield "device", lambda: check_run_device(config)
-    if config.spot.get("draft_vocab") and config.drafter == "learned" and not can_choose_vocabulary(config):
-        yield "spot.draft_vocab", lambda: _refuse("in a background process a new drafter predicts all tokens; train it "
-                                                  "beforehand (paceline drafter train)")
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
     if config.optimizer.kind == "adamw_8bit":
@@ -120,8 +116,6 @@ def _worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]
     yield "cluster.cpus_per_worker", lambda: _check_worker_cpus(config)
     if config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
         yield "drafter_disk_gb", lambda: _refuse("several workers keep captured answers in memory only (drafter_buffer_gb)")
-    if config.drafter_mode != TrainConfig.model_fields["drafter_mode"].default:
-        yield "drafter_mode", lambda: _refuse("several workers train the drafter while they are idle, and after generation")
     if config.sleep_during_update and not cluster.shard_training:
         yield "sleep_during_update", lambda: _refuse("the process that trains has no engine (cluster.shard_training = false)")
     if cluster.carry_over:

@@ -132,7 +132,6 @@ def test_what_the_table_says_is_what_is_checked(folder, capsys, cell):
 
 @pytest.mark.parametrize(("setting", "said"), {
     "cluster.carry_over=0.5": "partial rollouts need several workers",
-    "drafter_mode=background_process cluster.workers=2": "several workers train the drafter while they are idle",
     "drafter_disk_gb=8 cluster.workers=2": "several workers keep captured answers in memory only",
     "cluster.cpus_per_worker=1000 cluster.workers=2": "2 workers with 1000 cores each do not fit on",
     "cluster.gpus_per_worker=2 cluster.workers=2": "an engine runs on one GPU",

@@ -21,7 +21,6 @@ from paceline.models.weights import load_model
 from paceline.report import read_metrics
 from paceline.spot import fresh_eagle
 from paceline.spot.alarms import AlarmConfig
-from paceline.spot.background import BackgroundProcess
 from paceline.spot.budget import TrainingBudget
 from paceline.spot.buffer import RECORD_SUFFIX
 from paceline.spot.checkpoint import load_snapshot
@@ -40,21 +39,6 @@ def start(folder):
     drafter.policy_fingerprint = fingerprint_of(policy)
     save_eagle(drafter, folder / "start")
     return folder / "start"
-
-
-@pytest.mark.parametrize("mode", ["background_process", "cuda_stream"])
-def test_training_it_beside_generation_changes_nothing(folder, start, mode, monkeypatch):
-    monkeypatch.setattr(BackgroundProcess, "ready", True)  # so short a run would be over before it is up
-    common = {**EAGLE, "drafter": str(start), "steps": 4}
-    assert run(settings(folder, "follow", drafter_mode=mode, **common)) == 0
-    assert run(settings(folder, "off", **{**common, "strategy": "off", "drafter": "none"})) == 0
-    assert_same_run(folder / "follow", folder / "off")
-    records = read_metrics(folder / "follow")
-    trained = [r for r in records if r.get("drafter/tokens", 0) > 0]
-    assert trained and all(r["drafter/stop_ms"] >= 0 and r["drafter/beside_seconds"] > 0 for r in trained)
-    assert load_snapshot(folder / "follow" / "drafter") is not None
-    assert run(["train", "--resume", str(folder / "follow"), "--set", "steps=5"]) == 0
-    assert read_metrics(folder / "follow")[-1]["step"] == 5
 
 
 def test_a_drafter_with_a_vocabulary_of_its_own_follows(folder):

@@ -70,16 +70,18 @@ def test_it_learns_and_resumes_in_bfloat16(tmp_path):
     assert end.losses["overlap/1"] > begin.losses["overlap/1"] and again.progress.skipped == 0
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_keeping_finished_answers_does_not_wait_for_the_device(delayed):
+@pytest.mark.parametrize("starts", [False, True])
+def test_keeping_finished_answers_does_not_wait_for_the_device(starts):
     """Waiting would stop generation: the next step is launched while the last one runs."""
-    kept, downloads = [], FeatureDownloads(delayed)
+    kept, downloads = [], FeatureDownloads()
     features = [torch.randn(rows, 1024, device="cuda").bfloat16() for rows in (300, 120, 9000, 700)]  # one needs several copies
     torch.cuda._sleep(200_000_000)  # about a tenth of a second, like steps that were launched before
     torch.cuda.set_sync_debug_mode("error")
     try:
         for tensor in features:
             downloads.add(FeatureRecord([0] * (len(tensor) + 1), tensor, (-1,), [0] * 3, 1), kept.append)
+        if starts:
+            downloads.start()
         downloads.poll()
         assert not kept
     finally:

@@ -9,14 +9,12 @@ import torch
 from tiny import model
 from trainer.test_trainer_library import folder, make_config  # noqa: F401 (a fixture)
 
-from paceline.config import ConfigError
 from paceline.drafters.checkpoint import load_eagle, save_eagle
 from paceline.models.weights import load_model
 from paceline.spot import SpotConfig, fresh_eagle
 from paceline.spot.initialization import is_untrained
 from paceline.trainer import Trainer, TrainerCallback
 from paceline.trainer.drafter import new_drafter
-from paceline.trainer.validation import check_config
 
 SIZE = 20
 
@@ -75,13 +73,8 @@ def test_a_drafter_from_elsewhere_keeps_its_vocabulary(folder):  # noqa: F811
 
 
 @pytest.mark.parametrize(("changes", "size"), [
-    ({}, SIZE), ({"drafter_mode": "background_process"}, 0), ({"cluster": {"workers": 2}}, SIZE)], ids=str)
-def test_where_the_tokens_cannot_be_chosen_later_all_are_kept(folder, monkeypatch, changes, size):  # noqa: F811
+    ({}, SIZE), ({"cluster": {"workers": 2}}, SIZE)], ids=str)
+def test_a_new_drafter_has_a_reduced_vocabulary(folder, monkeypatch, changes, size):  # noqa: F811
     monkeypatch.setattr("paceline.spot.config._DRAFT_VOCAB", SIZE)
     drafter = new_drafter(make_config(folder, drafter="learned", **changes), model("qwen3"))
     assert (0 if drafter.draft_ids is None else len(drafter.draft_ids)) == size
-
-
-def test_a_vocabulary_that_could_not_be_chosen_is_refused(folder):  # noqa: F811
-    with pytest.raises(ConfigError, match="draft_vocab"):
-        check_config(make_config(folder, drafter="learned", drafter_mode="background_process", spot={"draft_vocab": 30}))

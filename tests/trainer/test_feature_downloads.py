@@ -47,6 +47,7 @@ def test_records_are_delivered_in_order_without_waiting_for_them(downloads):
     kept, arrived = [], [threading.Event() for _ in range(4)]
     for number, event in enumerate(arrived):
         downloads.add(record(DeviceTensor(number, event)), lambda found: kept.append(int(found.features[0, 0])))
+    downloads.start()
     downloads.poll()
     assert kept == []
     for event in reversed(arrived):
@@ -55,25 +56,25 @@ def test_records_are_delivered_in_order_without_waiting_for_them(downloads):
     assert kept == [0, 1, 2, 3]
 
 
-def test_delayed_copies_begin_when_they_are_waited_for_or_too_many_wait(downloads, monkeypatch):
+def test_copies_begin_when_they_are_waited_for_or_too_many_wait(downloads, monkeypatch):
     """While answers are generated, nothing should compete with the thread that launches their steps."""
     monkeypatch.setattr(feature_downloads, "_MAX_DELAYED_BYTES", 20)
-    kept, arrived, delayed = [], threading.Event(), FeatureDownloads(delayed=True)
+    kept, arrived = [], threading.Event()
     arrived.set()
 
     def add(number: int) -> None:
-        delayed.add(record(DeviceTensor(number, arrived)), lambda found: kept.append(int(found.features[0, 0])))
+        downloads.add(record(DeviceTensor(number, arrived)), lambda found: kept.append(int(found.features[0, 0])))
 
     add(0)
     add(1)
-    delayed.poll()
-    assert kept == [] and not delayed._pending and delayed._thread is None
+    downloads.poll()
+    assert kept == [] and not downloads._pending and downloads._thread is None
     add(2)  # 24 bytes
-    assert len(delayed._pending) == 3
+    assert len(downloads._pending) == 3
     add(3)
-    delayed.wait()
+    downloads.wait()
     assert kept == [0, 1, 2, 3]
-    delayed.wait()
+    downloads.wait()
     assert kept == [0, 1, 2, 3]
 
 
@@ -87,17 +88,16 @@ def test_a_failed_delivery_is_noticed(downloads, notice):
         raise OSError("no space left")
 
     downloads.add(record(DeviceTensor(0, arrived)), fail)
+    downloads.start()
     assert reached.wait(10) and isinstance(downloads._pending[0][0].exception(10), OSError)
     with pytest.raises(OSError, match="no space left"):
         getattr(downloads, notice)()
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_generation_waits_if_too_much_of_the_device_is_held(downloads, monkeypatch, delayed):
-    """Delayed ones count, too."""
+def test_generation_waits_if_too_much_of_the_device_is_held(downloads, monkeypatch):
+    """Those whose copies have not begun count, too."""
     monkeypatch.setattr(feature_downloads, "MAX_PENDING_BYTES", 20)
     monkeypatch.setattr(feature_downloads, "_MAX_DELAYED_BYTES", 12)
-    downloads._delayed = delayed
     kept, first, later = [], threading.Event(), threading.Event()
     later.set()
     for number, event in enumerate((first, later, later)):

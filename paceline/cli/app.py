@@ -26,6 +26,7 @@ from paceline.cli.options import (
     complete_setting,
 )
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
+from paceline.cli.supervisor import Supervisor
 from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams, WorkersLost
 
@@ -54,6 +55,8 @@ app.add_typer(bench_app, name="bench")
 add_deploy_commands(app)
 add_init_command(app)
 
+_DEFECT = 1
+"""Exit code of a command that ends with a traceback."""
 WRONG_INPUT = 2
 """Exit code of a command that cannot do what it was asked to."""
 _DEFAULT = SamplingParams()
@@ -63,9 +66,19 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module dif
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code (docs/command-line.md). Wrong input is one line on stderr and exit code 2."""
     InterruptHandler()
+    supervisor, code = Supervisor(INTERRUPTED) if args is None else None, _DEFECT
+    try:
+        code = _run(args, supervisor)
+    finally:
+        if supervisor is not None:
+            supervisor.end(code)
+    sys.exit(code)
+
+
+def _run(args: Sequence[str] | None, supervisor: Supervisor | None) -> int:
     with stderr_log() as log:
         try:
-            code = app(args=args, standalone_mode=False, prog_name="paceline")
+            code = app(args=args, standalone_mode=False, prog_name="paceline", obj=supervisor)
         except _UsageError as error:
             code = WRONG_INPUT
             if type(error).__name__ != "NoArgsIsHelpError":  # the help has been printed
@@ -81,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
                       "rollout.prompts) or of micro-batches (learner.micro_batch_tokens)")
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
-    sys.exit(code)
+    return code or 0
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -168,6 +181,7 @@ def generate(
 
 @app.command()
 def train(
+    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="TOML file. Without one, the small policy bundled with the package "
                                                        "is trained in minutes on two CPU cores (paceline init prints "
                                                        "that file).")] = None,
@@ -190,6 +204,8 @@ def train(
     resolved = load_config(config, changed) if resume is None else load_run_config(resume, [*changed, f'out="{resume}"'])
     if resume is None and "out" not in resolved.model_fields_set:
         resolved = resolved.model_copy(update={"out": unused_folder(resolved.out)})
+    if resolved.cluster.needs_ray and not dry_run and context.obj is not None:
+        context.obj.lead_in_own_process(resolved.out)
     from paceline.cli.train import train as run
     from paceline.cli.train import validate
 

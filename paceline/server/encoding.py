@@ -14,6 +14,9 @@ from paceline.server.templates import Conversation, TemplateRenderer
 T = TypeVar("T")
 _SHORT_CHARS = 1 << 15
 """Texts up to this length are encoded within milliseconds. Longer ones have a thread of their own."""
+_LONGEST_CHARS = 1 << 20
+"""Longest text that is encoded although it need not fit into the context: to count its tokens, or to keep the last of them. One
+of 4 MB takes twelve seconds and a gigabyte."""
 _NUM_THREADS = 2
 _PROBED_CHARS_PER_TOKEN = 8
 """A text with more characters per token of the context than this is refused by its beginning if that is too long already."""
@@ -45,7 +48,8 @@ class PromptEncoder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text, however many they are."""
+        """Return the token ids of a text, although they may be more than the context has."""
+        self._check_chars(text)
         pool = self._short if len(text) <= _SHORT_CHARS else self._long
         return await _call(pool, lambda: list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
@@ -55,7 +59,9 @@ class PromptEncoder:
             ids = prompt if keep is None else prompt[-keep:]
             self._check_length(len(ids))
             return ids
-        if keep is None and len(prompt) > self._max_chars:
+        if keep is not None:
+            self._check_chars(prompt)
+        elif len(prompt) > self._max_chars:
             raise ValueError(f"prompt: {len(prompt)} characters leave no room for an answer in a context of "
                              f"{self._max_length} tokens")
         pool = self._short if len(prompt) <= _SHORT_CHARS else self._long
@@ -103,6 +109,11 @@ class PromptEncoder:
         ids = ids if keep is None else ids[-keep:]
         self._check_length(len(ids))
         return ids
+
+    def _check_chars(self, text: str) -> None:
+        longest = max(_LONGEST_CHARS, _PROBED_CHARS_PER_TOKEN * self._max_length)
+        if len(text) > longest:
+            raise ValueError(f"prompt: {len(text)} characters are more than the {longest} that are encoded at once")
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_length:

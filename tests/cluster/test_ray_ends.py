@@ -93,7 +93,8 @@ def test_two_runs_on_one_machine_do_not_meet(folder, tmp_path):
 
 @pytest.mark.parametrize("part", [r"--raylet_socket_name", r"/gcs_server", r"ray::DashboardAgent", r"ray::RuntimeEnvAgent"])
 def test_a_part_of_ray_dies(folder, tmp_path, part):
-    """Ray itself would end the run's process, or let it wait for ever. The run continues on one worker."""
+    """Ray itself would end the run's process, or let it wait for ever. The run continues on one worker. If Ray is faster than
+    the process that watches it, it says itself that objects are lost, in one line before the last."""
     out = tmp_path / "run"
     process = start(folder, out, checkpoint_every=1)
     try:
@@ -104,7 +105,7 @@ def test_a_part_of_ray_dies(folder, tmp_path, part):
         _, printed = process.communicate(timeout=240)
         lines = printed.splitlines()
         assert process.returncode == 2 and "Ray has ended" in lines[-1] and f"paceline train --resume {out}" in lines[-1], printed
-        assert not any(word in printed for word in ("Traceback", "\x1b", "raylet.cc", "state-dump", "core_worker")), printed
+        assert not any(word in printed for word in ("Traceback", "\x1b", "raylet.cc", "state-dump", "Stack trace")), printed
         assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 30)
     finally:
         process.kill()

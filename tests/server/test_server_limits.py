@@ -147,6 +147,20 @@ def test_what_cannot_be_served_is_refused_before_it_is_encoded(tokens):
         assert counting.num_chars == before
 
 
+def test_a_text_that_need_not_fit_is_of_limited_length(tokens):
+    """One request of a few megabytes would take a gigabyte of memory."""
+    counting = CountingTokenizer(tokens)
+    counting.gate.set()
+    with RunningServer(make_engine(counting)) as server:
+        before = counting.num_chars
+        for path, fields in (("tokenize", {}), ("v1/completions", {"truncate_prompt_tokens": 5})):
+            answer = httpx.post(f"{server.address}/{path}", json={"model": "tiny", "prompt": "a" * 3_000_000, **fields})
+            assert answer.status_code == 400 and "are more than the 1048576 that are encoded at once" in answer.text
+        assert counting.num_chars == before
+        answer = httpx.post(f"{server.address}/tokenize", json={"model": "tiny", "prompt": "a" * 50_000}, timeout=60)
+        assert answer.json()["count"] == 50_000
+
+
 def test_a_long_text_is_refused_by_its_beginning_and_holds_nobody_up(tokens):
     counting = CountingTokenizer(tokens)
     counting.get_vocab = lambda: {"a" * 1000: 0}  # so that only the number of tokens can tell that a text is too long

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 MAX_LEVELS = 64
 """Settings are nested less deeply."""
 TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep"
+
+_NAME = r"""(?:(?<![\w-])[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_DEEP_KEY = re.compile(rf"(?:{_NAME}[ \t]*+\.[ \t]*+){{{MAX_LEVELS}}}")
+"""A dotted key of TOML with so many names. Reading one takes memory and time by the square of their number."""
 
 
 class DamagedFile(ValueError):
@@ -99,6 +104,13 @@ def read_json(path: Path | str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DamagedFile(damaged(path, "not a JSON object"))
     return found
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text. TOMLDecodeError if it is none, RecursionError if it is nested too deeply."""
+    if _DEEP_KEY.search(text):
+        raise RecursionError(TOO_DEEP)
+    return tomllib.loads(text)
 
 
 def require_shallow(value: object, what: str) -> None:

@@ -6,8 +6,8 @@ ended, a small watching process removes the folder, and ends what still belongs 
 one machine apart.
 
 If Ray's raylet or one of its agents dies, its node leaves the cluster, and Ray ends this process as soon as it hears of that. So
-the watching process ends the rest of our own Ray at once, and `RaySession.check` says what has happened. On a busy machine Ray may
-still be faster: `paceline.cli.supervisor` is there for that.
+the watching process ends the rest of our own Ray at once, and `RaySession.check` says what has happened. On a busy machine Ray
+may still be faster: `paceline.cli.supervisor` is there for that.
 """
 
 from __future__ import annotations

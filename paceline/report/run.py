@@ -6,12 +6,12 @@ import contextlib
 import datetime
 import fcntl
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.files import parse_toml
 from paceline.report.figures import RunFigures
 from paceline.report.formatting import format_steps, format_time
 from paceline.report.metrics import METRICS_FILE, Record, finite_value, read_evaluations, read_metrics, read_traces
@@ -126,7 +126,7 @@ class Run:
 
 
 def _read_config(folder: Path) -> tuple[str, Mapping[str, Any], str]:
-    for name, parse in (("config.json", json.loads), ("config.toml", tomllib.loads)):
+    for name, parse in (("config.json", json.loads), ("config.toml", parse_toml)):
         path = folder / name
         if not path.is_file():
             continue

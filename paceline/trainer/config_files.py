@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.bundled import default_train_config
 from paceline.config import Config, ConfigError, ConfigProblem, TrainConfig
-from paceline.files import MAX_LEVELS, TOO_DEEP, DamagedFile, read_json, require_shallow
+from paceline.files import MAX_LEVELS, TOO_DEEP, DamagedFile, parse_toml, read_json, require_shallow
 from paceline.trainer.run_folder import CONFIG_FILE, is_unused
 
 _SHOWN = 60
@@ -28,7 +28,7 @@ def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -
     """
     path = Path(file) if file is not None else default_train_config()
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except RecursionError:
@@ -113,7 +113,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ValueError(f"--set {override}: {name} is not a table")
     try:
-        table[names[-1]] = tomllib.loads(f"value = {text}")["value"]
+        table[names[-1]] = parse_toml(f"value = {text}")["value"]
     except RecursionError:
         raise ValueError(f"--set {override[:_SHOWN]} …: {TOO_DEEP}") from None
     except tomllib.TOMLDecodeError:

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -213,7 +213,7 @@ class RayRuntime:
         worker, _ = self._reports.pop(reference)
         try:
             report, warnings = ray.get(reference)
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:  # not of one kind: a worker may also be killed because the machine's memory is short
             if isinstance(error, RayTaskError) and isinstance(error.cause, CannotStart):
                 raise CannotStart(str(error.cause)) from None
             if self._failed_starts[worker] >= _MAX_FAILED_STARTS:
@@ -263,7 +263,7 @@ class _Calls:
             _error_of(self._calls[worker][1][1])  # the same one; Ray would print it as nobody's otherwise
         told = [error for error in errors.values() if isinstance(error, RayTaskError)]
         own = [error for error in told if not isinstance(error.cause, RuntimeError)]
-        dead = [worker for worker, error in errors.items() if isinstance(error, RayActorError)]
+        dead = [worker for worker, error in errors.items() if not isinstance(error, RayTaskError)]
         if own:
             raise own[0].cause if isinstance(own[0].cause, ValueError | OSError) else RuntimeError(_plain(str(own[0])))
         if dead:
@@ -273,23 +273,23 @@ class _Calls:
         return [(ray.get(results[0]), results[1]) for _, results in self._calls.values()]
 
 
-def _error_of(reference: Any) -> RayTaskError | RayActorError | None:
+def _error_of(reference: Any) -> RayError | None:
     """Why a call that has ended has failed; None if it has not."""
     try:
         ray.get(reference)
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         return error
     return None
 
 
-def _reason(error: RayTaskError | RayActorError) -> str:
+def _reason(error: RayError) -> str:
     """Why a worker is lost, in one line."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     said = str(error).split("\n")[0] if cause is None else str(cause) or type(cause).__name__
     return " ".join(_plain(said).split())[:_MAX_LINE]
 
 
-def _cannot_start(worker: int, error: RayTaskError | RayActorError) -> RuntimeError:
+def _cannot_start(worker: int, error: RayError) -> RuntimeError:
     """What ends a run whose worker dies again and again. An exception in the worker's own code is a defect, told with its
     traceback."""
     if isinstance(error, RayTaskError):

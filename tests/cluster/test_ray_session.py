@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
-from paceline.cluster.ray_runtime import CannotStart, _cannot_start, _reason, _WarningList
+from paceline.cluster.learning import WorkerDied
+from paceline.cluster.messages import Lost
+from paceline.cluster.ray_runtime import CannotStart, RayRuntime, _Calls, _cannot_start, _reason, _WarningList
 from paceline.trainer.device import cluster_address
 from paceline.types import WorkersLost
 
@@ -87,6 +89,29 @@ def task_error(cause: Exception) -> RayTaskError:
 def test_why_a_worker_is_lost():
     assert _reason(task_error(RuntimeError("two\nlines \x1b[1mbold\x1b[0m"))) == "two lines bold"
     assert _reason(task_error(KeyError())) == "KeyError"
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("low on memory.\nMemory on the node"), WorkerCrashedError(), ActorDiedError(),
+                                   NodeDiedError("gone")], ids=lambda error: type(error).__name__)
+def test_a_worker_is_lost_whatever_has_killed_its_process(monkeypatch, error):
+    """Ray's own monitor, for example, kills workers where others have taken the machine's memory."""
+    killed = []
+
+    def get(reference):
+        raise error
+
+    monkeypatch.setattr("paceline.cluster.ray_runtime.ray.get", get)
+    monkeypatch.setattr("paceline.cluster.ray_runtime.ray.kill", killed.append)
+    runtime = RayRuntime.__new__(RayRuntime)
+    runtime._reports, runtime._failed_starts, runtime._actors = {"asked": (1, 0.0)}, {1: 1}, {1: "actor"}
+    lost = runtime._result("asked")
+    assert isinstance(lost, Lost) and lost.worker == 1 and lost.reason == _reason(error) and "\n" not in lost.reason
+    assert killed == ["actor"] and not runtime._reports
+    with pytest.raises(WorkerDied, match="worker 1 has died"):
+        _Calls({1: ("actor", ["first", "second"])}).results()
+    runtime._reports, runtime._failed_starts = {"asked": (1, 0.0)}, {1: 3}
+    with pytest.raises(WorkersLost, match="worker 1 cannot be started, it has died 3 times"):
+        runtime._result("asked")
 
 
 def test_a_defect_in_a_worker_has_a_traceback_without_colours():

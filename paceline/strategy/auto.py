@@ -1,9 +1,9 @@
 """`auto`: a conservative bandit. A drafter is used where it is surely faster than no speculation, and tried where it may be.
 
 What a step is expected to give and to take is predicted from observed draft trees and from the profiled cost curve. One ratio of
-measured over predicted milliseconds for each drafter (and for off) and batch bucket corrects the predictions. Whatever was
-predicted, the measured losses of all steps with speculation are paid from one credit; when that is empty, speculation is off.
-What was gained in a batch bucket can be lost there only: so what large batches cost does not rule out speculation in small ones.
+measured over predicted milliseconds for each drafter (and for off) and batch bucket corrects the predictions. Everything that is
+not off goes through one ledger in units of steps without speculation: trials, a drafter's catching up with the tokens that it has
+missed, and use that has turned bad. Only what the ledger still holds may be risked.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.predict import Prediction, Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
-CREDIT = 6.0
-"""Steps without speculation that may be lost at first, and at any later time: more finds drafters that pay sooner, and loses more
-where none does."""
-SHARE = 0.01
-"""Share of the time that may be lost beyond that: what it costs at most to look out for change."""
+CREDIT = 7.0
+"""Steps without speculation that may be lost: more finds drafters that pay sooner, and loses more where none does."""
+SHARE = 0.015
+"""Share of the steps that may be lost beyond that: what it costs at most to look out for change."""
 CONFIDENCE = 1.0
-"""Standard errors by which a drafter must be faster than off to be used: more is fewer losses by mistake, and later gains."""
+"""Standard errors by which a drafter must be faster than off to be taken up: more is fewer losses by mistake, and later gains."""
 SPREAD = 0.1
 """Standard error of a profiled step time before anything was measured, and of one measured step: more trusts the profile less."""
-ENOUGH = 12.0
+ENOUGH = 6.0
 """Trees that must have been seen before a drafter is judged: more trials of drafters that do not pay, fewer misjudged ones."""
 OFF_EVERY = 64
 """Steps of speculation, times its gain to the fourth, after which two steps without it are measured: how old the comparison may
 be, against the time that these steps take."""
 HOLD = 64
-"""Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
-_STOPPED = 4.0  # what a step takes beyond so many times the predicted time was caused by something else, such as a compiler
+"""Most steps that a decision holds, and steps in which a change of drafter must have paid for itself: host time against the delay
+after which gradual changes are followed."""
+_STOPPED = 4.0  # what a step takes beyond so many times the expected time was caused by something else, such as a compiler
 _OFF = Decision(Strategy.OFF)
 
 
@@ -55,6 +55,20 @@ class TimeRatio:
         return SPREAD**2 / (1 + self.weight * exp((self.seen_at - step) / (8 * MEMORY)))
 
 
+@dataclass(slots=True)
+class DrafterHistory:
+    """When a drafter was used, and when it is to be looked at again."""
+
+    used_at: int = 0
+    """Step in which it drafted last."""
+    look_at: int = 0
+    """Step from which on it is tried again although it is not expected to pay."""
+    interval: int = HOLD // 4
+    """Steps between two such trials: twice as many each time."""
+    catch_up: float = 0.01
+    """Steps without speculation that a return of the drafter costs for each step that it has missed."""
+
+
 class AutoSelector:
     """Keeps what it has seen. The same outcomes and views give the same decisions."""
 
@@ -62,10 +76,8 @@ class AutoSelector:
         self.predictor = predictor or Predictor(costs or CostCurve.unknown())
         self.times: dict[tuple[DrafterName, int], TimeRatio] = {}
         self.credit = CREDIT
-        """Steps without speculation that may still be lost, in any batch bucket."""
-        self.gained: dict[int, float] = {}
-        """By batch bucket, the same for what was gained there and for the bucket's share of the time."""
-        self.decision: Decision | None = None
+        """Steps without speculation that may still be lost."""
+        self.decision: Decision = _OFF
         """The decision that holds."""
         self.gain = 1.0
         """How many times as fast as off it is expected to be."""
@@ -73,13 +85,11 @@ class AutoSelector:
         """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
         self._machine = 0.0  # latest ratio of all
-        self._step = self._due = self._interval = self._batch = self._num_old = self._next_grant = 0
-        self._off_due, self._off_wanted, self._unit, self._since = OFF_EVERY // 4, 2, 0.0, 0.0
-        self._probed: dict[DrafterName, int] = {}
-        self._started: set[DrafterName] = set()  # drafters that have had a step in this process
+        self._step = self._due = self._interval = self._batch = self._num_old = self._new_at = 0
+        self._off_left = 0  # steps without speculation that are still to be measured
+        self._unit = self._since = 0.0
+        self._history = {name: DrafterHistory() for name in SHAPES}
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
-        self._stopped: set[DrafterName] = set()  # drafters whose last step was stopped by something else
-        self._knew_lengths = False
 
     @property
     def costs(self) -> CostCurve:
@@ -93,112 +103,124 @@ class AutoSelector:
 
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
-        requests = view.num_running
+        requests, held = view.num_running, self.decision
         self._num_old = min(self._num_old, requests)
         if requests == 0 or not view.available:
             return _OFF
         self._step += 1
         if requests >= 2 * self._num_old:
             self._requests_replaced(requests)
-        held = self.decision
-        if (held is None or self._step >= self._due or 8 * abs(requests - self._batch) > self._batch
-                or held.strategy.drafter not in ("none", *view.available) or bool(view.remaining) != self._knew_lengths):
-            held = self._decide(view)
-        if held.strategy.drafter == "none":
+        drafter = held.strategy.drafter
+        if self._step >= self._due or 8 * abs(requests - self._batch) > self._batch or drafter not in ("none", *view.available):
+            return self._decide(view)
+        if drafter == "none":
             return held
-        if self._step >= self._off_due and view.num_prefill_rows == 0:
-            self._off_wanted -= 1
-            if self._off_wanted <= 0:
-                self._off_due = self._next_off_due()
+        if self.credit < 0:
+            return self._decide(view)
+        if view.num_prefill_rows == 0 and self._must_measure_off(requests):
             return _OFF
-        if self._step % HOLD == 0:
-            return replace(held, observe=True)
+        self._history[drafter].used_at = self._step
         return held
 
+    def _must_measure_off(self, requests: int) -> bool:
+        """Whether off is to be measured in between: twice, as the first of two steps overlaps with work for the one before."""
+        if self._off_left == 0:
+            off = self._time("none", requests)
+            pause = OFF_EVERY * min(self.gain, 3.0) ** 4
+            self._off_left = 3 * (self._step - off.seen_at > (pause if off.weight >= 2 else pause / 8))
+        self._off_left = max(0, self._off_left - 1)
+        return self._off_left > 0
+
     def _decide(self, view: StepView) -> Decision:
-        """The strategy with the largest gain whose lower confidence bound is above off; otherwise, as far as there is credit,
-        one whose upper bound is."""
-        requests = view.num_running
-        self._batch, self._knew_lengths, self._since = requests, bool(view.remaining), 0.0
-        chosen, gain, drafters = self.predictor.off(view), 1.0, [name for name in SHAPES if name in view.available]
+        """The strategy with the largest gain that is affordable. A drafter is taken up if the lower confidence bound of its speed
+        is above off, and kept while its mean is; it is tried if the upper bound is, as far as half of the credit is left."""
+        requests, before = view.num_running, self.decision.strategy.drafter
+        self._batch, self._since = requests, 0.0
+        chosen, gain, best, drafters = self.predictor.off(view), 1.0, 1.0, [name for name in SHAPES if name in view.available]
         for drafter in drafters:
-            if self._must_probe(drafter, requests) and view.num_prefill_rows == 0:
-                self._probed[drafter], self._due = self._step, self._step + 1
-                return self._hold(self.predictor.probe(drafter, requests), 0.0, 1.0)
+            if view.num_prefill_rows == 0 and self._must_look(drafter):
+                return self._look(drafter, requests)
         for drafter in drafters:
             found = self.predictor.best(drafter, view)
             if found is None:
                 continue
-            speed, error = self._compare(found, drafter, requests, view.context)
-            is_sure = speed * exp(-CONFIDENCE * error) > 1
-            left = self.credit_at(requests) + (1.5 if is_sure else 0.5) - found.progress / speed  # if no draft token is accepted
-            if left > 0 and (speed if is_sure else speed * exp(CONFIDENCE * error)) > gain:
-                chosen, gain = found, max(speed, 1.0)
-        before = self.decision.strategy if self.decision is not None else None
-        self._interval = min(2 * self._interval, HOLD) if chosen.strategy == before else 2
+            is_kept = drafter == before
+            switch = 0.0 if is_kept else self._switch(drafter)
+            speed, error = self._compare(found, drafter, view, switch)
+            is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
+            value = speed if is_sure else speed * exp(CONFIDENCE * error)
+            if value > best and self._can_lose(found.progress / speed - 1 + switch, is_sure):
+                chosen, gain, best = found, max(speed, 1.0), value
+        drafter = chosen.strategy.drafter
+        self._interval = min(2 * self._interval, HOLD) if drafter == before else 4
         self._due = self._step + self._interval
-        level = 1.0 if chosen.num_drafted_for == 0 else self.predictor.acceptance[chosen.strategy.drafter].level
-        return self._hold(chosen.decision(view), chosen.accepted / level, gain)
+        level = 1.0
+        if drafter != "none":
+            history, level = self._history[drafter], self.predictor.acceptance[drafter].level
+            history.used_at, history.interval, history.look_at = self._step, HOLD // 4, self._step + HOLD // 4
+        decision = chosen.decision(view)
+        self._hold(decision, chosen.accepted / level, gain)
+        return replace(decision, observe=drafter != "none")
 
-    def credit_at(self, requests: int) -> float:
-        """Steps without speculation that may still be lost with so many requests."""
-        return self.credit + self.gained.get(bucket_of(requests), 0.0)
+    def _can_lose(self, worst: float, is_sure: bool) -> bool:
+        """Whether so many steps may be lost. Half of the credit is for drafters that are sure to pay."""
+        return self.credit - worst > (0.0 if is_sure else CREDIT / 2)
 
-    def _must_probe(self, drafter: DrafterName, requests: int) -> bool:
-        """Whether the drafter is not known well enough, or has been in use for long since its trees were looked at, and there is
-        credit to try it."""
-        since = self._step - self._probed.get(drafter, -2)
-        is_used = self.decision is not None and self.decision.strategy.drafter == drafter
-        is_unknown = since > 1 and self._evidence(drafter) < ENOUGH  # its last outcome may arrive one step late
-        return self.credit_at(requests) > 0.5 and (is_unknown or (is_used and since > 2 * HOLD))
+    def _switch(self, drafter: DrafterName) -> float:
+        """Steps without speculation that it is expected to take until the drafter has caught up with the tokens it has missed."""
+        history = self._history[drafter]
+        return history.catch_up * (self._step - 1 - max(history.used_at, self._new_at))
 
-    def _evidence(self, drafter: DrafterName) -> float:
-        return self.predictor.acceptance[drafter].evidence(self._step)
+    def _must_look(self, drafter: DrafterName) -> bool:
+        """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it."""
+        history, known = self._history[drafter], self.predictor.acceptance[drafter].evidence(0)
+        is_due = history.look_at <= self._step and drafter != self.decision.strategy.drafter
+        is_unknown = known < ENOUGH and history.used_at < self._step - 1  # its last outcome may arrive one step late
+        return (is_due or is_unknown) and self._can_lose(0.5 + self._switch(drafter), False)
+
+    def _look(self, drafter: DrafterName, requests: int) -> Decision:
+        history = self._history[drafter]
+        history.used_at, history.look_at = self._step, self._step + history.interval
+        history.interval, self._due = min(2 * history.interval, 8 * HOLD), self._step + 1
+        return self._hold(self.predictor.probe(drafter, requests), 0.0, 1.0)
 
     def _hold(self, decision: Decision, unit: float, gain: float) -> Decision:
         self.decision, self._unit, self.gain = decision, unit, gain
         return decision
 
-    def _compare(self, found: Prediction, drafter: DrafterName, requests: int, context: float) -> tuple[float, float]:
+    def _compare(self, found: Prediction, drafter: DrafterName, view: StepView, switch: float) -> tuple[float, float]:
         """How many times as fast as off a strategy is expected to be, and the relative standard error of that."""
-        own, off = self._time(drafter, requests), self._time("none", requests)
-        speed = found.progress * float(self.costs.off_ms(requests, context)) / found.ms * exp(off.log - own.log)
-        tokens = found.accepted / (1 + found.accepted) / max(self._evidence(drafter), 1.0)
-        return speed, sqrt(off.variance(self._step) + own.variance(self._step) + tokens)
+        own, off, step = self._time(drafter, view.num_running), self._time("none", view.num_running), self._step
+        cost = found.ms / float(self.costs.off_ms(view.num_running, view.context)) * exp(own.log - off.log) + switch / HOLD
+        tokens = found.accepted / (1 + found.accepted) / max(self.predictor.acceptance[drafter].evidence(step), 1.0)
+        return found.progress / cost, sqrt(off.variance(step) + own.variance(step) + tokens)
 
     def _time(self, drafter: DrafterName, requests: int) -> TimeRatio:
         """The ratio of a drafter in a batch bucket. The first guess is the latest one in another bucket; before off was measured,
         that of the machine, which the profile may have found busier than it is."""
         key = (drafter, bucket_of(requests))
-        if key not in self.times:
-            if drafter == "none":
-                self._off_due = min(self._off_due, self._step + int(OFF_EVERY * min(self.gain, 3.0) ** 4) // 8)
+        found = self.times.get(key)
+        if found is None:
             known = drafter in self._latest  # the first step of a batch size can be slow: it is not believed at once
-            self.times[key] = TimeRatio(self._latest.get(drafter, self._machine), ENOUGH / 4 if known else 0.0, self._step)
+            found = self.times[key] = TimeRatio(self._latest.get(drafter, self._machine), 2.0 if known and drafter != "none" else 0.0,
+                                                self._step)
         if drafter == "none" and "none" not in self._latest:
-            self.times[key].log = self._machine
-        return self.times[key]
-
-    def _next_off_due(self) -> int:
-        self._off_wanted = 2
-        return self._step + int(OFF_EVERY * min(self.gain, 3.0) ** 4)
+            found.log = self._machine
+        return found
 
     def _requests_replaced(self, requests: int) -> None:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
-        self._num_old, self._due = requests, self._step
-        if self.credit_at(requests) < 1 and self._step >= self._next_grant:
-            bucket, self._next_grant = bucket_of(requests), self._step + int(1 / SHARE)
-            self.gained[bucket] = self.gained.get(bucket, 0.0) + 1
+        self._num_old, self._new_at, self._due = requests, self._step, self._step
         for name, acceptance in self.predictor.acceptance.items():
-            is_used = self.decision is None or self.decision.strategy.drafter == name
-            acceptance.limit_evidence(self._step, ENOUGH if is_used else ENOUGH - 1)
+            acceptance.limit_evidence(self._step, 2 * ENOUGH)
+            history = self._history[name]
+            history.look_at = min(history.look_at, max(self._step, history.used_at + 2 * HOLD))
 
     # -- after a step
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a completed step."""
-        decision, requests = outcome.decision, outcome.num_requests
-        drafter = decision.strategy.drafter
+        requests, drafter = outcome.num_requests, outcome.decision.strategy.drafter
         if drafter != "none" and requests:
             self._follow(outcome)
         if not outcome.is_timed:
@@ -207,52 +229,26 @@ class AutoSelector:
         if outcome.host_ms:
             self.costs.observe_host(outcome.host_ms)
         was, self._last = self._last, drafter
-        predicted = max(self.costs.step_ms(outcome), 1e-6)
-        own = self._time(drafter, requests)
+        own, predicted = self._time(drafter, requests), max(self.costs.step_ms(outcome), 1e-6)
+        ratio = min(outcome.ms / predicted, _STOPPED * exp(own.log))
         if drafter == "none":
             if was == "none":  # the first one overlaps with the host's work on steps with speculation
-                own.observe(outcome.ms / predicted, self._step)
+                own.observe(ratio, self._step)
                 self._latest["none"] = self._machine = own.log
-                if decision.expected_progress:  # off was chosen: it need not be measured
-                    self._off_due = self._next_off_due()
-            self._count(requests, SHARE)
+            self.credit = min(self.credit + SHARE, CREDIT)
             return
-        if drafter not in self._started:
-            self._started.add(drafter)
-            return  # its first step loads kernels
-        most = _STOPPED * exp(own.log)
-        ratio = min(outcome.ms / predicted, most)
-        if ratio == most and drafter not in self._stopped:
-            self._stopped.add(drafter)
-            return  # it counts if it happens again
-        if ratio < most:
-            self._stopped.discard(drafter)
+        off = self._time("none", requests)
+        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(off.log)
         if was == drafter or ratio < exp(own.log):  # a drafter's first step catches up with what was generated without it
             self.cost_error += (abs(log(ratio) - own.log) - self.cost_error) / MEMORY
             own.observe(ratio, self._step)
             self._latest[drafter] = self._machine = own.log
-        off = self._time("none", requests)
-        least = off.log - CONFIDENCE * sqrt(off.variance(self._step))  # what off may take in fact
-        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(least)
-        self._pay(drafter, requests, outcome.progress, ratio * predicted / off_ms)
-
-    def _pay(self, drafter: DrafterName, requests: int, progress: float, cost: float) -> None:
-        """Count what a step with speculation gained or lost: both in steps without speculation. If the decision that holds has
-        lost much, what was expected of the drafter is outdated."""
-        self._count(requests, progress - cost + SHARE * cost)
-        self._since = min(self._since + progress - cost, 0.0)
-        if self.credit_at(requests) < 0 or self._since < -CREDIT / 3:
+        gained = outcome.progress - ratio * predicted / off_ms
+        self.credit = min(self.credit + gained + SHARE, CREDIT)
+        self._since = min(self._since + gained, 0.0)
+        if self._since < -2:  # what was expected of the drafter is outdated
             self._due, self._interval, self._since = self._step + 1, 0, 0.0
             self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
-
-    def _count(self, requests: int, steps: float) -> None:
-        """Add steps to the credit of a batch bucket, or take them away. What is lost beyond what was gained there is paid from
-        the common credit, whose debts are paid back first."""
-        bucket = bucket_of(requests)
-        back = min(max(steps, 0.0), max(-self.credit, 0.0))
-        left = self.gained.get(bucket, 0.0) + steps - back
-        self.credit += back + min(left, 0.0)
-        self.gained[bucket] = min(max(left, 0.0), CREDIT)
 
     def _follow(self, outcome: StepOutcome) -> None:
         """Learn how many draft tokens were accepted."""
@@ -262,15 +258,15 @@ class AutoSelector:
             return
         if outcome.drafts is not None:
             acceptance.observe(self._step, outcome.drafts, None if outcome.last_progress is None else outcome.last_progress - 1)
-        elif self.decision is not None and decision.strategy is self.decision.strategy:
+        elif decision.strategy is self.decision.strategy:
             expected = self._unit * acceptance.level
             self.progress_error += (abs(log(max(outcome.progress, 0.1) / (1 + expected))) - self.progress_error) / MEMORY
             acceptance.follow(self._step, expected, outcome.progress - 1, drafted if outcome.last_progress is None else 2)
 
     def drafter_replaced(self) -> None:
         """The learned drafter has new weights: what was measured of it is a first guess."""
-        self.predictor.acceptance["eagle"].limit_evidence(self._step, ENOUGH / 4)
-        self._due = self._step
+        self.predictor.acceptance["eagle"].limit_evidence(self._step, ENOUGH / 2)
+        self._history["eagle"].look_at, self._due = self._step, self._step
 
     # -- what carries over to another run
 
@@ -281,7 +277,7 @@ class AutoSelector:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave, as a first guess. ValueError, KeyError or TypeError if it is damaged."""
-        times = {(drafter, int(bucket)): TimeRatio(float(logarithm), min(float(weight), ENOUGH / 4), self._step)
+        times = {(drafter, int(bucket)): TimeRatio(float(logarithm), min(float(weight), 3.0), self._step)
                  for drafter, bucket, logarithm, weight in state["times"]}
         for name, acceptance in self.predictor.acceptance.items():
             acceptance.restore(state["acceptance"][name], self._step)

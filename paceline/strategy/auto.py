@@ -33,26 +33,35 @@ be, against the time that these steps take."""
 HOLD = 64
 """Most steps that a decision holds, and steps in which a change of drafter must have paid for itself: host time against the delay
 after which gradual changes are followed."""
-_STOPPED = 4.0  # what a step takes beyond so many times the expected time was caused by something else, such as a compiler
+_STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
 _OFF = Decision(Strategy.OFF)
 
 
 @dataclass(slots=True)
 class TimeRatio:
-    """Measured over predicted milliseconds of the steps of one drafter, or of off, in one batch bucket."""
+    """Measured over predicted milliseconds of the steps of one drafter, or of off, in one batch bucket, relative to how fast the
+    machine is at the time."""
 
     log: float = 0.0
     weight: float = 0.0
     seen_at: int = 0
+    num_since: int = 0
+    """Of off: number of steps with a drafter since it was measured."""
 
-    def observe(self, ratio: float, step: int) -> None:
-        """Count a step. Where much is known, a single one that is far off moves the mean by a little only."""
-        most = max(3 * SPREAD, 1.5 / (1 + self.weight))
-        self.weight, self.seen_at = min(self.weight + 1, MEMORY), step
-        self.log += min(max(log(ratio) - self.log, -most), most) / (self.weight + 1)
+    def largest_error(self) -> float:
+        """What is believed of a step that is far off: the less, the more is known."""
+        return max(3 * SPREAD, 1.5 / (1 + self.weight))
+
+    def observe(self, error: float, step: int) -> None:
+        """Count a step whose time was mispredicted by so much."""
+        self.weight, self.seen_at, self.num_since = min(self._left(step) + 1, MEMORY), step, 0
+        self.log += error / (1 + self.weight)
 
     def variance(self, step: int) -> float:
-        return SPREAD**2 / (1 + self.weight * exp((self.seen_at - step) / (8 * MEMORY)))
+        return SPREAD**2 / (1 + self._left(step))
+
+    def _left(self, step: int) -> float:
+        return self.weight * exp((self.seen_at - step) / (8 * MEMORY))
 
 
 @dataclass(slots=True)
@@ -63,7 +72,7 @@ class DrafterHistory:
     """Step in which it drafted last."""
     look_at: int = 0
     """Step from which on it is tried again although it is not expected to pay."""
-    interval: int = HOLD // 4
+    interval: int = HOLD // 2
     """Steps between two such trials: twice as many each time."""
     catch_up: float = 0.01
     """Steps without speculation that a return of the drafter costs for each step that it has missed."""
@@ -83,10 +92,12 @@ class AutoSelector:
         """How many times as fast as off it is expected to be."""
         self.cost_error = self.progress_error = 0.0
         """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
+        self._machine, self._num_timed = 0.0, 0  # how much slower the machine is now than its profile says, and since how many steps
+        self._machine_at_off = 0.0  # the same when off was measured
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
-        self._machine = 0.0  # latest ratio of all
         self._step = self._due = self._interval = self._batch = self._num_old = self._new_at = 0
         self._off_left = 0  # steps without speculation that are still to be measured
+        self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
         self._unit = self._since = 0.0
         self._history = {name: DrafterHistory() for name in SHAPES}
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
@@ -103,64 +114,69 @@ class AutoSelector:
 
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
-        requests, held = view.num_running, self.decision
+        requests, drafter = view.num_running, self.decision.strategy.drafter
         self._num_old = min(self._num_old, requests)
         if requests == 0 or not view.available:
             return _OFF
         self._step += 1
         if requests >= 2 * self._num_old:
             self._requests_replaced(requests)
-        drafter = held.strategy.drafter
-        if self._step >= self._due or 8 * abs(requests - self._batch) > self._batch or drafter not in ("none", *view.available):
-            return self._decide(view)
-        if drafter == "none":
-            return held
-        if self.credit < 0:
-            return self._decide(view)
-        if view.num_prefill_rows == 0 and self._must_measure_off(requests):
+        if view.num_prefill_rows == 0 and drafter != "none" and self._must_measure_off(requests):
             return _OFF
-        self._history[drafter].used_at = self._step
-        return held
+        is_due = self._step >= self._due or 8 * abs(requests - self._batch) > self._batch
+        if is_due or (drafter != "none" and (self.credit < 0 or drafter not in view.available)):
+            return self._decide(view)
+        if drafter != "none":
+            self._history[drafter].used_at = self._step
+        return self.decision
 
     def _must_measure_off(self, requests: int) -> bool:
         """Whether off is to be measured in between: twice, as the first of two steps overlaps with work for the one before."""
         if self._off_left == 0:
             off = self._time("none", requests)
-            pause = OFF_EVERY * min(self.gain, 3.0) ** 4
-            self._off_left = 3 * (self._step - off.seen_at > (pause if off.weight >= 2 else pause / 8))
+            pause = OFF_EVERY * min(self.gain, 2.0) ** 4
+            is_old = off.num_since > (pause if off.weight >= 2 else pause / 8)
+            self._off_left = 3 * (is_old or abs(self._machine - self._machine_at_off) > 4 * SPREAD)
         self._off_left = max(0, self._off_left - 1)
-        return self._off_left > 0
+        if self._off_left == 0:
+            return False
+        self._machine_at_off = self._machine
+        return True
 
     def _decide(self, view: StepView) -> Decision:
         """The strategy with the largest gain that is affordable. A drafter is taken up if the lower confidence bound of its speed
         is above off, and kept while its mean is; it is tried if the upper bound is, as far as half of the credit is left."""
-        requests, before = view.num_running, self.decision.strategy.drafter
+        requests, home = view.num_running, self._home
         self._batch, self._since = requests, 0.0
-        chosen, gain, best, drafters = self.predictor.off(view), 1.0, 1.0, [name for name in SHAPES if name in view.available]
+        drafters = [name for name in SHAPES if name in view.available]
         for drafter in drafters:
             if view.num_prefill_rows == 0 and self._must_look(drafter):
                 return self._look(drafter, requests)
+        chosen, gain, best, is_trial = self.predictor.off(view), 1.0, 1.0, False
         for drafter in drafters:
             found = self.predictor.best(drafter, view)
             if found is None:
                 continue
-            is_kept = drafter == before
+            is_kept = drafter == home
             switch = 0.0 if is_kept else self._switch(drafter)
             speed, error = self._compare(found, drafter, view, switch)
             is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
-            value = speed if is_sure else speed * exp(CONFIDENCE * error)
+            value = speed * (1 + SPREAD * is_kept) if is_sure else speed * exp(CONFIDENCE * error)
             if value > best and self._can_lose(found.progress / speed - 1 + switch, is_sure):
-                chosen, gain, best = found, max(speed, 1.0), value
-        drafter = chosen.strategy.drafter
-        self._interval = min(2 * self._interval, HOLD) if drafter == before else 4
-        self._due = self._step + self._interval
-        level = 1.0
+                chosen, gain, best, is_trial = found, max(speed, 1.0), value, not is_sure
+        drafter, level = chosen.strategy.drafter, 1.0
+        if is_trial:
+            self._due = self._step + 2
+        else:
+            self._interval = min(2 * self._interval, HOLD) if drafter == home else 4
+            self._due, self._home = self._step + self._interval, drafter
         if drafter != "none":
             history, level = self._history[drafter], self.predictor.acceptance[drafter].level
-            history.used_at, history.interval, history.look_at = self._step, HOLD // 4, self._step + HOLD // 4
-        decision = chosen.decision(view)
-        self._hold(decision, chosen.accepted / level, gain)
-        return replace(decision, observe=drafter != "none")
+            history.used_at = self._step
+            if drafter == home:
+                history.interval = HOLD // 2
+        self.decision, self._unit, self.gain = chosen.decision(view), chosen.accepted / level, gain
+        return replace(self.decision, observe=drafter != "none")
 
     def _can_lose(self, worst: float, is_sure: bool) -> bool:
         """Whether so many steps may be lost. Half of the credit is for drafters that are sure to pay."""
@@ -174,19 +190,16 @@ class AutoSelector:
     def _must_look(self, drafter: DrafterName) -> bool:
         """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it."""
         history, known = self._history[drafter], self.predictor.acceptance[drafter].evidence(0)
-        is_due = history.look_at <= self._step and drafter != self.decision.strategy.drafter
+        is_due = history.look_at <= self._step and drafter != self._home
         is_unknown = known < ENOUGH and history.used_at < self._step - 1  # its last outcome may arrive one step late
         return (is_due or is_unknown) and self._can_lose(0.5 + self._switch(drafter), False)
 
     def _look(self, drafter: DrafterName, requests: int) -> Decision:
+        """Try the drafter in one step, after which it is decided anew."""
         history = self._history[drafter]
         history.used_at, history.look_at = self._step, self._step + history.interval
         history.interval, self._due = min(2 * history.interval, 8 * HOLD), self._step + 1
-        return self._hold(self.predictor.probe(drafter, requests), 0.0, 1.0)
-
-    def _hold(self, decision: Decision, unit: float, gain: float) -> Decision:
-        self.decision, self._unit, self.gain = decision, unit, gain
-        return decision
+        return self.predictor.probe(drafter, requests)
 
     def _compare(self, found: Prediction, drafter: DrafterName, view: StepView, switch: float) -> tuple[float, float]:
         """How many times as fast as off a strategy is expected to be, and the relative standard error of that."""
@@ -196,16 +209,12 @@ class AutoSelector:
         return found.progress / cost, sqrt(off.variance(step) + own.variance(step) + tokens)
 
     def _time(self, drafter: DrafterName, requests: int) -> TimeRatio:
-        """The ratio of a drafter in a batch bucket. The first guess is the latest one in another bucket; before off was measured,
-        that of the machine, which the profile may have found busier than it is."""
+        """The ratio of a drafter in a batch bucket. The first guess is the latest one in another bucket."""
         key = (drafter, bucket_of(requests))
         found = self.times.get(key)
         if found is None:
             known = drafter in self._latest  # the first step of a batch size can be slow: it is not believed at once
-            found = self.times[key] = TimeRatio(self._latest.get(drafter, self._machine), 2.0 if known and drafter != "none" else 0.0,
-                                                self._step)
-        if drafter == "none" and "none" not in self._latest:
-            found.log = self._machine
+            found = self.times[key] = TimeRatio(self._latest.get(drafter, 0.0), 2.0 * (known and drafter != "none"), self._step)
         return found
 
     def _requests_replaced(self, requests: int) -> None:
@@ -214,7 +223,7 @@ class AutoSelector:
         for name, acceptance in self.predictor.acceptance.items():
             acceptance.limit_evidence(self._step, 2 * ENOUGH)
             history = self._history[name]
-            history.look_at = min(history.look_at, max(self._step, history.used_at + 2 * HOLD))
+            history.look_at = min(history.look_at, max(self._step, history.used_at + 4 * HOLD))
 
     # -- after a step
 
@@ -230,25 +239,30 @@ class AutoSelector:
             self.costs.observe_host(outcome.host_ms)
         was, self._last = self._last, drafter
         own, predicted = self._time(drafter, requests), max(self.costs.step_ms(outcome), 1e-6)
-        ratio = min(outcome.ms / predicted, _STOPPED * exp(own.log))
+        error = min(log(outcome.ms / predicted) - self._machine - own.log, _STOPPED)
+        if was == drafter or (error < 0 and drafter != "none"):  # otherwise it catches up, or overlaps with work for other steps
+            most = own.largest_error()
+            error = min(max(error, -most), most)
+            weight = 1 / min(self._num_timed + 1, 8)
+            self._num_timed += 1
+            self._machine += weight * error
+            own.observe((1 - weight) * error, self._step)
+            error *= (1 - weight) * (1 - 1 / (1 + own.weight))
+            self._latest[drafter] = own.log
+            if drafter != "none":
+                self.cost_error += (abs(error) - self.cost_error) / MEMORY
         if drafter == "none":
-            if was == "none":  # the first one overlaps with the host's work on steps with speculation
-                own.observe(ratio, self._step)
-                self._latest["none"] = self._machine = own.log
-            self.credit = min(self.credit + SHARE, CREDIT)
+            self.credit = max(self.credit, min(self.credit + SHARE, CREDIT))
             return
         off = self._time("none", requests)
+        off.num_since += 1
         off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(off.log)
-        if was == drafter or ratio < exp(own.log):  # a drafter's first step catches up with what was generated without it
-            self.cost_error += (abs(log(ratio) - own.log) - self.cost_error) / MEMORY
-            own.observe(ratio, self._step)
-            self._latest[drafter] = self._machine = own.log
-        gained = outcome.progress - ratio * predicted / off_ms
-        self.credit = min(self.credit + gained + SHARE, CREDIT)
+        gained = outcome.progress - predicted * exp(own.log + error) / off_ms
+        self.credit = min(self.credit + gained + SHARE, 3 * CREDIT)
         self._since = min(self._since + gained, 0.0)
-        if self._since < -2:  # what was expected of the drafter is outdated
-            self._due, self._interval, self._since = self._step + 1, 0, 0.0
-            self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
+        if self._since < -3:  # what was expected of the drafter is outdated
+            self._due, self._interval, self._since = self._step + 1, 2, 0.0
+            self.predictor.acceptance[drafter].limit_evidence(self._step, 2 * ENOUGH)
 
     def _follow(self, outcome: StepOutcome) -> None:
         """Learn how many draft tokens were accepted."""

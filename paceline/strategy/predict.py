@@ -114,6 +114,7 @@ class Predictor:
         drafted, counts = min(requests, MAX_OBSERVED), np.arange(1, MAX_NODES + 1)
         rows = requests + drafted * counts
         cheap = self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
+        drafted = max(1, min(drafted, drafted * int(cheap.sum()) // _LEAST_PROBED))
         nodes = max(1, int(((cheap | (counts <= _LEAST_PROBED)) & (rows <= self._max_rows(requests))).sum()))
         if drafter == "eagle":
             depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))

@@ -328,7 +328,7 @@ class StepOutcome:
     context: float = 0.0
     """Mean context length of its decode requests."""
     host_ms: float = 0.0
-    """Milliseconds of the host's work on the step, if that overlaps with another step on the device; otherwise 0."""
+    """Milliseconds of the host's work on the step; 0 if it was not measured."""
     drafts: DraftOutcomes | None = None
     """Outcomes of its draft tokens, if they were observed."""
     last_progress: float | None = None

@@ -142,6 +142,7 @@ class Engine:
             self._process()
         began = self.executor.graphs.now()
         step = self.planner.plan(decision, self.version)
+        self._timer.planned(began)
         if step is not None:
             launched = InFlight(step, self.executor.execute(step.command), began, self._timer.launched(began))
         if not self._results:
@@ -306,7 +307,9 @@ class Engine:
         """Measure what steps cost, in about so many seconds (without captures), or read what an earlier start measured.
         Selectors that predict step times start from this cost curve; without it they start from a guess and learn from their
         steps."""
-        self._control.set_costs(load_or_profile(self.dummy_steps, self._identity, seconds, folder))
+        costs = load_or_profile(self.dummy_steps, self._identity, seconds, folder)
+        costs.waits_for_host = not self.planner.pipelined
+        self._control.set_costs(costs)
         learned = None if self._control.has_learned else read_learned(self._identity, folder)
         if learned is not None:
             self.restore_selection(learned)

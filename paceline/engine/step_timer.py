@@ -7,7 +7,6 @@ step, which may be of another kind, count as time of a step that the device has 
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 from paceline.engine.executor import PendingStep
@@ -42,7 +41,7 @@ class StepTime(NamedTuple):
     """Whether it says something about other steps of this kind: nothing was captured meanwhile, and the device did not have to
     finish something else first."""
     host_ms: float
-    """Time of the host's own work, in milliseconds; 0 where the host does not work while the device does."""
+    """Time of the host's own work, in milliseconds."""
 
 
 class StepTimer:
@@ -52,7 +51,7 @@ class StepTimer:
         self._graphs = graphs
         self._processed = Timestamp(0.0)  # when the outputs of the last step were processed
         self._idle_from = self._idle_s = 0.0  # when the engine was done with a step, and how long it was idle until the next
-        self._resumed_at = 0.0
+        self._resumed_at = self._plan_seconds = 0.0
         self._read_at = 0.0  # when the outputs that are being processed had arrived
         self._pipelined = False  # whether the step was launched before the outputs of the one before were read
         self.came_late = False
@@ -61,8 +60,12 @@ class StepTimer:
 
     def resume(self) -> None:
         """The caller lets the engine work again."""
-        self._resumed_at = time.perf_counter()
+        self._resumed_at = self._graphs.now().at
         self._idle_s = self._resumed_at - self._idle_from
+
+    def planned(self, began: Timestamp) -> None:
+        """A step that began at that time has been planned, and is about to be launched."""
+        self._plan_seconds = self._graphs.now().at - began.at
 
     def launched(self, began: Timestamp) -> Launch:
         """A step was launched."""
@@ -74,14 +77,14 @@ class StepTimer:
         """Wait for the outputs of a step. `pipelined`: whether steps are launched before the outputs of the last one are read."""
         self._pipelined, self.came_late = pipelined, pipelined and step.pending.sampled.has_arrived
         step.pending.sampled.wait()
-        self._read_at = time.perf_counter()
+        self._read_at = self._graphs.now().at
 
     def processed(self, step: InFlight) -> StepTime:
         """The outputs of the step were processed. Returns its time."""
         since = step.began if self._device_waited else max(step.began, self._processed)
         now = self._graphs.now()
         seconds = now.at - since.at - (now.capture_seconds - since.capture_seconds)
-        host_seconds = step.launch.seconds + now.at - self._read_at if self._pipelined else 0.0
+        host_seconds = (step.launch.seconds if self._pipelined else self._plan_seconds) + now.at - self._read_at
         if self.came_late:
             seconds = max(_device_seconds(step) or 0.0, min(host_seconds, seconds - self._idle_s))
         elif self._device_waited:  # from some point of this step's launch on

@@ -60,8 +60,6 @@ class Acceptance:
     def limit_evidence(self, step: int, most: float) -> None:
         """The drafter or the text is new: what was seen before is worth so many trees."""
         self._evidence, self._seen_at = min(most, self.evidence(step)), step
-        counts = np.stack([self._trees, self._nodes, self._accepted])
-        self._trees, self._nodes, self._accepted = counts * np.minimum(1.0, most / np.maximum(self._trees, 1e-9))
 
     def follow(self, step: int, expected: float, accepted: float, trees: int) -> None:
         """Count a step whose draft tokens were not observed: `accepted` of `expected` were accepted for each of so many

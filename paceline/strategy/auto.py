@@ -222,6 +222,7 @@ class AutoSelector:
         self._num_old, self._new_at, self._due = requests, self._step, self._step
         for name, acceptance in self.predictor.acceptance.items():
             acceptance.limit_evidence(self._step, 2 * ENOUGH)
+            acceptance.level = 1.0
             history = self._history[name]
             history.look_at = min(history.look_at, max(self._step, history.used_at + 4 * HOLD))
 
@@ -236,7 +237,7 @@ class AutoSelector:
             self._last = None
             return
         if outcome.host_ms:
-            self.costs.observe_host(outcome.host_ms)
+            self.costs.observe_host(outcome.host_ms, requests)
         was, self._last = self._last, drafter
         own, predicted = self._time(drafter, requests), max(self.costs.step_ms(outcome), 1e-6)
         error = min(log(outcome.ms / predicted) - self._machine - own.log, _STOPPED)

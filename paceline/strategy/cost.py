@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from paceline.types import DrafterName, StepOutcome
 
 _NUM_HOST_SAMPLES = 9
+_HOST_FIXED = 8
+"""Number of requests that take the host as long as what it does once per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,10 @@ class CostCurve:
     trees: Points | None = None
     """Like `policy`, for steps with draft trees; None: they cost the same."""
     host_ms: float = 0.0
-    """Recent ms of the host's work on a step. Steps with suffix drafts wait for it, because the drafter needs the last tokens."""
+    """Recent ms of the host's work on a step, divided by the number of requests and `_HOST_FIXED`."""
+    waits_for_host: bool = False
+    """Whether all steps wait for the host's work, as on a CPU; otherwise only those with suffix drafts do, because the drafter needs
+    the last tokens."""
     _host_samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_HOST_SAMPLES))
     profiled: bool = True
     """Whether the curve was measured; otherwise it is a guess."""
@@ -102,7 +107,12 @@ class CostCurve:
 
     def off_ms(self, requests: Any, context: float = 0.0) -> Any:
         """ms of a step without speculation."""
-        return self.policy.at(requests) + (self.request_context_ms + self.row_context_ms) * requests * context / 1e3
+        ms = self.policy.at(requests) + (self.request_context_ms + self.row_context_ms) * requests * context / 1e3
+        return ms + self.host(requests) if self.waits_for_host else ms
+
+    def host(self, requests: Any) -> Any:
+        """ms of the host's work on a step."""
+        return self.host_ms * (_HOST_FIXED + requests)
 
     def ms(self, drafter: DrafterName, depth: Any, width: Any, requests: int, drafted: Any, rows: Any,
            context: float = 0.0) -> Any:
@@ -112,8 +122,8 @@ class CostCurve:
         ms = self.with_trees.at(rows) + (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
         if drafter == "eagle":
             ms = ms + self.start.at(drafted) + (depth - 1) * self.level.at(drafted * width)
-        if drafter == "suffix":
-            ms = ms + self.host_ms
+        if drafter == "suffix" or self.waits_for_host:
+            ms = ms + self.host(requests)
         return ms
 
     def step_ms(self, outcome: StepOutcome) -> float:
@@ -138,9 +148,9 @@ class CostCurve:
         sizes = np.array(self.row_sizes)
         return np.where(rows <= sizes[-1], sizes.take(sizes.searchsorted(rows), mode="clip"), rows)
 
-    def observe_host(self, ms: float) -> None:
+    def observe_host(self, ms: float, requests: int) -> None:
         """Follow the host's work per step, as the median of the last ones: now and then it compiles, or collects garbage."""
-        self._host_samples.append(ms)
+        self._host_samples.append(ms / (_HOST_FIXED + requests))
         self.host_ms = median(self._host_samples)
 
     def dumps(self) -> str:

@@ -111,11 +111,10 @@ class Predictor:
     def probe(self, drafter: DrafterName, requests: int) -> Decision:
         """A large tree for a few requests, which tells what smaller ones would give: as many draft tokens as make a step half as
         expensive again, but a few in any case."""
-        drafted, counts = min(requests, MAX_OBSERVED), np.arange(1, MAX_NODES + 1)
-        rows = requests + drafted * counts
-        cheap = self.costs.with_trees.at(self.costs.padded(rows)) <= 1.5 * self.costs.policy.at(requests)
-        drafted = max(1, min(drafted, drafted * int(cheap.sum()) // _LEAST_PROBED))
-        nodes = max(1, int(((cheap | (counts <= _LEAST_PROBED)) & (rows <= self._max_rows(requests))).sum()))
+        costs = self.costs
+        room = max(16, int(costs.with_trees.inverse(1.5 * float(costs.policy.at(requests)))) - requests)
+        drafted = max(1, min(requests, MAX_OBSERVED, room // _LEAST_PROBED))
+        nodes = min(room, self._max_rows(requests) - requests) // drafted
         if drafter == "eagle":
             depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
             return Decision(Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width))), drafted, observe=True)

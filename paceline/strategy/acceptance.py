@@ -52,6 +52,9 @@ class Acceptance:
         self.level = 1.0
         """Draft tokens accepted since the last observed trees, as a multiple of what those give."""
         self._evidence, self._seen_at = 0.0, 0
+        self.version = 0
+        """Number of changes of the counts so far."""
+        self._unit: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def evidence(self, step: int) -> float:
         """How many trees the expectations rest on. What was seen long ago counts less: text and drafter have changed."""
@@ -97,6 +100,7 @@ class Acceptance:
         for sums, new in ((self._trees, np.full((len(held), budget), float(trees))), (self._nodes, nodes[:, :budget]),
                           (self._accepted, hits[:, :budget])):
             sums[held, :budget] = keep * sums[held, :budget] + new
+        self.version, self._unit = self.version + 1, None
         after = self._mean(held[largest], budget)  # trees tell one shape from another: what the level says of all of them remains
         self.level = self.level * earlier / after if min(earlier, after) > 0.01 else 1.0
         own = float(hits[largest, :budget].sum()) / trees
@@ -106,14 +110,18 @@ class Acceptance:
     def _mean(self, shape: Any, budget: int) -> float:
         return float((self._accepted[shape, :budget] / (self._trees[shape, :budget] + _UNSEEN)).sum())
 
-    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted. 0 where
-        nothing is known."""
-        return np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), self.expected_accepted()
+    def unit(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted at level
+        1. 0 where nothing is known."""
+        if self._unit is None:
+            self._unit = (np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1),
+                          np.cumsum(self._accepted / (self._trees + _UNSEEN), 1))
+        return self._unit
 
-    def expected_accepted(self) -> NDArray[np.float64]:
-        """[S, N] the second of what `expected` returns."""
-        return self.level * np.cumsum(self._accepted / (self._trees + _UNSEEN), 1)
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[S, N] like `unit`, at the level of now."""
+        nodes, accepted = self.unit()
+        return nodes, self.level * accepted
 
     def state(self) -> dict[str, Any]:
         """What was counted, as plain numbers."""
@@ -125,4 +133,5 @@ class Acceptance:
         counts = np.array(state["counts"], float)
         if counts.shape == (3, *self._trees.shape):
             self._trees, self._nodes, self._accepted = counts
+            self.version, self._unit = self.version + 1, None
             self.level, self._evidence, self._seen_at = float(state["level"]), float(state["evidence"]), step

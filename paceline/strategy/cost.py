@@ -108,31 +108,34 @@ class CostCurve:
     def off_ms(self, requests: Any, context: float = 0.0) -> Any:
         """ms of a step without speculation."""
         ms = self.policy.at(requests) + (self.request_context_ms + self.row_context_ms) * requests * context / 1e3
-        return ms + self.host(requests) if self.waits_for_host else ms
+        return ms + self.host(requests, "none")
 
-    def host(self, requests: Any) -> Any:
-        """ms of the host's work on a step."""
-        return self.host_ms * (_HOST_FIXED + requests)
+    def host(self, requests: Any, drafter: DrafterName) -> Any:
+        """ms that a step waits for the host."""
+        return self.host_ms * (_HOST_FIXED + requests) if self.waits_for_host or drafter == "suffix" else 0.0
 
     def ms(self, drafter: DrafterName, depth: Any, width: Any, requests: int, drafted: Any, rows: Any,
            context: float = 0.0) -> Any:
         """ms of a step with draft trees. `drafted`: number of requests that are drafted for. `rows`: last tokens and draft
-        tokens of all requests. Numbers, or arrays that broadcast."""
+        tokens of all requests."""
+        return self.device_ms(drafter, depth, width, requests, drafted, rows, context) + self.host(requests, drafter)
+
+    def device_ms(self, drafter: DrafterName, depth: Any, width: Any, requests: int, drafted: Any, rows: Any,
+                  context: float) -> Any:
+        """`ms` without what the step waits for the host: of numbers, or of arrays."""
         rows = self.padded(rows)
         ms = self.with_trees.at(rows) + (self.request_context_ms * requests + self.row_context_ms * rows) * context / 1e3
         if drafter == "eagle":
             ms = ms + self.start.at(drafted) + (depth - 1) * self.level.at(drafted * width)
-        if drafter == "suffix" or self.waits_for_host:
-            ms = ms + self.host(requests)
         return ms
 
     def step_ms(self, outcome: StepOutcome) -> float:
         """Predicted ms of a completed step."""
         strategy, requests = outcome.decision.strategy, outcome.num_requests
         if strategy.drafter == "none":
-            return float(self.off_ms(requests, outcome.context))
-        return float(self.ms(strategy.drafter, strategy.depth, strategy.width, requests, outcome.num_drafted_for,
-                             outcome.num_rows, outcome.context))
+            return self.off_ms(requests, outcome.context)
+        return self.ms(strategy.drafter, strategy.depth, strategy.width, requests, outcome.num_drafted_for, outcome.num_rows,
+                       outcome.context)
 
     @property
     def with_trees(self) -> Points:

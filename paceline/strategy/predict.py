@@ -44,16 +44,24 @@ class Prediction(NamedTuple):
         return Decision(self.strategy, part, observe, self.progress, self.ms)
 
 
-class _Costs(NamedTuple):
-    """What steps with draft trees cost: [K, S, B] for K numbers of requests that are drafted for, S shapes and B numbers of draft
-    tokens."""
+class _Table(NamedTuple):
+    """All trees that a step may have, in arrays [N]: what they cost and what they give."""
 
+    shape: NDArray[np.int64]
+    """Number of the shape."""
+    budget: NDArray[np.int64]
+    """Number of draft tokens."""
+    part: NDArray[np.int64]
+    """Which of the numbers of requests is drafted for."""
+    accepted: NDArray[np.float64]
+    """Expected number of accepted draft tokens per request, at level 1."""
     ms: NDArray[np.float64]
-    """Milliseconds without context."""
+    """Milliseconds of the device without context."""
     context_ms: NDArray[np.float64]
     """Milliseconds for each token of context."""
-    possible: NDArray[np.bool_]
-    """Whether a tree may be that large."""
+    version: int
+    """Version of the counts that it was made from."""
+    costs: CostCurve
 
 
 class Predictor:
@@ -62,51 +70,52 @@ class Predictor:
     def __init__(self, costs: CostCurve) -> None:
         self.costs = costs
         self.acceptance: dict[DrafterName, Acceptance] = {name: Acceptance(name) for name in SHAPES}
-        self._tables: dict[tuple[int, int], tuple[CostCurve, _Costs]] = {}  # by the number of requests and of `drafted_counts`
+        self._tables: dict[tuple[DrafterName, int, int], _Table] = {}
 
     def off(self, view: StepView) -> Prediction:
-        return Prediction(Strategy.OFF, 0, 1.0, float(self.costs.off_ms(view.num_running, view.context)))
+        return Prediction(Strategy.OFF, 0, 1.0, self.costs.off_ms(view.num_running, view.context))
 
     def best(self, drafter: DrafterName, view: StepView) -> Prediction | None:
         """The tree shape, number of draft tokens and number of requests with the most progress per millisecond."""
-        known, requests = self.acceptance[drafter], view.num_running
+        known, requests, costs = self.acceptance[drafter], view.num_running, self.costs
         counts = drafted_counts(view)
-        if drafter == "eagle":  # it always has as many draft tokens as it may bring
-            accepted, costs = known.expected_accepted()[:, _BUDGETS - 1], self._eagle_costs(requests, counts)
-        else:
-            nodes, accepted = (values[:, _BUDGETS - 1] for values in known.expected())
-            costs = self._costs(drafter, requests, counts, nodes)
-        progress = makespan_progress(view.remaining, counts, accepted)
-        rate = np.where((accepted > 0) & costs.possible, progress / (costs.ms + costs.context_ms * view.context), 0.0)
-        place = int(rate.argmax())
-        k, s, b = np.unravel_index(place, rate.shape)
-        if rate[k, s, b] == 0:
+        table = self._table(drafter, requests, counts)
+        progress = makespan_progress(view.remaining, counts, table.part, known.level * table.accepted)
+        ms = table.ms + (table.context_ms * view.context + costs.host(requests, drafter))
+        place = int((progress / ms).argmax())
+        accepted = known.level * float(table.accepted[place])
+        if accepted == 0:
             return None
-        shape, budget, count = known.shapes[s], int(_BUDGETS[b]), int(counts[k])
+        shape, budget, count = known.shapes[table.shape[place]], int(table.budget[place]), counts[table.part[place]]
         if drafter == "eagle":  # rows that the step is padded with are computed anyway
-            rows = int(self.costs.padded(requests + count * budget))
+            rows = int(costs.padded(requests + count * budget))
             budget = max(budget, min(max_nodes(shape.depth, shape.width), (rows - requests) // count))
         strategy = Strategy(drafter, shape.depth, shape.width, budget, shape.min_survival)
-        ms = float(costs.ms[k, s, b] + costs.context_ms[k, s, b] * view.context)
-        return Prediction(strategy, count, float(progress[k, s, b]), ms, float(accepted[s, b]))
+        return Prediction(strategy, count, float(progress[place]), float(ms[place]), accepted)
 
-    def _eagle_costs(self, requests: int, counts: NDArray[np.int64]) -> _Costs:
-        """What trees of the learned drafter cost depends on the numbers of requests alone: it is computed once for each."""
-        key = (requests, len(counts))
-        costs, table = self._tables.get(key, (None, None))
-        if table is None or costs is not self.costs:
-            table = self._costs("eagle", requests, counts, _BUDGETS)
-            self._tables[key] = self.costs, table
-        return table
-
-    def _costs(self, drafter: DrafterName, requests: int, counts: NDArray[np.int64], nodes: NDArray[Any]) -> _Costs:
-        """What trees with so many draft tokens cost. `nodes` [S, B] or [B]."""
+    def _table(self, drafter: DrafterName, requests: int, counts: list[int]) -> _Table:
+        """Return all trees for these numbers of requests. What they cost depends on the numbers alone, but for suffix drafts,
+        whose number depends on the text."""
+        known, key = self.acceptance[drafter], (drafter, requests, len(counts))
+        table = self._tables.get(key)
+        if table is not None and table.costs is self.costs:
+            if table.version == known.version:
+                return table
+            if drafter == "eagle":
+                accepted = known.unit()[1][table.shape, table.budget - 1]
+                self._tables[key] = table = table._replace(accepted=accepted, version=known.version)
+                return table
         depth, width, most = _LIMITS[drafter]
-        drafted = counts[:, None, None]
-        rows = np.broadcast_to(requests + drafted * nodes, (len(counts), len(depth), len(_BUDGETS)))
-        possible = (most >= _BUDGETS) & (requests + drafted * _BUDGETS <= self._max_rows(requests))
-        ms, with_context = (self.costs.ms(drafter, depth, width, requests, drafted, rows, context) for context in (0.0, 1.0))
-        return _Costs(ms, with_context - ms, possible)
+        nodes, accepted = known.unit()
+        possible = (most >= _BUDGETS) & (requests + np.array(counts)[:, None, None] * _BUDGETS <= self._max_rows(requests))
+        part, shape, place = possible.nonzero()
+        budget, drafted = _BUDGETS[place], np.array(counts)[part]
+        rows = requests + drafted * (budget if drafter == "eagle" else nodes[shape, budget - 1])
+        ms, with_context = (self.costs.device_ms(drafter, depth[shape, 0], width[shape, 0], requests, drafted, rows, context)
+                            for context in (0.0, 1.0))
+        self._tables[key] = table = _Table(shape, budget, part, accepted[shape, budget - 1], ms, with_context - ms, known.version,
+                                           self.costs)
+        return table
 
     def probe(self, drafter: DrafterName, requests: int) -> Decision:
         """A large tree for a few requests, which tells what smaller ones would give: as many draft tokens as make a step half as
@@ -120,7 +129,7 @@ class Predictor:
             return Decision(Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width))), drafted, observe=True)
         most = max(1, min(_SUFFIX_NODES, (self._max_rows(requests) - requests) // drafted))
         nodes, least = min(nodes, most), self.acceptance[drafter].shapes[0].min_survival
-        found = float(self.acceptance[drafter].expected()[0][0, nodes - 1])  # how many it has depends on the text
+        found = float(self.acceptance[drafter].unit()[0][0, nodes - 1])  # how many it has depends on the text
         return Decision(Strategy(drafter, 8, 2, most if 0 < found < nodes / 2 else nodes, least), drafted, observe=True)
 
     def _max_rows(self, requests: int) -> int:
@@ -134,23 +143,23 @@ _LIMITS: dict[DrafterName, NDArray[np.float64]] = {
 """[3, S, 1] depth, width and largest number of draft tokens of each shape."""
 
 
-def drafted_counts(view: StepView) -> np.ndarray:
+def drafted_counts(view: StepView) -> list[int]:
     """Numbers of requests that may be drafted for: all of them, or, if the remaining lengths are known and no request waits,
     those with the most tokens left."""
     counts = [view.num_running]
     while view.remaining and counts[-1] > 1:
         counts.append(counts[-1] // 2)
-    return np.array(counts)
+    return counts
 
 
-def makespan_progress(remaining: tuple[int, ...], counts: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-    """[K, S, B] number of steps without speculation that a step is worth if so many requests are drafted for. If only those with
+def makespan_progress(remaining: tuple[int, ...], counts: list[int], part: NDArray[np.int64],
+                      accepted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[N] number of steps without speculation that a step is worth if `counts[part]` requests are drafted for. If only those with
     the most tokens left are, the others, which get one token per step, must not become the last."""
-    progress = np.broadcast_to(1 + accepted, (len(counts), *accepted.shape))
     if not remaining:
-        return progress
-    others = np.array([remaining[k] if k < len(remaining) else 0 for k in counts], float)[:, None, None]
-    return np.minimum(progress, max(remaining[0], 1) / np.maximum(others, 1e-9))
+        return 1 + accepted
+    most = [max(remaining[0], 1) / max(remaining[k] if k < len(remaining) else 0, 1e-9) for k in counts]
+    return np.minimum(1 + accepted, np.array(most)[part])
 
 
 def last_progress(remaining: Sequence[int], tokens: Sequence[int]) -> float:

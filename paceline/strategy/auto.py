@@ -96,6 +96,7 @@ class AutoSelector:
         self._machine_at_off = 0.0  # the same when off was measured
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
         self._step = self._due = self._interval = self._batch = self._num_old = self._new_at = 0
+        self._observe_at = 0  # step from which on draft tokens are observed again
         self._off_left = 0  # steps without speculation that are still to be measured
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
         self._unit = self._since = 0.0
@@ -123,7 +124,7 @@ class AutoSelector:
             self._requests_replaced(requests)
         if view.num_prefill_rows == 0 and drafter != "none" and self._must_measure_off(requests):
             return _OFF
-        is_due = self._step >= self._due or 8 * abs(requests - self._batch) > self._batch
+        is_due = self._step >= self._due or 4 * abs(requests - self._batch) > self._batch
         if is_due or (drafter != "none" and (self.credit < 0 or drafter not in view.available)):
             return self._decide(view)
         if drafter != "none":
@@ -176,7 +177,10 @@ class AutoSelector:
             if drafter == home:
                 history.interval = HOLD // 2
         self.decision, self._unit, self.gain = chosen.decision(view), chosen.accepted / level, gain
-        return replace(self.decision, observe=drafter != "none")
+        if drafter == "none" or (self._step < self._observe_at and not is_trial):
+            return self.decision
+        self._observe_at = self._step + HOLD // 4
+        return replace(self.decision, observe=True)
 
     def _can_lose(self, worst: float, is_sure: bool) -> bool:
         """Whether so many steps may be lost. Half of the credit is for drafters that are sure to pay."""

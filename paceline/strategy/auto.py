@@ -162,7 +162,7 @@ class AutoSelector:
             switch = 0.0 if is_kept else self._switch(drafter)
             speed, error = self._compare(found, drafter, view, switch)
             is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
-            value = speed * (1 + SPREAD * is_kept) if is_sure else speed * exp(CONFIDENCE * error)
+            value = speed * (1 + SPREAD * is_kept) * exp(CONFIDENCE * error * (not is_kept))
             if value > best and self._can_lose(found.progress / speed - 1 + switch, is_sure):
                 chosen, gain, best, is_trial = found, max(speed, 1.0), value, not is_sure
         drafter, level = chosen.strategy.drafter, 1.0

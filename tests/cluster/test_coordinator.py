@@ -12,6 +12,7 @@ from cluster.local import (
     EAGER,
     ChaoticRuntime,
     assert_same,
+    decide_by_known_times,
     make_cluster,
     make_engine,
     restless,
@@ -117,21 +118,17 @@ def test_suffix_drafters_learn_the_answers_of_other_workers(monkeypatch):
 
 
 def test_requests_move_to_where_there_is_room():
-    """All requests are on one worker; a second one appears. Whether a move pays is decided by measured step times, so a busy
-    machine gets several tries."""
-    for _ in range(5):
-        coordinator = make_cluster(2, EAGER, max_batch=12)
-        coordinator.runtime.kill(1)
-        coordinator.runtime.start = lambda worker: None
-        ids = submit(coordinator)
-        coordinator.step()
-        del coordinator.runtime.start
-        coordinator.runtime.start(1)
-        assert_same(run(coordinator, ids))
-        check_clean(coordinator)
-        moved = [event for event in coordinator.timeline.events if event["event"] == "migrated"]
-        if moved:
-            break
+    """All requests are on one worker; a second one appears."""
+    coordinator = make_cluster(2, EAGER, max_batch=12, decide=decide_by_known_times)
+    coordinator.runtime.kill(1)
+    coordinator.runtime.start = lambda worker: None
+    ids = submit(coordinator)
+    coordinator.step()
+    del coordinator.runtime.start
+    coordinator.runtime.start(1)
+    assert_same(run(coordinator, ids))
+    check_clean(coordinator)
+    moved = [event for event in coordinator.timeline.events if event["event"] == "migrated"]
     assert moved and not any(event["prefilled"] for event in moved)
 
 

@@ -68,7 +68,7 @@ def make_cluster(num_workers: int, config: PolicyConfig | None = None, strategy:
 
 
 def decide_by_known_times(view: ClusterView, config: PolicyConfig | None = None) -> list[Action]:
-    """The scheduling policy, with step times that no busy machine changes: a step of twice as many requests takes twice the time."""
+    """The scheduling policy with step times that do not depend on the machine: twice as many requests take twice as long."""
     return decide(replace(view, token_s=1e-3 * np.arange(len(view.token_s)), move_pause_s=0.0, move_token_s=0.0,
                           workers=tuple(replace(worker, slowdown=1.0) for worker in view.workers)), config)
 

@@ -275,7 +275,7 @@ def left_stream(address: str, draw: random.Random) -> None:
 
 def wrong(address: str, draw: random.Random) -> None:
     change = draw.choice([{"temperature": -1}, {"max_tokens": -1}, {"n": 10**9}, {"prompt": 3.5}, {"top_p": "x"},
-                          {"seed": 2**80}, {"prompt": [10**9]}, {"model": None}, {"logit_bias": {"a": 1}}, {"stop": [""]}])
+                          {"seed": 2**80}, {"prompt": [10**9]}, {"model": "another"}, {"logit_bias": {"a": 1}}, {"stop": [""]}])
     said = httpx.post(f"{address}/v1/completions", json={**ASKED, **change}, timeout=PATIENCE_S)
     assert 400 <= said.status_code < 500, (change, said.status_code, said.text[:300])
 

@@ -1,4 +1,4 @@
-"""Fixtures of the server for trainers. Other tests of this folder have their own of the same names."""
+"""Servers in this process: a plain one, and one for trainers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import threading
 
 import httpx
 import pytest
-from rl_clients import KEY, make_engine, ok, serve, write_weights
-from running import tokenizer
+import rl_clients
+from rl_clients import KEY, ok, serve, write_weights
+from running import RunningServer, make_engine, tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    return tokenizer(tmp_path_factory.mktemp("rl"))
+    return tokenizer(tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture(scope="module")
+def server(tokens):
+    with RunningServer(make_engine(tokens)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def engines(tokens):
     """Engines without speculation that say what is right, for three different weights."""
-    return [make_engine(tokens, seed) for seed in range(3)]
+    return [rl_clients.make_engine(tokens, seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tokens, folder):
+def rl_server(tokens, folder):
     with serve(tokens, folder) as running:
         running.http = httpx.Client(base_url=running.address, headers=KEY, timeout=300)
         yield running
@@ -38,19 +45,19 @@ def server(tokens, folder):
 
 
 @pytest.fixture
-def http(server, folder):
+def http(rl_server, folder):
     """A client of a server whose weights are those of seed 0."""
-    yield server.http
-    server.http.post("/resume")
-    server.http.post("/wake_up")
-    ok(server.http.post("/update_weights", json={"weight_dir": str(folder / "step-0")}))
+    yield rl_server.http
+    rl_server.http.post("/resume")
+    rl_server.http.post("/wake_up")
+    ok(rl_server.http.post("/update_weights", json={"weight_dir": str(folder / "step-0")}))
 
 
 @pytest.fixture
-def slow(server):
+def slow(rl_server):
     """Steps that take long enough to do something meanwhile."""
-    step = server.engine.step
+    step = rl_server.engine.step
     hold = threading.Event()
-    server.engine.step = lambda: (hold.wait(0.02), step())[1]
-    yield server
-    server.engine.step = step
+    rl_server.engine.step = lambda: (hold.wait(0.02), step())[1]
+    yield rl_server
+    rl_server.engine.step = step

@@ -208,12 +208,12 @@ def test_an_adapter_is_merged_and_taken_out_again(http, tokens, folder):
 
 # -- Who may do it
 
-def test_the_key_is_needed_everywhere_and_may_be_a_password(server):
-    paths = [route.path for route in server.app.routes if route.path not in ("/health", "/metrics")]
+def test_the_key_is_needed_everywhere_and_may_be_a_password(rl_server):
+    paths = [route.path for route in rl_server.app.routes if route.path not in ("/health", "/metrics")]
     assert len(paths) >= 50
-    with httpx.Client(base_url=server.address) as stranger:
+    with httpx.Client(base_url=rl_server.address) as stranger:
         for path in paths:
-            methods = next(route.methods for route in server.app.routes if route.path == path)
+            methods = next(route.methods for route in rl_server.app.routes if route.path == path)
             assert stranger.request(min(methods - {"HEAD"}), path).status_code == 401, path
         for password, status in (("secret", 200), ("wrong", 401), ("", 401)):
             assert stranger.get("/get_world_size", auth=("anybody", password)).status_code == status

@@ -178,7 +178,7 @@ def test_sglangs_and_areals_weights_from_a_folder(http, engines, folder):
     assert "first" in refused(http.post("/areal_update_weights_xccl", json={}))
 
 
-def test_what_is_asked_about_the_server(http, server):
+def test_what_is_asked_about_the_server(http, rl_server):
     assert ok(http.get("/get_world_size"))["world_size"] == 1
     assert ok(http.get("/get_model_info"))["model_path"] == ok(http.get("/server_info"))["served_model_name"] == "tiny"
     assert ok(http.get("/health_generate")) == {"status": "ok"} and http.get("/flush_cache").status_code == 200

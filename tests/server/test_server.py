@@ -10,23 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from running import RunningServer, make_engine, tokenizer, wait_until
+from running import RunningServer, make_engine, wait_until
 
 from paceline import SamplingParams
 from paceline.engine import Engine
 
 PROMPTS = ["abc", "hello", "zyx"]
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tokenizer(tmp_path_factory.mktemp("server"))
-
-
-@pytest.fixture(scope="module")
-def server(tokens):
-    with RunningServer(make_engine(tokens)) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

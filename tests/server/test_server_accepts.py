@@ -14,7 +14,7 @@ import openai
 import pytest
 import tiny
 import torch
-from running import TEMPLATE, RunningServer, make_engine, tokenizer, wait_until
+from running import TEMPLATE, RunningServer, make_engine, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -31,17 +31,6 @@ from paceline.server.scoring import score
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "server.md"
 ASK = {"model": "tiny", "prompt": "hello", "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tokenizer(tmp_path_factory.mktemp("server"))
-
-
-@pytest.fixture(scope="module")
-def server(tokens):
-    with RunningServer(make_engine(tokens)) as running:
-        yield running
 
 
 def create(server: RunningServer, **options):

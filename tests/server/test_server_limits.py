@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from running import TEMPLATE, RunningServer, make_engine, tokenizer, wait_until
+from running import TEMPLATE, RunningServer, make_engine, wait_until
 
 from paceline.server.connections import Connections
 from paceline.server.encoding import PromptEncoder
@@ -26,17 +26,6 @@ from paceline.server.templates import Conversation, TemplateRenderer
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODY = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 2}).encode()
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tokenizer(tmp_path_factory.mktemp("server"))
-
-
-@pytest.fixture(scope="module")
-def server(tokens):
-    with RunningServer(make_engine(tokens)) as running:
-        yield running
 
 
 @pytest.fixture

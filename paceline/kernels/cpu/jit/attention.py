@@ -10,7 +10,18 @@ from numba import carray, types
 from numba.extending import intrinsic, overload
 
 from paceline.kernels.cpu.arguments import ATTENTION
-from paceline.kernels.cpu.jit.attention_vectors import dots1, dots2, dots3, mix1, mix2, mix3, vector_exp, vector_largest
+from paceline.kernels.cpu.jit.attention_vectors import (
+    MOST_QUERIES,
+    dots1,
+    dots2,
+    dots4,
+    dots_most,
+    mix1,
+    mix2,
+    mix3,
+    vector_exp,
+    vector_largest,
+)
 from paceline.kernels.cpu.jit.base import (
     INLINE,
     fast_exp,
@@ -97,8 +108,8 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
         for c in range(o.shape[1]):
             o[i, c] = acc(0)
     # No segment is that long: sums are wanted in the order of a plain context. The keys of a row of a tree are then those of its
-    # path, side by side, and only the context's whole blocks are the same for all rows.
-    path = a.long_segment > NO_SEGMENT and not causal
+    # path, side by side. Rows of a chain see the beginning of what the last one sees, so only other trees need that.
+    path = a.long_segment > NO_SEGMENT and not causal and not is_chain(mask)
     end = context // KEY_BLOCK * KEY_BLOCK if path else context + (first + num_rows if causal else span_bits(mask))
     for start in range(0, end, KEY_BLOCK):
         size = min(KEY_BLOCK, end - start)
@@ -115,14 +126,26 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
             softmax_block(s, state, factors, r * group, group, size, lanes, seen, acc)
         mix_block(o, s, factors, where, 0, n, size, lines, store, acc)
     if path:
-        for r in range(num_rows):
-            i, last = r * group, context + count_ones(mask[r, 0]) + count_ones(mask[r, 1])
-            for start in range(end, last, KEY_BLOCK):
-                size = min(KEY_BLOCK, last - start)
-                find_path(a, store, slot, head, start, size, context, mask[r, 0], mask[r, 1], k, v, where)
-                score_block(q, s, zeros, where, i, i + group, size, lanes, lines, store, acc)
-                softmax_block(s, state, factors, i, group, size, lanes, low_bits(last - start), acc)
+        rest, span = context - end, span_bits(mask)
+        if rest + span <= KEY_BLOCK:
+            find_block(a, store, slot, head, end, rest + span, k, v, where)
+            score_block(q, s, zeros, where, 0, n, rest + span, lanes, lines, store, acc)
+            for j in range(span):
+                where[0, j] = where[1, rest + j]  # the keys are no longer needed
+            for r in range(num_rows):
+                i = r * group
+                size = close_gaps(s, where, zeros, i, group, rest, span, mask[r, 0])
+                softmax_block(s, state, factors, i, group, size, lanes, low_bits(size), acc)
                 mix_block(o, s, factors, where, i, i + group, size, lines, store, acc)
+        else:
+            for r in range(num_rows):
+                i, last = r * group, context + count_ones(mask[r, 0]) + count_ones(mask[r, 1])
+                for start in range(end, last, KEY_BLOCK):
+                    size = min(KEY_BLOCK, last - start)
+                    find_path(a, store, slot, head, start, size, context, mask[r, 0], mask[r, 1], k, v, where)
+                    score_block(q, s, zeros, where, i, i + group, size, lanes, lines, store, acc)
+                    softmax_block(s, state, factors, i, group, size, lanes, low_bits(last - start), acc)
+                    mix_block(o, s, factors, where, i, i + group, size, lines, store, acc)
     for r in range(num_rows):
         for g in range(group):
             target, i = a.out + offset + r * stride + g * d * size_of(store), r * group + g
@@ -149,15 +172,19 @@ def score_block(q, s, zeros, where, i, n, size, lanes, lines, store, acc):  # ty
     wide, stride, used = q.strides[0], s.strides[0], padded_size(size, lanes)
     for j in range(size, used):
         where[0, j], where[1, j] = zeros.ctypes.data, zeros.ctypes.data
-    whole = i + (n - i) // 3 * 3
     for j in range(0, used, lanes):
-        keys, scores = where.ctypes.data + j * 8, s.ctypes.data + j * size_of(acc)
-        for m in range(i, whole, 3):
-            dots3(q[m].ctypes.data, wide, keys, lines, scores + m * stride, stride, store, acc)
-        if whole + 2 == n:
-            dots2(q[whole].ctypes.data, wide, keys, lines, scores + whole * stride, stride, store, acc)
-        elif whole + 1 == n:
-            dots1(q[whole].ctypes.data, wide, keys, lines, scores + whole * stride, stride, store, acc)
+        keys, scores, m = where.ctypes.data + j * 8, s.ctypes.data + j * size_of(acc), i
+        while m + MOST_QUERIES <= n:
+            dots_most(q[m].ctypes.data, wide, keys, lines, scores + m * stride, stride, store, acc)
+            m += MOST_QUERIES
+        if MOST_QUERIES > 4 and m + 4 <= n:
+            dots4(q[m].ctypes.data, wide, keys, lines, scores + m * stride, stride, store, acc)
+            m += 4
+        if m + 2 <= n:
+            dots2(q[m].ctypes.data, wide, keys, lines, scores + m * stride, stride, store, acc)
+            m += 2
+        if m < n:
+            dots1(q[m].ctypes.data, wide, keys, lines, scores + m * stride, stride, store, acc)
 
 
 @inlined
@@ -198,6 +225,33 @@ def count_ones(typingctx, bits):  # type: ignore[no-untyped-def]
         return builder.ctpop(args[0])
 
     return types.int64(types.uint64), codegen
+
+
+@inlined
+def is_chain(mask):  # type: ignore[no-untyped-def]
+    """Whether each of these rows sees all positions behind the context up to a last one."""
+    one = np.uint64(1)
+    for r in range(mask.shape[0]):
+        low, high = mask[r, 0], mask[r, 1]
+        if low & (low + one) or high & (high + one) or (high and low + one):
+            return False
+    return True
+
+
+@inlined
+def close_gaps(s, where, zeros, i, group, rest, span, seen):  # type: ignore[no-untyped-def]
+    """A block has `rest` keys of the context, and then those of a tree, of which a row sees some. Bring their scores together, and
+    the addresses of their values, which are in where[0]. Returns the number of keys that the row sees."""
+    size = rest
+    for j in range(span):
+        if (seen >> np.uint64(j)) & np.uint64(1):
+            where[1, size] = where[0, j]
+            for m in range(i, i + group):
+                s[m, size] = s[m, rest + j]
+            size += 1
+    for j in range(size, padded_size(size, 1)):
+        where[1, j] = zeros.ctypes.data
+    return size
 
 
 @inlined

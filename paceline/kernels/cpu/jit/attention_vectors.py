@@ -29,6 +29,7 @@ from paceline.kernels.cpu.jit.base import (
     load_line,
     multiply_add,
     splat,
+    transposed,
     vector_at,
     vector_constant,
     vector_type,
@@ -36,14 +37,56 @@ from paceline.kernels.cpu.jit.base import (
     words_type,
 )
 
-_KEYS = 8 if VECTOR_BITS == 512 else 4
-"""Keys whose products with a query are summed at a time: as many sums as there are registers for."""
+_KEYS = 4
+"""Keys whose products with a query are summed at a time where keys are not transposed: as many sums as there are registers for."""
 
 
 def vector_dots(queries: int) -> Any:
     """Make a kernel that computes scores of this many query vectors at once. They share the loading of keys, and each score is
-    summed in the same order as for a single query."""
+    summed in the same order as for a single query. Where a vector holds many keys, a matrix of as many is transposed for all
+    queries, because folding each query's products takes longer than computing them."""
+    return _dots_by_lanes(queries) if VECTOR_BITS == 128 else _dots_of_transposed(queries)
 
+
+def _dots_of_transposed(queries: int) -> Any:
+    @intrinsic
+    def dots(typingctx, x, x_bytes, rows, lines, out, out_bytes, store, acc):  # type: ignore[no-untyped-def]
+        """As in `_dots_by_lanes`."""
+        vector, word, per_line = vector_type(acc.dtype), ir.IntType(64), line_vectors(store)
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, x_bytes, rows, lines, out, out_bytes = args[:6]
+            xs, outs = ([builder.add(base, builder.mul(pitch, ir.Constant(word, i))) for i in range(queries)]
+                        for base, pitch in ((x, x_bytes), (out, out_bytes)))
+            xs = [builder.inttoptr(x, vector.element.as_pointer()) for x in xs]
+            table = builder.inttoptr(rows, word.as_pointer())
+            addresses = [builder.load(builder.gep(table, [ir.Constant(word, j)])) for j in range(vector.count)]
+            # Two sums for each query, of even and of odd elements, so that adds need not wait for each other.
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(2)] for _ in xs]
+            for total in (total for query in sums for total in query):
+                builder.store(vector_constant(vector, 0), total)
+            with cgutils.for_range(builder, lines) as loop:
+                loaded = [load_line(builder, address, loop.index, store, vector) for address in addresses]
+                for part in range(per_line):
+                    columns = transposed(builder, [key[part] for key in loaded])
+                    first = builder.mul(builder.add(builder.mul(loop.index, ir.Constant(word, per_line)),
+                                                    ir.Constant(word, part)), ir.Constant(word, vector.count))
+                    for c, column in enumerate(columns):
+                        place = [builder.add(first, ir.Constant(word, c))]
+                        for x, query in zip(xs, sums, strict=True):
+                            factor = splat(builder, builder.load(builder.gep(x, place)), vector)
+                            builder.store(multiply_add(builder, factor, column, builder.load(query[c % 2])), query[c % 2])
+            for (even, odd), place in zip(sums, outs, strict=True):
+                builder.store(builder.fadd(builder.load(even), builder.load(odd)), builder.inttoptr(place, vector.as_pointer()),
+                              align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6, store, acc), codegen
+
+    return dots
+
+
+def _dots_by_lanes(queries: int) -> Any:
     @intrinsic
     def dots(typingctx, x, x_bytes, rows, lines, out, out_bytes, store, acc):  # type: ignore[no-untyped-def]
         """out_i[j] = x_i · row j, for as many rows as a vector has lanes. x and out are addresses of the first query's, the next
@@ -73,7 +116,7 @@ def vector_dots(queries: int) -> Any:
                 for query, total in zip(totals, sums, strict=True):
                     query.append(lane_sums(builder, [builder.load(x) for x in total]))
             for query, place in zip(totals, outs, strict=True):
-                builder.store(lane_sums(builder, query, keys), builder.inttoptr(place, vector.as_pointer()), align=4)
+                builder.store(lane_sums(builder, query), builder.inttoptr(place, vector.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6, store, acc), codegen
@@ -220,5 +263,7 @@ def vector_mix(queries: int) -> Any:
     return mix
 
 
-dots1, dots2, dots3 = vector_dots(1), vector_dots(2), vector_dots(3)
+MOST_QUERIES = 6 if VECTOR_BITS == 512 else 3
+"""Query vectors whose scores are computed at once, at most: as many as there are registers for."""
+dots1, dots2, dots4, dots_most = vector_dots(1), vector_dots(2), vector_dots(4), vector_dots(MOST_QUERIES)
 mix1, mix2, mix3 = vector_mix(1), vector_mix(2), vector_mix(3)

@@ -256,29 +256,42 @@ def fold_lanes(builder: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
 
 
-def lane_sums(builder: Any, rows: list[Any], held: int = 1) -> Any:
-    """Fold vectors in pairs to a single one, each holding partial sums of `held` rows. Once as many rows went in as there are
-    lanes, lane i is the sum over all lanes of row i. Every row's sum is taken in the same order."""
+def lane_sums(builder: Any, rows: list[Any]) -> Any:
+    """Fold vectors in pairs to a single one. If there are as many as lanes, or fewer that are folded further with others like
+    them, lane i is the sum over all lanes of row i. Every row's sum is taken in the same order."""
     lanes = rows[0].type.count
-    quarter = lanes // 4  # of 512 bits: lanes of 128 bits, within which shuffling is cheapest
+    first, second = list(range(0, 2 * lanes, 2)), list(range(1, 2 * lanes, 2))  # neighbours are added
     while len(rows) > 1:
-        if VECTOR_BITS < 512:  # neighbours are added
-            first, second = list(range(0, 2 * lanes, 2)), list(range(1, 2 * lanes, 2))
-        elif held < quarter:
-            half = quarter // 2 // held  # partial sums of a row to keep
-            first, second = [], []
-            for start in range(0, lanes, quarter):
-                for position in range(half):
-                    for origin in (0, lanes):
-                        first += [origin + start + position * held + i for i in range(held)]
-                        second += [origin + start + (position + half) * held + i for i in range(held)]
-        else:
-            first, second = ([origin + (2 * i + odd) * quarter + j for origin in (0, lanes) for i in range(2)
-                              for j in range(quarter)] for odd in (0, 1))
         rows = [builder.fadd(permute(builder, x, y, first), permute(builder, x, y, second))
                 for x, y in zip(rows[::2], rows[1::2], strict=True)]
-        held *= 2
     return rows[0]
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transpose a square matrix, as many vectors as a vector has lanes: first its squares within 128 bits, then these squares as a
+    whole. Each shuffle is one instruction."""
+    lanes = rows[0].type.count
+    size = 4 if rows[0].type.element == ir.FloatType() else 2  # elements of 128 bits
+    blocks = lanes // size
+
+    def elements(x: Any, y: Any, order: list[int]) -> Any:
+        return permute(builder, x, y, [i // size * lanes + block * size + i % size for block in range(blocks) for i in order])
+
+    def whole_blocks(x: Any, y: Any, order: list[int]) -> Any:
+        return permute(builder, x, y, [i * size + c for i in order for c in range(size)])
+
+    inner = [row for start in range(0, lanes, size) for row in _transposed_square(rows[start : start + size], elements)]
+    outer = [_transposed_square(inner[j::size], whole_blocks) for j in range(size)]
+    return [outer[c % size][c // size] for c in range(lanes)]
+
+
+def _transposed_square(rows: list[Any], shuffle: Callable[[Any, Any, list[int]], Any]) -> list[Any]:
+    """Transpose a matrix of 1, 2 or 4 rows. `shuffle(x, y, order)` takes one half of its result from each row."""
+    if len(rows) < 3:
+        return rows if len(rows) < 2 else [shuffle(*rows, [0, 2]), shuffle(*rows, [1, 3])]
+    a, b, c, d = rows
+    halves = [(shuffle(a, b, order), shuffle(c, d, order)) for order in ([0, 1, 4, 5], [2, 3, 6, 7])]
+    return [shuffle(*half, order) for half in halves for order in ([0, 2, 4, 6], [1, 3, 5, 7])]
 
 
 # A line is a vector's bytes of stored elements: one vector, or two of bfloat16, that of its even and that of its odd elements.

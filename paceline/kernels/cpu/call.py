@@ -46,7 +46,10 @@ def addresses(dtype: torch.dtype, *tensors: Tensor) -> list[int]:
 
 def address(dtype: torch.dtype, tensor: Tensor | None) -> int:
     """The address of one such tensor, or 0 where there is none."""
-    return 0 if tensor is None else addresses(dtype, tensor)[0]
+    if tensor is None:
+        return 0
+    assert tensor.dtype is dtype and tensor.is_contiguous(), f"{tensor.dtype}, strides {tensor.stride()}, wanted {dtype}"
+    return tensor.data_ptr()
 
 
 class Program:

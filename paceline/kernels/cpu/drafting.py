@@ -50,22 +50,24 @@ class DraftOps(RowOps, ABC):
         size = 1 << (num_rows - 1).bit_length()  # a program serves all smaller numbers of rows
         program = self._program(("layer", size, *_identity(layer, cache)),
                                 lambda: _LayerProgram(layer, cache, self.weights, size))
-        return program.run(_threads(layer, num_rows), rows, state, above)
+        return program.run(_threads(sum([weight.numel() for weight in _matrices(layer)]), num_rows), rows, state, above)
 
     def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
                     cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
                     budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        batch, num_rows = len(slots), len(slots) * max(width, max_missing)
-        others = [weight for weight in (layer.head, layer.encode) if weight is not None]
-        if (layer.head is None or not self._serves(layer, features[0], cache, num_rows)
-                or any(self.weights.panels(weight) is None for weight in others)):
-            return None
-        room = max(max_missing, depth + 1)  # a program serves all smaller numbers of missing tokens
+        batch, room = len(slots), max(max_missing, depth + 1)  # a program serves all smaller numbers of missing tokens
         key = ("tree", batch, room, depth, width, budget, tau.data_ptr(), stored.data_ptr(), features[0].data_ptr(), spare,
                *_identity(layer, cache))
+        program = self._programs.get(key)
+        if not isinstance(program, _TreeProgram) or program.is_stale():
+            others = [weight for weight in (layer.head, layer.encode) if weight is not None]
+            if (layer.head is None or not self._serves(layer, features[0], cache, batch * max(width, room))
+                    or any(self.weights.panels(weight) is None for weight in others)):
+                return None
+            self._programs.pop(key, None)
         program = self._program(key, lambda: _TreeProgram(layer, of, stored, features, cache, spare, self.weights, tau, batch,
                                                           room, depth, width, budget))
-        return program.run(_threads(layer, num_rows), slots, max_missing)
+        return program.run(slots, max_missing)
 
     def _serves(self, layer: DraftLayer, state: Tensor, cache: PagedCache, num_rows: int) -> bool:
         matrices = [weight for weight in (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
@@ -113,7 +115,10 @@ class _TreeProgram:
         self._held = (layer, of, stored, features, cache, weights, tau)
         rows, total, (vocab, hidden) = batch * width, width + (depth - 1) * width * width, layer.head.shape
         dtype, acc, newest = layer.embed.dtype, WIDE[layer.embed.dtype], batch * max_missing
-        self._batch, self._count, self._spare = batch, min(budget, total), spare
+        self._batch, self._width, self._count, self._spare = batch, width, min(budget, total), spare
+        found_copies = [weights.find(weight) for weight in _matrices(layer)]
+        self._copies = [copy for copy in found_copies if copy is not None]
+        self._products = sum([weight.numel() for weight in _matrices(layer)])
         self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         room = {**_layer_room(layer, cache, max(rows, newest)),
                 "requests": torch.zeros(5, batch, dtype=INT), "heat": torch.zeros(batch), "index": torch.arange(batch),
@@ -210,7 +215,11 @@ class _TreeProgram:
         program.add("gather_rows", dtype, table="last", index=at["index"], out=at["roots"], num_rows=batch, width=hidden,
                     stride="last_stride", out_stride=hidden)
 
-    def run(self, threads: int, slots: Tensor, max_missing: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def is_stale(self) -> bool:
+        """Whether a weight has been written in place since its panels were made."""
+        return any(copy.is_stale() for copy in self._copies)
+
+    def run(self, slots: Tensor, max_missing: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens, parents, depths = torch.empty(3, self._batch, self._count, dtype=INT).unbind()
         survival = torch.empty(self._batch, self._count)
         if max_missing not in self._places:
@@ -218,6 +227,7 @@ class _TreeProgram:
         request, back, counts = self._places[max_missing]
         states = self._room["newest_states"]
         row_bytes = states.shape[1] * states.element_size()
+        threads = _threads(self._products, self._batch * max(self._width, max_missing))
         self._program.run(threads, slots=address(INT, slots), request=request.data_ptr(), back=back.data_ptr(),
                           counts=counts.data_ptr(), num_newest=self._batch * max_missing,
                           last=states.data_ptr() + (max_missing - 1) * row_bytes, last_stride=max_missing * states.shape[1],
@@ -281,7 +291,11 @@ def _identity(layer: DraftLayer, cache: PagedCache) -> tuple[int, ...]:
     return id(layer), cache.k.data_ptr(), cache.page_table.data_ptr()
 
 
-def _threads(layer: DraftLayer, num_rows: int) -> int:
-    matrices = (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down, layer.head)
-    products = num_rows * sum([weight.numel() for weight in matrices if weight is not None])
-    return 1 if products < PARALLEL_PRODUCTS else torch.get_num_threads()
+def _matrices(layer: DraftLayer) -> list[Tensor]:
+    every = (layer.fc, layer.encode, layer.qkv, layer.o, layer.gate_up, layer.down, layer.head)
+    return [weight for weight in every if weight is not None]
+
+
+def _threads(num_products: int, num_rows: int) -> int:
+    """Threads for so many rows, of which each takes so many multiplications."""
+    return 1 if num_rows * num_products < PARALLEL_PRODUCTS else torch.get_num_threads()

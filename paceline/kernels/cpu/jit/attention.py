@@ -240,8 +240,8 @@ def is_chain(mask):  # type: ignore[no-untyped-def]
 
 @inlined
 def close_gaps(s, where, zeros, i, group, rest, span, seen):  # type: ignore[no-untyped-def]
-    """A block has `rest` keys of the context, and then those of a tree, of which a row sees some. Bring their scores together, and
-    the addresses of their values, which are in where[0]. Returns the number of keys that the row sees."""
+    """A block has `rest` keys of the context, and then those of a tree, of which a row sees some. Bring the scores of these
+    together, and the addresses of their values, which are in where[0]. Returns the number of keys that the row sees."""
     size = rest
     for j in range(span):
         if (seen >> np.uint64(j)) & np.uint64(1):

@@ -38,7 +38,7 @@ from paceline.kernels.cpu.jit.base import (
 )
 
 _KEYS = 4
-"""Keys whose products with a query are summed at a time where keys are not transposed: as many sums as there are registers for."""
+"""Keys whose products with a query are summed at a time where keys are not transposed: registers do not hold more sums."""
 
 
 def vector_dots(queries: int) -> Any:

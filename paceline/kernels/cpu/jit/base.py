@@ -268,8 +268,8 @@ def lane_sums(builder: Any, rows: list[Any]) -> Any:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose a square matrix, as many vectors as a vector has lanes: first its squares within 128 bits, then these squares as a
-    whole. Each shuffle is one instruction."""
+    """Transpose a square matrix, as many vectors as a vector has lanes: first its squares within 128 bits, then these squares as
+    wholes. Each shuffle is one instruction."""
     lanes = rows[0].type.count
     size = 4 if rows[0].type.element == ir.FloatType() else 2  # elements of 128 bits
     blocks = lanes // size

@@ -10,13 +10,13 @@ import paceline
 
 ROOT = Path(paceline.__file__).parent
 LEAVES = {"names", "extras", "types", "config", "config_base", "files", "manifest", "optim", "packing", "bundled", "jit_cache",
-          "garbage"}
+          "garbage", "tool_calls"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
     "names": set(), "types": {"names"}, "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
     "manifest": {"files"}, "extras": set(), "optim": {"config", "extras"}, "packing": set(), "bundled": set(), "jit_cache": set(),
-    "garbage": set(),
+    "garbage": set(), "tool_calls": set(),
     "kernels": LEAVES, "cache": LEAVES, "strategy": LEAVES, "tasks": LEAVES, "report": LEAVES,
     "models": LEAVES | {"kernels"},
     "drafters": LEAVES | {"models", "kernels"},
@@ -37,7 +37,8 @@ ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set
         "sim/": {"paceline.types", "paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types",
                  "paceline.cluster.lengths", "paceline.sim"}}
 """Files and folders that import nothing else of Paceline."""
-TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py", "manifest.py", "bundled.py", "cache/pages.py",
+TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py", "manifest.py", "bundled.py", "tool_calls.py",
+              "cache/pages.py",
               "engine/scheduler.py", "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
               "engine/planner.py", "engine/command.py", "engine/drafting.py", "engine/draft_outcomes.py",
               "engine/strategy_control.py",

@@ -1,4 +1,5 @@
-"""The records of Paceline: plain data with validation and no other behaviour. Imports no torch, and of Paceline only `names`."""
+"""The records of Paceline: plain data with validation and no other behaviour. Imports no torch, and of Paceline only `names` and
+`structured_outputs`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 from paceline.names import suggest
+from paceline.structured_outputs import StructuredOutputs
 
 FinishReason = Literal["stop", "length", "abort", "error", "crash"]
 """Why an answer ended. `crash`: it was on a worker of a cluster that died, again and again."""
@@ -121,6 +123,10 @@ class SamplingParams:
     """Values that are added to the logits of tokens, as a mapping or pairs of token id and value."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only token ids that may be sampled; empty allows all."""
+    bad_words: tuple[str, ...] = ()
+    """Strings whose tokens are not sampled in a row, as at the beginning of the answer and behind a space."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer has to have: a JSON schema, a regular expression, choices or a grammar; also as a mapping."""
     min_tokens: int = 0
     """Number of tokens before which neither an end-of-text or stop token is sampled nor a stop string ends the rollout."""
 
@@ -146,6 +152,8 @@ class SamplingParams:
             "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, lambda p: 0 < p < math.inf, "> 0"),
             "logit_bias": _biases(self.logit_bias),
             "allowed_token_ids": _token_ids("allowed_token_ids", self.allowed_token_ids),
+            "bad_words": _strings("bad_words", self.bad_words),
+            "structured_outputs": StructuredOutputs.of(self.structured_outputs),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, 2**62, "an integer >= 0"),
         }
         for name, value in checked.items():  # as plain Python values
@@ -153,6 +161,10 @@ class SamplingParams:
         for name in ("ignore_eos", "raw_logprobs"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require(self.min_tokens <= self.max_new_tokens, "min_tokens", self.min_tokens, "at most max_new_tokens")
+        if self.structured_outputs is not None:
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):  # the grammar could allow no other token
+                    raise ValueError(f"{name}: not together with structured_outputs")
 
     @property
     def has_penalties(self) -> bool:
@@ -162,7 +174,13 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether the policy's logits are changed before sampling."""
-        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids) or self.min_tokens > 0
+        return (self.has_penalties or self.limits_tokens or self.min_tokens > 0
+                or bool(self.logit_bias or self.allowed_token_ids))
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether the tokens so far decide which ones may follow: those of a grammar, or bad words."""
+        return self.structured_outputs is not None or bool(self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ import paceline
 
 ROOT = Path(paceline.__file__).parent
 LEAVES = {"names", "extras", "types", "config", "config_base", "files", "manifest", "optim", "packing", "bundled", "jit_cache",
-          "garbage", "tool_calls"}
+          "garbage", "tool_calls", "structured_outputs"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
-    "names": set(), "types": {"names"}, "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
+    "names": set(), "types": {"names", "structured_outputs"},
+    "structured_outputs": set(), "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
     "manifest": {"files"}, "extras": set(), "optim": {"config", "extras"}, "packing": set(), "bundled": set(), "jit_cache": set(),
     "garbage": set(), "tool_calls": set(),
     "kernels": LEAVES, "cache": LEAVES, "strategy": LEAVES, "tasks": LEAVES, "report": LEAVES,
@@ -38,9 +39,11 @@ ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set
                  "paceline.cluster.lengths", "paceline.sim"}}
 """Files and folders that import nothing else of Paceline."""
 TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py", "manifest.py", "bundled.py", "tool_calls.py",
+              "structured_outputs.py",
               "cache/pages.py",
               "engine/scheduler.py", "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
-              "engine/planner.py", "engine/command.py", "engine/drafting.py", "engine/draft_outcomes.py",
+              "engine/planner.py", "engine/command.py", "engine/grammar.py",
+              "engine/token_masks.py", "engine/drafting.py", "engine/draft_outcomes.py",
               "engine/strategy_control.py",
               "strategy/selector.py", "strategy/beg.py", "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",

@@ -18,6 +18,7 @@ from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor
+from paceline.engine.grammar import Grammars
 from paceline.engine.graphs import GRAPH_SIZES, CudaGraphs, GraphPool
 from paceline.engine.learned_drafting import LearnedDrafting
 from paceline.engine.planner import Planner
@@ -87,10 +88,10 @@ def build(model: Decoder, tokenizer: Any, drafter: str | Path | Eagle | None, st
         learned = LearnedDrafting(drafts, state, store, graphs, config.tau)
     runner = Runner(model, Rope(shape, length + 1, dtype, device), store, state, ops, capture, graphs, learned)
     recorded = _column_index(capture, config.capture, shape.hidden_size, device) if config.capture else None
-    executor = Executor(model, config, ops, store, state, graphs, runner, learned, recorded)
+    grammars = Grammars(tokenizer, shape.vocab_size, shape.eos_token_ids)
+    executor = Executor(model, config, ops, store, state, graphs, runner, learned, recorded, grammars)
     drafting = Drafting(suffix, config.suffix_tau, None if eagle is None else eagle.draft_vocab_size, config.tau)
-    return Planner(scheduler, drafting, StrategyControl(strategy), tokenizer, frozenset(shape.eos_token_ids), shape.vocab_size,
-                   pipelined), executor
+    return Planner(scheduler, drafting, StrategyControl(strategy), tokenizer, grammars, pipelined), executor
 
 
 def _graphs(config: EngineConfig, ops: Ops, state: SlotState, dtype: torch.dtype, on_gpu: bool) -> CudaGraphs:

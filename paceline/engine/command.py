@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from paceline.structured_outputs import Grammar
 from paceline.types import Strategy
 
 
@@ -72,6 +73,26 @@ class Penalties(NamedTuple):
     """Upper bound on the number of tokens of a request."""
 
 
+class Constraint(NamedTuple):
+    """What limits the tokens of an answer."""
+
+    grammar: Grammar | None
+    bad_words: tuple[tuple[int, ...], ...]
+    """Token ids that are not sampled in a row."""
+
+
+class TokenMasks(NamedTuple):
+    """Requests with a constraint: their sampled rows, and their answers as far as the executor does not know them. Lists of the
+    same length."""
+
+    slots: list[int]
+    first_rows: list[int]  # indices among the step's sampled rows
+    num_rows: list[int]  # 1 + number of draft tokens
+    lines: list[int]  # lines of the drafts that hold the draft trees; -1 where there is none
+    new_tokens: list[list[int]]  # tokens of the answer since the last such step
+    constraints: list[Constraint | None]  # of requests that are new in their slots, whose answers begin with `new_tokens`
+
+
 class LogitEdits(NamedTuple):
     """What sampling parameters change in the logits of a step. Rows are indices among its sampled rows."""
 
@@ -80,6 +101,7 @@ class LogitEdits(NamedTuple):
     bias: np.ndarray  # [K] float64
     stops: np.ndarray  # [3, S] int64 rows, token ids that must not be sampled, and the positions before which they must not
     allowed: np.ndarray  # [2, A] int64 rows and the only token ids that may be sampled there; rows without any are not restricted
+    masks: TokenMasks | None
 
 
 class StepCommand(NamedTuple):

@@ -138,7 +138,7 @@ class Engine:
     def _advance(self, decision: Decision) -> None:
         """Plan and launch a step, and process the outputs of a completed one."""
         launched = None
-        if decision.strategy.drafter == "suffix":  # the suffix drafter drafts from the generated text
+        if decision.strategy.drafter == "suffix" or self.planner.needs_outputs:  # both go on from the generated text
             self._process()
         began = self.executor.graphs.now()
         step = self.planner.plan(decision, self.version)

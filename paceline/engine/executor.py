@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,15 +35,18 @@ from paceline.engine.command import (
     Sleep,
     StepCommand,
     StepOutputs,
+    TokenMasks,
     Wake,
 )
 from paceline.engine.downloads import Download, record_event
+from paceline.engine.grammar import Grammars
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.learned_drafting import LearnedDrafting
 from paceline.engine.logit_adjustments import LogitAdjustments
 from paceline.engine.rows import RowBuilder, StepRows
 from paceline.engine.runner import Chunks, Runner
 from paceline.engine.state import SlotState
+from paceline.engine.token_masks import TokenMasker
 from paceline.engine.weights import PolicyWeights, copy_drafter, offload, prepare_linears, restore
 from paceline.kernels import Ops
 from paceline.kernels.upload import upload
@@ -71,12 +75,12 @@ class Executor:
     """Runs commands on one device."""
 
     def __init__(self, model: Decoder, config: EngineConfig, ops: Ops, store: PagedStore, state: SlotState, graphs: CudaGraphs,
-                 runner: Runner, learned: LearnedDrafting | None, feature_columns: Tensor | None) -> None:
+                 runner: Runner, learned: LearnedDrafting | None, feature_columns: Tensor | None, grammars: Grammars) -> None:
         """`feature_columns`: columns of the stored features that `ReadFeatures` returns; None if it returns none."""
         self.model, self.config, self.ops, self.store, self.state, self.graphs = model, config, ops, store, state, graphs
         self.runner, self.learned, self._feature_columns = runner, learned, feature_columns
         self.rows = RowBuilder(graphs, ops, state.padding, state.device)
-        self._weights = PolicyWeights(model)
+        self._weights, self._masker = PolicyWeights(model), TokenMasker(grammars)
         self.is_asleep = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             StepCommand: self._step, ExportPages: self._export, ImportPages: self._import, ReadFeatures: self._read_features,
@@ -117,16 +121,30 @@ class Executor:
         self.state.update(command.admitted, command.page_edits)
         self.runner.copy_pages(command.copies)
         started = record_event(self.device)
-        rows = self.rows.build(command, self._drafts(command))
+        drafts = self._drafts(command)
+        rows = self.rows.build(command, drafts)
         observed = None
         if command.observe and rows.survival is not None:
             # Before verification: captured graphs share memory, and it may overwrite what the drafter's graph left there.
             observed = Download.start(rows.tree.tokens, rows.tree.parents, rows.tree.depths, rows.survival)
-        edits = None if command.edits is None else LogitAdjustments(command.edits, self.device)
+        edits = None
+        if command.edits is not None:
+            edits = LogitAdjustments(command.edits, self.device, self._masks(command, command.edits.masks, drafts))
         output = self.runner.run(rows, _chunks(command), command.raw_logprobs, adjustments=edits)
         counts = output.num_drawn if rows.max_depth or rows.has_forced else None  # otherwise every request gets one token
         sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
         return PendingStep(rows.num_rows, sampled, observed)
+
+    def _masks(self, command: StepCommand, masks: TokenMasks | None,
+               drafts: Drafts | None) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        """Return what computes the masks of a step's rows. What the learned drafter has drafted is on its way to the host."""
+        if masks is None:
+            return None
+        if isinstance(command.draft, HostDrafts) or drafts is None:
+            trees = None if command.draft is None else (command.draft.tokens, command.draft.parents)  # type: ignore[union-attr]
+            return lambda: self._masker.masks(masks, trees)
+        download = Download.start(drafts.tokens, drafts.parents)
+        return lambda: self._masker.masks(masks, (download.arrays()[0], download.arrays()[1]))
 
     def _drafts(self, command: StepCommand) -> Drafts | None:
         """Return the step's draft trees on the device."""

@@ -1,15 +1,18 @@
-"""Penalties, logit bias, allowed tokens and minimum lengths: what a request's sampling parameters change in the policy's logits
-before sampling.
+"""Penalties, logit bias, allowed tokens, minimum lengths and masks: what a request's sampling parameters change in the
+policy's logits before sampling.
 
 The logits of a row are changed by the text before it: the tokens in the KV cache, and the draft tokens on the path to the row. So
 the row of an accepted draft token is changed exactly as the same position is without speculation. Everything is computed on the
-device from what is stored there, in plain torch for all kernel backends.
+device from what is stored there, in plain torch for all kernel backends; but for the masks of grammars and bad words, which the
+host computes (`token_masks.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +40,13 @@ class _Penalties(NamedTuple):
 class LogitAdjustments:
     """The edits of one step, on the device."""
 
-    def __init__(self, edits: LogitEdits, device: torch.device) -> None:
+    def __init__(self, edits: LogitEdits, device: torch.device,
+                 masks: Callable[[], tuple[np.ndarray, np.ndarray]] | None) -> None:
+        """`masks` returns the rows [K] that have a mask, and the masks [K, ceil(V / 8)] uint8. It is called when the forward pass
+        is queued: computing them takes the host a while."""
+        self._masks, self._device = masks, device
         self._penalties = None if edits.penalties is None else _uploaded(edits.penalties, device)
-        self._bias_at, self._bias, self._stops, allowed = (upload(array, device) for array in edits[1:])
+        self._bias_at, self._bias, self._stops, allowed = (upload(array, device) for array in edits[1:5])
         self._allowed = allowed if edits.allowed.size else None
 
     def apply(self, logits: Tensor, rows: DecodeRows, tree: DraftTree, depth: int, state: SlotTensors, stored: Tensor) -> Tensor:
@@ -59,6 +66,8 @@ class LogitAdjustments:
             banned |= torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_fill_(0, row, True)[:, None]
             banned[row, token] = False
             logits.masked_fill_(banned, -torch.inf)
+        if self._masks is not None:
+            _mask(logits, *(upload(array, self._device) for array in self._masks()))
         return logits
 
     def _penalise(self, logits: Tensor, found: _Penalties, rows: DecodeRows, tree: DraftTree, depth: int, state: SlotTensors,
@@ -75,6 +84,14 @@ class LogitAdjustments:
             seen = (count > 0) | prompt[owner]
             new = torch.where(seen, torch.where(old > 0, old / repetition, old * repetition), old)
             logits[row] = new - frequency * count - presence * (count > 0)
+
+
+def _mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Forbid the tokens whose bits are not set, in these rows."""
+    bit = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    for row, packed in zip(rows.split(_CHUNK_ROWS), masks.split(_CHUNK_ROWS), strict=True):
+        allowed = (packed[:, :, None] >> bit & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits[row] = logits[row].masked_fill(~allowed, -torch.inf)
 
 
 def _uploaded(found: Penalties, device: torch.device) -> _Penalties:

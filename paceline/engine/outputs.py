@@ -91,7 +91,8 @@ def append_tokens(request: Request, tokens: list[int], max_length: int,
     own = request.tokens
     for taken, token in enumerate(tokens, start=1):
         if token == NOT_A_NUMBER:
-            request.error = f"request {request.id}: the policy's logits at position {len(own)} are not numbers"
+            limited = ", or no token is allowed there" if request.params.limits_tokens else ""
+            request.error = f"request {request.id}: the policy's logits at position {len(own)} are not numbers{limited}"
             return taken - 1, "error"
         own.append(token)
         if token in request.stop_ids or (request.params.stop and _ends_with_stop_string(request, tokenizer)):

@@ -14,20 +14,25 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.engine.command import (
+    Constraint,
+    HostDrafts,
+    LearnedDrafts,
     LogitEdits,
     PageEdits,
     Penalties,
     SlotUpdates,
     StepCommand,
     StepOutputs,
+    TokenMasks,
     no_copies,
     no_pages,
     no_slots,
 )
 from paceline.engine.drafting import Drafting
 from paceline.engine.failures import end_broken_requests
+from paceline.engine.grammar import Grammars
 from paceline.engine.outputs import NOT_A_NUMBER, Appended, Tokenizer, append_outputs
-from paceline.engine.prompts import answer_seeds, check
+from paceline.engine.prompts import answer_seeds, bad_word_ids, check
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Admitted, Scheduler, StepPlan
 from paceline.engine.strategy_control import StrategyControl
@@ -62,15 +67,18 @@ class Planner:
     """Plans the steps of one engine."""
 
     def __init__(self, scheduler: Scheduler, drafting: Drafting, control: StrategyControl, tokenizer: Tokenizer | None,
-                 eos: frozenset[int], vocabulary: int, pipelined: bool) -> None:
-        """`eos`: the policy's end-of-text ids. `pipelined`: whether a step is planned before the outputs of the last one are
-        read, as on a GPU."""
+                 grammars: Grammars, pipelined: bool) -> None:
+        """`grammars`: knows the policy's vocabulary and its end-of-text ids, too. `pipelined`: whether a step is planned before
+        the outputs of the last one are read, as on a GPU."""
         self.scheduler, self.drafting, self.control, self.tokenizer = scheduler, drafting, control, tokenizer
-        self.eos, self.pipelined, self._vocabulary = eos, pipelined, vocabulary
+        self.grammars, self.eos, self.pipelined, self._vocabulary = grammars, grammars.eos, pipelined, grammars.vocabulary
         self.requests: dict[int, Request] = {}
         self._ids, self._groups = count(), count()
         self._num_pages = [0] * (scheduler.max_batch + 1)
         """Number of pages of each slot that the executor knows of."""
+        self._num_limited = 0  # requests whose tokens so far decide which ones may follow
+        self._known: dict[int, tuple[int, int]] = {}
+        """Slot → id of the last request with a constraint in it, and number of its answer's tokens that the executor knows."""
         self._has_raw = self._has_edits = False  # whether there ever was such a request: otherwise no step has to look for one
 
     # -- requests
@@ -79,6 +87,8 @@ class Planner:
             seeds: Sequence[int] | None) -> list[int]:
         """Queue n answers of a prompt and return their request ids; see `Engine.add`."""
         check(prompt_ids, params, n, self.tokenizer, self._vocabulary, self.scheduler.max_length)
+        if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs.as_grammar())
         own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
         stop_ids, group = self.stop_ids(params), next(self._groups)
         if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or range(self._vocabulary)):
@@ -96,6 +106,7 @@ class Planner:
         self.requests[request.id] = request
         self._has_raw |= request.params.raw_logprobs
         self._has_edits |= request.adjusts_logits
+        self._num_limited += request.params.limits_tokens
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -106,15 +117,23 @@ class Planner:
 
     def finish(self, request: Request) -> None:
         """Forget a request that has ended, and free its slot and pages."""
+        self._num_limited -= request.params.limits_tokens
         self.drafting.finish(request)
         self.scheduler.finish(request)
         del self.requests[request.id]
 
     def end_broken(self, results: Iterable[StepResult], error: BaseException, held_pages: set[int]) -> list[Rollout]:
         """A step was broken off: end all requests that run; see `end_broken_requests`."""
+        self._known.clear()
         return end_broken_requests(self.requests, results, self.scheduler, self.drafting, error, held_pages)
 
     # -- steps
+
+    @property
+    def needs_outputs(self) -> bool:
+        """Whether a step can be planned only when the outputs of the last one have been read: what a grammar allows depends on
+        the tokens before."""
+        return self._num_limited > 0
 
     def select(self) -> Decision:
         """Ask the selector about the next step."""
@@ -132,7 +151,7 @@ class Planner:
         command = self._forced(plan)._replace(
             num_nodes=np.array(num_nodes + [0] * len(plan.forced), np.int64), draft=draft, max_depth=depth,
             raw_logprobs=self._has_raw and any(request.params.raw_logprobs for request in plan.requests),
-            edits=_logit_edits(plan, num_nodes, self._vocabulary) if self._has_edits else None,
+            edits=self._logit_edits(plan, num_nodes, draft) if self._has_edits else None,
             observe=self.control.observes(decision))
         context = sum([request.num_computed for request in plan.decode]) / max(1, len(plan.decode))
         self.drafting.on_launch(plan, most_accepted)
@@ -190,6 +209,51 @@ class Planner:
                 known[slot] = len(pages)
         return PageEdits(*np.array(new, np.int64).T.copy()) if new else no_pages()
 
+    def _logit_edits(self, plan: StepPlan, num_nodes: list[int], draft: LearnedDrafts | HostDrafts | None) -> LogitEdits | None:
+        """Return what the sampling parameters of a step's requests change in its logits; None if they change nothing. A decode
+        request has a sampled row for its last token and one for every draft token; then follow the last forced rows."""
+        sampled = [(item.request, 1, item.num_rows) for item in plan.forced if item.samples]
+        if not any(request.adjusts_logits for request in plan.requests):
+            return None
+        fed = [(request, 1 + nodes, 1) for request, nodes in zip(plan.decode, num_nodes, strict=True)] + sampled
+        ends = np.cumsum([rows for _, rows, _ in fed]).tolist()
+        chosen = [(request, range(end - rows, end), num_fed) for (request, rows, num_fed), end in zip(fed, ends, strict=True)
+                  if request.adjusts_logits]
+        bias = [(row, *pair) for request, rows, _ in chosen for row in rows for pair in request.params.logit_bias]
+        stops = [(row, token, len(request.prompt_ids) + request.params.min_tokens) for request, rows, _ in chosen
+                 if len(request.tokens) < len(request.prompt_ids) + request.params.min_tokens
+                 for row in rows for token in sorted(request.stop_ids) if 0 <= token < self._vocabulary]
+        allowed = [(row, token) for request, rows, _ in chosen for row in rows for token in request.params.allowed_token_ids]
+        penalised = [each for each in chosen if each[0].params.has_penalties]
+        return LogitEdits(_penalties(penalised) if penalised else None,
+                          np.array([entry[:2] for entry in bias], np.int64).reshape(-1, 2).T.copy(),
+                          np.array([entry[2] for entry in bias], np.float64),
+                          np.array(stops, np.int64).reshape(-1, 3).T.copy(),
+                          np.array(allowed, np.int64).reshape(-1, 2).T.copy(),
+                          self._token_masks(plan, chosen, draft) if self._num_limited else None)
+
+    def _token_masks(self, plan: StepPlan, chosen: list[tuple[Request, range, int]],
+                     draft: LearnedDrafts | HostDrafts | None) -> TokenMasks | None:
+        """Return the requests among these whose tokens are limited by a grammar or bad words; None if there are none."""
+        drafted = [] if draft is None else draft.requests.tolist()
+        lines = {plan.decode[i].id: line for line, i in enumerate(drafted)}
+        found = TokenMasks([], [], [], [], [], [])
+        for request, rows, _ in chosen:
+            if not request.params.limits_tokens:
+                continue
+            owner, num_known = self._known.get(request.slot, (-1, 0))
+            is_new, answer = owner != request.id, request.output_ids
+            self._known[request.slot] = request.id, len(answer)
+            entry = (request.slot, rows.start, len(rows), lines.get(request.id, -1), answer[0 if is_new else num_known :],
+                     self._constraint(request.params) if is_new else None)
+            for column, value in zip(found, entry, strict=True):
+                column.append(value)  # type: ignore[attr-defined]
+        return found if found.slots else None
+
+    def _constraint(self, params: SamplingParams) -> Constraint:
+        form = params.structured_outputs
+        return Constraint(None if form is None else form.as_grammar(), bad_word_ids(params.bad_words, self.tokenizer))
+
 
 def _slot_updates(admitted: list[Admitted]) -> SlotUpdates:
     requests = [item.request for item in admitted]
@@ -201,29 +265,6 @@ def _slot_updates(admitted: list[Admitted]) -> SlotUpdates:
         np.array([each.temperature for each in params], np.float32), np.array([each.top_k for each in params], np.int32),
         np.array([each.top_p for each in params], np.float32), np.array([each.min_p for each in params], np.float32),
         np.array([request.num_shared for request in requests], np.int64))
-
-
-def _logit_edits(plan: StepPlan, num_nodes: list[int], vocabulary: int) -> LogitEdits | None:
-    """Return what the sampling parameters of a step's requests change in its logits; None if they change nothing. A decode
-    request has a sampled row for its last token and one for every draft token; then follow the last forced rows."""
-    sampled = [(item.request, 1, item.num_rows) for item in plan.forced if item.samples]
-    if not any(request.adjusts_logits for request in plan.requests):
-        return None
-    fed = [(request, 1 + nodes, 1) for request, nodes in zip(plan.decode, num_nodes, strict=True)] + sampled
-    ends = np.cumsum([rows for _, rows, _ in fed]).tolist()
-    chosen = [(request, range(end - rows, end), num_fed) for (request, rows, num_fed), end in zip(fed, ends, strict=True)
-              if request.adjusts_logits]
-    bias = [(row, *pair) for request, rows, _ in chosen for row in rows for pair in request.params.logit_bias]
-    stops = [(row, token, len(request.prompt_ids) + request.params.min_tokens) for request, rows, _ in chosen
-             if len(request.tokens) < len(request.prompt_ids) + request.params.min_tokens
-             for row in rows for token in sorted(request.stop_ids) if 0 <= token < vocabulary]
-    allowed = [(row, token) for request, rows, _ in chosen for row in rows for token in request.params.allowed_token_ids]
-    penalised = [each for each in chosen if each[0].params.has_penalties]
-    return LogitEdits(_penalties(penalised) if penalised else None,
-                      np.array([entry[:2] for entry in bias], np.int64).reshape(-1, 2).T.copy(),
-                      np.array([entry[2] for entry in bias], np.float64),
-                      np.array(stops, np.int64).reshape(-1, 3).T.copy(),
-                      np.array(allowed, np.int64).reshape(-1, 2).T.copy())
 
 
 def _penalties(requests: list[tuple[Request, range, int]]) -> Penalties:

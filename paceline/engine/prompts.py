@@ -69,12 +69,28 @@ def check(prompt_ids: list[int], params: SamplingParams, n: int, tokenizer: Any,
         raise ValueError(f"prompt: {len(prompt_ids)} tokens leave no room for an answer in a context of {max_length}")
     if params.stop:
         _needed(tokenizer, "stop strings")
+    if params.bad_words:
+        bad_word_ids(params.bad_words, _needed(tokenizer, "bad_words"))
     outside = next((token for token, _ in params.logit_bias if token >= vocabulary), None)
     if outside is not None:
         raise ValueError(f"logit_bias: token id {outside} is outside the vocabulary of {vocabulary} tokens")
     outside = next((token for token in params.allowed_token_ids if token >= vocabulary), None)
     if outside is not None:
         raise ValueError(f"allowed_token_ids: {outside} is outside the vocabulary of {vocabulary} tokens")
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of words, as vLLM does: at the beginning of a text, and behind a space where that begins with another
+    token. ValueError if a word has no tokens."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " "))
+        if not plain:
+            raise ValueError(f"bad_words: {_short(word)} has no tokens")
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    return tuple(dict.fromkeys(found))
 
 
 def check_arguments(params: SamplingParams | None, n: int) -> None:

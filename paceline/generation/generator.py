@@ -234,8 +234,10 @@ def sampling_settings(options: GenerationOptions) -> dict[str, Any]:
 
 def _adjustments(params: SamplingParams) -> dict[str, Any]:
     """Penalties, biases and the minimum length, those that are not at their defaults."""
-    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens")
-    return {name: getattr(params, name) for name in names if getattr(params, name) != getattr(SamplingParams(), name)}
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+             "min_tokens")
+    form = {} if params.structured_outputs is None else {"structured_outputs": params.structured_outputs.as_grammar()}
+    return {name: getattr(params, name) for name in names if getattr(params, name) != getattr(SamplingParams(), name)} | form
 
 
 def load_engine(options: GenerationOptions) -> Engine:

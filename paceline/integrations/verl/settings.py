@@ -13,7 +13,7 @@ from paceline.types import SamplingParams
 
 _PARALLEL = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 _SAME = ("temperature", "top_p", "min_p", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
-         "logit_bias", "allowed_token_ids", "min_tokens")
+         "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 """Sampling parameters that vLLM and Paceline name alike."""
 _WITHOUT_EFFECT = {"logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"}
 """Sampling parameters of other engines that change no token here."""

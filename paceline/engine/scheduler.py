@@ -135,7 +135,7 @@ class Scheduler:
                     self._plan_forced(plan, request, room - plan.num_forced_rows)
             self._admit(plan, room, rows_left)
         self._plan_nodes(plan, self.max_rows - len(plan.decode) - plan.num_forced_rows)
-        # One that came with its pages may have been pre-empted again.
+        # One that came with its pages may have ended meanwhile.
         plan.admitted += [Admitted(request, request.num_computed) for request in self._adopted if request.slot >= 0]
         self._adopted = []
         if plan:
@@ -194,6 +194,8 @@ class Scheduler:
         assert request.num_in_flight == 0, "a request in flight cannot be pre-empted"
         self._leave_slot(request)
         self.running.remove(request)
+        if request in self._adopted:  # it has not been in a step yet, and is admitted like any other now
+            self._adopted.remove(request)
         request.status, request.num_computed, request.stale = Status.WAITING, 0, False
         request.num_preemptions += 1
         self.num_preemptions += 1

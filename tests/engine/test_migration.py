@@ -295,3 +295,19 @@ def test_reserved_pages_survive_a_step_that_raises(monkeypatch):
     alone = make_engine()
     alone.add(PROMPTS[0], PARAMS, 1)
     same({seed: rollout for seed, rollout in found.items() if rollout.error is None}, finish(alone))
+
+
+def test_a_request_that_is_preempted_before_its_first_step_here_is_prefilled():
+    """It came with its pages, and loses them at once, as when weights are replaced: its slot begins with what was prefilled."""
+    prompt, params = [5, 9, 9, 2, 40, 1, 7, 30], SamplingParams(seed=3, max_new_tokens=20)
+    wanted = Engine(model(), None, "none", "off").generate([prompt], params)[0].rollouts[0].token_ids
+    source, target = (Engine(model(), None, "none", "off", EngineConfig(max_rows=5, max_batch=2)) for _ in range(2))
+    (request,) = source.add(prompt, params)
+    while len(source.planner.requests[request].output_ids) < 6:
+        source.step()
+    target.migration.import_request(source.migration.export_request(request, 0), 0)
+    target.scheduler.preempt_all()
+    found = []
+    while target.has_work:
+        found += target.step().finished
+    assert found[0].token_ids == wanted

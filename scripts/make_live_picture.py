@@ -35,14 +35,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page = Path(scratch) / "page.html"
         page.write_text(best_moment(Path(scratch), options.steps, options.threads), encoding="utf-8")
-        subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000",
                         "--blink-settings=preferredColorScheme=1", f"--window-size={WIDTH},{HEIGHT}",
                         f"--screenshot={options.out.resolve()}", page.as_uri()], check=True, stderr=subprocess.DEVNULL)
     print(options.out)
 
 
 def best_moment(folder: Path, steps: int, threads: int) -> str:
-    """The page, as HTML without its script, at the moment described above."""
+    """The page, as HTML that asks for nothing, at the moment described above."""
     changes = (f"steps={steps}", f"threads={threads}", f"out={folder / 'run'}", "compare_off=false")
     command = [sys.executable, "-m", "paceline.cli", "train", *(word for change in changes for word in ("--set", change))]
     best, page, most = "", "", -1.0
@@ -59,9 +59,10 @@ def best_moment(folder: Path, steps: int, threads: int) -> str:
             time.sleep(0.05)
     if not best:
         sys.exit("the page has shown no rollouts")
-    page = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    page = page[: page.rindex("<script>")]  # without the script that asks the server for news
     page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page, flags=re.DOTALL)
-    return page.replace('<div id="now"></div>', f'<div id="now">{best}</div>')
+    return page.replace('<div id="now"></div>', f'<div id="now">{best}</div>') + (
+        '<script>drawCharts(document.getElementById("now"))</script></body></html>')
 
 
 def value_of(fragment: str) -> float:

@@ -358,8 +358,7 @@ def drafter_eval(
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    html_file: Annotated[Path | None, typer.Option(
-        "--html", help="Write charts to this file; .svg: only the coverage along the answer.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write charts to this file.")] = None,
 ) -> int:
     """Measure how often a drafter's tokens are accepted: by depth, along the answer, by policy version."""
     report_start()

@@ -1,6 +1,6 @@
 """Metrics of a training run: the log (JSONL, TensorBoard, W&B), the progress view in the terminal and the HTML report.
 
-Nothing in this package imports torch; matplotlib and tensorboard are imported only when they are used.
+Nothing in this package imports torch; tensorboard is imported only when it is used.
 """
 
 from paceline.report.figures import HeldOut, RunFigures

@@ -12,10 +12,10 @@ import numpy as np
 from paceline.report.figures import RunFigures
 from paceline.report.formatting import format_steps, format_time, format_value
 from paceline.report.metrics import PHASES, Record, finite_value, phase_seconds
-from paceline.report.plotting import Bar, Chart, Series, bar_chart, line_chart
+from paceline.report.plotting import Bar, BarAxis, Chart, Series, bar_chart, line_chart
 
 _PHASE_COLOURS = {"generate": "blue", "reward": "yellow", "drafter": "teal", "infer": "purple", "train": "green",
-                  "evaluate": "red", "idle": "grey", "other": "grey", "comparison": "pale"}
+                  "evaluate": "red", "idle": "grey", "other": "soft", "comparison": "pale"}
 _PHASE_NAMES = {"comparison": "comparison without speculation"}
 _MAX_BARS = 96
 _MAX_FURTHER_CHARTS = 30
@@ -49,7 +49,7 @@ def further_charts(records: Sequence[Record]) -> FurtherCharts:
         x, y = series[name]
         finite = y[np.isfinite(y)]
         note = f"last {format_value(float(finite[-1]))}" if len(finite) else "never a finite number"
-        charts.append(line_chart(name, [Series(name, "blue", x, y)], "step", "", note=note, small=True))
+        charts.append(line_chart(name, [Series(name, "blue", x, y)], "step", "", note=note))
     return FurtherCharts(charts, zero, drawn[_MAX_FURTHER_CHARTS:])
 
 
@@ -61,9 +61,8 @@ def reward_chart(records: Sequence[Record], evaluations: Sequence[Record] = ()) 
     if not len(series.x):
         return None
     lines, note = with_moving_mean([series], _SMOOTH_REWARD_FROM)
-    legend = ((series.colour, series.name), (evaluation.colour, evaluation.name)) if len(evaluation.x) else ()
-    lines += [evaluation] if legend else []
-    return line_chart("Reward per step", lines, "step", "mean reward", legend=legend, note=note)
+    lines += [evaluation] if len(evaluation.x) else []
+    return line_chart("Reward per step", lines, "step", "mean reward", note=note)
 
 
 def length_chart(records: Sequence[Record], limit: float | None = None) -> Chart | None:
@@ -79,8 +78,7 @@ def length_chart(records: Sequence[Record], limit: float | None = None) -> Chart
         note += f" {100 * _mean(cut):.2g} % of the answers were cut at the limit, {100 * cut[-1]:.2g} % in the last step."
     elif cut:
         note += " No answer was cut at the limit."
-    legend = tuple((line.colour, line.name) for line in series)
-    return line_chart("Answer length", lines, "step", "tokens", from_zero=True, legend=legend, note=note.strip(),
+    return line_chart("Answer length", lines, "step", "tokens", from_zero=True, note=note.strip(),
                       limit=None if limit is None else (limit, f"limit {format_value(limit)}"))
 
 
@@ -94,8 +92,7 @@ def speed_chart(records: Sequence[Record]) -> Chart | None:
     if off:
         series.append(Series("without speculation", "grey", np.array([*off], float), np.array([*off.values()])))
     lines, note = with_moving_mean(series)
-    legend = tuple((line.colour, line.name) for line in series) if off else ()
-    return line_chart("Rollout speed", lines, "step", "tokens per second", from_zero=True, note=note, legend=legend)
+    return line_chart("Rollout speed", lines, "step", "tokens per second", from_zero=True, note=note)
 
 
 def time_chart(records: Sequence[Record]) -> Chart | None:
@@ -110,16 +107,13 @@ def time_chart(records: Sequence[Record]) -> Chart | None:
 
     def bars_of(group: list[Record], x0: float, x1: float) -> list[Bar]:
         means = {phase: _mean([seconds[record["step"]].get(phase, 0.0) for record in group]) for phase in present}
-        tooltip = f"{_steps_of(group)}: " + ", ".join(f"{phase} {value:.3g} s" for phase, value in means.items())
-        return [Bar(x0, x1, tuple((_PHASE_COLOURS[phase], value) for phase, value in means.items()), tooltip)]
+        return [Bar(x0, x1, {_PHASE_COLOURS[phase]: value for phase, value in means.items()}, _steps_of(group))]
 
     binned = _in_bins(timed, bars_of)
-    legend = tuple((_PHASE_COLOURS[phase], f"{_PHASE_NAMES.get(phase, phase)} {_percent(total[phase] / whole)}")
-                   for phase in present)
+    legend = {_PHASE_COLOURS[phase]: f"{_PHASE_NAMES.get(phase, phase)} {_percent(total[phase] / whole)}" for phase in present}
     note = f"{format_time(RunFigures.of(records).seconds)} in all."
     note += f" Each bar is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
-    return bar_chart("Seconds of each step, by phase", binned.bars, binned.x_range, "step", "seconds per step", legend=legend,
-                     note=note)
+    return bar_chart("Seconds of each step, by phase", binned.bars, binned.axis, "seconds per step", legend, note=note)
 
 
 def speculation_chart(records: Sequence[Record]) -> Chart | None:
@@ -130,17 +124,16 @@ def speculation_chart(records: Sequence[Record]) -> Chart | None:
 
     def bars_of(group: list[Record], x0: float, x1: float) -> list[Bar]:
         on, off = _mean([_seconds_with(r) or 0.0 for r in group]), _mean([_seconds_without(r) or 0.0 for r in group])
-        tooltip = f"{_steps_of(group)}: {on:.3g} s with, {off:.3g} s without"
-        middle, half = (x0 + x1) / 2, 0.4 * (x1 - x0)  # leaves a gap between pairs
-        return [Bar(middle - half, middle, (("grey", off),), tooltip), Bar(middle, middle + half, (("blue", on),), tooltip)]
+        middle, half, label = (x0 + x1) / 2, 0.4 * (x1 - x0), _steps_of(group)  # leaves a gap between pairs
+        return [Bar(middle - half, middle, {"grey": off}, label), Bar(middle, middle + half, {"blue": on}, label)]
 
     binned = _in_bins(both, bars_of, max_bins=_MAX_BARS // 2)
     note = "1 step was" if len(both) == 1 else f"{len(both)} steps were"
     note += f" generated both ways: rollouts were {RunFigures.of(records).speedup}."
     note += f" Each pair is the mean of up to {binned.bin_size} steps." if binned.bin_size > 1 else ""
-    legend = (("grey", "without speculation"), ("blue", "with speculation"))
-    return bar_chart("Rollout time with and without speculation", binned.bars, binned.x_range, "step", "seconds of rollout",
-                     legend=legend, note=note)
+    legend = {"grey": "without speculation", "blue": "with speculation"}
+    return bar_chart("Rollout time with and without speculation", binned.bars, binned.axis, "seconds of rollout", legend,
+                     note=note)
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -193,8 +186,7 @@ class _Binned(NamedTuple):
     """Bars over equal ranges of steps."""
 
     bars: list[Bar]
-    x_range: tuple[float, float]
-    """Part of the x axis that the bins cover."""
+    axis: BarAxis
     bin_size: int
     """Largest number of steps in a bin."""
 
@@ -209,10 +201,11 @@ def _in_bins(records: Sequence[Record], bars_of: Callable[[list[Record], float, 
     for record in records:
         bins.setdefault((record["step"] - steps[0]) // width, []).append(record)
     start, num_bins = steps[0] - gap / 2, max(bins) + 1
-    margin = width * max(0.0, 0.42 - 0.05 * num_bins)  # keeps the bars of a short run slim
+    margin = width * max(0.06, 0.42 - 0.05 * num_bins)  # keeps the bars of a short run slim
     bars = [bar for at, group in bins.items()
             for bar in bars_of(group, start + at * width + margin, start + (at + 1) * width - margin)]
-    return _Binned(bars, (start, start + num_bins * width), max(len(group) for group in bins.values()))
+    axis = BarAxis((start, start + num_bins * width), "step", whole=True)
+    return _Binned(bars, axis, max(len(group) for group in bins.values()))
 
 
 def _mean(values: Sequence[float]) -> float:

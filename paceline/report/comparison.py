@@ -89,8 +89,7 @@ def _chart(title: str, series: Sequence[Series], x_label: str, y_label: str, fro
     if not series:
         return None
     lines, note = with_moving_mean(series, 20 if y_label == "mean reward" else 300)
-    legend = tuple((line.colour, line.name) for line in series)
-    return line_chart(title, lines, x_label, y_label, from_zero=from_zero, legend=legend, note=note)
+    return line_chart(title, lines, x_label, y_label, from_zero=from_zero, note=note)
 
 
 def _step_seconds(record: Record) -> float:

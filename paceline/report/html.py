@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +32,10 @@ from paceline.report.rollout_charts import (
     strategy_chart,
 )
 from paceline.report.run import Run
-from paceline.report.svg import PALETTE_CSS
 from paceline.report.worker_charts import timeline_chart
 
 REPORT_FILE = "report.html"
+_UPLOT = Path(__file__).parent / "vendor" / "uplot"
 _MAX_ALARMS = 40
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -137,10 +137,18 @@ def render(template: str, live: bool = False, **values: Any) -> str:
     """A page or a part of one. Everything put into it is escaped."""
     environment = jinja2.Environment(loader=jinja2.PackageLoader("paceline.report"), autoescape=True,
                                      undefined=jinja2.StrictUndefined)
-    script = environment.get_template("live.js").render() if live else ""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.globals.update(format_value=format_value, palette_css=Markup(PALETTE_CSS), live_script=Markup(script),
-                               script_digest=digest)
+    sources = [_UPLOT.joinpath("uPlot.iife.min.js").read_text(encoding="utf-8") + environment.get_template("charts.js").render()]
+    sources += [environment.get_template("live.js").render()] if live else []
+    drawn: list[Mapping[str, Any]] = []  # of the page, in the order in which the template shows them
+
+    def place(chart: Chart) -> int:
+        drawn.append(chart.data)
+        return len(drawn) - 1
+
+    environment.globals.update(
+        format_value=format_value, live=live, place=place, drawn=drawn, part="now" if template == "now.html" else "chart",
+        scripts=[(Markup(source), base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()) for source in sources],
+        plot_css=Markup(_UPLOT.joinpath("uPlot.min.css").read_text(encoding="utf-8")))
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", environment.get_template(template).render(values))
 
 

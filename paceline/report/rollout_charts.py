@@ -11,7 +11,7 @@ import numpy as np
 from paceline.report.charts import steps_and_values, with_moving_mean
 from paceline.report.formatting import format_time, format_value
 from paceline.report.metrics import Record, finite_value
-from paceline.report.plotting import Bar, Chart, Series, bar_chart, line_chart
+from paceline.report.plotting import Bar, BarAxis, Chart, Series, bar_chart, line_chart
 from paceline.report.trace import Sums, sums_by_batch
 
 Trace = Mapping[str, Any]
@@ -31,35 +31,41 @@ def course_chart(trace: Trace, record: Record, which: str = "") -> Chart | None:
     seconds = finite_value(record, "time/generate") or on.get("seconds")
     if not on.get("live") or not seconds:
         return None
-    live = on["live"]
-    strategies = [on["strategies"][i] for i in on["strategy"]] if "strategy" in on else [None] * len(live)
-    drafters = [_drafter_of(strategy) for strategy in strategies]
-    bars, width, at = [], seconds / len(live), 0
-    for (num, strategy), run in groupby(zip(live, strategies, strict=True)):
-        end, colour = at + len(list(run)), _DRAFTERS[drafters[at]][0] if "strategy" in on else "blue"
-        name = "" if strategy is None else f", {strategy or 'prefill'}"
-        bars.append(Bar(at * width, end * width, ((colour, num),), f"{at * width:.2f} s: {num} live{name}"))
-        at = end
-    lines, longest = [], seconds
+    bars, legend = course_bars(on, seconds)
     off_seconds = finite_value(record, "time/generate_off")
+    lines, longest = [], seconds
     if off.get("live") and off_seconds:
-        x = np.linspace(0, off_seconds, len(off["live"]) + 1)
-        lines, longest = [Series("without speculation", "ink", x, np.array([*off["live"], 0.0]), dashed=True, stairs=True)], max(
-            seconds, off_seconds)
-    legend = [_DRAFTERS[name] for name in _DRAFTERS if name in drafters] if "strategy" in on else []
-    legend += [("ink", "the same answers without speculation (dashed)")] if lines else []
-    note = _course_note(on, drafters if "strategy" in on else [], seconds, off_seconds if lines else None)
+        x, longest = np.linspace(0, off_seconds, len(off["live"]) + 1), max(seconds, off_seconds)
+        lines = [Series("the same answers without speculation", "ink", x, np.array([*off["live"], 0.0]), dashed=True,
+                        stairs=True)]
     title = f"Inside step {trace['step']}{which}: answers that are not finished"
-    return bar_chart(title + (", and who drafts" if "strategy" in on else ""), bars, (0.0, longest),
-                     "seconds of generation", "live answers", legend=tuple(legend), note=note, lines=lines, joined=True)
+    return bar_chart(title + (", and who drafts" if "strategy" in on else ""), bars,
+                     BarAxis((0.0, longest), "seconds of generation"), "live answers", legend, lines=lines,
+                     note=_course_note(on, seconds, off_seconds if lines else None))
 
 
-def _course_note(on: Mapping[str, Any], drafters: Sequence[str], seconds: float, off_seconds: float | None) -> str:
+def course_bars(on: Mapping[str, Any], seconds: float) -> tuple[list[Bar], dict[str, str]]:
+    """A bar for each stretch of a generation in which neither the number of live answers nor the strategy changes, and what the
+    bars' colours mean."""
+    live, width, bars, at = on["live"], seconds / len(on["live"]), [], 0
+    strategies = [on["strategies"][i] for i in on["strategy"]] if "strategy" in on else [None] * len(live)
+    for (num, strategy), run in groupby(zip(live, strategies, strict=True)):
+        end, colour = at + len(list(run)), "blue" if strategy is None else _DRAFTERS[_drafter_of(strategy)][0]
+        name = "" if strategy is None else f", {strategy or 'prefill'}"
+        bars.append(Bar(at * width, end * width, {colour: num}, f"{at * width:.2f} s{name}"))
+        at = end
+    if "strategy" not in on:
+        return bars, {"blue": "live answers"}
+    used = {_drafter_of(strategy) for strategy in strategies if strategy is not None}
+    return bars, dict(_DRAFTERS[name] for name in _DRAFTERS if name in used)
+
+
+def _course_note(on: Mapping[str, Any], seconds: float, off_seconds: float | None) -> str:
     """The long tail and where speculation sets in, in words."""
     live, total = on["live"], on.get("total", on["live"][0])
     half = next((i for i, num in enumerate(live) if num <= total / 2), len(live))
     parts = [f"Half of the {total:,} answers were done after {100 * half / len(live):.0f} % of the time."]
-    drafts = [name not in ("none", "") for name in drafters]
+    drafts = [on["strategies"][i] not in ("off", "") for i in on.get("strategy", ())]
     share = 100 * sum(drafts) / max(1, len(drafts))
     tail = next((i for i in range(len(drafts)) if all(drafts[i:])), None)  # from here on it is always on
     if drafts and share >= 99:
@@ -82,22 +88,15 @@ def strategy_chart(traces: Sequence[Trace]) -> Chart | None:
     bars, ticks = [], {}
     for place, (bucket, drafters) in enumerate(cells.items()):
         total = sum(sums.seconds for sums in drafters.values()) or 1.0
-        present = [(name, drafters[name]) for name in _DRAFTERS if name in drafters]
         ticks[float(place)] = _batch_name(bucket)
-        tooltip = f"{ticks[place]} requests: " + "; ".join(_describe(name, sums, total) for name, sums in present)
-        parts = tuple((_DRAFTERS[name][0], 100 * sums.seconds / total) for name, sums in present)
-        bars.append(Bar(place - 0.4, place + 0.4, parts, tooltip))
-    legend = tuple(_DRAFTERS[name] for name in _DRAFTERS if any(name in drafters for drafters in cells.values()))
-    return bar_chart("Strategy by batch size", bars, (-0.5, len(cells) - 0.5), "requests in the batch", "% of the time",
-                     legend=legend, ticks=ticks, wide=False,
+        label = f"{ticks[place]} requests" + "".join(
+            f"; {_DRAFTERS[name][1]}: accept length {sums.accept_length:.2f}" for name, sums in drafters.items() if sums.drafted)
+        parts = {_DRAFTERS[name][0]: 100 * drafters[name].seconds / total for name in _DRAFTERS if name in drafters}
+        bars.append(Bar(place - 0.4, place + 0.4, parts, label))
+    legend = dict(_DRAFTERS[name] for name in _DRAFTERS if any(name in drafters for drafters in cells.values()))
+    return bar_chart("Strategy by batch size", bars, BarAxis((-0.5, len(cells) - 0.5), "requests in the batch", ticks),
+                     "% of the time", legend, wide=False,
                      note="Who drafted, by time. A step begins with large batches and ends with small ones.")
-
-
-def _describe(name: str, sums: Sums, total: float) -> str:
-    text = f"{_DRAFTERS[name][1]} {100 * sums.seconds / total:.0f} %"
-    if sums.drafted:
-        text += f" ({sums.drafted / sums.verifications:.1f} draft tokens per request, accept length {sums.accept_length:.2f})"
-    return text
 
 
 def accept_length_chart(records: Sequence[Record], traces: Sequence[Trace]) -> Chart | None:
@@ -112,8 +111,7 @@ def accept_length_chart(records: Sequence[Record], traces: Sequence[Trace]) -> C
         series = _unless_equal(series[0], Series("passes that verify drafts", "green", np.array(x, float), np.array(y)))
     lines, note = with_moving_mean(series)
     meaning = "Tokens that one pass of the policy yields per answer; 1 is decoding without speculation."
-    return line_chart("Accept length by step", lines, "step", "tokens per verification", note=f"{meaning} {note}".strip(),
-                      legend=_legend(series))
+    return line_chart("Accept length by step", lines, "step", "tokens per verification", note=f"{meaning} {note}".strip())
 
 
 def accept_position_chart(traces: Sequence[Trace]) -> Chart | None:
@@ -134,7 +132,7 @@ def accept_position_chart(traces: Sequence[Trace]) -> Chart | None:
         return None
     series = _unless_equal(*series) if len(series) > 1 else series
     return line_chart("Accept length along the answer", series, "token of the answer", "tokens per verification",
-                      legend=_legend(series), note=f"Means over {width} positions and all steps.")
+                      note=f"Means over {width} positions and all steps.")
 
 
 def drafter_version_chart(traces: Sequence[Trace]) -> Chart | None:
@@ -172,7 +170,7 @@ def drafter_cost_chart(records: Sequence[Record], traces: Sequence[Trace]) -> Ch
             + f" and saved about {format_time(max(0.0, saved[-1]))} so far: estimated from the accept length on held-out "
             f"answers, {format_value(1 + gain)}× that of the drafter at the start.")
     return line_chart("What training the drafter cost and saved", series, "step", "seconds, summed up", from_zero=True,
-                      legend=_legend(series), note=note)
+                      note=note)
 
 
 def _unless_equal(everything: Series, part: Series) -> list[Series]:
@@ -204,7 +202,3 @@ def _batch_name(bucket: int) -> str:
     """Range of batch sizes n of which (n - 1) has this bit length."""
     low, high = 2 ** (bucket - 1) + 1 if bucket else 1, 2**bucket
     return str(high) if low >= high else f"{low}–{high}"
-
-
-def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
-    return tuple((line.colour, line.name) for line in series) if len(series) > 1 else ()

@@ -46,15 +46,15 @@ def timeline_chart(folder: Path) -> Chart | None:
     seconds = {state: sum(event["end"] - event["start"] for event in intervals if event["state"] == state) for state in _STATES}
     whole = sum(seconds.values()) or 1.0
     drawn = {event["state"] for event in (*intervals, *trainer)}
-    legend = tuple((colour, f"{name} {100 * seconds[state] / whole:.0f} %" if seconds[state] else name)
-                   for state, (colour, name) in _STATES.items() if state in drawn)
+    legend = {colour: f"{name} {100 * seconds[state] / whole:.0f} %" if seconds[state] else name
+              for state, (colour, name) in _STATES.items() if state in drawn}
     steps = min(len(published), _NUM_STEPS)
     note = f"Drawn are the last {steps} policies; " if steps > 1 else ""
     note += "percentages are of the workers' time in the whole run."
     note = note[0].upper() + note[1:]
     hidden = max(0, len(workers) - _MAX_WORKERS)
-    return row_chart("What each worker did", rows, (start, max(end, start + 1e-6)), "seconds", legend=legend,
-                     note=note + (f" {hidden} more workers are not drawn." if hidden else ""))
+    return row_chart("What each worker did", rows, (start, max(end, start + 1e-6)), "seconds", legend,
+                     note + (f" {hidden} more workers are not drawn." if hidden else ""))
 
 
 def _trainer_intervals(events: list[dict[str, Any]], end: float) -> list[dict[str, Any]]:
@@ -75,9 +75,7 @@ def _spans(intervals: list[dict[str, Any]], start: float, end: float) -> list[Sp
         seconds[names.index(event["state"])] += np.diff(covered)
     state = np.where(seconds.sum(0) > 0, seconds.argmax(0), -1)
     borders = np.r_[0, np.flatnonzero(np.diff(state)) + 1, _NUM_CELLS]
-    return [Span(float(edges[a]), float(edges[b]), _STATES[names[state[a]]][0],
-                 f"{_STATES[names[state[a]]][1]}, {edges[a]:.1f} to {edges[b]:.1f} s")
-            for a, b in pairwise(borders) if state[a] >= 0]
+    return [Span(float(edges[a]), float(edges[b]), _STATES[names[state[a]]][0]) for a, b in pairwise(borders) if state[a] >= 0]
 
 
 def _newest_session(path: Path) -> Iterator[dict[str, Any]]:

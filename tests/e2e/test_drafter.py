@@ -99,9 +99,9 @@ def test_an_engine_profits_and_draws_the_same_tokens(tmp_path, capsys):
     assert again["by_depth"] == after["by_depth"]  # the same answers, held out by training
     assert picture.read_text().count("<figcaption>") == 4
     assert run("drafter", "eval", "--model", "default", "--drafter", out, "--prompts", "task:collatz", "--answers", 12,
-               "--max-new-tokens", 128, "--html", tmp_path / "decay.svg", "--threads", 1) == 0
+               "--max-new-tokens", 128, "--html", tmp_path / "decay.html", "--threads", 1) == 0
     assert "measured by the engine with eagle:d6w4v32" in capsys.readouterr().out
-    assert (tmp_path / "decay.svg").read_text().startswith("<svg xmlns")
+    assert (tmp_path / "decay.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_generate_takes_the_folder(folder):

@@ -12,7 +12,10 @@ async function refresh() {
           const before = document.getElementById(details.id);
           if (before) details.open = before.open;
         }
-        if (shown !== null) document.querySelector("main").replaceWith(page.querySelector("main"));
+        if (shown !== null) {
+          document.querySelector("main").replaceWith(page.querySelector("main"));
+          drawCharts(document.querySelector("main"));
+        }
         document.title = page.title;
         shown = text;
       }
@@ -30,6 +33,7 @@ async function follow() {  // a hidden page asks for nothing
       if (!document.hidden) {
         const answer = await fetch("/now");
         now.innerHTML = answer.status === 200 ? await answer.text() : "";
+        drawCharts(now);
       }
     } catch {
       now.innerHTML = "";

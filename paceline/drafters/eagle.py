@@ -48,7 +48,7 @@ class EagleConfig:
         """Returns the config of a drafter for a policy. feature_layers: Layers that an EAGLE-3 drafter reads; empty chooses an
         early, a middle and a late one."""
         layer = replace(policy, architecture="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False,
-                        qk_norm=False)
+                        qk_norm=False, layers=(), embed_scale=1.0, norm_offset=0.0, logit_cap=0.0)
         if form == "eagle":
             return cls(form, layer, (-1,))
         count = policy.num_layers
@@ -107,7 +107,7 @@ class Eagle(nn.Module):
         x, residual = self._layer_input(embedded, state, ops)
         residual = residual if rows is None else residual.index_select(0, rows)
         x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, self.config.model.rms_eps)
-        return self.mlp(x, ops) + residual
+        return self.mlp(x, attend) + residual
 
     def write_keys(self, embedded: Tensor, state: Tensor, attend: PagedAttend) -> None:
         """Writes the keys and values of these rows, see `forward`, into the cache. With one layer they depend on no other row and

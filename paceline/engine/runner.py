@@ -97,7 +97,7 @@ class Runner:
         plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.config.num_heads, self._layers[0], chunks,
                                   trees=step.max_depth > 0, forced=step.has_forced and not chunks)
         attend = PagedAttend(self.ops, self._layers, self.rope.cos, self.rope.sin, rows.write, rows.segments, plan,
-                             rows.positions)
+                             rows.positions, self.rope.others)
         hidden = self.model(rows.tokens, attend, self.capture)
         self.store.tokens.index_copy_(0, rows.write, rows.tokens)
         if hidden.features is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.drafters.eagle import Eagle
 from paceline.engine.failures import describe_error
 from paceline.kernels import Ops
-from paceline.models.decoder import Decoder, Linear
+from paceline.models.decoder import Decoder, product_weights
 from paceline.models.state_dict import StateLoader
 
 
@@ -78,8 +78,7 @@ def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 def prepare_linears(modules: Iterable[nn.Module], ops: Ops) -> None:
     """Tell the kernels that linear layers have new values, so that they can lay them out anew."""
-    parts = [part for module in modules for part in module.modules()]
-    ops.prepare([part.weight for part in parts if isinstance(part, Linear)])
+    ops.prepare(product_weights(modules))
 
 
 def copy_drafter(new: Eagle, into: Eagle) -> None:

@@ -14,7 +14,7 @@ from paceline.drafters.checkpoint import drafter_config, drafter_tensors
 from paceline.drafters.eagle import Eagle
 from paceline.export.loaders import DrafterLoader, check_tensors
 from paceline.files import atomic_write, save_tensors
-from paceline.models.config import ARCHITECTURES
+from paceline.models.architectures import hf_name_of
 from paceline.models.decoder import Decoder
 from paceline.optim import require_finite
 
@@ -122,7 +122,7 @@ def _speculators(tensors: dict[str, Tensor], config: dict[str, Any], policy: Dec
     num_features = len(config["eagle_aux_hidden_state_layer_ids"])
     if num_features != 3:
         layer["num_aux_hidden_states"] = num_features  # for vLLM, which otherwise expects three in this format
-    architecture = next(name for name, kind in ARCHITECTURES.items() if kind == policy.config.architecture)
+    architecture = hf_name_of(policy.config)
     method = {"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS, "verifier_accept_k": 1,
               "accept_tolerance": 0.0}
     return tensors, {

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from paceline.kernels.base import (
+    PLAIN_ATTENTION,
+    AttentionForm,
     Candidates,
     DecodeRows,
     DecoderWeights,
@@ -16,10 +18,12 @@ from paceline.kernels.base import (
     DraftRequests,
     DraftRows,
     DraftTree,
+    ExpertWeights,
     LayerWeights,
     Normed,
     Ops,
     PagedCache,
+    RouterWeights,
     SampledTokens,
     SamplingTensors,
     Segments,
@@ -28,9 +32,9 @@ from paceline.kernels.base import (
 from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
-    "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests", "DraftRows", "DraftTree",
-    "LayerWeights", "Normed", "Ops", "PagedCache", "SampledTokens", "SamplingTensors", "Segments", "SlotTensors", "TorchOps",
-    "apply_rope", "choose_backend", "ops_for",
+    "PLAIN_ATTENTION", "AttentionForm", "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests",
+    "DraftRows", "DraftTree", "ExpertWeights", "LayerWeights", "Normed", "Ops", "PagedCache", "RouterWeights", "SampledTokens",
+    "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope", "choose_backend", "ops_for",
 ]
 
 KERNELS_VARIABLE = "PACELINE_KERNELS"

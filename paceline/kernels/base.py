@@ -22,7 +22,7 @@ K input features.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -150,6 +150,31 @@ class Normed(NamedTuple):
         return (self.rows * factor[:, None]).to(self.rows.dtype)
 
 
+class AttentionForm(NamedTuple):
+    """How a layer's attention differs from plain causal attention."""
+
+    window: int = 0  # positions that a row attends to, its own included; 0: all
+    soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: as they are
+    sinks: Tensor | None = None  # [H] logit of each head that joins the softmax and stands for no key
+
+
+PLAIN_ATTENTION = AttentionForm()
+
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""Activation of a gated MLP. silu(gate) * up; gelu(gate) * up with tanh's approximation of gelu; or gpt-oss's
+(clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7)."""
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of one layer: gated MLPs of equal size."""
+
+    gate_up: Tensor  # [E, 2 I, K] gate and up projection of each expert, one below the other
+    gate_up_bias: Tensor | None  # [E, 2 I]
+    down: Tensor  # [E, K, I]
+    down_bias: Tensor | None  # [E, K]
+    activation: Activation
+
+
 class LayerWeights(NamedTuple):
     """Weights of one decoder layer. Matrices are [N, K] as in `nn.Linear`; norms and biases are [N]."""
 
@@ -165,6 +190,16 @@ class LayerWeights(NamedTuple):
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    router: RouterWeights | None = None  # of a layer with experts, whose gate_up and down are those of `ExpertWeights`
+
+
+class RouterWeights(NamedTuple):
+    """The router of a layer with experts."""
+
+    weight: Tensor  # [E, H]
+    bias: Tensor | None
+    num_active: int  # experts of one token
+    normalised: bool
 
 
 class DecoderWeights(NamedTuple):
@@ -265,6 +300,25 @@ class Ops(Protocol):
         """The gated activation: [R, 2I] -> [R, I], silu(first half) * second half."""
         ...
 
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """A gated activation: [R, 2I] -> [R, I] of gate (first half) and up (second half)."""
+        ...
+
+    # -- mixtures of experts
+
+    def route(self, logits: Tensor, num_active: int, normalised: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each row: those with the largest router logits [R, E], the largest first and of equal ones the lower
+        index, or the experts `given` [R, k] int64. Returns their weights [R, k], in at least float32, and their indices [R, k]
+        int64. The weights are the softmax over all logits, or, if `normalised`, over those of the row's experts."""
+        ...
+
+    def experts(self, x: Tensor, weights: ExpertWeights, shares: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum of every row's experts: x [R, K], weights shares [R, k] of the experts chosen [R, k] int64 -> [R, K].
+        A row's experts are added up in their order in `chosen`, in at least float32. A backend that promises deterministic
+        results sums every product in one pass, so a row's bits depend neither on the other rows nor on who else has chosen an
+        expert."""
+        ...
+
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
         """Split qkv [R, (H + 2 Hkv) D], normalise the heads of q and k where a norm is given, apply the rotary embedding to q and
@@ -310,9 +364,11 @@ class Ops(Protocol):
         rows may be among the others, which a captured step does not know beforehand."""
         ...
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None,
+                  form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
         """Attention over the paged KV cache with causal or tree masks: q [R, H, D] -> [R, H, D]. Rows that belong to no segment
-        (padding) return arbitrary finite values."""
+        (padding) return arbitrary finite values. A window counts positions: those of a tree row are its path's, so its bits in
+        `Segments.mask` say where it is."""
         ...
 
     # -- draft trees: rows before the forward pass, verification after it

@@ -1,17 +1,29 @@
-"""The decoder for all supported models: Llama, Qwen2 and Qwen3 differ by flags of `ModelConfig`. It works on a flat list of rows
-and leaves attention to an `Attend` object, so the same module serves generation (paged KV cache) and training (packed
-sequences)."""
+"""The decoder for all supported models, which differ by the flags of `ModelConfig` and one `LayerSpec` per layer. It works on a
+flat list of rows and leaves attention to an `Attend` object, so the same module serves generation (paged KV cache) and training
+(packed sequences)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from paceline.kernels import DecoderWeights, LayerWeights, Normed, Ops
-from paceline.models.attend import Attend, PagedAttend
-from paceline.models.config import ModelConfig
+from paceline.kernels import (
+    PLAIN_ATTENTION,
+    AttentionForm,
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+    Normed,
+    Ops,
+    RouterWeights,
+)
+from paceline.kernels.base import Activation
+from paceline.models.attend import Angles, Attend, PagedAttend
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.rope import rope_table
 
 
@@ -41,6 +53,19 @@ class Attention(nn.Module):
         self.o = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
         self.q_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
+        spec = config.layer(index)
+        self.scale = config.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.rope_index = config.ropes.index(spec.rope or config.rope)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if spec.sinks else None
+        self._window = spec.window if spec.window < config.max_context else 0
+        self._soft_cap = spec.soft_cap
+
+    @property
+    def form(self) -> AttentionForm:
+        """How it differs from plain causal attention."""
+        if self.sinks is None and not self._window and not self._soft_cap:
+            return PLAIN_ATTENTION
+        return AttentionForm(self._window, self._soft_cap, self.sinks)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         return self.o(attend(self, self.qkv(x, attend.ops)), attend.ops)
@@ -49,25 +74,79 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated MLP, with gate and up projection fused into one matrix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, activation: Activation = "silu") -> None:
         super().__init__()
+        self.activation: Activation = activation
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(x, ops)), ops)
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        ops = attend.ops
+        return self.down(ops.gated(self.gate_up(x, ops), self.activation), ops)
+
+    @property
+    def products(self) -> tuple[nn.Module, ...]:
+        """The projections, which an adapter may wrap."""
+        return self.gate_up, self.down
+
+
+class Experts(nn.Module):
+    """A mixture of experts: a router chooses some gated MLPs for every row, whose outputs are summed with its weights."""
+
+    def __init__(self, config: ModelConfig, spec: ExpertsSpec, activation: Activation, index: int) -> None:
+        super().__init__()
+        self.spec, self.activation, self.index = spec, activation, index
+        hidden, count, size = config.hidden_size, spec.count, spec.size
+        self.router = Linear(hidden, count, bias=spec.bias)
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * size, hidden))
+        self.down = nn.Parameter(torch.empty(count, hidden, size))
+        self.gate_up_bias = nn.Parameter(torch.zeros(count, 2 * size)) if spec.bias else None
+        self.down_bias = nn.Parameter(torch.zeros(count, hidden)) if spec.bias else None
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        ops, routing = attend.ops, attend.routing
+        logits = self.router(x, ops)
+        given = None if routing is None or routing.given is None else routing.given[self.index]
+        shares, chosen = ops.route(logits, self.spec.active, self.spec.normalised, given)
+        if routing is not None:
+            x = routing.observe(self.index, x, logits, chosen)
+        return ops.experts(x, self.weights(), shares, chosen)
+
+    def weights(self) -> ExpertWeights:
+        """The experts' weights in the form that `Ops.experts` takes."""
+        return ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.activation)
+
+    @property
+    def products(self) -> tuple[nn.Module, ...]:
+        """The projections that an adapter may wrap."""
+        return (self.router,)
+
+
+def product_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The weights of all matrix products in these modules, for `Ops.prepare`."""
+    found: list[Tensor] = []
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, Linear):
+            found.append(part.weight)
+        elif isinstance(part, Experts):
+            found += [part.gate_up, part.down]
+    return found
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each after an RMS norm."""
+    """One decoder layer: attention and MLP or experts, each after an RMS norm, and before one if its record says so."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
+        spec = config.layer(index)
         self.eps = config.rms_eps
         self.attention_norm = nn.Parameter(torch.ones(config.hidden_size))
         self.attention = Attention(config, index)
         self.mlp_norm = nn.Parameter(torch.ones(config.hidden_size))
-        self.mlp = MLP(config)
+        self.mlp = (MLP(config, spec.activation) if spec.experts is None
+                    else Experts(config, spec.experts, spec.activation, index))
+        self.post_attention_norm = nn.Parameter(torch.ones(config.hidden_size)) if spec.post_norms else None
+        self.post_mlp_norm = nn.Parameter(torch.ones(config.hidden_size)) if spec.post_norms else None
 
     def forward(self, x: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
         """Returns (output of the MLP, residual stream before it). Their sum is the input of the next layer; the addition is left
@@ -77,27 +156,32 @@ class Layer(nn.Module):
             residual, x = x, ops.rms_norm(x, self.attention_norm, self.eps)
         else:
             x, residual = ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
-        x, residual = ops.add_rms_norm(self.attention(x, attend), residual, self.mlp_norm, self.eps)
-        return self.mlp(x, ops), residual
+        x = self._post(self.attention(x, attend), self.post_attention_norm, ops)
+        x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return self._post(self.mlp(x, attend), self.post_mlp_norm, ops), residual
+
+    def _post(self, x: Tensor, norm: nn.Parameter | None, ops: Ops) -> Tensor:
+        return x if norm is None else ops.rms_norm(x, norm, self.eps)
 
     def fused(self, x: Normed, residual: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
         """The layer from the output of its first norm up to the gated activation, with fused products. The down projection is
         left to `Decoder`, which fuses it with the next layer's norm."""
-        ops, attention = attend.ops, self.attention
+        ops, attention, mlp = attend.ops, self.attention, cast(MLP, self.mlp)
         heads = attend.from_normed(attention, x, attention.qkv.weight, attention.qkv.bias)
         x, residual = ops.linear_norm(heads, attention.o.weight, attention.o.bias, residual, self.mlp_norm, self.eps)
-        return ops.gated_linear(x, self.mlp.gate_up.weight, self.mlp.gate_up.bias), residual
+        return ops.gated_linear(x, mlp.gate_up.weight, mlp.gate_up.bias), residual
 
     @property
     def has_plain_products(self) -> bool:
         """Whether no projection is wrapped, as a LoRA adapter would."""
-        products = (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
-        return all(type(product) is Linear for product in products)
+        return all(type(product) is Linear for product in (self.attention.qkv, self.attention.o, *self.mlp.products))
 
     @property
     def plain(self) -> bool:
-        """Whether the fused products can be used: no projection is wrapped, and there are no q and k norms."""
-        return self.attention.q_norm is None and self.has_plain_products
+        """Whether the fused products can be used: no projection is wrapped, there are no norms but the usual two, and the MLP is
+        dense."""
+        is_dense = isinstance(self.mlp, MLP) and self.mlp.activation == "silu" and self.post_mlp_norm is None
+        return is_dense and self.attention.q_norm is None and self.has_plain_products
 
 
 class Decoder(nn.Module):
@@ -113,6 +197,7 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
+        self._embed_scale: tuple[torch.dtype, float] | None = None  # in the embedding's data type
         self._weights: DecoderWeights | None = None  # for `Ops.decode`; built once, since weights are updated in place
 
     @classmethod
@@ -124,9 +209,9 @@ class Decoder(nn.Module):
         generator = torch.Generator(device=device).manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
+                if parameter.dim() > 1 and not name.endswith("_bias"):
                     parameter.normal_(0.0, std, generator=generator)
-                elif name.endswith(".bias"):
+                elif name.endswith((".bias", ".sinks")):
                     parameter.zero_()
         return model.requires_grad_(False)
 
@@ -137,7 +222,7 @@ class Decoder(nn.Module):
             whole = self._in_one_call(tokens, attend, capture)
             if whole is not None:
                 return whole
-        x: Tensor = self.embed(tokens)
+        x = self.embedded(tokens)
         sizes = len(tokens), self.config.hidden_size, self.config.head_dim
         if isinstance(attend, PagedAttend) and attend.ops.should_fuse(*sizes) and self._plain():
             return self._fused(x, attend, capture)
@@ -152,25 +237,46 @@ class Decoder(nn.Module):
         kept[-1] = final
         return Hidden(final, torch.cat([kept[i] for i in capture], dim=-1) if capture else None)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The input [R, H] of the first layer."""
+        x: Tensor = self.embed(tokens)
+        if self.config.embed_scale == 1:
+            return x
+        if self._embed_scale is None or self._embed_scale[0] != x.dtype:
+            self._embed_scale = x.dtype, float(torch.tensor(self.config.embed_scale, dtype=x.dtype))
+        return x * self._embed_scale[1]
+
     def _in_one_call(self, tokens: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden | None:
         """Run all layers with one call of `Ops.decode`; None if the backend or a wrapped projection does not allow it."""
+        if attend.routing is not None:
+            return None
         if self._weights is None:
-            if not all(layer.has_plain_products for layer in self.layers):
+            if not self._fits_one_call() or not all(layer.has_plain_products for layer in self.layers):
                 return None
             self._weights = self._decoder_weights()
         found = attend.ops.decode(self._weights, tokens, attend.positions, attend.cos, attend.sin, attend.write, attend.segments,
                                   attend.layers, capture)
         return None if found is None else Hidden(*found)
 
+    def _fits_one_call(self) -> bool:
+        """Whether `Ops.decode` knows everything that the layers consist of: all but experts is as in a Llama layer."""
+        config = self.config
+        return config.embed_scale == 1 and all(replace(config.layer(index), experts=None) == LayerSpec()
+                                               for index in range(config.num_layers))
+
     def _decoder_weights(self) -> DecoderWeights:
         """The weights in the form that `Ops.decode` takes."""
         layers = []
         for layer in cast("list[Layer]", list(self.layers)):
             attention, mlp = layer.attention, layer.mlp
+            if isinstance(mlp, Experts):
+                router = RouterWeights(mlp.router.weight, mlp.router.bias, mlp.spec.active, mlp.spec.normalised)
+                inner = (mlp.gate_up, mlp.gate_up_bias, mlp.down, mlp.down_bias, router)
+            else:
+                inner = (mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight, mlp.down.bias, None)
             layers.append(LayerWeights(
                 layer.attention_norm, attention.qkv.weight, attention.qkv.bias, attention.q_norm, attention.k_norm,
-                attention.o.weight, attention.o.bias, layer.mlp_norm, mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight,
-                mlp.down.bias))
+                attention.o.weight, attention.o.bias, layer.mlp_norm, *inner))
         return DecoderWeights(self.embed.weight, tuple(layers), self.norm, self.config.num_heads, self.config.rms_eps)
 
     def _fused(self, residual: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden:
@@ -184,7 +290,7 @@ class Decoder(nn.Module):
             if index in capture:
                 kept[index] = residual
             inner, residual = layer.fused(x, residual, attend)
-            down = layer.mlp.down
+            down = cast(MLP, layer.mlp).down
             if following is None:
                 kept[-1], _ = ops.add_rms_norm(down(inner, ops), residual, self.norm, eps)
             else:
@@ -196,20 +302,29 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """The logits [R, V] of hidden states [R, H]."""
-        return self.head(hidden, ops)
+        found: Tensor = self.head(hidden, ops)
+        cap = self.config.logit_cap
+        return found if not cap else (cap * torch.tanh((found if found.dtype == torch.float64 else found.float()) / cap)).to(
+            found.dtype)
 
 
 class Rope(nn.Module):
-    """The cos and sin tables of the rotary embedding, in the precision that the kernels compute in; not part of checkpoints."""
+    """The cos and sin tables of the rotary embeddings, in the precision that the kernels compute in; not part of checkpoints."""
 
     def __init__(self, config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        cos, sin = rope_table(config.rope, config.head_dim, length)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        tables = [[table.to(device, wide) for table in rope_table(rope, config.head_dim, length)] for rope in config.ropes]
         self.cos: Tensor
         self.sin: Tensor
-        self.register_buffer("cos", cos.to(device, wide), persistent=False)
-        self.register_buffer("sin", sin.to(device, wide), persistent=False)
+        self.register_buffer("cos", tables[0][0], persistent=False)
+        self.register_buffer("sin", tables[0][1], persistent=False)
+        self.others: tuple[Angles, ...] = tuple((cos, sin) for cos, sin in tables[1:])
+        """The tables of layers that have another rotary embedding than the model's."""
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> Angles:
         return self.cos[positions], self.sin[positions]
+
+    def others_at(self, positions: Tensor) -> tuple[Angles, ...]:
+        """cos and sin of the other rotary embeddings."""
+        return tuple((cos[positions], sin[positions]) for cos, sin in self.others)

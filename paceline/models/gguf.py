@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from paceline.models.architectures import GGUF_KINDS
+from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_metadata import check_gguf_metadata
 from paceline.models.huggingface import load_tokenizer, one_line, with_file_name
 from paceline.models.rope import inverse_frequencies
@@ -96,9 +97,10 @@ class GgufMetadata:
 def gguf_config(metadata: GgufMetadata, tensors: Mapping[str, ReaderTensor]) -> ModelConfig:
     """The model configuration in the metadata of a GGUF file."""
     kind = metadata.arch
-    if kind not in ARCHITECTURES.values():
-        known = ", ".join(dict.fromkeys(ARCHITECTURES.values()))
-        raise ValueError(f"general.architecture: {kind} is not supported; known: {known}")
+    if kind not in GGUF_KINDS:
+        raise ValueError(f"general.architecture: {kind} is not supported; known: {', '.join(GGUF_KINDS)}")
+    if metadata.get(".expert_count", 0):
+        raise ValueError(f"metadata {kind}.expert_count: experts are read from Hugging Face folders only")
     if metadata.get("split.count", 0) > 1:
         raise ValueError("split.count: a GGUF in several files is not supported; merge it with llama-gguf-split")
     if metadata.integer(".block_count") < 1:
@@ -110,7 +112,7 @@ def gguf_config(metadata: GgufMetadata, tensors: Mapping[str, ReaderTensor]) -> 
     if metadata.integer(".rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"{kind}.rope.dimension_count: partial rotary embedding is not supported")
     return ModelConfig(
-        architecture=kind,  # type: ignore[arg-type]
+        architecture=kind,
         vocab_size=int(tensors["token_embd.weight"].shape[-1]), hidden_size=hidden,
         intermediate_size=metadata.integer(".feed_forward_length"), num_layers=metadata.integer(".block_count"),
         num_heads=heads, num_kv_heads=metadata.integer(".attention.head_count_kv", heads), head_dim=head_dim,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.files import os_errors, save_tensors
-from paceline.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from paceline.models.architectures import architecture_of, hf_name_of
+from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.huggingface import INDEX_FILE, SINGLE_FILE
 from paceline.models.state_dict import export_state
@@ -90,23 +91,24 @@ def _shards(state: Mapping[str, Tensor], max_shard_bytes: int) -> Iterator[list[
 
 def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The `config.json` of a model, with the rotary embedding in the spelling of transformers 5 and in the one before."""
-    architecture = next(name for name, kind in ARCHITECTURES.items() if kind == config.architecture)
+    architecture, row = hf_name_of(config), architecture_of(config)
     rope = hf_rope(config.rope)
     eos = list(config.eos_token_ids)
     raw = {
-        "architectures": [architecture], "model_type": config.architecture, "vocab_size": config.vocab_size,
+        "architectures": [architecture], "model_type": row.model_type or row.kind, "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "hidden_act": "silu",
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "hidden_act": row.hidden_act,
         "rms_norm_eps": config.rms_eps, "rope_theta": config.rope.theta, "rope_parameters": rope,
         "rope_scaling": None if config.rope.kind == "default" else rope,
         "attention_bias": config.o_bias, "mlp_bias": config.mlp_bias, "tie_word_embeddings": config.tie_embeddings,
         # A model that was loaded with a lower max_context keeps the context length it was trained for.
         "max_position_embeddings": max(config.max_context, config.rope.original_context),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None, "torch_dtype": str(dtype).removeprefix("torch."),
+        **row.write(config),
     }
     read = ModelConfig.from_hf(raw)
-    for flag in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+    for flag in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "embed_scale", "norm_offset", "logit_cap", "layers"):
         if getattr(read, flag) != getattr(config, flag):
             raise ValueError(f"{flag}: {architecture} cannot say {getattr(config, flag)}")
     return raw

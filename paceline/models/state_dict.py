@@ -1,19 +1,21 @@
 """Copying weights into and out of a decoder under Hugging Face's tensor names.
 
-The decoder fuses q, k, v into `attention.qkv` and gate, up into `mlp.gate_up`, so a checkpoint tensor is a slice of a parameter
-along dimension 0. This module maps names and shapes; reading files is left to `huggingface` and `gguf`.
+The decoder fuses q, k, v into `attention.qkv`, gate, up into `mlp.gate_up`, and the experts of a layer into one parameter, so a
+checkpoint tensor is a slice of a parameter along dimension 0. This module maps names and shapes; reading files is left to
+`huggingface` and `gguf`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.models.config import ModelConfig
+from paceline.models.architectures import architecture_of
+from paceline.models.config import ExpertsSpec, ModelConfig
 from paceline.models.decoder import Decoder
 
 _PREFIXES = ("model.", "module.", "_orig_mod.")
@@ -31,51 +33,145 @@ _GGUF_TOP = {
 }
 
 
+Form = Literal["plain", "shifted", "interleaved", "transposed"]
+"""How a checkpoint's tensor becomes a slice of a parameter: as it is; plus the offset of norms; experts' transposed gate and up
+columns that alternate (gpt-oss), or their biases; experts' transposed matrices."""
+
+
 class ParamSlice(NamedTuple):
-    """Rows start .. start + length of a parameter of the decoder."""
+    """Rows start .. start + length of a parameter of the decoder. A parameter [E, N, K] of experts has E * N rows."""
 
     param_name: str
     start: int
     length: int
+    form: Form = "plain"
+    shape: tuple[int, ...] | None = None
+    """Shape of the checkpoint's tensor; None: that of the slice."""
+
+
+class StateLayout(NamedTuple):
+    """The parameter slices of a decoder by checkpoint name."""
+
+    saved: dict[str, ParamSlice]
+    """Names in a folder."""
+    live: dict[str, ParamSlice]
+    """Further names that transformers 5 has in memory, where all experts of a layer are one tensor."""
 
 
 def hf_layout(config: ModelConfig) -> dict[str, ParamSlice]:
     """The parameter slice of every tensor of a Hugging Face checkpoint. Without `lm_head` if the embeddings are tied."""
-    slots = {"model.embed_tokens.weight": ParamSlice("embed.weight", 0, config.vocab_size)}
+    return state_layout(config).saved
+
+
+def state_layout(config: ModelConfig) -> StateLayout:
+    """The parameter slice of every tensor that Hugging Face has a name for."""
+    layout = _LayoutBuilder(config)
+    layout.saved["model.embed_tokens.weight"] = ParamSlice("embed.weight", 0, config.vocab_size)
     for index in range(config.num_layers):
-        slots |= _layer_layout(config, index)
-    slots["model.norm.weight"] = ParamSlice("norm", 0, config.hidden_size)
+        layout.add_layer(index)
+    layout.vector("norm", "model.norm.weight", config.hidden_size)
     if not config.tie_embeddings:
-        slots["lm_head.weight"] = ParamSlice("head.weight", 0, config.vocab_size)
-    return slots
+        layout.saved["lm_head.weight"] = ParamSlice("head.weight", 0, config.vocab_size)
+    return StateLayout(layout.saved, layout.live)
 
 
-def _layer_layout(config: ModelConfig, index: int) -> dict[str, ParamSlice]:
-    theirs, ours = f"model.layers.{index}.", f"layers.{index}."
-    slots: dict[str, ParamSlice] = {}
+class _LayoutBuilder:
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.names = config, architecture_of(config).names
+        self.saved: dict[str, ParamSlice] = {}
+        self.live: dict[str, ParamSlice] = {}
 
-    def linear(param: str, block: str, parts: dict[str, int], bias: bool) -> None:
+    def vector(self, param: str, name: str, rows: int) -> None:
+        self.saved[name] = ParamSlice(param, 0, rows, "shifted" if self.config.norm_offset else "plain")
+
+    def linear(self, param: str, parts: dict[str, int], bias: bool) -> None:
         for kind in ("weight", "bias") if bias else ("weight",):
             start = 0
             for part, rows in parts.items():
-                slots[f"{theirs}{block}.{part}.{kind}"] = ParamSlice(f"{ours}{param}.{kind}", start, rows)
+                self.saved[f"{part}.{kind}"] = ParamSlice(f"{param}.{kind}", start, rows)
                 start += rows
 
-    def vector(param: str, name: str, rows: int) -> None:
-        slots[f"{theirs}{name}.weight"] = ParamSlice(f"{ours}{param}", 0, rows)
+    def add_layer(self, index: int) -> None:
+        config, names, spec = self.config, self.names, self.config.layer(index)
+        theirs, ours, hidden = f"model.layers.{index}.", f"layers.{index}.", self.config.hidden_size
+        attention = f"{theirs}self_attn."
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.vector(f"{ours}attention_norm", f"{theirs}input_layernorm.weight", hidden)
+        self.linear(f"{ours}attention.qkv", {f"{attention}q_proj": q_rows, f"{attention}k_proj": kv_rows,
+                                             f"{attention}v_proj": kv_rows}, config.qkv_bias)
+        self.linear(f"{ours}attention.o", {f"{attention}o_proj": hidden}, config.o_bias)
+        if config.qk_norm:
+            self.vector(f"{ours}attention.q_norm", f"{attention}q_norm.weight", config.head_dim)
+            self.vector(f"{ours}attention.k_norm", f"{attention}k_norm.weight", config.head_dim)
+        if spec.sinks:
+            self.saved[f"{attention}sinks"] = ParamSlice(f"{ours}attention.sinks", 0, config.num_heads)
+        self.vector(f"{ours}mlp_norm", f"{theirs}{names.mlp_norm}.weight", hidden)
+        if spec.post_norms:
+            self.vector(f"{ours}post_attention_norm", f"{theirs}{names.post_attention_norm}.weight", hidden)
+            self.vector(f"{ours}post_mlp_norm", f"{theirs}{names.post_mlp_norm}.weight", hidden)
+        if spec.experts is not None:
+            self._add_experts(spec.experts, f"{ours}mlp.", theirs)
+            return
+        inner = config.intermediate_size
+        self.linear(f"{ours}mlp.gate_up", {f"{theirs}mlp.gate_proj": inner, f"{theirs}mlp.up_proj": inner}, config.mlp_bias)
+        self.linear(f"{ours}mlp.down", {f"{theirs}mlp.down_proj": hidden}, config.mlp_bias)
 
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    vector("attention_norm", "input_layernorm", config.hidden_size)
-    linear("attention.qkv", "self_attn", {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, config.qkv_bias)
-    linear("attention.o", "self_attn", {"o_proj": config.hidden_size}, config.o_bias)
-    if config.qk_norm:
-        vector("attention.q_norm", "self_attn.q_norm", config.head_dim)
-        vector("attention.k_norm", "self_attn.k_norm", config.head_dim)
-    vector("mlp_norm", "post_attention_layernorm", config.hidden_size)
-    inner = config.intermediate_size
-    linear("mlp.gate_up", "mlp", {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
-    linear("mlp.down", "mlp", {"down_proj": config.hidden_size}, config.mlp_bias)
-    return slots
+    def _add_experts(self, spec: ExpertsSpec, ours: str, theirs: str) -> None:
+        names, hidden, count, size = self.names, self.config.hidden_size, spec.count, spec.size
+        self.linear(f"{ours}router", {f"{theirs}{names.experts}.{names.router}": count}, spec.bias)
+        if names.experts != "mlp":
+            self.live[f"{theirs}mlp.{names.router}.weight"] = ParamSlice(f"{ours}router.weight", 0, count)
+        whole = f"{theirs}mlp.experts."
+        if names.interleaved:
+            self.saved |= {
+                f"{whole}gate_up_proj": ParamSlice(f"{ours}gate_up", 0, 2 * count * size, "interleaved",
+                                                   (count, hidden, 2 * size)),
+                f"{whole}gate_up_proj_bias": ParamSlice(f"{ours}gate_up_bias", 0, count, "interleaved", (count, 2 * size)),
+                f"{whole}down_proj": ParamSlice(f"{ours}down", 0, count * hidden, "transposed", (count, size, hidden)),
+                f"{whole}down_proj_bias": ParamSlice(f"{ours}down_bias", 0, count),
+            }
+            return
+        self.live[f"{whole}gate_up_proj"] = ParamSlice(f"{ours}gate_up", 0, count * 2 * size, shape=(count, 2 * size, hidden))
+        self.live[f"{whole}down_proj"] = ParamSlice(f"{ours}down", 0, count * hidden, shape=(count, hidden, size))
+        for number in range(count):
+            gate, up, down = (f"{theirs}{names.experts}.experts.{number}.{part}.weight" for part in names.parts)
+            self.saved[gate] = ParamSlice(f"{ours}gate_up", 2 * number * size, size)
+            self.saved[up] = ParamSlice(f"{ours}gate_up", (2 * number + 1) * size, size)
+            self.saved[down] = ParamSlice(f"{ours}down", number * hidden, hidden)
+
+
+def _rows(param: Tensor) -> Tensor:
+    """A view of a parameter whose first dimension slices count."""
+    return param.flatten(0, 1) if param.dim() == 3 else param
+
+
+def _copy_slice(slot: ParamSlice, param: Tensor, tensor: Tensor, offset: float) -> None:
+    """Copy a checkpoint's tensor into its slice of a parameter."""
+    rows = _rows(param)[slot.start : slot.start + slot.length]
+    if slot.form in ("interleaved", "transposed"):
+        tensor = tensor.mT if tensor.dim() == 3 else tensor
+    if slot.form == "interleaved":
+        tensor = torch.cat((tensor[:, ::2], tensor[:, 1::2]), dim=1)
+    if slot.form == "shifted":
+        wide = tensor.to(torch.float64)  # so that it is rounded once
+        tensor = wide + offset
+    rows.copy_(tensor.reshape(rows.shape))
+
+
+def _read_slice(slot: ParamSlice, param: Tensor, offset: float) -> Tensor:
+    """A checkpoint's tensor from its slice of a parameter: a view where the checkpoint has it as it is."""
+    rows = _rows(param)[slot.start : slot.start + slot.length]
+    if slot.form == "plain":
+        return rows if slot.shape is None else rows.view(slot.shape)
+    if slot.form == "shifted":
+        return rows - offset
+    if slot.form == "interleaved":
+        assert slot.shape is not None
+        halves = rows.view(slot.shape[0], 2, slot.shape[-1] // 2, *slot.shape[1:-1])  # [E, 2, I] or [E, 2, I, K]
+        merged = halves.transpose(1, 2).flatten(1, 2)
+        return (merged.mT if merged.dim() == 3 else merged).contiguous()
+    assert slot.shape is not None
+    return rows.view(slot.shape[0], slot.shape[2], slot.shape[1]).mT.contiguous()
 
 
 def gguf_to_hf(name: str) -> str:
@@ -121,7 +217,7 @@ class StateLoader:
             if slot is not None:
                 self.num_copied += 1
                 with torch.no_grad():
-                    matcher.params[slot.param_name][slot.start : slot.start + slot.length].copy_(tensor)
+                    _copy_slice(slot, matcher.params[slot.param_name], tensor, self.model.config.norm_offset)
         matcher.raise_missing()
 
 
@@ -136,12 +232,11 @@ def check_shapes(model: Decoder, shapes: Mapping[str, Sequence[int]], strict: bo
 
 
 def export_state(model: Decoder) -> dict[str, Tensor]:
-    """The weights under Hugging Face's names as views of the parameters, for saving and for weight synchronisation."""
+    """The weights under Hugging Face's names, for saving and for weight synchronisation: views of the parameters where these are
+    stored alike."""
     params = {name: param.detach() for name, param in model.named_parameters()}
-    return {
-        name: params[slot.param_name][slot.start : slot.start + slot.length]
-        for name, slot in hf_layout(model.config).items()
-    }
+    return {name: _read_slice(slot, params[slot.param_name], model.config.norm_offset)
+            for name, slot in hf_layout(model.config).items()}
 
 
 class _TensorMatcher:
@@ -151,9 +246,10 @@ class _TensorMatcher:
         self.params = dict(model.named_parameters())
         self.strict, self.source = strict, source
         self._tied = model.config.tie_embeddings
-        layout = hf_layout(model.config)
-        self._slots = {bare_name(name): slot for name, slot in layout.items()}
-        self._slots |= {name: ParamSlice(name, 0, param.shape[0]) for name, param in self.params.items()}
+        layout, live = state_layout(model.config)
+        self._slots = {bare_name(name): slot for name, slot in (layout | live).items()}
+        self._slots |= {name: ParamSlice(name, 0, len(_rows(param)), shape=tuple(param.shape))
+                        for name, param in self.params.items()}
         self._awaited: dict[str, dict[str, ParamSlice]] = {}  # parameter -> checkpoint name -> slice, until it is loaded
         for name, slot in layout.items():
             self._awaited.setdefault(slot.param_name, {})[name] = slot
@@ -181,7 +277,7 @@ class _TensorMatcher:
         if slot is None:
             self._unknown.append(f"{name} {list(shape)}")
             return None
-        expected = (slot.length, *self.params[slot.param_name].shape[1:])
+        expected = self._shape(slot)
         if tuple(shape) != expected:
             self._wrong.append(f"{name} is {list(shape)}, expected {list(expected)}")
             return None
@@ -192,6 +288,9 @@ class _TensorMatcher:
         if not covered:
             self._twice.append(name)
         return slot if covered else None
+
+    def _shape(self, slot: ParamSlice) -> tuple[int, ...]:
+        return slot.shape or (slot.length, *_rows(self.params[slot.param_name]).shape[1:])
 
     def raise_wrong(self) -> None:
         if self._wrong:
@@ -205,7 +304,7 @@ class _TensorMatcher:
             raise ValueError(f"{self.source}: {len(self._unknown)} unknown tensor(s): {_some(self._unknown)}")
 
     def raise_missing(self) -> None:
-        names = [f"{name} {[slot.length, *self.params[slot.param_name].shape[1:]]}"
+        names = [f"{name} {list(self._shape(slot))}"
                  for awaited in self._awaited.values() for name, slot in awaited.items()]
         if names and self.strict:
             raise ValueError(f"{self.source}: {len(names)} tensor(s) missing: {_some(names)}")

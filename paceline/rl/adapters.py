@@ -109,7 +109,7 @@ def write_adapter(adapters: dict[str, Tensor], shape: ModelConfig, settings: Lea
     """Writes LoRA adapters in PEFT's format, under Hugging Face's names: `PeftModel.from_pretrained(model, folder)` loads them.
     `adapters`: see `adapter_matrices`. `base`: the policy that they were trained on."""
     tensors: dict[str, Tensor] = {}
-    for name, (parameter, start, length) in hf_layout(shape).items():
+    for name, (parameter, start, length, *_) in hf_layout(shape).items():
         module = parameter.removesuffix(".weight")
         if f"{module}.lora_A" not in adapters or not parameter.endswith(".weight"):
             continue

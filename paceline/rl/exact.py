@@ -19,7 +19,8 @@ from torch import Tensor
 from paceline.kernels import Ops, PagedCache, SamplingTensors, Segments, ops_for
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
-from paceline.models.decoder import Decoder, Linear, Rope
+from paceline.models.decoder import Decoder, Rope, product_weights
+from paceline.models.routing import Routing
 from paceline.rl.batch import MicroBatch
 
 _PAGE_SIZE = 64
@@ -41,11 +42,12 @@ class ExactForward:
         self._is_prepared = False
 
     @torch.no_grad()
-    def hidden(self, batch: MicroBatch, rope: Rope) -> tuple[Tensor, ...]:
-        """The hidden states [R, H] at the input of every layer, and those after the final norm."""
+    def hidden(self, batch: MicroBatch, rope: Rope, routing: Routing | None = None) -> tuple[Tensor, ...]:
+        """The hidden states [R, H] at the input of every layer, and those after the final norm. `routing` takes note of the
+        experts that the engine's routers choose."""
         config, weight = self.model.config, self.model.norm
         if not self._is_prepared:
-            self.ops.prepare([part.weight for part in self.model.modules() if isinstance(part, Linear)])
+            self.ops.prepare(product_weights([self.model]))
             self._is_prepared = True
         pages, segments, write = _layout(batch.lengths, weight.device)
         k, v = (weight.new_zeros(int(pages.max() + 1) * _PAGE_SIZE, config.num_kv_heads, config.head_dim) for _ in range(2))
@@ -53,7 +55,7 @@ class ExactForward:
         chunks = [(slot, 0, length) for slot, length in enumerate(batch.lengths)]
         plan = self.ops.plan_step(segments, len(batch.tokens), config.num_heads, cache, chunks)
         attend = PagedAttend(self.ops, [cache] * config.num_layers, rope.cos, rope.sin, write, segments, plan,
-                             batch.positions)
+                             batch.positions, rope.others, routing)
         found = self.model(batch.tokens, attend, tuple(range(config.num_layers)))
         assert found.features is not None
         return (*found.features.chunk(config.num_layers, dim=-1), found.final)

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.engine import Engine
 from paceline.engine.thread import EngineThread, Unavailable
 from paceline.kernels import Ops
-from paceline.kernels.reference.packed_attention import join_rotated
-from paceline.models.attend import AttentionShape
+from paceline.kernels.reference.packed_attention import join_rotated, masked_attention
+from paceline.models.attend import Angles, AttentionShape
 from paceline.server.errors import GenerationFailed
 
 _ROWS = 256
@@ -72,7 +71,8 @@ class _Scoring:
         self._attend = self._attend or _GrowingAttend(runner.ops, num_rows)
         begin, end = self._done, min(num_rows, self._done + _ROWS)
         ids = torch.tensor(self._tokens[begin : end + 1], device=engine.device)
-        self._attend.place(begin, end, *runner.rope(torch.arange(begin, end, device=engine.device)))
+        positions = torch.arange(begin, end, device=engine.device)
+        self._attend.place(begin, end, (runner.rope(positions), *runner.rope.others_at(positions)))
         hidden = engine.model(ids[:-1], self._attend).final
         first = max(0, self._start - 1 - begin)
         if first < end - begin:
@@ -94,23 +94,23 @@ class _GrowingAttend:
     """Causal attention over one text that comes in pieces."""
 
     def __init__(self, ops: Ops, num_rows: int) -> None:
-        self.ops, self._num_rows = ops, num_rows
+        self.ops, self.routing, self._num_rows = ops, None, num_rows
         self._kept: dict[int, Tensor] = {}  # keys and values [2, rows, Hkv, D] of every layer
 
-    def place(self, begin: int, end: int, cos: Tensor, sin: Tensor) -> None:
-        """The next rows are those from `begin` to `end`; cos and sin are theirs."""
-        self._begin, self._end, self._cos, self._sin = begin, end, cos, sin
-        self._mask = torch.ones(end - begin, end, dtype=torch.bool, device=cos.device).tril(begin)
+    def place(self, begin: int, end: int, angles: tuple[Angles, ...]) -> None:
+        """The next rows are those from `begin` to `end`; angles are theirs, of each of the model's rotary embeddings."""
+        self._begin, self._end, self._angles = begin, end, angles
+        self._mask = torch.ones(end - begin, end, dtype=torch.bool, device=angles[0][0].device).tril(begin)
 
     def __call__(self, layer: AttentionShape, qkv: Tensor) -> Tensor:
         sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         q, k, v = qkv.unflatten(-1, (-1, layer.head_dim)).split(sizes, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.ops.rms_norm(q, layer.q_norm, layer.eps), self.ops.rms_norm(k, layer.k_norm, layer.eps)
-        q, k, v = join_rotated(q, k, v, self._cos, self._sin).split(sizes, dim=1)
+        q, k, v = join_rotated(q, k, v, *self._angles[layer.rope_index]).split(sizes, dim=1)
         kept = self._kept.get(layer.index)
         if kept is None:
             kept = self._kept[layer.index] = k.new_empty(2, self._num_rows, *k.shape[1:])
         kept[0, self._begin : self._end], kept[1, self._begin : self._end] = k, v
-        keys, values = kept[:, : self._end].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=2).transpose(1, 2)
-        return F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=self._mask).transpose(0, 1).flatten(1)
+        keys, values = kept[:, : self._end].transpose(1, 2)
+        return masked_attention(q.transpose(0, 1), keys, values, self._mask, layer.scale, layer.form).transpose(0, 1).flatten(1)

@@ -25,6 +25,7 @@ from paceline.kernels.reference.packed_attention import join_rotated
 from paceline.kernels.upload import upload
 from paceline.models.attend import AttentionShape
 from paceline.models.decoder import Rope
+from paceline.models.routing import Routing
 from paceline.spot.packing import PackedRecords
 
 
@@ -35,6 +36,7 @@ class UnrolledAttend:
     def __init__(self, ops: Ops, rope: Rope, packed: PackedRecords, causal: CausalAttention | None = None) -> None:
         """causal: Implementation of the causal part; None chooses the fastest one for the device and dtype."""
         self.ops, self._rope, self._packed, self._causal = ops, rope, packed, causal
+        self.routing: Routing | None = None  # drafters have no experts
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 

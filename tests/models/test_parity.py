@@ -9,13 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from paceline.kernels import PagedCache, Segments
@@ -23,7 +35,8 @@ from paceline.kernels.reference.ops import TorchOps
 from paceline.models import weights
 from paceline.models.attend import PackedAttend, PagedAttend
 from paceline.models.decoder import Decoder, Hidden, Rope
-from paceline.models.weights import load_model
+from paceline.models.state_dict import load_state
+from paceline.models.weights import empty_model, load_model
 
 SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
          "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
@@ -52,6 +65,34 @@ def qwen3(**options: object) -> Family:
     return Family(Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16} | options)
 
 
+def qwen3_moe(**options: object) -> Family:
+    sizes = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    return Family(Qwen3MoeForCausalLM, Qwen3MoeConfig, sizes | options)
+
+
+def mixtral(**options: object) -> Family:
+    return Family(MixtralForCausalLM, MixtralConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | options)
+
+
+def gpt_oss(**options: object) -> Family:
+    sizes = {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11, "rope_parameters": YARN,
+             "attn_implementation": "eager"}
+    return Family(GptOssForCausalLM, GptOssConfig, sizes | options)
+
+
+def gemma2(**options: object) -> Family:
+    sizes = {"head_dim": 8, "sliding_window": 11, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0,
+             "final_logit_softcapping": 5.0, "attn_implementation": "eager"}
+    return Family(Gemma2ForCausalLM, Gemma2Config, sizes | options)
+
+
+def gemma3(**options: object) -> Family:
+    sizes = {"head_dim": 8, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+             "query_pre_attn_scalar": 12, "attn_implementation": "eager",
+             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
+    return Family(Gemma3ForCausalLM, Gemma3TextConfig, sizes | options)
+
+
 FAMILIES = {
     "llama": llama(), "llama-tied": llama(tie_word_embeddings=True), "llama-head-dim": llama(head_dim=12),
     "llama-bias": llama(attention_bias=True, mlp_bias=True),
@@ -59,6 +100,11 @@ FAMILIES = {
     "qwen2": qwen2(), "qwen2-tied": qwen2(tie_word_embeddings=True), "qwen2-yarn": qwen2(rope_parameters=YARN),
     "qwen3": qwen3(), "qwen3-tied": qwen3(head_dim=8, tie_word_embeddings=True),
     "qwen3-bias": qwen3(attention_bias=True), "qwen3-yarn": qwen3(rope_parameters=YARN_MSCALE),
+    "mistral-window": Family(MistralForCausalLM, MistralConfig, {"head_dim": 8, "sliding_window": 9}),
+    "qwen2-window": qwen2(use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3-moe": qwen3_moe(norm_topk_prob=True), "qwen3-moe-mixed": qwen3_moe(mlp_only_layers=[1], num_experts_per_tok=2),
+    "mixtral": mixtral(), "mixtral-window": mixtral(sliding_window=13, num_experts_per_tok=1),
+    "gpt-oss": gpt_oss(), "gemma3": gemma3(), "gemma3-cap": gemma3(final_logit_softcapping=5.0), "gemma2": gemma2(),
 }
 
 
@@ -93,8 +139,8 @@ def sequence(length: int, seed: int = 1) -> Tensor:
 def packed(model: Decoder, sequences: list[Tensor], capture: tuple[int, ...] = ()) -> Hidden:
     positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
     dtype = model.embed.weight.dtype
-    cos, sin = Rope(model.config, model.config.max_context, dtype, "cpu")(positions)
-    attend = PackedAttend(TorchOps(), cos, sin, tuple(len(tokens) for tokens in sequences))
+    rope = Rope(model.config, model.config.max_context, dtype, "cpu")
+    attend = PackedAttend(TorchOps(), *rope(positions), tuple(len(tokens) for tokens in sequences), rope.others_at(positions))
     return model(torch.cat(sequences), attend, capture)
 
 
@@ -104,9 +150,9 @@ def paged(model: Decoder, tokens: Tensor, chunks: tuple[int, ...], page_size: in
     num_pages = -(-length // page_size)
     pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))
     shape = (num_pages * page_size, config.num_kv_heads, config.head_dim)
+    rope, out, start = Rope(config, config.max_context, torch.float32, "cpu"), [], 0
     layers = [PagedCache(torch.zeros(shape), torch.zeros(shape), pages.int()[None], page_size)
               for _ in range(config.num_layers)]
-    rope, out, start = Rope(config, config.max_context, torch.float32, "cpu"), [], 0
     for chunk in chunks:
         position = torch.arange(start, start + chunk)
         segments = Segments(
@@ -115,7 +161,7 @@ def paged(model: Decoder, tokens: Tensor, chunks: tuple[int, ...], page_size: in
             causal=torch.tensor([True]), mask=torch.zeros(chunk, 2, dtype=torch.int64),
         )
         write = pages[position // page_size] * page_size + position % page_size
-        attend = PagedAttend(TorchOps(), layers, *rope(position), write, segments)
+        attend = PagedAttend(TorchOps(), layers, *rope(position), write, segments, others=rope.others_at(position))
         out.append(model.logits(model(tokens[start : start + chunk], attend).final, attend.ops))
         start += chunk
     assert start == length
@@ -165,6 +211,25 @@ def test_captured_states_equal_transformers(family: Family, tmp_path: Path) -> N
     for ours_state, index in zip(features, (0, 2, 1, -1), strict=True):
         torch.testing.assert_close(ours_state, expected[index][0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(hidden.final, expected[-1][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "gpt-oss", "gemma3-cap", "gemma2", "mistral-window"])
+def test_all_gradients_equal_transformers_in_float64(name: str, tmp_path: Path) -> None:
+    """Routers of transformers compute their softmax in float32, whatever the model's data type; the rest is in float64."""
+    theirs, ours = pair(FAMILIES[name], tmp_path)
+    theirs.double()
+    ours.double().requires_grad_(True)
+    tokens = sequence(24)
+    theirs(tokens[None]).logits[0].logsumexp(dim=-1).sum().backward()
+    ours.logits(packed(ours, [tokens]).final, TorchOps()).logsumexp(dim=-1).sum().backward()
+    wanted = empty_model(ours.config, torch.float64, "cpu")
+    found = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert all(grad is not None for grad in found.values())
+    offset = torch.full((1,), ours.config.norm_offset)  # which loading adds, to gradients as well
+    load_state(wanted, found)
+    for (name, ours_parameter), (_, grad) in zip(ours.named_parameters(), wanted.named_parameters(), strict=True):
+        shift = offset if "norm" in name else 0
+        torch.testing.assert_close(ours_parameter.grad, grad - shift, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "qwen2-tied", "qwen3"])

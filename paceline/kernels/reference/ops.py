@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.base import (
+    PLAIN_ATTENTION,
+    Activation,
+    AttentionForm,
     Beam,
     Candidates,
     DecodeRows,
@@ -17,6 +20,7 @@ from paceline.kernels.base import (
     DraftRequests,
     DraftRows,
     DraftTree,
+    ExpertWeights,
     Normed,
     PagedCache,
     RankedTokens,
@@ -28,6 +32,7 @@ from paceline.kernels.base import (
 )
 from paceline.kernels.noise import gumbel, gumbel_all
 from paceline.kernels.reference import drafting
+from paceline.kernels.reference import experts as expert_ops
 from paceline.kernels.reference import tree as tree_ops
 
 
@@ -52,6 +57,18 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation == "silu":
+            return self.silu_mul(gate_up)
+        gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
+        return expert_ops.activate(gate, up, activation).to(gate_up.dtype)
+
+    def route(self, logits: Tensor, num_active: int, normalised: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return expert_ops.route(at_least_float32(logits), num_active, normalised, given)
+
+    def experts(self, x: Tensor, weights: ExpertWeights, shares: Tensor, chosen: Tensor) -> Tensor:
+        return expert_ops.experts(self, x, weights, shares, chosen)
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
@@ -90,12 +107,13 @@ class TorchOps:
                   chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> Any:
         return None
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None,
+                  form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
         out = torch.zeros_like(q)
         rows, lengths = segments.row.tolist(), segments.length.tolist()
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if length > 0:
-                out[row : row + length] = attend_segment(q[row : row + length], cache, segments, i, scale)
+                out[row : row + length] = attend_segment(q[row : row + length], cache, segments, i, scale, form)
         return out
 
     def flatten_drafts(self, tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree,
@@ -184,17 +202,38 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attend_segment(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale: float) -> Tensor:
+def attend_segment(q: Tensor, cache: PagedCache, segments: Segments, i: int, scale: float,
+                   form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
     """Attention of the rows q [n, H, D] of segment i to the committed tokens of its request and to each other."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
     index, visible = segment_cache_index(cache, segments, i), visibility(segments, i)  # [L], [n, L]
+    if form.window:
+        visible = within_window(visible, form.window)
     k, v = at_least_float32(cache.k[index]), at_least_float32(cache.v[index])  # [L, Hkv, D]
     # The query heads of one group share a key/value head: [n, Hkv, G, D]
     grouped = at_least_float32(q).view(length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("nhgd,lhd->hgnl", grouped, k) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    if form.soft_cap:
+        scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+    sinks = None if form.sinks is None else form.sinks.view(num_kv_heads, -1)[..., None, None]
+    weights = softmax_with_sinks(scores.masked_fill(~visible, -torch.inf), sinks)
     return torch.einsum("hgnl,lhd->nhgd", weights, v).reshape(length, num_heads, head_dim).to(q.dtype)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [..., n, L], in which a logit [..., 1, 1] without a key takes part."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def within_window(visible: Tensor, window: int) -> Tensor:
+    """The visible keys [n, L] of each row that are among its last `window` ones. Keys are in the order of their positions along
+    every path of a tree, so counting them from the end counts positions."""
+    behind = visible.flip(-1).cumsum(dim=-1).flip(-1)  # visible keys from here on
+    return visible & (behind <= window)
 
 
 def segment_cache_index(cache: PagedCache, segments: Segments, i: int) -> Tensor:

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.base import PLAIN_ATTENTION, AttentionForm
+from paceline.kernels.reference.ops import at_least_float32, softmax_with_sinks
+
 _SPARE_ROWS = 64
 """Number of padding rows that cost less than a separate attention call."""
 _SPARE_SHARE = 0.25
@@ -72,15 +75,20 @@ def group_by_length(lengths: Sequence[int]) -> list[Group]:
     return groups
 
 
-def packed_attention(qkv: Tensor, num_heads: int, num_kv_heads: int, plan: PackedPlan) -> Tensor:
-    """Causal attention within each sequence: qkv [R, H + 2 Hkv, D] after the rotary embedding -> [R, H, D]."""
+def packed_attention(qkv: Tensor, num_heads: int, num_kv_heads: int, plan: PackedPlan, scale: float | None = None,
+                     form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
+    """Causal attention within each sequence: qkv [R, H + 2 Hkv, D] after the rotary embedding -> [R, H, D]. scale: Factor of the
+    scores; None: 1 / sqrt(D)."""
     heads = (num_heads, num_kv_heads, num_kv_heads)
-    if qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    is_usual = form is PLAIN_ATTENTION and scale == qkv.shape[-1] ** -0.5
+    if is_usual and qkv.device.type == "cuda" and qkv.dtype in (torch.bfloat16, torch.float16):
         return _FlashAttention.apply(*qkv.split(heads, dim=1), plan.cumulative, max(plan.lengths))
     sizes = [group.size * group.longest for group in plan.groups]
     places = plan.places
     padded = qkv if places is None else _Scatter.apply(qkv, places, sum(sizes))
-    parts = [_group_attention(rows, heads, group) for rows, group in zip(padded.split(sizes), plan.groups, strict=True)]
+    parts = [_group_attention(rows, heads, group, scale, form)
+             for rows, group in zip(padded.split(sizes), plan.groups, strict=True)]
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out if places is None else _Gather.apply(out, places)
 
@@ -117,11 +125,40 @@ def _strictly_deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _group_attention(qkv: Tensor, heads: tuple[int, int, int], group: Group) -> Tensor:
+def _group_attention(qkv: Tensor, heads: tuple[int, int, int], group: Group, scale: float, form: AttentionForm) -> Tensor:
     """Attention of one group. Padding comes after the real rows of a sequence, so with a causal mask no real row attends to
     it."""
-    q, k, v = qkv.unflatten(0, tuple(group)).transpose(1, 2).split(heads, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+    q, k, v = qkv.unflatten(0, tuple(group)).transpose(1, 2).split(heads, dim=1)  # [S, H, L, D]
+    if form is PLAIN_ATTENTION:
+        given = None if scale == q.shape[-1] ** -0.5 else scale
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=given)
+    else:
+        out = _formed_attention(q, k, v, scale, form)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _formed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, form: AttentionForm) -> Tensor:
+    """Causal attention with a window, a cap and sinks."""
+    length = q.shape[2]
+    visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    return masked_attention(q, k, v, visible, scale, form)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, form: AttentionForm) -> Tensor:
+    """Attention of queries [..., H, n, D], the last of all positions, to those keys [..., Hkv, L, D] that `visible` [n, L] says.
+    All scores exist at the same time, unless attention is plain."""
+    if form is PLAIN_ATTENTION:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    num_kv_heads, (num_rows, length) = k.shape[-3], visible.shape
+    wide, keys, values = at_least_float32(q), at_least_float32(k), at_least_float32(v)
+    scores = torch.einsum("...hgnd,...hld->...hgnl", wide.unflatten(-3, (num_kv_heads, -1)), keys) * scale
+    if form.soft_cap:
+        scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+    if form.window:
+        visible = visible.triu(length - num_rows + 1 - form.window)
+    sinks = None if form.sinks is None else form.sinks.view(num_kv_heads, -1)[..., None, None]
+    weights = softmax_with_sinks(scores.masked_fill(~visible, -torch.inf), sinks)
+    return torch.einsum("...hgnl,...hld->...hgnd", weights, values).flatten(-4, -3).to(q.dtype)
 
 
 def join_rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

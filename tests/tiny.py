@@ -13,17 +13,20 @@ from paceline.drafters.eagle import Eagle, EagleConfig, Form
 from paceline.engine.graphs import GraphReport
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder, Rope
 
 VOCAB = 61
 OPS = TorchOps()
+SPARSE = LayerSpec(experts=ExpertsSpec(6, 2, 20))
 
 CONFIGS = {
     "llama": ModelConfig("llama", VOCAB, 32, 48, 2, 4, 2, 8, max_context=256, tie_embeddings=True,
                          rope=RopeConfig(kind="llama3", factor=4.0, original_context=64)),
     "qwen2": ModelConfig("qwen2", VOCAB, 24, 40, 2, 6, 2, 4, max_context=256, qkv_bias=True),
     "qwen3": ModelConfig("qwen3", VOCAB, 32, 48, 3, 4, 1, 16, max_context=256, qk_norm=True),
+    "qwen3_moe": ModelConfig("qwen3_moe", VOCAB, 24, 40, 3, 4, 2, 8, max_context=256, qk_norm=True,
+                             layers=(SPARSE, LayerSpec(), SPARSE)),
 }
 
 

@@ -27,7 +27,7 @@ from paceline.engine.runner import Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.engine.strategy_control import StrategyControl
-from paceline.kernels import Ops, ops_for
+from paceline.kernels import PLAIN_ATTENTION, Ops, ops_for
 from paceline.models.decoder import Decoder, Rope
 from paceline.strategy import AnyStrategy, FixedSelector, Selector, make_selector
 
@@ -72,6 +72,7 @@ def build(model: Decoder, tokenizer: Any, drafter: str | Path | Eagle | None, st
     limits = Limits.of(config, device)
     num_pages = limits.num_pages(config, PagedStore.bytes_per_token(layers, width, dtype), context)
     ops = ops_for(device, dtype, config.deterministic, context, config.kernels)
+    _require_kernels(model, ops)
     scheduler = Scheduler(PageAllocator(num_pages, config.page_size), limits.max_batch, limits.max_rows, context)
     length = scheduler.max_length
     store = PagedStore(num_pages, config.page_size, layers, width, dtype, device)
@@ -92,6 +93,14 @@ def build(model: Decoder, tokenizer: Any, drafter: str | Path | Eagle | None, st
     executor = Executor(model, config, ops, store, state, graphs, runner, learned, recorded, grammars)
     drafting = Drafting(suffix, config.suffix_tau, None if eagle is None else eagle.draft_vocab_size, config.tau)
     return Planner(scheduler, drafting, StrategyControl(strategy), tokenizer, grammars, pipelined), executor
+
+
+def _require_kernels(model: Decoder, ops: Ops) -> None:
+    """Raise a ValueError if these kernels lack what the policy's layers need."""
+    special = [index for index, layer in enumerate(model.layers) if layer.attention.form is not PLAIN_ATTENTION]
+    if special and ops.name == "triton" and model.norm.dtype != torch.float64:
+        raise ValueError(f"kernels: layer {special[0]} has a sliding window, sinks or a cap on its scores, which the Triton "
+                         "kernels do not compute yet; set kernels = torch, which is slow, or generate on a CPU")
 
 
 def _graphs(config: EngineConfig, ops: Ops, state: SlotState, dtype: torch.dtype, on_gpu: bool) -> CudaGraphs:

@@ -248,12 +248,12 @@ class Decoder(nn.Module):
 
     def _in_one_call(self, tokens: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden | None:
         """Run all layers with one call of `Ops.decode`; None if the backend or a wrapped projection does not allow it."""
-        if attend.routing is not None:
-            return None
         if self._weights is None:
             if not self._fits_one_call() or not all(layer.has_plain_products for layer in self.layers):
                 return None
             self._weights = self._decoder_weights()
+        if attend.routing is not None:
+            return None
         found = attend.ops.decode(self._weights, tokens, attend.positions, attend.cos, attend.sin, attend.write, attend.segments,
                                   attend.layers, capture)
         return None if found is None else Hidden(*found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.base import AttentionForm, PagedCache, Segments
 from paceline.kernels.cpu import ops as cpu_ops
 from paceline.kernels.cpu.ops import CpuOps
 from paceline.kernels.reference.ops import TorchOps, apply_rope
@@ -59,6 +59,62 @@ def test_numba_equals_torch(dtype, num_heads, num_kv_heads, head_dim, page_size,
     assert got.dtype == dtype
     # Relative beyond 1: bfloat16's own step is 0.0156 from 2 to 4.
     assert ((got - expected).abs() <= TOLERANCE[dtype] * expected.abs().clamp(min=1)).all()
+
+
+FORMS = {"window": AttentionForm(window=5), "long window": AttentionForm(window=70), "cap": AttentionForm(soft_cap=1.5),
+         "all": AttentionForm(window=9, soft_cap=2.0, sinks=torch.tensor([0.3, -1.0, 4.0, 0.0]))}
+
+
+def cast(form: AttentionForm, dtype: torch.dtype) -> AttentionForm:
+    return form if form.sinks is None else form._replace(sinks=form.sinks.to(dtype))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))
+def test_windows_caps_and_sinks_equal_torch(dtype, form, deterministic):
+    g, form = torch.Generator().manual_seed(3), cast(form, dtype)
+    shapes = [(1, 200, False), (17, 63, False), (0, 0, False), (1, 0, True), (30, 0, True), (11, 64, True), (128, 3, False),
+              (70, 130, True), (65, 0, False), (140, 0, True)]
+    cache = make_cache(g, dtype, len(shapes), 44, 5, 2, 20)
+    segments = make_segments(g, shapes)
+    q = torch.randn(int(segments.length.sum()), 4, 20, generator=g, dtype=torch.float64).to(dtype)
+    expected = TorchOps().attention(q, cache, segments, 0.3, None, form)
+    got = CpuOps(deterministic).attention(q, cache, segments, 0.3, None, form)
+    assert ((got - expected).abs() <= TOLERANCE[dtype] * expected.abs().clamp(min=1)).all()
+
+
+@pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))
+def test_the_reference_of_windows_caps_and_sinks_equals_the_formula(form):
+    """A tree's row: its window is its last positions, whichever rows of the tree they are."""
+    g, form = torch.Generator().manual_seed(0), cast(form, torch.float64)
+    cache = make_cache(g, torch.float64, 1, 40, 3, 2, 4)
+    segments = make_segments(g, [(20, 11, False)])
+    q = torch.randn(20, 4, 4, generator=g, dtype=torch.float64)
+    got = TorchOps().attention(q, cache, segments, 0.5, None, form)
+    for j in range(20):
+        path = [*range(11), *(11 + m for m in range(20) if int(segments.mask[j, 0]) >> m & 1)]
+        path = path[-form.window :] if form.window else path
+        index = [int(cache.page_table[0, p // 3]) * 3 + p % 3 for p in path]
+        for h in range(4):
+            scores = cache.k[index, h // 2] @ q[j, h] * 0.5
+            scores = form.soft_cap * (scores / form.soft_cap).tanh() if form.soft_cap else scores
+            weights = scores.exp() / (scores.exp().sum() + (0 if form.sinks is None else form.sinks[h].exp()))
+            assert torch.allclose(got[j, h], weights @ cache.v[index, h // 2], atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", list(FORMS.values()), ids=list(FORMS))
+def test_windows_caps_and_sinks_have_the_same_bits_in_trees_and_chunks(dtype, form):
+    """Deterministic: a chain verified at once, a prompt's chunk, and the rows one by one."""
+    g, form = torch.Generator().manual_seed(7), cast(form, dtype)
+    cache = make_cache(g, dtype, 1, 20, 8, 2, 64)
+    q, ops = torch.randn(20, 4, 64, generator=g, dtype=dtype), CpuOps(deterministic=True)
+    chunk = ops.attention(q, cache, make_segments(g, [(20, 100, True)]), 0.125, None, form)
+    chain = torch.tensor([[(1 << (j + 1)) - 1, 0] for j in range(20)])
+    tree = ops.attention(q, cache, make_segments(g, [(20, 100, False)])._replace(mask=chain), 0.125, None, form)
+    steps = [ops.attention(q[j : j + 1], cache, make_segments(g, [(1, 100 + j, True)]), 0.125, None, form) for j in range(20)]
+    assert torch.equal(chunk, tree) and torch.equal(chunk, torch.cat(steps))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

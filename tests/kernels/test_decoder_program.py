@@ -11,7 +11,7 @@ from paceline.kernels import PagedCache, Segments
 from paceline.kernels.cpu.ops import CpuOps
 from paceline.kernels.reference.ops import TorchOps
 from paceline.models.attend import PagedAttend
-from paceline.models.decoder import Decoder, Linear, Rope
+from paceline.models.decoder import Decoder, Rope, product_weights
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11, torch.bfloat16: 0.3}
 CONTEXT, PAGE, SLOTS = 5, 4, 3
@@ -60,7 +60,7 @@ def forward(decoder: Decoder, ops: object, tokens: Tensor, causal: bool, keep: s
 
 
 def prepared(ops: CpuOps, decoder: Decoder) -> CpuOps:
-    ops.prepare([module.weight for module in decoder.modules() if isinstance(module, Linear)])
+    ops.prepare(product_weights([decoder]))
     return ops
 
 

@@ -66,17 +66,19 @@ def qwen3(**options: object) -> Family:
 
 
 def qwen3_moe(**options: object) -> Family:
-    sizes = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    sizes = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+             "experts_implementation": "eager"}
     return Family(Qwen3MoeForCausalLM, Qwen3MoeConfig, sizes | options)
 
 
 def mixtral(**options: object) -> Family:
-    return Family(MixtralForCausalLM, MixtralConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | options)
+    return Family(MixtralForCausalLM, MixtralConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                                     "experts_implementation": "eager"} | options)
 
 
 def gpt_oss(**options: object) -> Family:
     sizes = {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11, "rope_parameters": YARN,
-             "attn_implementation": "eager"}
+             "attn_implementation": "eager", "experts_implementation": "eager"}
     return Family(GptOssForCausalLM, GptOssConfig, sizes | options)
 
 
@@ -215,7 +217,7 @@ def test_captured_states_equal_transformers(family: Family, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "gpt-oss", "gemma3-cap", "gemma2", "mistral-window"])
 def test_all_gradients_equal_transformers_in_float64(name: str, tmp_path: Path) -> None:
-    """Routers of transformers compute their softmax in float32, whatever the model's data type; the rest is in float64."""
+    """Norms and the softmax of routers are in float32 in transformers, whatever the model's data type; the rest is in float64."""
     theirs, ours = pair(FAMILIES[name], tmp_path)
     theirs.double()
     ours.double().requires_grad_(True)
@@ -229,7 +231,8 @@ def test_all_gradients_equal_transformers_in_float64(name: str, tmp_path: Path) 
     load_state(wanted, found)
     for (name, ours_parameter), (_, grad) in zip(ours.named_parameters(), wanted.named_parameters(), strict=True):
         shift = offset if "norm" in name else 0
-        torch.testing.assert_close(ours_parameter.grad, grad - shift, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours_parameter.grad, grad - shift, atol=1e-5, rtol=1e-4,
+                                   msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "qwen2-tied", "qwen3"])

@@ -35,7 +35,14 @@ GATHER_ROWS = _layout("gather_rows", "table index out num_rows width stride out_
 ROPE_WRITE = _layout("rope_write", "qkv q k v write cos sin positions q_norm k_norm num_rows num_heads num_kv_heads head_dim eps",
                      "eps")
 ATTENTION = _layout("attention", "q out k v page_table table_columns page_size num_rows num_heads num_kv_heads head_dim scale "
-                    f"long_segment num_segments {_SEGMENTS} mask", "scale")
+                    f"window soft_cap sinks long_segment num_segments {_SEGMENTS} mask", "scale soft_cap")
+
+# -- mixtures of experts
+
+ROUTE = _layout("route", "logits shares chosen num_rows count active normalised")
+SORT_PAIRS = _layout("sort_pairs", "chosen source place first num_rows count active")
+GROUPED_LINEAR = _layout("grouped_linear", "x weight bias out first count depth width")
+COMBINE = _layout("combine", "x shares place out num_rows active width")
 
 # -- noise and sampling
 

@@ -27,6 +27,7 @@ from paceline.kernels.cpu.jit.drafting import (
     select_nodes,
 )
 from paceline.kernels.cpu.jit.elementwise import add, draft_input, gather_rows, rms_norm, rope_write, silu_mul
+from paceline.kernels.cpu.jit.experts import combine, grouped_linear, route, sort_pairs
 from paceline.kernels.cpu.jit.matmul import gated_linear, linear
 from paceline.kernels.cpu.jit.noise import gumbel
 from paceline.kernels.cpu.jit.program import program
@@ -64,6 +65,16 @@ _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("attention", F32): lambda block: attention(block, np.float32, np.float32),
     ("attention", F64): lambda block: attention(block, np.float64, np.float64),
     ("attention", BF16): lambda block: attention(block, np.uint16, np.float32),
+    ("route", F32): lambda block: route(block, np.float32, np.float32),
+    ("route", F64): lambda block: route(block, np.float64, np.float64),
+    ("route", BF16): lambda block: route(block, np.uint16, np.float32),
+    ("grouped_linear", F32): lambda block: grouped_linear(block, np.float32, np.float32),
+    ("grouped_linear", F64): lambda block: grouped_linear(block, np.float64, np.float64),
+    ("grouped_linear", BF16): lambda block: grouped_linear(block, np.uint16, np.float32),
+    ("combine", F32): lambda block: combine(block, np.float32, np.float32),
+    ("combine", F64): lambda block: combine(block, np.float64, np.float64),
+    ("combine", BF16): lambda block: combine(block, np.uint16, np.float32),
+    ("sort_pairs", INT): lambda block: sort_pairs(block),
     ("sample", F32): lambda block: sample(block, np.float32, np.float32),
     ("sample", F64): lambda block: sample(block, np.float64, np.float64),
     ("sample", BF16): lambda block: sample(block, np.uint16, np.float32),

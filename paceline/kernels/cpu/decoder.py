@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DecoderWeights, PagedCache, Segments
+from paceline.kernels.base import DecoderWeights, LayerWeights, PagedCache, RouterWeights, Segments
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
@@ -30,11 +30,12 @@ class DecoderProgram:
         self.max_rows = -(-num_rows // _GRANULE) * _GRANULE
         self.copies = copies
         self._held = (weights, caches)  # the program holds their addresses
-        matrices = [weight for layer in weights.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        self.num_weights = sum(weight.numel() for weight in matrices)
+        matrices = [weight for layer in weights.layers for weight in matrices_of(layer)]
+        self.num_weights = sum(active_size(layer) for layer in weights.layers)
         self._counted = [weight for weight in matrices if not weight.is_inference()]  # those that have a version
         self._versions = [weight._version for weight in self._counted]
         self._capture = capture
+        self._active = max((layer.router.num_active for layer in weights.layers if layer.router is not None), default=0)
         hidden, dtype = weights.embed.shape[1], weights.embed.dtype
         self._buffers = _Buffers.make(weights, caches[0], capture, self.max_rows)
         self._program = Program()
@@ -47,8 +48,7 @@ class DecoderProgram:
         dtype = weights.embed.dtype
         if cache.k.dtype != dtype or cos.dtype != WIDE.get(dtype):
             return False
-        return all(copies.find(weight) is not None for layer in weights.layers
-                   for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return all(copies.find(weight) is not None for layer in weights.layers for weight in matrices_of(layer))
 
     def is_stale(self) -> bool:
         """Whether a weight has been written in place since its panels were made."""
@@ -63,7 +63,7 @@ class DecoderProgram:
         self._program.run(
             threads, num_rows=num_rows, tokens=address(INT, tokens), write=address(INT, write), final=final.data_ptr(),
             positions=address(INT, positions), cos=address(acc, cos), sin=address(acc, sin),
-            num_segments=segments.row.shape[0], mask=address(INT, segments.mask),
+            num_pairs=num_rows * self._active, num_segments=segments.row.shape[0], mask=address(INT, segments.mask),
             **segment_addresses(segments))
         if not self._capture:
             return final, None
@@ -85,7 +85,10 @@ class DecoderProgram:
             before, stream = stream, room.other_stream(stream)
             program.add("rms_norm", dtype, x=room.at("x"), residual=before, weight=layer.mlp_norm.data_ptr(),
                         out=room.at("normed"), total=stream, num_rows="num_rows", width=hidden, eps=weights.eps)
-            self._add_mlp(weights, index, dtype)
+            if layer.router is None:
+                self._add_mlp(weights, index, dtype)
+            else:
+                self._add_experts(layer, layer.router, dtype)
         program.add("rms_norm", dtype, x=room.at("x"), residual=stream, weight=weights.norm.data_ptr(), out="final",
                     total=room.other_stream(stream), num_rows="num_rows", width=hidden, eps=weights.eps)
 
@@ -100,7 +103,8 @@ class DecoderProgram:
         program.add("attention", dtype, q=room.at("q"), out=room.at("heads"), k=cache.k.data_ptr(), v=cache.v.data_ptr(),
                     page_table=address(HALF, cache.page_table), table_columns=cache.page_table.shape[1],
                     page_size=cache.page_size, num_rows="num_rows", num_heads=num_heads, num_kv_heads=num_kv_heads,
-                    head_dim=head_dim, scale=head_dim**-0.5, long_segment=self._long_segment, num_segments="num_segments",
+                    head_dim=head_dim, scale=head_dim**-0.5, window=0, soft_cap=0.0, sinks=0,
+                    long_segment=self._long_segment, num_segments="num_segments",
                     segment_row="segment_row", segment_length="segment_length", segment_slot="segment_slot",
                     segment_context="segment_context", segment_causal="segment_causal", mask="mask")
         self._add_product(layer.o, layer.o_bias, room.at("heads"), room.at("x"), dtype)
@@ -115,6 +119,26 @@ class DecoderProgram:
             self._add_product(layer.gate_up, layer.gate_up_bias, room.at("normed"), room.at("gate_up"), dtype)
             self._program.add("silu_mul", dtype, x=room.at("gate_up"), out=room.at("gated"), num_rows="num_rows", width=width)
         self._add_product(layer.down, layer.down_bias, room.at("gated"), room.at("x"), dtype)
+
+    def _add_experts(self, layer: LayerWeights, router: RouterWeights, dtype: torch.dtype) -> None:
+        room, program, (count, inner, hidden) = self._buffers, self._program, layer.gate_up.shape
+        active, place, first = router.num_active, room.at("place"), room.at("first")
+        self._add_product(router.weight, router.bias, room.at("normed"), room.at("logits"), dtype)
+        program.add("route", dtype, logits=room.at("logits"), shares=room.at("shares"), chosen=room.at("chosen"),
+                    num_rows="num_rows", count=count, active=active, normalised=router.normalised)
+        program.add("sort_pairs", INT, chosen=room.at("chosen"), source=room.at("source"), place=place, first=first,
+                    num_rows="num_rows", count=count, active=active)
+        program.add("gather_rows", dtype, table=room.at("normed"), index=room.at("source"), out=room.at("sorted"),
+                    num_rows="num_pairs", width=hidden, stride=hidden, out_stride=hidden)
+        program.add("grouped_linear", dtype, x=room.at("sorted"), weight=self._panels(layer.gate_up),
+                    bias=address(dtype, layer.gate_up_bias), out=room.at("gate_up"), first=first, count=count, depth=hidden,
+                    width=inner)
+        program.add("silu_mul", dtype, x=room.at("gate_up"), out=room.at("gated"), num_rows="num_pairs", width=inner // 2)
+        program.add("grouped_linear", dtype, x=room.at("gated"), weight=self._panels(layer.down),
+                    bias=address(dtype, layer.down_bias), out=room.at("sorted"), first=first, count=count, depth=inner // 2,
+                    width=hidden)
+        program.add("combine", dtype, x=room.at("sorted"), shares=room.at("shares"), place=place, out=room.at("x"),
+                    num_rows="num_rows", active=active, width=hidden)
 
     def _add_product(self, weight: Tensor, bias: Tensor | None, x: int, out: int, dtype: torch.dtype) -> None:
         width, depth = weight.shape
@@ -137,11 +161,23 @@ class _Buffers(NamedTuple):
     def make(cls, weights: DecoderWeights, cache: PagedCache, capture: tuple[int, ...], num_rows: int) -> _Buffers:
         hidden, layer = weights.embed.shape[1], weights.layers[0]
         heads = weights.num_heads * cache.k.shape[2]
+        inner = max((layer.down.shape[1] for layer in weights.layers if layer.router is None), default=0)
         widths = {"x": hidden, "normed": hidden, "stream": hidden, "other": hidden, "qkv": layer.qkv.shape[0],
-                  "q": heads, "heads": heads, "gated": layer.down.shape[1], "gate_up": layer.gate_up.shape[0]}
+                  "q": heads, "heads": heads, "gated": inner, "gate_up": 2 * inner}
+        sparse = [(layer, layer.router) for layer in weights.layers if layer.router is not None]
+        of_pairs: dict[str, int] = {}
+        if sparse:
+            active, count = sparse[0][1].num_active, max(len(layer.gate_up) for layer, _ in sparse)
+            experts = max(layer.down.shape[2] for layer, _ in sparse)
+            widths |= {"gated": max(inner, active * experts), "gate_up": 2 * max(inner, active * experts), "logits": count,
+                       "sorted": active * hidden}
+            of_pairs = {"chosen": num_rows * active, "source": num_rows * active, "place": num_rows * active, "first": count + 1}
         # Zeros, so that rows outside every segment are finite.
-        return cls({name: weights.embed.new_zeros(num_rows, width) for name, width in widths.items()},
-                   {index: weights.embed.new_zeros(num_rows, hidden) for index in capture if index >= 0})
+        tensors = {name: weights.embed.new_zeros(num_rows, width) for name, width in widths.items()}
+        tensors |= {name: torch.zeros(size, dtype=INT) for name, size in of_pairs.items()}
+        if sparse:
+            tensors["shares"] = torch.zeros(num_rows * active, dtype=WIDE[weights.embed.dtype])
+        return cls(tensors, {index: weights.embed.new_zeros(num_rows, hidden) for index in capture if index >= 0})
 
     def at(self, name: str) -> int:
         return self.tensors[name].data_ptr()
@@ -152,6 +188,20 @@ class _Buffers(NamedTuple):
     def stream(self, layer: int, current: int) -> int:
         """Where the stream at the input of this layer goes."""
         return self.kept[layer].data_ptr() if layer in self.kept else self.other_stream(current)
+
+
+def matrices_of(layer: LayerWeights) -> list[Tensor]:
+    """The matrices of a layer that have panels."""
+    router = [] if layer.router is None else [layer.router.weight]
+    return [layer.qkv, layer.o, layer.gate_up, layer.down, *router]
+
+
+def active_size(layer: LayerWeights) -> int:
+    """Number of elements of a layer's matrices that one row is multiplied with."""
+    inner = layer.gate_up.numel() + layer.down.numel()
+    if layer.router is not None:
+        inner = inner // len(layer.gate_up) * layer.router.num_active
+    return layer.qkv.numel() + layer.o.numel() + inner
 
 
 def program_key(weights: DecoderWeights, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[object, ...]:

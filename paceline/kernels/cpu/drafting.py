@@ -255,7 +255,8 @@ def add_layer(program: Program, layer: DraftLayer, cache: PagedCache, weights: W
     program.add("attention", dtype, q=at["q"], out=at["heads"], k=cache.k.data_ptr(), v=cache.v.data_ptr(),
                 page_table=address(HALF, cache.page_table), table_columns=cache.page_table.shape[1], page_size=cache.page_size,
                 num_rows=num_rows, num_heads=layer.num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                scale=head_dim**-0.5, long_segment=_ANY_LENGTH, num_segments=num_segments, **segments, mask=mask)
+                scale=head_dim**-0.5, window=0, soft_cap=0.0, sinks=0, long_segment=_ANY_LENGTH, num_segments=num_segments,
+                **segments, mask=mask)
     _add_product(program, layer.o, weights, at["heads"], at["x"], num_rows)
     program.add("rms_norm", dtype, x=at["x"], residual=at["residual"], weight=layer.mlp_norm.data_ptr(), out=at["normed"],
                 total=at["stream"], num_rows=num_rows, width=hidden, eps=eps)

@@ -12,11 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import DecoderWeights, PagedCache, SamplingTensors, Segments
+from paceline.kernels.base import (
+    PLAIN_ATTENTION,
+    AttentionForm,
+    DecoderWeights,
+    ExpertWeights,
+    PagedCache,
+    SamplingTensors,
+    Segments,
+)
 from paceline.kernels.cpu.call import address, run
-from paceline.kernels.cpu.decoder import DecoderProgram, program_key
+from paceline.kernels.cpu.decoder import DecoderProgram, active_size, program_key
 from paceline.kernels.cpu.drafting import DraftOps
-from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear
+from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear, threads_for
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
 from paceline.kernels.reference.ops import segment_cache_index, visibility
 
@@ -83,11 +91,9 @@ class CpuOps(DraftOps):
         """Whether a prompt chunk is long enough for torch's attention to win, or the step for a matrix library."""
         if self.deterministic:
             return False
-        if self._weights.library is not None and num_rows >= LIBRARY_ROWS:
-            layer = weights.layers[0]
-            products = num_rows * sum(matrix.numel() for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))
-            if products >= LIBRARY_STEP:
-                return True
+        has_library = self._weights.library is not None and num_rows >= LIBRARY_ROWS
+        if has_library and num_rows * active_size(weights.layers[0]) >= LIBRARY_STEP:
+            return True
         return num_rows >= self._long_segment and _longest_causal(segments) >= self._long_segment
 
     # -- elementwise
@@ -127,6 +133,53 @@ class CpuOps(DraftOps):
             num_rows=num_elements // both, width=width)
         return out
 
+    # -- mixtures of experts
+
+    def route(self, logits: Tensor, num_active: int, normalised: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if logits.dtype not in WIDE or given is not None or _needs_grad(logits):
+            return super().route(logits, num_active, normalised, given)
+        logits, (num_rows, count) = logits.contiguous(), logits.shape
+        shares = torch.empty(num_rows, num_active, dtype=WIDE[logits.dtype])
+        chosen = torch.empty(num_rows, num_active, dtype=INT)
+        run("route", logits.dtype, _threads_for(num_rows * count * num_active), logits=logits.data_ptr(),
+            shares=shares.data_ptr(), chosen=chosen.data_ptr(), num_rows=num_rows, count=count, active=num_active,
+            normalised=normalised)
+        return shares, chosen
+
+    def experts(self, x: Tensor, weights: ExpertWeights, shares: Tensor, chosen: Tensor) -> Tensor:
+        gate_up, down = (self._panels_of(matrix) for matrix in (weights.gate_up, weights.down))
+        is_ours = x.dtype in WIDE and x.dtype == weights.gate_up.dtype and shares.dtype == WIDE[x.dtype]
+        if gate_up is None or down is None or not is_ours or _needs_grad(x, shares, weights.gate_up):
+            assert not self.deterministic or _needs_grad(x, shares, weights.gate_up), (x.dtype, weights.gate_up.dtype)
+            return super().experts(x, weights, shares, chosen)
+        x, shares, (num_rows, active) = x.contiguous(), shares.contiguous(), chosen.shape
+        (count, inner, hidden), num_pairs = weights.gate_up.shape, num_rows * active
+        _same("columns of x", x.shape[1], hidden)
+        source, place = torch.empty(2, num_pairs, dtype=INT).unbind()
+        first = torch.empty(count + 1, dtype=INT)
+        run("sort_pairs", INT, 1, chosen=address(INT, chosen), source=source.data_ptr(), place=place.data_ptr(),
+            first=first.data_ptr(), num_rows=num_rows, count=count, active=active)
+        rows = self._grouped(x.index_select(0, source), gate_up, weights.gate_up_bias, first, inner)
+        rows = self._grouped(self.gated(rows, weights.activation), down, weights.down_bias, first, hidden)
+        out = torch.empty_like(x)
+        run("combine", x.dtype, _threads_for(num_pairs * hidden), x=rows.data_ptr(), shares=shares.data_ptr(),
+            place=place.data_ptr(), out=out.data_ptr(), num_rows=num_rows, active=active, width=hidden)
+        return out
+
+    def _panels_of(self, matrices: Tensor) -> Tensor | None:
+        """The panels of experts' matrices; made where there are none if results must be deterministic."""
+        if self.deterministic and not _needs_grad(matrices):
+            return self._weights.find_or_make(matrices).panels
+        return self._weights.panels(matrices)
+
+    def _grouped(self, x: Tensor, panels: Tensor, bias: Tensor | None, first: Tensor, width: int) -> Tensor:
+        """Rows x [P, K], sorted by expert, times the experts' matrices -> [P, N]."""
+        out, (num_rows, depth) = x.new_empty(len(x), width), x.shape
+        run("grouped_linear", x.dtype, threads_for(num_rows * depth * width), x=x.data_ptr(), weight=panels.data_ptr(),
+            bias=address(x.dtype, bias), out=out.data_ptr(), first=first.data_ptr(), count=len(first) - 1, depth=depth,
+            width=width)
+        return out
+
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:
         acc, (k, v, _, _) = WIDE.get(qkv.dtype), cache
@@ -146,10 +199,13 @@ class CpuOps(DraftOps):
 
     # -- attention
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None) -> Tensor:
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: Any = None,
+                  form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
         k, v, page_table, page_size = cache
         if q.dtype not in WIDE or k.dtype != q.dtype:
-            return super().attention(q, cache, segments, scale)
+            return super().attention(q, cache, segments, scale, plan, form)
+        # torch's attention knows no windows: then no segment is long.
+        long_segment = self._long_segment if form is PLAIN_ATTENTION else max(self._long_segment, 1 << 60)
         q = q.contiguous()
         num_rows, num_heads, head_dim = q.shape
         out = torch.zeros_like(q)
@@ -157,9 +213,9 @@ class CpuOps(DraftOps):
         _same("head_dim of the cache", head_dim, cache_dim)
         if segments.mask.shape[0] < num_rows:
             raise ValueError(f"segments.mask has {segments.mask.shape[0]} rows, q {num_rows}")
-        if num_rows >= self._long_segment:
+        if num_rows >= long_segment:
             for i, (length, causal) in enumerate(zip(segments.length.tolist(), segments.causal.tolist(), strict=True)):
-                if causal and length >= self._long_segment:
+                if causal and length >= long_segment:
                     row = int(segments.row[i])
                     out[row : row + length] = _attend_long(q[row : row + length], cache, segments, i, scale)
         assert k.is_contiguous() and v.is_contiguous()
@@ -167,7 +223,8 @@ class CpuOps(DraftOps):
         threads = 1 if pairs * num_heads * head_dim < PARALLEL_PRODUCTS else torch.get_num_threads()
         run("attention", q.dtype, threads, q=q.data_ptr(), out=out.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
             page_table=address(HALF, page_table), table_columns=page_table.stride(0), page_size=page_size, num_rows=num_rows,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale, long_segment=self._long_segment,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale, window=form.window,
+            soft_cap=form.soft_cap, sinks=address(q.dtype, form.sinks), long_segment=long_segment,
             num_segments=len(segments.row), **of_segments, mask=segments.mask.data_ptr())
         return out
 

@@ -61,7 +61,7 @@ class Weights:
         self._copies: dict[int, _Copy] = {}
 
     def prepare(self, weights: list[Tensor]) -> None:
-        """Copy these weights [N, K]; copies of others are dropped."""
+        """Copy these weights [N, K], or [E, N, K] of experts; copies of others are dropped."""
         self._copies = {id(weight): _Copy(weight, self.library) for weight in weights if _usable(weight)}
 
     def find(self, weight: Tensor) -> _Copy | None:
@@ -85,8 +85,9 @@ class _Copy:
     def __init__(self, weight: Tensor, library: Library | None) -> None:
         self.weight = weight  # held, so that its id stays its own
         self._version = None if weight.is_inference() else weight._version
-        self.panels = panels(weight.detach())
-        self.packed = None if library is None else library.pack(weight.detach())
+        matrices = weight.detach()
+        self.panels = panels(matrices) if weight.dim() == 2 else torch.cat([panels(matrix) for matrix in matrices])
+        self.packed = None if library is None or weight.dim() != 2 else library.pack(matrices)
 
     def is_stale(self) -> bool:
         # An inference tensor has no version, and asking for it raises.
@@ -94,7 +95,7 @@ class _Copy:
 
 
 def _usable(weight: Tensor) -> bool:
-    return (weight.device.type == "cpu" and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+    return (weight.device.type == "cpu" and weight.dim() in (2, 3) and weight.is_contiguous() and weight.numel() > 0
             and weight.dtype in (torch.float32, torch.float64, torch.bfloat16))
 
 
@@ -111,7 +112,7 @@ def panel_linear(x: Tensor, weight: Tensor, weight_panels: Tensor, bias: Tensor 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weights: Weights, deterministic: bool) -> Tensor:
     """x [R, K] times the weight, by whichever product serves it."""
-    if x.dim() != 2 or x.dtype != weight.dtype or not _usable(weight):
+    if x.dim() != 2 or weight.dim() != 2 or x.dtype != weight.dtype or not _usable(weight):
         if deterministic:
             raise ValueError(f"deterministic: no product for {tuple(x.shape)} {x.dtype} and a weight {tuple(weight.shape)} "
                              f"{weight.dtype}")

@@ -29,7 +29,9 @@ def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 def route(logits: Tensor, num_active: int, normalised: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `base.Ops.route`; logits in at least float32."""
-    chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :num_active] if given is None else given
+    chosen = given
+    if chosen is None:
+        chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :num_active].contiguous()
     picked = logits.gather(1, chosen)
     if normalised:
         return picked.softmax(dim=-1), chosen

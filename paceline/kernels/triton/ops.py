@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.base import (
+    PLAIN_ATTENTION,
+    AttentionForm,
     Beam,
     Candidates,
     DecodeRows,
@@ -237,9 +239,10 @@ class TritonOps(TorchOps):
         return self.plan(segments, num_rows, num_heads, cache.k.shape[1], cache.k.shape[2], prefill, trees or forced)
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float,
-                  plan: AttentionPlan | None = None) -> Tensor:
+                  plan: AttentionPlan | None = None, form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
         if not _supported(q, cache.k):
-            return super().attention(q, cache, segments, scale)
+            return super().attention(q, cache, segments, scale, plan, form)
+        assert form is PLAIN_ATTENTION, "no Triton kernel has windows, sinks or caps; `engine.build` refuses such a policy"
         if plan is None:
             plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1], cache.k.shape[2])
         if plan.fixed:

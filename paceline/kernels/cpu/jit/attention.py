@@ -32,6 +32,7 @@ from paceline.kernels.cpu.jit.base import (
     pointer,
     prefetch,
     size_of,
+    to_acc,
     widen_lines,
 )
 
@@ -105,24 +106,43 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
             widen_lines(source, q[i].ctypes.data, lines, scale, store)
     for i in range(n):
         state[i, 0], state[i, 1] = -np.inf, acc(0)  # running maximum, running sum
+        if a.sinks:  # as if a key with a value of zeros had come first
+            state[i, 0], state[i, 1] = to_acc(carray(pointer(a.sinks), num_heads, store)[head * group + i % group]), acc(1)
         for c in range(o.shape[1]):
             o[i, c] = acc(0)
+    window, cap, oldest = a.window, acc(a.soft_cap), 0
+    if window:  # the blocks before it are as if they were not there
+        oldest = context + first
+        for r in range(num_rows):
+            oldest = min(oldest, row_position(mask, r, context, first, causal) - window + 1)
+        oldest = max(0, oldest) // KEY_BLOCK * KEY_BLOCK
     # No segment is that long: sums are wanted in the order of a plain context. The keys of a row of a tree are then those of its
     # path, side by side. Rows of a chain see the beginning of what the last one sees, so only other trees need that.
     path = a.long_segment > NO_SEGMENT and not causal and not is_chain(mask)
     end = context // KEY_BLOCK * KEY_BLOCK if path else context + (first + num_rows if causal else span_bits(mask))
-    for start in range(0, end, KEY_BLOCK):
+    for start in range(oldest, end, KEY_BLOCK):
         size = min(KEY_BLOCK, end - start)
         find_block(a, store, slot, head, start, size, k, v, where)
         prefetch_keys(a, store, slot, head, start + size, min(KEY_BLOCK, end - start - size))
         score_block(q, s, zeros, where, 0, n, size, lanes, lines, store, acc)
+        if cap > acc(0):
+            cap_scores(s, 0, n, padded_size(size, lanes), cap, acc)
         for r in range(num_rows):
             if path:
                 seen = low_bits(KEY_BLOCK)
             elif causal:
                 seen = low_bits(context + first + r + 1 - start)
+            elif window:
+                low, high = newest_bits(mask[r, 0], mask[r, 1], window)
+                seen = visible_bits(low, high, context - start)
             else:
                 seen = visible_bits(mask[r, 0], mask[r, 1], context - start)
+            if window:
+                unseen = row_position(mask, r, context, first, causal) - window + 1 - start
+                if causal or path:
+                    seen &= ~low_bits(unseen)
+                else:  # keys behind the context are not in the order of their positions
+                    seen &= ~low_bits(min(unseen, context - start))
             softmax_block(s, state, factors, r * group, group, size, lanes, seen, acc)
         mix_block(o, s, factors, where, 0, n, size, lines, store, acc)
     if path:
@@ -130,21 +150,31 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
         if rest + span <= KEY_BLOCK:
             find_block(a, store, slot, head, end, rest + span, k, v, where)
             score_block(q, s, zeros, where, 0, n, rest + span, lanes, lines, store, acc)
+            if cap > acc(0):
+                cap_scores(s, 0, n, padded_size(rest + span, lanes), cap, acc)
             for j in range(span):
                 where[0, j] = where[1, rest + j]  # the keys are no longer needed
             for r in range(num_rows):
                 i = r * group
                 size = close_gaps(s, where, zeros, i, group, rest, span, mask[r, 0])
-                softmax_block(s, state, factors, i, group, size, lanes, low_bits(size), acc)
+                seen = low_bits(size)
+                if window:
+                    seen &= ~low_bits(size - window)
+                softmax_block(s, state, factors, i, group, size, lanes, seen, acc)
                 mix_block(o, s, factors, where, i, i + group, size, lines, store, acc)
         else:
             for r in range(num_rows):
                 i, last = r * group, context + count_ones(mask[r, 0]) + count_ones(mask[r, 1])
-                for start in range(end, last, KEY_BLOCK):
+                for start in range(max(end, oldest), last, KEY_BLOCK):
                     size = min(KEY_BLOCK, last - start)
                     find_path(a, store, slot, head, start, size, context, mask[r, 0], mask[r, 1], k, v, where)
                     score_block(q, s, zeros, where, i, i + group, size, lanes, lines, store, acc)
-                    softmax_block(s, state, factors, i, group, size, lanes, low_bits(last - start), acc)
+                    seen = low_bits(last - start)
+                    if window:
+                        seen &= ~low_bits(last - window - start)
+                    if cap > acc(0):
+                        cap_scores(s, i, i + group, padded_size(size, lanes), cap, acc)
+                    softmax_block(s, state, factors, i, group, size, lanes, seen, acc)
                     mix_block(o, s, factors, where, i, i + group, size, lines, store, acc)
     for r in range(num_rows):
         for g in range(group):
@@ -157,6 +187,31 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
             out = carray(pointer(target), d, store)
             for c in range(d):
                 out[c] = k[0, c]
+
+
+@inlined
+def row_position(mask, r, context, first, causal):  # type: ignore[no-untyped-def]
+    """Position of a row's token: of a tree row, the last one of its path."""
+    return context + (first + r if causal else count_ones(mask[r, 0]) + count_ones(mask[r, 1]) - 1)
+
+
+@inlined
+def newest_bits(low, high, count):  # type: ignore[no-untyped-def]
+    """The `count` highest bits that are set in a row's mask: its nearest ancestors and itself."""
+    for _ in range(count_ones(low) + count_ones(high) - count):
+        if low:
+            low &= low - np.uint64(1)
+        else:
+            high &= high - np.uint64(1)
+    return low, high
+
+
+@inlined
+def cap_scores(s, i, n, used, cap, acc):  # type: ignore[no-untyped-def]
+    """Bound the first `used` scores of query vectors i..n."""
+    for m in range(i, n):
+        for j in range(used):
+            s[m, j] = cap * acc(math.tanh(s[m, j] / cap))
 
 
 @inlined

@@ -152,7 +152,7 @@ def _tile(rows, wide, x, x_bytes, w, depth, out, out_bytes, store, acc):  # type
 
 
 @inlined
-def _panel_count(width, lanes):  # type: ignore[no-untyped-def]
+def panel_count(width, lanes):  # type: ignore[no-untyped-def]
     wide = width // (COLUMNS * lanes)
     return wide + (width - wide * COLUMNS * lanes + lanes - 1) // lanes
 
@@ -167,23 +167,23 @@ def _panel(number, width, lanes):  # type: ignore[no-untyped-def]
     return column, min(lanes, width - column), False
 
 
-def _lanes_of(acc: Any) -> int:
+def lanes_of_panel(acc: Any) -> int:
     """Columns of this type in a vector of a panel."""
     return 0
 
 
-@overload(_lanes_of, jit_options=INLINE)
-def _lanes_of_impl(acc):  # type: ignore[no-untyped-def]
+@overload(lanes_of_panel, jit_options=INLINE)
+def lanes_of_panel_impl(acc):  # type: ignore[no-untyped-def]
     lanes = _BITS // acc.dtype.bitwidth
     return lambda acc: lanes
 
 
-def _as_acc(x: Any, count: Any, store: Any, acc: Any) -> Any:
+def rows_as_acc(x: Any, count: Any, store: Any, acc: Any) -> Any:
     """An array that holds `count` elements at this address converted to `acc`; empty where they are of that type already."""
 
 
-@overload(_as_acc, jit_options=INLINE)
-def _as_acc_impl(x, count, store, acc):  # type: ignore[no-untyped-def]
+@overload(rows_as_acc, jit_options=INLINE)
+def rows_as_acc_impl(x, count, store, acc):  # type: ignore[no-untyped-def]
     if store.dtype != types.uint16:
         return lambda x, count, store, acc: np.empty(0, acc)
 
@@ -200,13 +200,13 @@ def _as_acc_impl(x, count, store, acc):  # type: ignore[no-untyped-def]
 def linear(block, store, acc):  # type: ignore[no-untyped-def]
     """Work item: some panels. x [R, K], the weight's panels, bias [N] or 0, out [R, N]."""
     a = carray(block, 1, LINEAR)[0]
-    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, _lanes_of(acc)
-    num_panels = _panel_count(width, lanes)
+    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, lanes_of_panel(acc)
+    num_panels = panel_count(width, lanes)
     chunk = max(1, num_panels // _ITEMS)
     first = next_item(block) * chunk
     if first >= num_panels:
         return
-    rows = _as_acc(a.x, num_rows * depth, store, acc)
+    rows = rows_as_acc(a.x, num_rows * depth, store, acc)
     x = rows.ctypes.data if len(rows) else a.x
     plain = a.bias == 0 and len(rows) == 0  # results are stored as they come
     x_bytes, out_bytes = depth * size_of(acc), width * size_of(store)
@@ -214,39 +214,47 @@ def linear(block, store, acc):  # type: ignore[no-untyped-def]
     bias = carray(pointer(a.bias), width, store)
     while first < num_panels:
         for number in range(first, min(first + chunk, num_panels)):
-            column, columns, wide = _panel(number, width, lanes)
-            w, row = a.weight + column * depth * size_of(store), 0
-            whole = columns >= lanes
-            while row < num_rows:
-                n = 4 if row + 4 <= num_rows else (2 if row + 2 <= num_rows else 1)
-                target = a.out + row * out_bytes + column * size_of(store)
-                if plain and whole:
-                    _tile(n, wide, x + row * x_bytes, x_bytes, w, depth, target, out_bytes, store, acc)
-                else:
-                    pitch = COLUMNS * lanes if wide else lanes
-                    _tile(n, wide, x + row * x_bytes, x_bytes, w, depth, scratch.ctypes.data, pitch * size_of(acc), store, acc)
-                    for i in range(n):
-                        out = carray(pointer(target + i * out_bytes), columns, store)
-                        for c in range(columns):
-                            value = scratch[i * pitch + c]
-                            out[c] = to_store(value + to_acc(bias[column + c]) if a.bias else value, store)
-                row += n
+            panel_product(number, x, x_bytes, a.weight, a.bias != 0, bias, a.out, out_bytes, num_rows, depth, width, plain,
+                          scratch, store, acc)
         first = next_item(block) * chunk
     if len(rows):
         rows[0] = acc(0)  # numba frees an array after its last use: it lives until here
 
 
 @inlined
+def panel_product(number, x, x_bytes, weight, has_bias, bias, result, out_bytes, num_rows, depth, width,  # type: ignore[no-untyped-def]
+                  plain, scratch, store, acc):
+    """One panel's columns of all rows. `plain`: results are stored as they come."""
+    lanes, row = lanes_of_panel(acc), 0
+    column, columns, wide = _panel(number, width, lanes)
+    w, whole = weight + column * depth * size_of(store), columns >= lanes
+    while row < num_rows:
+        n = 4 if row + 4 <= num_rows else (2 if row + 2 <= num_rows else 1)
+        target = result + row * out_bytes + column * size_of(store)
+        if plain and whole:
+            _tile(n, wide, x + row * x_bytes, x_bytes, w, depth, target, out_bytes, store, acc)
+        else:
+            pitch = COLUMNS * lanes if wide else lanes
+            _tile(n, wide, x + row * x_bytes, x_bytes, w, depth, scratch.ctypes.data, pitch * size_of(acc), store, acc)
+            for i in range(n):
+                out = carray(pointer(target + i * out_bytes), columns, store)
+                for c in range(columns):
+                    value = scratch[i * pitch + c]
+                    out[c] = to_store(value + to_acc(bias[column + c]) if has_bias else value, store)
+        row += n
+
+
+@inlined
 def gated_linear(block, store, acc):  # type: ignore[no-untyped-def]
     """silu(gate) * up for the weight [2 N, K] = [gate; up]. Work item: some panels of the gate. out [R, N]."""
     a = carray(block, 1, GATED_LINEAR)[0]
-    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, _lanes_of(acc)
+    num_rows, depth, width, lanes = a.num_rows, a.depth, a.width, lanes_of_panel(acc)
     num_panels = width // (COLUMNS * lanes)  # all of them wide, see `can_gate`
     chunk = max(1, num_panels // _ITEMS)
     first = next_item(block) * chunk
     if first >= num_panels:
         return
-    rows = _as_acc(a.x, num_rows * depth, store, acc)
+    rows = rows_as_acc(a.x, num_rows * depth, store, acc)
     x = rows.ctypes.data if len(rows) else a.x
     x_bytes, out_bytes, pitch = depth * size_of(acc), width * size_of(store), COLUMNS * lanes
     scratch = np.empty((2, ROWS, COLUMNS * lanes), acc)

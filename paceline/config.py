@@ -152,11 +152,15 @@ class LearnerConfig(Config):
     deterministic: bool = False
     """Bit-reproducible updates on a GPU: gradients are summed in a fixed order (`torch.use_deterministic_algorithms`), so that a
     resumed run ends with the same weights. Attention's gradient takes longer. On a CPU updates are reproducible anyway."""
+    router_aux_loss: float = Field(0.0, ge=0, le=10)
+    """Weight of the load-balancing loss of a mixture of experts (`router_aux_loss_coef`, usually 0.001). 0: none. How even the
+    load is, is reported in any case (`router/aux_loss`, `router/max_load`, `router/unused`)."""
     exact_logprobs: bool = False
     """Compute the policy's log-probabilities with the engine's kernels: they are then equal to those that the engine sampled
-    with, bit for bit, as long as the weights are (`logprob_difference` is 0). Gradients are unchanged up to rounding. It takes a
-    copy of the weights in the run's data type, and, like `gradient_checkpointing`, which it includes, one more forward pass per
-    update. Needs `engine.deterministic`, which is the default on a GPU."""
+    with, bit for bit, as long as the weights are (`logprob_difference` is 0). Gradients are unchanged up to rounding; those of a
+    mixture of experts are of the experts that the engine's routers choose. It takes a copy of the weights in the run's data type,
+    and, like `gradient_checkpointing`, which it includes, one more forward pass per update. Needs `engine.deterministic`, which
+    is the default on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     lora_rank: int = Field(0, ge=0, le=4096)

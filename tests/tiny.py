@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -28,11 +29,26 @@ CONFIGS = {
     "qwen3_moe": ModelConfig("qwen3_moe", VOCAB, 24, 40, 3, 4, 2, 8, max_context=256, qk_norm=True,
                              layers=(SPARSE, LayerSpec(), SPARSE)),
 }
+LOCAL = LayerSpec(window=7, scale=0.4, rope=RopeConfig(100.0), activation="gelu_tanh", post_norms=True)
+OSS = LayerSpec(sinks=True, experts=ExpertsSpec(5, 2, 16, bias=True), activation="clamped_silu")
+WINDOWED = {
+    "gemma3": ModelConfig("gemma3", VOCAB, 24, 40, 3, 4, 2, 8, max_context=256, qk_norm=True, tie_embeddings=True,
+                          norm_offset=1.0, layers=(LOCAL, replace(LOCAL, window=0, rope=None), LOCAL), embed_scale=24**0.5,
+                          logit_cap=30.0),
+    "gemma2": ModelConfig("gemma2", VOCAB, 24, 40, 2, 4, 2, 8, max_context=256, tie_embeddings=True, norm_offset=1.0,
+                          layers=(replace(LOCAL, rope=None, soft_cap=2.0), replace(LOCAL, window=0, rope=None, soft_cap=2.0)),
+                          embed_scale=24**0.5, logit_cap=10.0),
+    "gpt_oss": ModelConfig("gpt_oss", VOCAB, 24, 16, 2, 4, 2, 8, max_context=256, qkv_bias=True, o_bias=True,
+                           rope=RopeConfig(kind="yarn", factor=4.0, original_context=64), layers=(replace(OSS, window=9), OSS)),
+    "mixtral": ModelConfig("mixtral", VOCAB, 24, 20, 2, 4, 2, 8, max_context=256,
+                           layers=(LayerSpec(window=11, experts=ExpertsSpec(4, 1, 20)),) * 2),
+}
+"""Models with windows, sinks and caps."""
 
 
 @cache
 def model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
-    decoder = Decoder.random(CONFIGS[kind], seed, std=0.35, dtype=dtype)
+    decoder = Decoder.random((CONFIGS | WINDOWED)[kind], seed, std=0.35, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # biases and norms that do something
         for parameter in decoder.parameters():
@@ -45,7 +61,7 @@ def model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64
 def eagle(kind: str = "llama", form: Form = "eagle", seed: int = 1, dtype: torch.dtype = torch.float64,
           draft_vocab: int = 0) -> Eagle:
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab] if draft_vocab else None
-    return Eagle.random(EagleConfig.for_policy(CONFIGS[kind], form), seed, 0.2, dtype, draft_ids=ids)
+    return Eagle.random(EagleConfig.for_policy((CONFIGS | WINDOWED)[kind], form), seed, 0.2, dtype, draft_ids=ids)
 
 
 def greedy_chain(policy: Decoder, drafter: Eagle, tokens: list[int], depth: int) -> list[int]:

@@ -79,7 +79,12 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
-        return any(layer.experts is not None for layer in self.layers[: self.num_layers])
+        return self.num_sparse_layers > 0
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(layer.experts is not None for layer in self.layers[: self.num_layers])
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

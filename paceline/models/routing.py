@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,17 @@ class Routing:
         self.losses: dict[int, Tensor] = {}
         """The load-balancing loss of each layer, which is `active` if all experts have the same load."""
 
+    def follow(self, other: Routing) -> None:
+        """Choose the experts that another forward pass over the same rows has chosen, whose figures these are, too."""
+        self.given, self.counts, self.losses = other.chosen, other.counts, other.losses
+
     def observe(self, layer: int, x: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
         """Note what a layer's router chose for its input x [R, H]. Returns x, to which the gradient of the balancing loss is
         attached."""
         self.chosen[layer] = chosen
         loss, counts = load_balancing_loss(logits, chosen)
-        self.counts[layer], self.losses[layer] = counts, loss.detach()
+        if self.given is None:
+            self.counts[layer], self.losses[layer] = counts, loss.detach()
         if self.balance == 0 or not (torch.is_grad_enabled() and logits.requires_grad):
             return x
         return _WithLoss.apply(x, loss, self.balance)
@@ -44,6 +49,36 @@ def load_balancing_loss(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]
     wide = logits if logits.dtype == torch.float64 else logits.float()
     share = rows.to(wide.dtype) / max(1, len(logits))
     return count * (share * wide.softmax(dim=-1).mean(dim=0)).sum(), rows
+
+
+class RoutingTotals:
+    """Routing figures of the micro-batches of an update."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._counts: dict[int, Tensor] = {}
+        self._loss = 0.0
+
+    def add(self, routing: Routing, num_rows: int) -> None:
+        """Add what the routers did in a forward pass over so many rows."""
+        if not routing.counts:
+            return
+        self._rows += num_rows
+        self._loss += num_rows * float(torch.stack([loss.double() for loss in routing.losses.values()]).mean())
+        for layer, counts in routing.counts.items():
+            self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+
+    def metrics(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """`router/aux_loss`: mean load-balancing loss of a layer. `router/max_load`: rows of the busiest expert over their mean.
+        `router/unused`: share of experts that no row chose. `total` sums over ranks; there is nothing to report without experts,
+        which is the same on all of them."""
+        if not self._counts:
+            return {}
+        flat = torch.stack([self._counts[layer] for layer in sorted(self._counts)]).cpu().double()
+        sums = total(torch.cat([flat.flatten(), torch.tensor([self._loss, float(self._rows)], dtype=torch.float64)]))
+        loads = sums[:-2].view_as(flat)
+        return {"router/aux_loss": float(sums[-2] / sums[-1]), "router/unused": float((loads == 0).double().mean()),
+                "router/max_load": float((loads.amax(dim=1) / loads.mean(dim=1)).max())}
 
 
 class _WithLoss(torch.autograd.Function):

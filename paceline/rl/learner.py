@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
+from paceline.models.routing import Routing, RoutingTotals
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model
 from paceline.optim import (
@@ -114,6 +115,15 @@ class Learner:
         return self.policy.model.norm.device
 
     @property
+    def _has_experts(self) -> bool:
+        return self.policy.model.config.has_experts
+
+    @property
+    def _balance(self) -> float:
+        """Weight of the load-balancing loss of one layer, so that the layers' mean has the configured weight."""
+        return self.config.router_aux_loss / self.policy.model.config.num_sparse_layers
+
+    @property
     def has_reward_model(self) -> bool:
         """Whether a reward model's scores are part of the rewards."""
         return self.reward_model is not None
@@ -195,21 +205,21 @@ class Learner:
         have their advantages. `step` is counted from 0. NonFiniteError if a loss, a gradient or an updated weight is not
         finite."""
         lr = self._set_learning_rates(step)
-        mismatch = _EngineMismatch()
+        mismatch, routers = _EngineMismatch(), RoutingTotals()
         totals: dict[str, float] = {}
         parts = list(_minibatches(samples, self.config.minibatches))
         count = self.config.epochs * len(parts)
         for number in range(count):
             try:
                 with reproducible(self.config.deterministic):
-                    found = self._optimizer_step(parts[number % len(parts)], mismatch if number == 0 else None)
+                    found = self._optimizer_step(parts[number % len(parts)], mismatch if number == 0 else None, routers)
             except NonFiniteError as error:
                 before = f" Of this step's {count} updates {number} had been made; they are in no checkpoint" if number else ""
                 raise NonFiniteError(f"{error}{'.' if before else ''}{before}") from None
             for name, value in found.items():
                 totals[name] = totals.get(name, 0.0) + value / count
         self.require_finite()
-        return {**totals, "lr": lr, **mismatch.metrics(self.ranks)}
+        return {**totals, "lr": lr, **mismatch.metrics(self.ranks), **routers.metrics(self.ranks.sum)}
 
     def require_finite(self) -> None:
         """NonFiniteError if a trained weight of the policy or the critic is not finite."""
@@ -222,17 +232,23 @@ class Learner:
         must go through the whole iterator."""
         return ((name, full(tensor)) for name, tensor in merged_parameters(self.policy.model))
 
-    def _optimizer_step(self, samples: Sequence[Sample], mismatch: _EngineMismatch | None) -> dict[str, float]:
+    def _optimizer_step(self, samples: Sequence[Sample], mismatch: _EngineMismatch | None,
+                        routers: RoutingTotals) -> dict[str, float]:
         self._refresh_exact()
         sums: dict[str, Tensor] = {}
         weights = self.algorithm.weights([s.num_answer for s in samples])
         samples, weights, share = self._with_gradient(samples, weights)
+        num_rows = sum(len(sample.tokens) for sample in samples)
         for batch in self._packed(samples, weights):
             bonus = self.algorithm.entropy_bonus > 0
-            logprobs, entropy = self.policy.logprobs(batch, self.temperature, self.filters, bonus)
+            rows = len(batch.tokens) if batch.members else 0  # a micro-batch without members counts for nothing
+            routing = Routing(balance=self._balance * rows / num_rows) if self._has_experts else None
+            logprobs, entropy = self.policy.logprobs(batch, self.temperature, self.filters, bonus, routing)
             batch = self._corrected(batch, logprobs.detach())
             loss = self.algorithm.loss(logprobs, batch, entropy)
             loss.total.backward()
+            if routing is not None:
+                routers.add(routing, rows)
             found = {**loss.parts, "entropy": (batch.weights * entropy.detach()).sum()}
             if self.critic is not None:
                 assert isinstance(self.algorithm, PPO)

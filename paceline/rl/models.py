@@ -20,6 +20,7 @@ from paceline.kernels.reference.ops import thresholds
 from paceline.kernels.reference.training import TrainOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Layer, Rope
+from paceline.models.routing import Routing
 from paceline.models.state_dict import load_state
 from paceline.models.weights import empty_model, open_checkpoint
 from paceline.rl.batch import MicroBatch
@@ -75,14 +76,14 @@ class Trunk(nn.Module):
         """The operations for the device that the model is on now; sharding may move it."""
         return train_ops(self.model.norm.device.type)
 
-    def hidden(self, batch: MicroBatch) -> Tensor:
+    def hidden(self, batch: MicroBatch, routing: Routing | None = None) -> Tensor:
         """Final hidden states of all rows [R, H]."""
-        return self.model(batch.tokens, self.attend(batch)).final
+        return self.model(batch.tokens, self.attend(batch, routing)).final
 
-    def attend(self, batch: MicroBatch) -> PackedAttend:
-        """Attention within the sequences of a micro-batch."""
-        cos, sin = self.rope(batch)(batch.positions)
-        return PackedAttend(self.ops, cos, sin, batch.lengths)
+    def attend(self, batch: MicroBatch, routing: Routing | None = None) -> PackedAttend:
+        """Attention within the sequences of a micro-batch. `routing` watches the routers of layers with experts."""
+        rope = self.rope(batch)
+        return PackedAttend(self.ops, *rope(batch.positions), batch.lengths, rope.others_at(batch.positions), routing)
 
     def rope(self, batch: MicroBatch) -> Rope:
         """The rotary embedding's tables, which are long enough for a micro-batch."""
@@ -110,15 +111,16 @@ class Policy(Trunk):
         """Whether the weights are sharded: they are whole only during the forward and backward pass of their layer."""
 
     def logprobs(self, batch: MicroBatch, temperature: float, filters: SamplingFilters | None = None,
-                 entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+                 entropy_gradient: bool = False, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """(log-probability [A], entropy [A]) of every answer token in the distribution that the engine samples from: at its
-        temperature and with its filters. The entropy has a gradient only with `entropy_gradient`."""
+        temperature and with its filters. The entropy has a gradient only with `entropy_gradient`. `routing` watches the routers
+        of a mixture of experts."""
         options = temperature, filters or SamplingFilters(), entropy_gradient
         if self.exact is not None:
-            parts = self._exact_parts(self.exact, batch, *options)
+            parts = self._exact_parts(self.exact, batch, routing, *options)
         else:
             with self.precision():
-                hidden = self.hidden(batch)[batch.rows]
+                hidden = self.hidden(batch, routing)[batch.rows]
                 parts = [self._chunk(h, t, *options)
                          for h, t in zip(hidden.split(HEAD_ROWS), batch.targets.split(HEAD_ROWS), strict=True)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
@@ -144,17 +146,26 @@ class Policy(Trunk):
 
     # -- with the engine's bits
 
-    def _exact_parts(self, exact: ExactForward, batch: MicroBatch, *options: Any) -> list[tuple[Tensor, Tensor]]:
-        """(log-probabilities, entropy) of the answer tokens, HEAD_ROWS at a time."""
-        states = exact.hidden(batch, self.rope(batch))
+    def _exact_parts(self, exact: ExactForward, batch: MicroBatch, routing: Routing | None,
+                     *options: Any) -> list[tuple[Tensor, Tensor]]:
+        """(log-probabilities, entropy) of the answer tokens, HEAD_ROWS at a time. Gradients are of the experts that the engine's
+        routers choose."""
+        if self.model.config.has_experts:
+            engines = Routing()
+            states = exact.hidden(batch, self.rope(batch), engines)
+            routing = Routing() if routing is None else routing
+            routing.follow(engines)
+        else:
+            states = exact.hidden(batch, self.rope(batch))
         final = states[-1]
-        carrier = self._with_gradient(batch, states) if torch.is_grad_enabled() else final
+        carrier = self._with_gradient(batch, states, routing) if torch.is_grad_enabled() else final
         chunks = (tensor.split(HEAD_ROWS) for tensor in (final[batch.rows], carrier[batch.rows], batch.targets))
         return [self._exact_chunk(exact, *chunk, *options) for chunk in zip(*chunks, strict=True)]
 
-    def _with_gradient(self, batch: MicroBatch, states: tuple[Tensor, ...]) -> Tensor:
+    def _with_gradient(self, batch: MicroBatch, states: tuple[Tensor, ...], routing: Routing | None) -> Tensor:
         """The last of the hidden states `states` [R, H] with the gradient of the trainer's operations."""
-        x, attend, layers = self.model.embed(batch.tokens), self.attend(batch), cast("list[Layer]", list(self.model.layers))
+        x, attend = self.model.embedded(batch.tokens), self.attend(batch, routing)
+        layers = cast("list[Layer]", list(self.model.layers))
         for layer, at, after in zip(layers, states[:-1], states[1:], strict=True):
             norm = self.model.norm if layer is layers[-1] else None
             parameters = [p for p in (*layer.parameters(), norm) if p is not None]

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, captured, eagle, model
+from tiny import CONFIGS, VOCAB, WINDOWED, captured, eagle, model
 
 from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.config import EngineConfig
@@ -76,7 +76,7 @@ class RandomSelector:
 
 
 ENGINES = {
-    "kind": st.sampled_from(["llama", "qwen2", "qwen3"]), "form": st.sampled_from(["eagle", "eagle3", None]),
+    "kind": st.sampled_from([*CONFIGS, *WINDOWED]), "form": st.sampled_from(["eagle", "eagle3", None]),
     "page_size": st.integers(1, 17), "max_batch": st.integers(1, 14), "max_rows": st.integers(1, 60),
     "kv_tokens": st.integers(90, 400), "pad": st.booleans(), "kernels": st.sampled_from(["auto", "auto", "torch"]),
     "preempt": st.sampled_from([0.0, 0.05, 0.3]), "pipelined": st.sampled_from(["no", "launches first", "captures"]),
@@ -164,6 +164,15 @@ def test_every_strategy_gives_the_reference(capture, form, strategy):
             assert_same(answer(rollout), reference("qwen3")[owner[rollout.request_id]], strategy)
     assert engine.stats().drafted > 0
     assert graphs is None or 1 <= len(graphs.steps) <= 18, "a few graphs, and they are used"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", *WINDOWED])
+def test_experts_and_windows_give_the_reference(kind, kernels):
+    """All kinds of drafts, requests that are pre-empted, and pages that are shared."""
+    for form, seed in ((None, 1), ("eagle", 2)):
+        compare_with_reference(kind, form, page_size=4, max_batch=9, max_rows=50, kv_tokens=300, pad=False, kernels=kernels,
+                               preempt=0.05, pipelined="no", disturb=0.0, on_update="continue", seed=seed)
 
 
 def test_a_perfect_drafter_is_accepted():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.state import SlotState
 from paceline.engine.strategy_control import StrategyControl
 from paceline.kernels import PLAIN_ATTENTION, Ops, ops_for
-from paceline.models.decoder import Decoder, Rope
+from paceline.models.decoder import Decoder, Layer, Rope
 from paceline.strategy import AnyStrategy, FixedSelector, Selector, make_selector
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ def build(model: Decoder, tokenizer: Any, drafter: str | Path | Eagle | None, st
 
 def _require_kernels(model: Decoder, ops: Ops) -> None:
     """Raise a ValueError if these kernels lack what the policy's layers need."""
-    special = [index for index, layer in enumerate(model.layers) if layer.attention.form is not PLAIN_ATTENTION]
+    special = [index for index, layer in enumerate(cast("list[Layer]", list(model.layers)))
+               if layer.attention.form is not PLAIN_ATTENTION]
     if special and ops.name == "triton" and model.norm.dtype != torch.float64:
         raise ValueError(f"kernels: layer {special[0]} has a sliding window, sinks or a cap on its scores, which the Triton "
                          "kernels do not compute yet; set kernels = torch, which is slow, or generate on a CPU")

@@ -26,6 +26,9 @@ from paceline.models.attend import Angles, Attend, PagedAttend
 from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.rope import rope_table
 
+InnerWeights = tuple[Tensor, Tensor | None, Tensor, Tensor | None, RouterWeights | None]
+"""gate_up, its bias, down, its bias, and the router."""
+
 
 class Hidden(NamedTuple):
     """Output of the decoder."""
@@ -84,6 +87,10 @@ class MLP(nn.Module):
         ops = attend.ops
         return self.down(ops.gated(self.gate_up(x, ops), self.activation), ops)
 
+    def inner_weights(self) -> InnerWeights:
+        """Its part of `LayerWeights`."""
+        return self.gate_up.weight, self.gate_up.bias, self.down.weight, self.down.bias, None
+
     @property
     def products(self) -> tuple[nn.Module, ...]:
         """The projections, which an adapter may wrap."""
@@ -115,6 +122,11 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """The experts' weights in the form that `Ops.experts` takes."""
         return ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.activation)
+
+    def inner_weights(self) -> InnerWeights:
+        """Its part of `LayerWeights`."""
+        router = RouterWeights(self.router.weight, self.router.bias, self.spec.active, self.spec.normalised)
+        return self.gate_up, self.gate_up_bias, self.down, self.down_bias, router
 
     @property
     def products(self) -> tuple[nn.Module, ...]:
@@ -269,14 +281,9 @@ class Decoder(nn.Module):
         layers = []
         for layer in cast("list[Layer]", list(self.layers)):
             attention, mlp = layer.attention, layer.mlp
-            if isinstance(mlp, Experts):
-                router = RouterWeights(mlp.router.weight, mlp.router.bias, mlp.spec.active, mlp.spec.normalised)
-                inner = (mlp.gate_up, mlp.gate_up_bias, mlp.down, mlp.down_bias, router)
-            else:
-                inner = (mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight, mlp.down.bias, None)
             layers.append(LayerWeights(
                 layer.attention_norm, attention.qkv.weight, attention.qkv.bias, attention.q_norm, attention.k_norm,
-                attention.o.weight, attention.o.bias, layer.mlp_norm, *inner))
+                attention.o.weight, attention.o.bias, layer.mlp_norm, *mlp.inner_weights()))
         return DecoderWeights(self.embed.weight, tuple(layers), self.norm, self.config.num_heads, self.config.rms_eps)
 
     def _fused(self, residual: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden:

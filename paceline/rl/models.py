@@ -83,7 +83,8 @@ class Trunk(nn.Module):
     def attend(self, batch: MicroBatch, routing: Routing | None = None) -> PackedAttend:
         """Attention within the sequences of a micro-batch. `routing` watches the routers of layers with experts."""
         rope = self.rope(batch)
-        return PackedAttend(self.ops, *rope(batch.positions), batch.lengths, rope.others_at(batch.positions), routing)
+        cos, sin = rope(batch.positions)
+        return PackedAttend(self.ops, cos, sin, batch.lengths, rope.others_at(batch.positions), routing)
 
     def rope(self, batch: MicroBatch) -> Rope:
         """The rotary embedding's tables, which are long enough for a micro-batch."""

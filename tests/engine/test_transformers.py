@@ -36,7 +36,7 @@ def pair(request, tmp_path_factory):
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config(**SIZES, **KINDS[kind])).double().eval()
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for parameter in theirs.parameters():
             if parameter.dim() == 1:  # fresh norms and biases would hide a mix-up
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     theirs.save_pretrained(folder)

@@ -23,6 +23,7 @@ from paceline.kernels.base import (
     DraftRequests,
     DraftRows,
     DraftTree,
+    ExpertWeights,
     Normed,
     PagedCache,
     RankedTokens,
@@ -39,6 +40,7 @@ from paceline.kernels.triton import (
     drafting,
     elementwise,
     exact,
+    experts,
     fixed_attention,
     fused_linear,
     linear,
@@ -84,6 +86,7 @@ class TritonOps(TorchOps):
         self._uses_library = deterministic and torch.device(device).type == "cuda"
         self._checked: set[tuple[torch.dtype, torch.Size]] = set()
         self._without_library: set[tuple[torch.dtype, torch.Size]] = set()
+        self._small_tiles: set[tuple[torch.dtype, torch.Size]] = set()
         self._counters = torch.zeros(linear.MAX_TILES, dtype=torch.int32, device=device)
 
     def _uses_pdl(self, rows: Tensor) -> bool:
@@ -99,6 +102,9 @@ class TritonOps(TorchOps):
             if not self._uses_library or not _supported(weight) or shape in self._checked:
                 continue
             self._checked.add(shape)
+            if weight.dim() == 3:
+                self._check_experts(weight)
+                continue
             with torch.inference_mode():
                 if not exact.rows_agree(self._one_pass, weight):
                     self._without_library.add(shape)
@@ -106,6 +112,18 @@ class TritonOps(TorchOps):
                                    "using Paceline's own kernels, which are slower for large batches", tuple(weight.shape))
                     if not exact.rows_agree(self._one_pass, weight):
                         logger.error("deterministic: products of %s differ with Paceline's own kernels, too", tuple(weight.shape))
+
+    def _check_experts(self, weight: Tensor) -> None:
+        """Check that large tiles of experts' products round like small ones; if not, do without them."""
+        with torch.inference_mode():
+            x = torch.randn(128, weight.shape[2], device=weight.device).to(weight.dtype)
+            chosen = torch.zeros(128, 1, dtype=torch.int64, device=weight.device)
+            few, many = (experts.grouped_linear(x, weight, None, experts.plan_experts(chosen, len(weight), rows), 128, True)
+                         for rows in (experts.FEW, experts.MANY))
+            if not torch.equal(few, many):
+                self._small_tiles.add((weight.dtype, weight.shape))
+                logger.warning("deterministic: products of experts %s differ between tiles of %d and %d rows; using the smaller "
+                               "ones, which are slower for long prompts", tuple(weight.shape), experts.FEW, experts.MANY)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _supported(x, weight) or x.dim() != 2:
@@ -147,6 +165,25 @@ class TritonOps(TorchOps):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return elementwise.silu_mul(gate_up, self._uses_pdl(gate_up)) if _supported(gate_up) else super().silu_mul(gate_up)
+
+    # -- mixtures of experts
+
+    def route(self, logits: Tensor, num_active: int, normalised: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if given is not None or not _supported(logits):
+            return super().route(logits, num_active, normalised, given)
+        return experts.route(logits, num_active, normalised)
+
+    def experts(self, x: Tensor, weights: ExpertWeights, shares: Tensor, chosen: Tensor) -> Tensor:
+        gate_up, down = weights.gate_up, weights.down
+        if not _supported(x, gate_up, down) or _needs_grad(shares):
+            return super().experts(x, weights, shares, chosen)
+        num_pairs, count = chosen.numel(), len(gate_up)
+        is_small = not {(matrix.dtype, matrix.shape) for matrix in (gate_up, down)}.isdisjoint(self._small_tiles)
+        rows = experts.tile_rows(num_pairs, count, experts.FEW if is_small else experts.MANY)
+        plan = experts.plan_experts(chosen, count, rows)
+        inner = experts.grouped_linear(x, gate_up, weights.gate_up_bias, plan, num_pairs, True, weights.activation)
+        outer = experts.grouped_linear(inner, down, weights.down_bias, plan, num_pairs, False)
+        return experts.combine(outer, shares)
 
     def rope_write(self, qkv: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
                    cos: Tensor, sin: Tensor, write: Tensor, cache: PagedCache) -> Tensor:

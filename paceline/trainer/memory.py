@@ -75,6 +75,8 @@ class MemoryPlan(NamedTuple):
     """Settings that would save memory, and how many bytes."""
     num_workers: int = 1
     """Number of workers; this is the plan of each of them."""
+    parameters: tuple[int, int] | None = None
+    """Number of parameters of a mixture of experts, and how many of them process one token; None for a dense policy."""
 
     @property
     def update_bytes(self) -> int:
@@ -111,6 +113,9 @@ class MemoryPlan(NamedTuple):
     def __str__(self) -> str:
         whole = self.kv_tokens * self.kv_bytes_per_token
         lines = [f"on each of {self.num_workers} workers:"] if self.num_workers > 1 else []
+        if self.parameters is not None:
+            total, active = (count / 1e9 for count in self.parameters)
+            lines.append(f"{'parameters (mixture of experts)':<42} {total:8.2f} billion, {active:.2f} billion active per token")
         lines += [f"{item.what:<42} {item.num_bytes / _GB:8.2f} GiB" for item in self.items]
         lines.append(f"{'KV cache of a whole step at full length':<42} {whole / _GB:8.2f} GiB")
         if self.left_bytes is not None and self.capacity is not None:
@@ -189,7 +194,8 @@ def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None, num_tra
     width, adapters = _dtype(config).itemsize, config.learner.lora_rank > 0 or (num_trained or math.inf) < num_parameters(shape)
     items = (*_learner_items(config, shape, width, num_trained), *_engine_items(config, shape, width, adapters),
              *_drafter_items(config, shape, answers))
-    return MemoryPlan(items, sum(_kv_bytes(config, shape)), answers, capacity, config.sleep_during_update, num_workers=workers)
+    return MemoryPlan(items, sum(_kv_bytes(config, shape)), answers, capacity, config.sleep_during_update, num_workers=workers,
+                      parameters=(num_parameters(shape), num_active_parameters(shape)) if shape.has_experts else None)
 
 
 def _dtype(config: TrainConfig) -> torch.dtype:
@@ -288,7 +294,7 @@ def _scoring_item(config: TrainConfig, source: str, width: int) -> MemoryItem:
         return MemoryItem("scoring by the reward model", 0, "generation", is_later=True)
     shape = open_checkpoint(path).config
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    layer = (2 * max(4, width) + 2 * width) * shape.hidden_size + width * (heads + 3 * shape.intermediate_size)
+    layer = (2 * max(4, width) + 2 * width) * shape.hidden_size + width * (heads + 3 * shape.mlp_width)
     gathered = _GATHERED_LAYERS * _layer_parameters(shape) * width if _num_shards(config) > 1 else 0
     return MemoryItem("scoring by the reward model", rows * layer + gathered, "generation", is_later=True)
 
@@ -357,7 +363,7 @@ def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int, is_fr
     are recomputed, only the two inputs of a layer; with exact log-probabilities one, and for a moment twice. The backward of one
     layer, or the logits of one chunk, comes on top. `is_frozen`: only adapters are trained."""
     rows = max(config.learner.micro_batch_tokens, config.rollout.max_new_tokens)
-    hidden, inner, lora = shape.hidden_size, shape.intermediate_size, is_frozen or config.learner.lora_rank > 0
+    hidden, inner, lora = shape.hidden_size, shape.mlp_width, is_frozen or config.learner.lora_rank > 0
     residual = width if lora else max(4, width)
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     layer = 2 * residual * hidden + width * (2 * hidden + heads + 3 * inner)
@@ -380,6 +386,17 @@ def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
     with torch.device("meta"):
         model = Decoder(shape if num_layers is None else replace(shape, num_layers=num_layers))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_active_parameters(shape: ModelConfig) -> int:
+    """Number of parameters that process one token: all but those of the experts that its routers do not choose."""
+    idle = 0
+    for index in range(shape.num_layers):
+        experts = shape.layer(index).experts
+        if experts is not None:
+            each = 3 * shape.hidden_size * experts.size + experts.bias * (2 * experts.size + shape.hidden_size)
+            idle += (experts.count - experts.active) * each
+    return num_parameters(shape) - idle
 
 
 def _layer_parameters(shape: ModelConfig) -> int:

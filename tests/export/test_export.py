@@ -29,7 +29,7 @@ from paceline.rl import Learner, make_algorithm
 from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_adapters
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
-DEEP = {kind: replace(config, num_layers=7) for kind, config in CONFIGS.items()}
+DEEP = {kind: replace(config, num_layers=7, layers=config.layers * 3) for kind, config in CONFIGS.items()}
 """Policies with enough layers for three different ones that a drafter reads."""
 
 

@@ -9,7 +9,7 @@ import torch
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig, LearnerConfig, OptimizerConfig
 from paceline.drafters.eagle import Eagle, EagleConfig
-from paceline.models.config import ModelConfig
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.rl import Learner, make_algorithm, pack, samples_of
 from paceline.rl.batch import Sample
@@ -19,6 +19,8 @@ SHAPES = {
     # Qwen2.5-0.5B and -1.5B with few layers and a small vocabulary: fused products, and K in shares in the second one's down.
     "0.5B": ModelConfig("qwen2", 8021, 896, 4864, 3, 14, 2, 64, qkv_bias=True, tie_embeddings=True, max_context=4096),
     "1.5B": ModelConfig("qwen2", 5003, 1536, 8960, 2, 12, 2, 128, qkv_bias=True, max_context=4096),
+    "experts": ModelConfig("qwen3_moe", 4093, 1024, 2048, 2, 16, 4, 64, qk_norm=True, max_context=4096,
+                           layers=(LayerSpec(experts=ExpertsSpec(32, 4, 384, normalised=False)),) * 2),
     "qwen3": ModelConfig("qwen3", 4093, 1024, 3072, 3, 16, 8, 128, qk_norm=True, tie_embeddings=True, max_context=4096),
 }
 LENGTHS = [3, 40, 127, 128, 129, 700, 1500]

@@ -21,17 +21,20 @@ from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.kernels import PagedCache, Segments
-from paceline.models.config import ModelConfig
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.decoder import Decoder
 
 SHAPES = {
     "qwen2": ModelConfig("qwen2", 1021, 224, 600, 3, 7, 1, 64, max_context=1024, qkv_bias=True),
     "qwen3": ModelConfig("qwen3", 509, 256, 320, 3, 6, 2, 48, max_context=1024, qk_norm=True),
     "llama": ModelConfig("llama", 777, 320, 512, 2, 8, 8, 128, max_context=1024, tie_embeddings=True),
+    "experts": ModelConfig("qwen3_moe", 509, 256, 320, 3, 6, 2, 64, max_context=1024, qk_norm=True,
+                           layers=(LayerSpec(experts=ExpertsSpec(16, 4, 96)), LayerSpec(),
+                                   LayerSpec(experts=ExpertsSpec(5, 2, 80)))),
     "one head": ModelConfig("llama", 1021, 96, 160, 2, 1, 1, 48, max_context=6400),
     "forty heads": ModelConfig("qwen2", 509, 512, 640, 2, 40, 8, 64, max_context=6400, qkv_bias=True),
 }
-USUAL = ("qwen2", "qwen3", "llama")
+USUAL = ("qwen2", "qwen3", "llama", "experts")
 LONG_PROMPTS = {100: 5900, 101: 3000, 102: 2047}
 """Length of a few prompts, by number."""
 DEVICE = "cuda"

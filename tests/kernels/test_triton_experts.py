@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from interpreted import CUDA, DEVICE, HALF
+from interpreted import CUDA, DEVICE, HALF, int32, tree_mask
 from torch import Tensor
+from trees import random_cache
 
-from paceline.kernels import ExpertWeights, TorchOps
+from paceline.engine.build import _require_kernels
+from paceline.kernels import ExpertWeights, PagedCache, Segments, TorchOps
 from paceline.kernels.triton import experts
 from paceline.kernels.triton.ops import TritonOps
+from paceline.models.attend import PagedAttend
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
+from paceline.models.decoder import Decoder
 
 TORCH = TorchOps()
 pytestmark = pytest.mark.usefixtures("triton_device")
@@ -76,6 +83,31 @@ def test_a_rows_bits_do_not_depend_on_who_else_chooses_its_experts():
     for size in (1, 7, 30):
         rows = torch.randperm(120)[:size]
         assert torch.equal(run(rows), whole[rows])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_decoder_with_experts_computes_the_same(deterministic):
+    """A tree of four rows; the second layer is dense."""
+    config = ModelConfig("qwen3_moe", 61, 32, 48, 2, 2, 1, 16, max_context=64, qk_norm=True,
+                         layers=(LayerSpec(experts=ExpertsSpec(6, 2, 16)), LayerSpec()))
+    model = Decoder.random(config, std=0.2, device=DEVICE)
+    segments = Segments(int32([0]), int32([4]), int32([0]), int32([5]), torch.tensor([False]),
+                        torch.tensor(tree_mask([0, 0, 0, 1])))
+    before, position = [random_cache(4, 1, 1, 16, torch.float32) for _ in range(2)], torch.tensor([5, 6, 7, 8])
+    write = before[0].page_table[0, position // 16].long() * 16 + position % 16
+    angles, results = torch.rand(4, 8), []
+    for ops in (TORCH, TritonOps(DEVICE, deterministic, 64)):
+        caches = [PagedCache(c.k.clone(), c.v.clone(), before[0].page_table, 16) for c in before]
+        results.append(model(torch.arange(4), PagedAttend(ops, caches, angles.cos(), angles.sin(), write, segments), (1, -1)))
+    torch.testing.assert_close(results[1].features, results[0].features, rtol=1e-3, atol=1e-3)
+
+
+def test_windows_sinks_and_caps_are_refused_where_no_kernel_has_them():
+    config = ModelConfig("llama", 61, 32, 48, 2, 2, 1, 16, max_context=64, layers=(LayerSpec(), LayerSpec(window=8)))
+    with pytest.raises(ValueError, match="layer 1 has a sliding window, sinks or a cap"):
+        _require_kernels(Decoder.random(config), TritonOps(DEVICE))
+    _require_kernels(Decoder.random(replace(config, max_context=8)), TritonOps(DEVICE))
+    _require_kernels(Decoder.random(config), TORCH)
 
 
 def test_gradients_and_float64_fall_back_to_torch():

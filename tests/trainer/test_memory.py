@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from paceline.config import LearnerConfig, TrainConfig
 from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
-from paceline.models.config import ModelConfig
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.rl import pack
@@ -43,6 +43,8 @@ from paceline.trainer.parts import engine_for, learner_for
 from paceline.trainer.validation import setting_problems
 
 QWEN_7B = ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, max_context=32768, qkv_bias=True)
+QWEN_30B_A3B = ModelConfig("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, max_context=40960, qk_norm=True,
+                           layers=(LayerSpec(experts=ExpertsSpec(128, 8, 768)),) * 48)
 QWEN_32B = ModelConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, max_context=32768, qkv_bias=True)
 H200 = 140 * 2**30
 LONG = {"prompts": 32, "group_size": 8, "max_new_tokens": 4096}
@@ -408,3 +410,18 @@ def test_a_run_that_fits_is_not_refused(tmp_path, small_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
     check_memory(make_config(tmp_path))
+
+
+def test_a_mixture_of_experts_counts_all_parameters_and_those_of_a_token():
+    """Qwen3-30B-A3B: 30.5 billion parameters, 3.3 active. What is stored counts all of them, activations only the active ones."""
+    plan = plan_for(TrainConfig(dtype="bfloat16"), QWEN_30B_A3B)
+    assert plan.parameters is not None
+    total, active = plan.parameters
+    assert total == pytest.approx(30.53e9, rel=0.001) and active == pytest.approx(3.35e9, rel=0.01)
+    assert "30.53 billion, 3.3" in str(plan) and "parameters" not in str(plan_for(TrainConfig(), QWEN_7B))
+    engine = next(item for item in plan.items if item.what == "engine's policy")
+    assert engine.num_bytes == 2 * total * (2 if TrainConfig().compare_off else 1)
+    wide = replace(QWEN_30B_A3B, layers=(LayerSpec(experts=ExpertsSpec(128, 64, 768)),) * 48)
+    (few,), (many,) = ([item.num_bytes for item in plan_for(TrainConfig(dtype="bfloat16"), shape).items
+                        if item.what.startswith("activations")] for shape in (QWEN_30B_A3B, wide))
+    assert few < many

@@ -29,7 +29,7 @@ CONFIGS = {
     "qwen3_moe": ModelConfig("qwen3_moe", VOCAB, 24, 40, 3, 4, 2, 8, max_context=256, qk_norm=True,
                              layers=(SPARSE, LayerSpec(), SPARSE)),
 }
-LOCAL = LayerSpec(window=7, scale=0.4, rope=RopeConfig(100.0), activation="gelu_tanh", post_norms=True)
+LOCAL = LayerSpec(window=7, scale=6**-0.5, rope=RopeConfig(100.0, original_context=256), activation="gelu_tanh", post_norms=True)
 OSS = LayerSpec(sinks=True, experts=ExpertsSpec(5, 2, 16, bias=True), activation="clamped_silu")
 WINDOWED = {
     "gemma3": ModelConfig("gemma3", VOCAB, 24, 40, 3, 4, 2, 8, max_context=256, qk_norm=True, tie_embeddings=True,

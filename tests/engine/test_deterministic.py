@@ -15,9 +15,11 @@ from paceline.config import EngineConfig
 
 
 @pytest.mark.parametrize(("kind", "dtype", "kernels"), [
-    ("llama", torch.float32, "auto"), ("qwen2", torch.float32, "portable"), ("qwen3", torch.bfloat16, "portable"),
+    ("llama", torch.float32, "auto"), ("qwen3_moe", torch.float32, "auto"), ("gpt_oss", torch.float32, "auto"),
+    ("qwen2", torch.float32, "portable"), ("qwen3", torch.bfloat16, "portable"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("llama", torch.bfloat16, "auto"), ("qwen3", torch.float64, "portable")))])
+        ("llama", torch.bfloat16, "auto"), ("qwen3_moe", torch.bfloat16, "auto"), ("gemma2", torch.float64, "auto"),
+        ("qwen3", torch.float64, "portable")))])
 def test_bits_do_not_depend_on_the_batch_or_the_strategy(kind, dtype, kernels):
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 7, 30, 110]))] for _ in range(6)]

@@ -46,7 +46,8 @@ def make(name: str) -> Decoder:
 def logits_of(model: Decoder, tokens: Tensor, last: int = 0) -> Tensor:
     """Return the logits of all positions of a sequence, or of its `last` positions."""
     rope = Rope(model.config, model.config.max_context, model.embed.weight.dtype, "cpu")
-    attend = PackedAttend(TorchOps(), *rope(torch.arange(len(tokens))), (len(tokens),))
+    positions = torch.arange(len(tokens))
+    attend = PackedAttend(TorchOps(), *rope(positions), (len(tokens),), rope.others_at(positions))
     return model.logits(model(tokens, attend).final[-last:], attend.ops)
 
 

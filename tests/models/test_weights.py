@@ -11,9 +11,11 @@ import pytest
 import torch
 from models.small_models import CONFIGS, SIZES, assert_same, logits_of, make, refused, some_tokens, their_logits
 from safetensors.torch import load_file, save_file
+from tiny import WINDOWED
+from tiny import model as tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from paceline.models.config import ModelConfig
+from paceline.models.config import ExpertsSpec, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.state_dict import export_state, hf_layout, load_state
@@ -46,6 +48,52 @@ def test_export_and_load_round_trip(name: str) -> None:
         empty = Decoder.random(CONFIGS[name], seed=9)
         load_state(empty, form)
         assert_same(empty, model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", *WINDOWED])
+def test_experts_and_windows_travel_here_and_to_transformers(kind: str, tmp_path: Path) -> None:
+    """Saved and loaded, under the names of a folder and those that transformers has in memory."""
+    model, tokens = tiny_model(kind, dtype=torch.float32), some_tokens()
+    save_model(model, None, tmp_path / "out", max_shard_bytes=20_000)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    torch.testing.assert_close(logits_of(model, tokens), their_logits(theirs, tokens), atol=2e-4, rtol=2e-4)
+    saved, _ = load_model(tmp_path / "out")
+    assert saved.config.layers == model.config.layers and saved.config.ropes[1:] == model.config.ropes[1:]
+    live = Decoder.random(model.config, seed=9)
+    load_state(live, theirs.named_parameters())
+    own = Decoder.random(model.config, seed=9)
+    load_state(own, model.named_parameters())
+    for found in (saved, live, own):
+        for ours, wanted in zip(found.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=0)  # norms are stored minus one
+    with pytest.raises(ValueError, match="missing"):
+        load_state(own, dict(list(export_state(model).items())[:-1]))
+
+
+def test_an_architecture_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"FalconForCausalLM is not supported; known: LlamaForCausalLM, .*Qwen3MoeForCausalLM, "
+                                         r"MixtralForCausalLM, GptOssForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM"):
+        ModelConfig.from_hf({"architectures": ["FalconForCausalLM"]})
+
+
+def test_layers_are_read_from_either_spelling() -> None:
+    """Windows by `layer_types` or by older keys; experts by either name of their number."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    qwen2 = sizes | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 9}
+    windows = [ModelConfig.from_hf(qwen2 | more).layers for more in (
+        {"max_window_layers": 3}, {"max_window_layers": 0, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]})]
+    assert windows[0] == windows[1] and [spec.window for spec in windows[0]] == [0, 0, 0, 9]
+    assert ModelConfig.from_hf(qwen2 | {"use_sliding_window": False}).layers == ()
+    moe = sizes | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    found = [ModelConfig.from_hf(moe | more).layers for more in ({"num_experts": 6}, {"num_local_experts": 6})]
+    assert found[0] == found[1] and found[0][0].experts == ExpertsSpec(6, 2, 16, normalised=False)
+    alternating = ModelConfig.from_hf(moe | {"num_experts": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [spec.experts is not None for spec in alternating.layers] == [False, True, False, False]
+    for wrong, message in (({"layer_types": ["chunked_attention"] * 4}, "layer_types"), ({"num_experts": 1}, "2 are active of 1"),
+                           ({"num_experts": 6, "hidden_act": "relu"}, "hidden_act: relu")):
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf(moe | {"use_sliding_window": True} | {"num_experts": 6} | wrong)
 
 
 def test_export_gives_views() -> None:

@@ -52,8 +52,9 @@ def difference(learner: Learner, samples: list[Sample], max_tokens: int) -> floa
     return float(max(found))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", tiny.CONFIGS)
+@pytest.mark.parametrize(("kind", "dtype"), [
+    *((kind, dtype) for kind in tiny.CONFIGS for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+    *((kind, torch.float32) for kind in tiny.WINDOWED)], ids=str)
 def test_logprobs_have_the_engines_bits(kind, dtype):
     model = tiny.model(kind, dtype=dtype)
     samples = answers(engine_for(model), dtype, 0.8)
@@ -72,7 +73,7 @@ def test_filters_and_temperature_are_the_engines():
 
 
 @pytest.mark.parametrize("filters", [None, SamplingFilters(**FILTERS)], ids=["unfiltered", "filtered"])
-@pytest.mark.parametrize("kind", tiny.CONFIGS)
+@pytest.mark.parametrize("kind", [*tiny.CONFIGS, *tiny.WINDOWED])
 def test_gradients_are_those_of_the_ordinary_forward_pass(kind, filters):
     found = []
     for exact in (True, False):

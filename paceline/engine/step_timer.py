@@ -7,6 +7,7 @@ step, which may be of another kind, count as time of a step that the device has 
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 from paceline.engine.executor import PendingStep
@@ -60,7 +61,7 @@ class StepTimer:
 
     def resume(self) -> None:
         """The caller lets the engine work again."""
-        self._resumed_at = self._graphs.now().at
+        self._resumed_at = time.perf_counter()
         self._idle_s = self._resumed_at - self._idle_from
 
     def planned(self, began: Timestamp) -> None:
@@ -77,7 +78,7 @@ class StepTimer:
         """Wait for the outputs of a step. `pipelined`: whether steps are launched before the outputs of the last one are read."""
         self._pipelined, self.came_late = pipelined, pipelined and step.pending.sampled.has_arrived
         step.pending.sampled.wait()
-        self._read_at = self._graphs.now().at
+        self._read_at = time.perf_counter() if pipelined else self._graphs.now().at
 
     def processed(self, step: InFlight) -> StepTime:
         """The outputs of the step were processed. Returns its time."""

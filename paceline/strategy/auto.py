@@ -17,15 +17,15 @@ from paceline.strategy.cost import CostCurve, bucket_of
 from paceline.strategy.predict import Prediction, Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
-CREDIT = 7.0
+CREDIT = 6.0
 """Steps without speculation that may be lost: more finds drafters that pay sooner, and loses more where none does."""
-SHARE = 0.015
+SHARE = 0.01
 """Share of the steps that may be lost beyond that: what it costs at most to look out for change."""
 CONFIDENCE = 1.0
 """Standard errors by which a drafter must be faster than off to be taken up: more is fewer losses by mistake, and later gains."""
 SPREAD = 0.1
 """Standard error of a profiled step time before anything was measured, and of one measured step: more trusts the profile less."""
-ENOUGH = 6.0
+ENOUGH = 10.0
 """Trees that must have been seen before a drafter is judged: more trials of drafters that do not pay, fewer misjudged ones."""
 OFF_EVERY = 64
 """Steps of speculation, times its gain to the fourth, after which two steps without it are measured: how old the comparison may
@@ -34,6 +34,7 @@ HOLD = 64
 """Most steps that a decision holds, and steps in which a change of drafter must have paid for itself: host time against the delay
 after which gradual changes are followed."""
 _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
+_CATCH_UP = 0.01  # steps without speculation that the return of a drafter costs for each step that it has missed
 _OFF = Decision(Strategy.OFF)
 
 
@@ -74,8 +75,6 @@ class DrafterHistory:
     """Step from which on it is tried again although it is not expected to pay."""
     interval: int = HOLD // 2
     """Steps between two such trials: twice as many each time."""
-    catch_up: float = 0.01
-    """Steps without speculation that a return of the drafter costs for each step that it has missed."""
 
 
 class AutoSelector:
@@ -92,15 +91,18 @@ class AutoSelector:
         """How many times as fast as off it is expected to be."""
         self.cost_error = self.progress_error = 0.0
         """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
-        self._machine, self._num_timed = 0.0, 0  # how much slower the machine is now than its profile says, and since how many steps
+        self.machine = 0.0
+        """Logarithm of how many times as slow the machine is now as its profile says."""
+        self._num_timed = 0
         self._machine_at_off = 0.0  # the same when off was measured
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
         self._step = self._due = self._interval = self._batch = self._num_old = self._new_at = 0
         self._observe_at = 0  # step from which on draft tokens are observed again
         self._off_left = 0  # steps without speculation that are still to be measured
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
-        self._unit = self._since = 0.0
+        self._unit, self._level, self._since = 0.0, 1.0, 0.0
         self._history = {name: DrafterHistory() for name in SHAPES}
+        self._was_stopped = False
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
 
     @property
@@ -136,12 +138,12 @@ class AutoSelector:
         if self._off_left == 0:
             off = self._time("none", requests)
             pause = OFF_EVERY * min(self.gain, 2.0) ** 4
-            is_old = off.num_since > (pause if off.weight >= 2 else pause / 8)
-            self._off_left = 3 * (is_old or abs(self._machine - self._machine_at_off) > 4 * SPREAD)
+            is_old = off.num_since > (pause if off.weight >= 2 else OFF_EVERY / 4)
+            self._off_left = 3 * (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD)
         self._off_left = max(0, self._off_left - 1)
         if self._off_left == 0:
             return False
-        self._machine_at_off = self._machine
+        self._machine_at_off = self.machine
         return True
 
     def _decide(self, view: StepView) -> Decision:
@@ -176,7 +178,7 @@ class AutoSelector:
             history.used_at = self._step
             if drafter == home:
                 history.interval = HOLD // 2
-        self.decision, self._unit, self.gain = chosen.decision(view), chosen.accepted / level, gain
+        self.decision, self._unit, self._level, self.gain = chosen.decision(view), chosen.accepted / level, level, gain
         if drafter == "none" or (self._step < self._observe_at and not is_trial):
             return self.decision
         self._observe_at = self._step + HOLD // 4
@@ -188,8 +190,7 @@ class AutoSelector:
 
     def _switch(self, drafter: DrafterName) -> float:
         """Steps without speculation that it is expected to take until the drafter has caught up with the tokens it has missed."""
-        history = self._history[drafter]
-        return history.catch_up * (self._step - 1 - max(history.used_at, self._new_at))
+        return _CATCH_UP * max(0, self._step - 1 - max(self._history[drafter].used_at, self._new_at))
 
     def _must_look(self, drafter: DrafterName) -> bool:
         """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it."""
@@ -202,7 +203,7 @@ class AutoSelector:
         """Try the drafter in one step, after which it is decided anew."""
         history = self._history[drafter]
         history.used_at, history.look_at = self._step, self._step + history.interval
-        history.interval, self._due = min(2 * history.interval, 8 * HOLD), self._step + 1
+        history.interval, self._due = min(2 * history.interval, 2 * HOLD), self._step + 1
         return self.predictor.probe(drafter, requests)
 
     def _compare(self, found: Prediction, drafter: DrafterName, view: StepView, switch: float) -> tuple[float, float]:
@@ -225,10 +226,10 @@ class AutoSelector:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
         self._num_old, self._new_at, self._due = requests, self._step, self._step
         for name, acceptance in self.predictor.acceptance.items():
-            acceptance.limit_evidence(self._step, 2 * ENOUGH)
+            acceptance.limit_evidence(self._step, ENOUGH)
             acceptance.level = 1.0
             history = self._history[name]
-            history.look_at = min(history.look_at, max(self._step, history.used_at + 4 * HOLD))
+            history.look_at = min(history.look_at, max(self._step, history.used_at + 2 * HOLD // requests))
 
     # -- after a step
 
@@ -244,13 +245,20 @@ class AutoSelector:
             self.costs.observe_host(outcome.host_ms, requests)
         was, self._last = self._last, drafter
         own, predicted = self._time(drafter, requests), max(self.costs.step_ms(outcome), 1e-6)
-        error = min(log(outcome.ms / predicted) - self._machine - own.log, _STOPPED)
+        error = log(outcome.ms / predicted) - self.machine - own.log
+        was_stopped, self._was_stopped = self._was_stopped, error > _STOPPED
+        if was == drafter and self._was_stopped and not was_stopped:
+            return  # by something else, such as a compiler: it counts if it happens again
+        error = min(error, _STOPPED)
         if was == drafter or (error < 0 and drafter != "none"):  # otherwise it catches up, or overlaps with work for other steps
+            if drafter == "none" and "none" not in self._latest:
+                self._refer_to_off(error)
+                error = 0.0
             most = own.largest_error()
             error = min(max(error, -most), most)
             weight = 1 / min(self._num_timed + 1, 8)
             self._num_timed += 1
-            self._machine += weight * error
+            self.machine += weight * error
             own.observe((1 - weight) * error, self._step)
             error *= (1 - weight) * (1 - 1 / (1 + own.weight))
             self._latest[drafter] = own.log
@@ -261,13 +269,21 @@ class AutoSelector:
             return
         off = self._time("none", requests)
         off.num_since += 1
-        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(off.log)
+        least = off.log - CONFIDENCE * sqrt(off.variance(self._step))  # what off may take in fact
+        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(least)
         gained = outcome.progress - predicted * exp(own.log + error) / off_ms
         self.credit = min(self.credit + gained + SHARE, 3 * CREDIT)
         self._since = min(self._since + gained, 0.0)
         if self._since < -3:  # what was expected of the drafter is outdated
             self._due, self._interval, self._since = self._step + 1, 2, 0.0
-            self.predictor.acceptance[drafter].limit_evidence(self._step, 2 * ENOUGH)
+            self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
+
+    def _refer_to_off(self, error: float) -> None:
+        """Off is measured for the first time: what it deviates from its prediction is that of the machine."""
+        self.machine += error
+        for (drafter, _), each in self.times.items():
+            each.log -= error * (drafter != "none")
+        self._latest = {drafter: each - error for drafter, each in self._latest.items()}
 
     def _follow(self, outcome: StepOutcome) -> None:
         """Learn how many draft tokens were accepted."""
@@ -281,6 +297,8 @@ class AutoSelector:
             expected = self._unit * acceptance.level
             self.progress_error += (abs(log(max(outcome.progress, 0.1) / (1 + expected))) - self.progress_error) / MEMORY
             acceptance.follow(self._step, expected, outcome.progress - 1, drafted if outcome.last_progress is None else 2)
+            if abs(log(acceptance.level / self._level)) > 5 * SPREAD:  # the text has changed
+                self._due, self._interval, self._level = self._step + 1, 2, acceptance.level
 
     def drafter_replaced(self) -> None:
         """The learned drafter has new weights: what was measured of it is a first guess."""
@@ -300,4 +318,6 @@ class AutoSelector:
                  for drafter, bucket, logarithm, weight in state["times"]}
         for name, acceptance in self.predictor.acceptance.items():
             acceptance.restore(state["acceptance"][name], self._step)
+        for history in self._history.values():
+            history.look_at = self._step + history.interval
         self.times, self._latest = times, {drafter: each.log for (drafter, _), each in times.items()}

@@ -43,12 +43,12 @@ def test_equal_lengths_are_drafted_for_alike():
 
 def test_progress_is_that_of_the_request_that_finishes_last():
     view = StepView(4, 0, ("eagle",), 0.0, (90, 60, 45, 10))
-    counts, accepted = drafted_counts(view), np.array([[2.0]])
-    assert counts.tolist() == [4, 2, 1]
-    progress = makespan_progress(view.remaining, counts, accepted)[:, 0, 0]
+    counts, accepted = drafted_counts(view), np.array([2.0, 2.0, 2.0])
+    assert counts == [4, 2, 1]
+    progress = makespan_progress(view.remaining, counts, np.arange(3), accepted)
     assert progress.tolist() == [3.0, 2.0, 1.5]  # all; the others have 45 of 90 left; the others have 60 of 90 left
-    assert drafted_counts(StepView(4)).tolist() == [4]
-    assert makespan_progress((), np.array([4]), accepted).tolist() == [[[3.0]]]
+    assert drafted_counts(StepView(4)) == [4]
+    assert makespan_progress((), [4], np.zeros(1, int), accepted[:1]).tolist() == [3.0]
 
 
 def test_a_response_that_nothing_is_accepted_of_makes_speculation_worthless():

@@ -62,7 +62,7 @@ class TimeRatio:
         return SPREAD**2 / (1 + self._left(step))
 
     def _left(self, step: int) -> float:
-        return self.weight * exp((self.seen_at - step) / (8 * MEMORY))
+        return self.weight * exp((self.seen_at - step) / (8 * MEMORY)) / (1 + self.num_since / MEMORY)
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class AutoSelector:
             off = self._time("none", requests)
             pause = OFF_EVERY * min(self.gain, 2.0) ** 4
             is_old = off.num_since > (pause if off.weight >= 2 else OFF_EVERY / 4)
-            self._off_left = 3 * (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD)
+            self._off_left = 4 * (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD)
         self._off_left = max(0, self._off_left - 1)
         if self._off_left == 0:
             return False
@@ -269,8 +269,7 @@ class AutoSelector:
             return
         off = self._time("none", requests)
         off.num_since += 1
-        least = off.log - CONFIDENCE * sqrt(off.variance(self._step))  # what off may take in fact
-        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(least)
+        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(off.log)
         gained = outcome.progress - predicted * exp(own.log + error) / off_ms
         self.credit = min(self.credit + gained + SHARE, 3 * CREDIT)
         self._since = min(self._since + gained, 0.0)

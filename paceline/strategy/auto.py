@@ -176,8 +176,6 @@ class AutoSelector:
         if drafter != "none":
             history, level = self._history[drafter], self.predictor.acceptance[drafter].level
             history.used_at = self._step
-            if drafter == home:
-                history.interval = HOLD // 2
         self.decision, self._unit, self._level, self.gain = chosen.decision(view), chosen.accepted / level, level, gain
         if drafter == "none" or (self._step < self._observe_at and not is_trial):
             return self.decision
@@ -195,7 +193,7 @@ class AutoSelector:
     def _must_look(self, drafter: DrafterName) -> bool:
         """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it."""
         history, known = self._history[drafter], self.predictor.acceptance[drafter].evidence(0)
-        is_due = history.look_at <= self._step and drafter != self._home
+        is_due = history.look_at <= self._step
         is_unknown = known < ENOUGH and history.used_at < self._step - 1  # its last outcome may arrive one step late
         return (is_due or is_unknown) and self._can_lose(0.5 + self._switch(drafter), False)
 
@@ -276,6 +274,7 @@ class AutoSelector:
         if self._since < -3:  # what was expected of the drafter is outdated
             self._due, self._interval, self._since = self._step + 1, 2, 0.0
             self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
+            self.predictor.acceptance[drafter].level *= 0.7
 
     def _refer_to_off(self, error: float) -> None:
         """Off is measured for the first time: what it deviates from its prediction is that of the machine."""

@@ -82,6 +82,8 @@ class EagleDrafter:
         self._columns = columns
         self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
         self._parts = _consecutive(columns)
+        self._read: tuple[Tensor, list[Tensor]] | None = None
+        """Stored features, and the parts of them that it reads: making these takes as long as a small kernel."""
         self._layer = _fused_layer(module, policy, rope)  # the parameters are updated in place
         self._newest: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._recent_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -131,9 +133,10 @@ class EagleDrafter:
         in these slots. The other arguments are those of `draft` and of its view."""
         if self.ops.name != "cpu" or self._layer is None or self._attends_to_window(of.context, slots, cache):
             return None
-        read, width = [features[:, part] for part in self._parts], min(width, self.module.draft_vocab_size)
-        tree = self.ops.draft_trees(self._layer, slots, of, tokens, read, cache, spare, self.tau, max_missing, depth, width,
-                                    budget)
+        if self._read is None or self._read[0] is not features:
+            self._read = features, [features[:, part] for part in self._parts]
+        tree = self.ops.draft_trees(self._layer, slots, of, tokens, self._read[1], cache, spare, self.tau, max_missing, depth,
+                                    min(width, self.module.draft_vocab_size), budget)
         return None if tree is None else Drafts(*tree)
 
     def catch_up(self, view: DraftView, missing: list[int]) -> None:

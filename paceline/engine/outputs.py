@@ -16,6 +16,9 @@ from paceline.types import FeatureRecord, FinishReason, Rollout
 
 NOT_A_NUMBER = -1
 """Token id that is sampled where the policy's logits are not numbers. It is one of every request's `stop_ids`."""
+_FEW = 256
+"""Outputs of steps with no more places for tokens than this are converted to Python numbers as a whole, which takes less time
+than finding out which of them were sampled."""
 
 
 class Appended(NamedTuple):
@@ -69,13 +72,16 @@ def append_outputs(requests: list[Request], outputs: StepOutputs, version: int, 
 
 
 def _sampled(outputs: StepOutputs, num_requests: int) -> tuple[Iterable[list[int]], Iterable[list[float]], Iterable[list[float]]]:
-    """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. Only
-    what was generated is converted to Python numbers: padding rows and unused tree levels can be many times as much."""
+    """Return tokens, log-probabilities and raw log-probabilities of each request; no raw ones if they were not computed. In large
+    steps only what was generated is converted to Python numbers: unused tree levels can be many times as much."""
     tokens, logprobs, raw, counts, _ = outputs
     fields = [array[:num_requests] for array in (tokens, logprobs, raw) if array is not None]
     lists: list[Iterable[Any]]
     if counts is None:  # one token each
         lists = [field.tolist() for field in fields]
+    elif num_requests * tokens.shape[1] <= _FEW:
+        each = counts[:num_requests].tolist()
+        lists = [[row[:count] for row, count in zip(field.tolist(), each, strict=True)] for field in fields]
     else:
         ends = np.cumsum(counts[:num_requests]).tolist()
         spans = list(map(slice, [0, *ends[:-1]], ends))

@@ -68,7 +68,7 @@ class DecoderProgram:
         if not self._capture:
             return final, None
         kept = [final if layer == -1 else self._buffers.kept[layer][:num_rows] for layer in self._capture]
-        return final, torch.cat(kept, dim=-1)
+        return final, kept[0] if len(kept) == 1 else torch.cat(kept, dim=-1)
 
     def _lay_out(self, weights: DecoderWeights, caches: list[PagedCache], hidden: int, dtype: torch.dtype) -> None:
         program, room = self._program, self._buffers

@@ -49,8 +49,8 @@ def test_tokens_equal_transformers(pair, strategy, temperature):
     theirs, folder = pair
     engine = Engine(load_model(folder, "cpu", "float64", quiet=True)[0], strategy=strategy,
                     config=EngineConfig(kv_tokens=400, page_size=4, max_batch=2))
-    params = SamplingParams(temperature=temperature, max_new_tokens=40, raw_logprobs=True, seed=3)
-    rollouts = [rollout for group in engine.generate(PROMPTS, params, n=2) for rollout in group.rollouts]
+    params = SamplingParams(temperature=temperature, max_new_tokens=28, raw_logprobs=True, seed=3)
+    rollouts = [rollout for group in engine.generate(PROMPTS, params) for rollout in group.rollouts]
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
         with torch.no_grad():

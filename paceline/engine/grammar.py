@@ -33,11 +33,13 @@ class Grammars:
         """Return a matcher at the beginning of an answer. ValueError as in `check`."""
         with self._lock:
             found = self._compiled.get(grammar)
-            if found is None:
-                found = self._compiled[grammar] = self._compile(grammar)
-                while len(self._compiled) > _MOST_COMPILED:
-                    self._compiled.popitem(last=False)
+        if found is None:
+            found = self._compile(grammar)  # may take a second, in which others get theirs
+        with self._lock:
+            self._compiled[grammar] = found
             self._compiled.move_to_end(grammar)
+            while len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
             return found.deep_copy()
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -48,8 +50,9 @@ class Grammars:
         if self.tokenizer is None or not self.eos:
             missing = "a tokenizer" if self.tokenizer is None else "an end-of-text token"
             raise ValueError(f"structured_outputs: the model came without {missing}")
-        if self._own_tokenizer is None:
-            self._own_tokenizer = _converted(self.tokenizer, self.vocabulary, sorted(self.eos))
+        with self._lock:
+            if self._own_tokenizer is None:
+                self._own_tokenizer = _converted(self.tokenizer, self.vocabulary, sorted(self.eos))
         try:
             text = _choice(grammar.text) if grammar.kind == "choice" else grammar_from(grammar.kind, grammar.text)
         except ValueError as error:

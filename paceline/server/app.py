@@ -28,6 +28,7 @@ from paceline.server.logprobs import TokenTexts
 from paceline.server.metrics import ServerMetrics
 from paceline.server.rl import Backend, RlApi
 from paceline.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
+from paceline.tool_calls import tool_call_format
 
 _MAX_BODIES = 64
 """Number of bodies of the largest size that may be in memory, because they are still received or encoded."""
@@ -54,6 +55,8 @@ class _Server:
         self.control = Control(self.thread, engine, config)
         self.encoder = PromptEncoder(engine.tokenizer, engine.scheduler.max_length, config.template_timeout_s)
         self._texts = TokenTexts(engine.tokenizer)
+        has_template = bool(engine.tokenizer.chat_template)
+        self._tool_format = tool_call_format(engine.tokenizer.get_chat_template(tools=[{}]) if has_template else None)
         self._ending = asyncio.Event()
         self._streams: set[Generation] = set()
         self._num_body_bytes = 0  # of bodies that are in memory
@@ -141,6 +144,7 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await self._read(request))
         max_tokens = body.max_completion_tokens or body.max_tokens
+        body.use_tools(self._tool_format)
         self._check(body, 1, max_tokens or self.engine.scheduler.max_length)
         prompt = await self._encoded(request, self.encoder.encode_chat(body.conversation(), body.add_special_tokens,
                                                                              body.truncate_prompt_tokens))
@@ -235,11 +239,14 @@ class _Server:
         described = self.control.describe if self.config.rl else None
         return await self._answer(request, Generation(
             self.thread, self._texts, body, prompts, body.sampling_params(max_tokens), self.config.timeout_s, max_tokens,
-            request.headers.get("x-request-id"), described), body.stream)
+            request.headers.get("x-request-id"), described, self._tool_format), body.stream)
 
     async def _answer(self, request: Request, generation: Generation, streamed: bool) -> Response:
         """Generate answers, once generation is not paused."""
         try:
+            form = generation.params.structured_outputs
+            if form is not None:
+                await asyncio.to_thread(self.engine.planner.grammars.check, form.as_grammar())
             await self.control.admit()
             await generation.start()
             if streamed:

@@ -21,6 +21,7 @@ _MAX_CHARS = 300
 _CODES = {401: "invalid_api_key", 404: "not_found", 408: "request_timeout", 413: "request_too_large", 429: "rate_limit_exceeded",
           500: "server_error", 503: "service_unavailable", 504: "timeout"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_NAME = re.compile(r"\w{1,100}")
 _FIELD = re.compile(r"([a-z_]\w*(?:\.\w+)*): ")
 
 
@@ -64,7 +65,7 @@ def describe(error: Exception) -> tuple[int, str]:
 
 def _first_of(error: ValidationError) -> str:
     first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(_one_line(str(part)) for part in first["loc"])
+    where = ".".join(part for part in map(str, first["loc"]) if _NAME.fullmatch(part))  # others name alternatives of a type
     message = first["msg"].removeprefix("Value error, ")
     return f"{where}: {message}" if where and not message.startswith(f"{where}:") else message
 

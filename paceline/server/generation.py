@@ -15,6 +15,8 @@ from paceline.server.logprobs import Entry, TextOffsets, TokenIds, TokenTexts, c
 from paceline.server.schema import ChatRequest, GenerationRequest
 from paceline.server.scoring import TokenScore, score
 from paceline.server.text import TextStream
+from paceline.server.tools import NamedTool, call_json
+from paceline.tool_calls import ToolCallFormat, ToolCallStream, parse_tool_calls
 from paceline.types import Rollout, SamplingParams
 
 
@@ -25,6 +27,8 @@ class Choice:
         self.prompt_ids, self.text = prompt_ids, text
         self.tokens: list[int] = []
         self.num_logprobs = 0
+        self.calls: ToolCallStream | None = None  # of chats with tools
+        self.num_calls = 0
         self.offsets = TextOffsets()
         self.rollout: Rollout | None = None
         self.scores: list[TokenScore] = []
@@ -42,12 +46,13 @@ class Generation:
 
     def __init__(self, thread: EngineThread, texts: TokenTexts, body: GenerationRequest, prompts: Sequence[list[int]],
                  params: SamplingParams, timeout_s: float, max_tokens: int, request_id: str | None = None,
-                 describe: Callable[[Rollout], dict[str, Any]] | None = None) -> None:
+                 describe: Callable[[Rollout], dict[str, Any]] | None = None,
+                 tool_format: ToolCallFormat | None = None) -> None:
         """`timeout_s`: `result` and `stream` raise TimeoutError after so many seconds. `max_tokens`: 0 if only prompts are
         scored. `request_id`: what the request can be aborted by (default: the id of the answer). `describe` returns further
-        fields of a finished answer."""
+        fields of a finished answer. `tool_format`: how the model writes calls of tools."""
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._thread, self._body, self._prompts, self._params = thread, body, prompts, params
+        self._thread, self._body, self._prompts, self.params = thread, body, prompts, params
         self._texts = TokenIds(texts.tokenizer) if body.return_tokens_as_token_ids else texts
         self._num_top = 0 if body.logprobs_mode == "processed_logprobs" else body.num_top
         self._tokenizer, self._max_tokens = texts.tokenizer, max_tokens
@@ -55,6 +60,10 @@ class Generation:
         self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._submissions: list[Submission] = []
         self._choices = [Choice(prompt, TextStream(texts.tokenizer, params.stop)) for prompt in prompts for _ in range(body.n)]
+        self._tool_format = tool_format if isinstance(body, ChatRequest) and body.parses_calls else None
+        if self._tool_format is not None:
+            for choice in self._choices:
+                choice.calls = ToolCallStream(self._tool_format)
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name = request_id or self._id
         self._describe = describe or (lambda rollout: {})
@@ -70,7 +79,7 @@ class Generation:
             def put(event: Event, first: int = first) -> None:
                 self._events.put_nowait((first + event.sample, event))
 
-            self._submissions.append(await self._thread.submit(prompt, self._params, put, self._body.n,
+            self._submissions.append(await self._thread.submit(prompt, self.params, put, self._body.n,
                                                                streamed=self._body.stream, name=self._name))
 
     def cancel(self) -> None:
@@ -186,17 +195,48 @@ class Generation:
         found |= self._describe(rollout)
         if body.has_echo:
             text = self._tokenizer.decode(choice.prompt_ids, skip_special_tokens=True) + text
-        return {**found, **({"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text})}
+        if not self._is_chat:
+            return {**found, "text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        calls: list[dict[str, Any]] = []
+        if self._tool_format is not None:
+            content, parsed = parse_tool_calls(text, self._tool_format)
+            calls = [call_json(call) for call in parsed[: self._most_calls]]
+            message |= {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+        return {**found, "finish_reason": self._reason(rollout, len(calls)), "message": message}
+
+    @property
+    def _most_calls(self) -> int | None:
+        """Largest number of calls in an answer; None: any."""
+        return 1 if isinstance(self._body, ChatRequest) and not self._body.parallel_tool_calls else None
+
+    def _reason(self, rollout: Rollout, num_calls: int) -> str:
+        """Why an answer ended; a call that was asked for by its name is no reason of its own, as in the OpenAI API."""
+        is_named = isinstance(self._body, ChatRequest) and isinstance(self._body.tool_choice, NamedTool)
+        return "tool_calls" if num_calls and rollout.finish_reason == "stop" and not is_named else rollout.finish_reason
+
+    def _delta(self, choice: Choice, text: str, last: bool) -> dict[str, Any]:
+        """What a piece of text adds to the message of a chat."""
+        if choice.calls is None:
+            return {"content": text} if text else {}
+        content, calls = choice.calls.add(text)
+        if last:
+            rest, more = choice.calls.finish()
+            content, calls = content + rest, calls + more
+        calls = calls[: None if self._most_calls is None else max(0, self._most_calls - choice.num_calls)]
+        first, choice.num_calls = choice.num_calls, choice.num_calls + len(calls)
+        found: dict[str, Any] = {"content": content} if content else {}
+        return {**found, "tool_calls": [call_json(*pair[::-1]) for pair in enumerate(calls, first)]} if calls else found
 
     def _final(self, rollout: Rollout) -> tuple[str, str | int | None]:
         """The text of an answer, and the stop string or the stop token's id that ended it."""
         if rollout.finish_reason != "stop":
             return rollout.text, None
-        if rollout.token_ids and rollout.token_ids[-1] in self._params.stop_token_ids:
+        if rollout.token_ids and rollout.token_ids[-1] in self.params.stop_token_ids:
             return rollout.text, rollout.token_ids[-1]
         end = len(rollout.text)
-        whole = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True) if self._params.stop else ""
-        stop = next((stop for stop in self._params.stop if whole.startswith(stop, end)), None)
+        whole = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True) if self.params.stop else ""
+        stop = next((stop for stop in self.params.stop if whole.startswith(stop, end)), None)
         return (rollout.text + stop if stop and self._body.include_stop_str_in_output else rollout.text), stop
 
     def _piece(self, index: int, event: Event) -> dict[str, Any] | None:
@@ -210,13 +250,16 @@ class Generation:
                 logprobs = event.logprobs
         else:
             final, stop_reason = self._final(event)
-            text, reason, tokens = choice.text.finish(final), event.finish_reason, []
+            text, tokens = choice.text.finish(final), []
+            reason = self._reason(event, 0)
             logprobs = self._known_logprobs(event)[choice.num_logprobs :]
         if not self._body.wants_logprobs:
             logprobs = []
-        if not text and reason is None and not logprobs and not self._body.return_token_ids:
+        content = self._delta(choice, text, isinstance(event, Rollout)) if self._is_chat else {"text": text}
+        if not any(content.values()) and reason is None and not logprobs and not self._body.return_token_ids:
             return None
-        content: dict[str, Any] = ({"content": text} if text else {}) if self._is_chat else {"text": text}
+        if isinstance(event, Rollout):
+            reason = self._reason(event, choice.num_calls)
         chunk = self._chunk(index, content, reason)
         if reason is not None:
             chunk["stop_reason"] = stop_reason
@@ -231,7 +274,7 @@ class Generation:
 
     def _known_logprobs(self, rollout: Rollout) -> list[float]:
         """The log-probabilities that were asked for."""
-        return (rollout.raw_logprobs or []) if self._params.raw_logprobs else rollout.logprobs
+        return (rollout.raw_logprobs or []) if self.params.raw_logprobs else rollout.logprobs
 
     def _chunk(self, index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
         text = {"delta": content} if self._is_chat else content

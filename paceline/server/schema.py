@@ -7,10 +7,23 @@ import secrets
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from paceline.server.config import LogprobsMode
 from paceline.server.templates import Conversation
+from paceline.server.tools import MAX_GRAMMAR_CHARS, NamedTool, ResponseFormat, Tool, forced_calls
+from paceline.structured_outputs import StructuredOutputs
+from paceline.tool_calls import ToolCallFormat
 from paceline.types import SamplingParams
 
 _MAX_TOP = 20
@@ -19,13 +32,13 @@ _MAX_ITEMS = 300
 """Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
 reports errors of all entries."""
 _MAX_STOPS, _MAX_STOP_CHARS = 32, 256
-_MAX_PARTS, _MAX_MESSAGES = 1000, 4096
+_MAX_PARTS, _MAX_MESSAGES, _MAX_TOOLS = 1000, 4096, 128
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False), "detokenize": (True,), "priority": (0,),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "documents": ([],),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "documents": ([],),
     "mm_processor_kwargs": ({},), "include_reasoning": (True,), "guided_decoding_backend": (), "user": (), "metadata": (),
     "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (), "prompt_cache_retention": ()}
 """Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
@@ -60,6 +73,20 @@ def _check_stop(value: Any) -> Any:
     if isinstance(found, list) and (len(found) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in found
                                                                    if isinstance(text, str))):
         raise ValueError(f"more than {_MAX_STOPS} strings, or one of more than {_MAX_STOP_CHARS} characters")
+    return found
+
+
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older names of structured outputs."""
+
+
+def _check_form(raw: Any) -> Any:
+    if raw is None or isinstance(raw, StructuredOutputs):
+        return raw
+    found = StructuredOutputs.of(raw)
+    assert found is not None
+    if len(found.as_grammar().text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"more than {MAX_GRAMMAR_CHARS} characters")
     return found
 
 
@@ -99,6 +126,9 @@ class GenerationRequest(BaseModel):
     logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], _at_most(_MAX_ITEMS)] = Field(default_factory=dict)
     allowed_token_ids: TokenIds = Field(default_factory=list)
     min_tokens: int = 0
+    bad_words: Annotated[list[str], BeforeValidator(_check_stop)] = Field(default_factory=list)
+    structured_outputs: Annotated[StructuredOutputs | None, PlainValidator(_check_form)] = None
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -123,7 +153,21 @@ class GenerationRequest(BaseModel):
             if allowed and kept[key] not in allowed:
                 raise ValueError(f"{key}: not supported")
             del kept[key]
+        for key in kept.keys() & _GUIDED.keys():
+            if "structured_outputs" in kept:
+                raise ValueError(f"{key}: not together with another form of answers")
+            kept["structured_outputs"] = {_GUIDED[key]: kept.pop(key)}
         return kept
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """The form that answers have to have; None for any text. ValueError if there are two."""
+        asked = None if self.response_format is None else self.response_format.form()
+        if asked is not None and self.structured_outputs is not None:
+            raise ValueError("response_format: not together with structured_outputs")
+        if asked is not None:
+            _check_form({"json": asked.as_grammar().text})
+        return asked or self.structured_outputs
 
     @property
     @abstractmethod
@@ -156,7 +200,7 @@ class GenerationRequest(BaseModel):
             ignore_eos=self.ignore_eos, raw_logprobs=self.wants_raw_logprobs, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens,
-            allowed_token_ids=tuple(self.allowed_token_ids))
+            allowed_token_ids=tuple(self.allowed_token_ids), bad_words=tuple(self.bad_words), structured_outputs=self.form)
 
 
 class CompletionRequest(GenerationRequest):
@@ -220,6 +264,25 @@ class ContentPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    """A function that an earlier answer called."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class MessageCall(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """What streamed answers have; the order of the calls says the same."""
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """One message of a chat."""
 
@@ -230,7 +293,7 @@ class Message(BaseModel):
     content: str | Annotated[list[ContentPart], _at_most(_MAX_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], _at_most(_MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[MessageCall], _at_most(_MAX_PARTS)] | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="before")
@@ -253,8 +316,9 @@ class Message(BaseModel):
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
         for call in found.get("tool_calls", ()):  # templates write arguments as JSON themselves
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            call.pop("index", None)
+            function = call["function"]
+            if isinstance(function["arguments"], str):
                 function["arguments"] = _parsed(function["arguments"])
         return found
 
@@ -273,6 +337,44 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     """Whether the answer goes on with the last message instead of beginning one."""
     add_special_tokens: bool = False
+    tools: Annotated[list[Tool], _at_most(_MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """None: auto, if there are tools."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls; otherwise only the first one is returned."""
+    _forced_form: StructuredOutputs | None = PrivateAttr(None)
+
+    @property
+    def parses_calls(self) -> bool:
+        """Whether calls of tools in answers are returned as such."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        return self._forced_form or super().form
+
+    def use_tools(self, format: ToolCallFormat | None) -> None:
+        """Take note of the format of calls that the model's chat template asks for; None if it is none of the known ones."""
+        if not self.parses_calls:
+            return
+        if format is None:
+            raise ValueError("tools: this model's chat template asks for calls in no format that is known here")
+        if self.form is not None:
+            raise ValueError("tools: not together with response_format or structured outputs")
+        if self.tool_choice in (None, "auto"):
+            if any(tool.function.strict for tool in self.tools):
+                raise ValueError("tools: strict needs a tool_choice that forces a call")
+            return
+        chosen, several = self.tools, self.parallel_tool_calls
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            chosen, several = [tool for tool in self.tools if tool.function.name == name], False
+            if not chosen:
+                raise ValueError(f"tool_choice: {name[:60]!r} is not one of the tools")
+        found = forced_calls(chosen, format, several)
+        if len(found.as_grammar().text) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"tools: more than {MAX_GRAMMAR_CHARS} characters")
+        self._forced_form = found
 
     @model_validator(mode="before")
     @classmethod
@@ -284,6 +386,8 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_options(self) -> ChatRequest:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice: needs tools")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -302,8 +406,9 @@ class ChatRequest(GenerationRequest):
 
     def conversation(self) -> Conversation:
         """What the chat template is rendered with."""
-        return Conversation([message.plain() for message in self.messages], self.chat_template_kwargs, None,
-                            self.add_generation_prompt, self.continue_final_message)
+        return Conversation([message.plain() for message in self.messages], self.chat_template_kwargs,
+                            [tool.plain() for tool in self.tools] or None, self.add_generation_prompt,
+                            self.continue_final_message)
 
 
 class TokenizeRequest(BaseModel):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.engine.thread import Unavailable
+from paceline.server.tools import ordered_results
 
 _MEMORY_BYTES = 512 << 20
 """Memory that rendering may take, beyond what the process has when it is ready."""
@@ -63,6 +64,9 @@ class TemplateRenderer:
         if not self._tokenizer.chat_template:
             raise ValueError("messages: the model came without a chat template; use /v1/completions")
         template = self._tokenizer.get_chat_template(tools=conversation.tools)  # models can have one of their own for tools
+        if conversation.tools and "tools" not in template:
+            raise ValueError("tools: the model's chat template does not read them")
+        conversation = conversation._replace(messages=ordered_results(conversation.messages, template))
         for field in set().union(*conversation.messages) - {"role", "content"}:
             if field not in template:
                 raise ValueError(f"messages: the model's chat template does not read {field}")

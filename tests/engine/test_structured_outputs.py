@@ -8,7 +8,6 @@ import json
 import random
 import re
 import sys
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,13 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from json_policy import EOS, PIECES, policy, tokenizer
 from test_logit_adjustments import logits_after
-from tiny import CONFIGS, VOCAB, captured, eagle, model
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
+from tiny import VOCAB, captured, eagle, model
 
 from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
@@ -30,12 +25,8 @@ from paceline.engine.command import Constraint, TokenMasks
 from paceline.engine.grammar import Grammars
 from paceline.engine.token_masks import TokenMasker
 from paceline.kernels import SamplingTensors, TorchOps
-from paceline.models.decoder import Decoder
 from paceline.structured_outputs import Grammar, StructuredOutputs
 
-PIECES = ["<eos>", "{", "}", '"', ":", ",", "[", "]", " ", '"a":', '"name"', *"0123456789", *"abcdefghijklmnopqrstuvwxyz",
-          "ab", "abc", "bc", "12", "é", "true", "{}", "~"]
-EOS = 0
 PROMPT = [5, 9, 9, 2, 40]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "name": {"type": "string", "maxLength": 6}},
           "required": ["a", "name"], "additionalProperties": False}
@@ -44,23 +35,6 @@ FORMS = {
     "grammar": {"grammar": 'start: "[" item ("," item)* "]"\nitem: /[a-c]+/ | "true"'},
     "ebnf": {"grammar": 'root ::= "a" b\nb ::= "1" | "2" b'},
 }
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with pieces of several letters: one text has several tokenizations."""
-    assert len(PIECES) <= VOCAB
-    raw = Tokenizer(WordLevel({piece: i for i, piece in enumerate(PIECES)}, unk_token="~"))
-    raw.pre_tokenizer, raw.decoder = Split("", "isolated"), Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="~", eos_token="<eos>", clean_up_tokenization_spaces=False)
-
-
-@cache
-def policy(kind: str = "llama") -> Decoder:
-    """The tiny policy, with an end-of-text token."""
-    own = model(kind)
-    found = Decoder.random(replace(CONFIGS[kind], eos_token_ids=(EOS,)), 0, std=0.35, dtype=torch.float64)
-    found.load_state_dict(own.state_dict())
-    return found
 
 
 def make(drafter="none", strategy="off", kind: str = "llama", **config) -> Engine:

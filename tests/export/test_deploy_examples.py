@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from paceline import Engine, SamplingParams
@@ -37,6 +38,12 @@ def test_steer_server():
         assert answer["token_ids"] == wanted.token_ids and answer["weight_version"] == str(version)
         engine.update_weights(example.trained(engine))
     assert answers[0]["logprobs"] != answers[1]["logprobs"], "a sure policy may still choose the same tokens"
+
+
+def test_structured_answers():
+    example = load("structured_answers")
+    for answer in example.main(**TINY):
+        assert re.fullmatch(example.SHORT, answer), answer
 
 
 def test_export_drafter(tmp_path, capsys):

@@ -243,7 +243,8 @@ def test_no_field_of_a_message_is_ignored(server, tokens):
     assert chat(name=None, tool_calls=[], refusal=None, annotations=[]).choices, "what says nothing is no field"
     for message, reason in (({"name": "me"}, "does not read name"), ({"weight": 1}, "weight"),
                             ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content"),
-                            ({"content": None}, "content"), ({"tool_calls": [{"function": {"arguments": "{"}}]}, "not JSON")):
+                            ({"content": None}, "content"),
+                            ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not JSON")):
         with pytest.raises(openai.BadRequestError, match=reason):
             chat(**message)
     tokens.chat_template = "{% for m in messages %}{{ m.name }}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}"

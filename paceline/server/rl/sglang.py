@@ -363,4 +363,4 @@ class SglangGeneration(TokenGeneration):
         if rollout.finish_reason != "stop":
             return None
         text = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=False)
-        return next((stop for stop in self._params.stop if stop in text), rollout.token_ids[-1])
+        return next((stop for stop in self.params.stop if stop in text), rollout.token_ids[-1])

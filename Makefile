@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
-.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server test-rl-clients train lint results settings gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server test-rl-clients train lint docs results settings gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -64,6 +64,11 @@ results: $(READY_DEV)
 
 settings: $(READY_DEV)
 	$(BIN)/python scripts/make_settings.py
+
+# The documentation site, in build/site.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 # On a GPU host: make gpu-check CHECK="--model FOLDER --prompts FILE --train-prompts FILE"
 gpu-check: $(READY_DEV)

@@ -270,7 +270,7 @@ class TrainConfig(Config):
     algorithm: str = "grpo"
     """Training algorithm: grpo, dr_grpo, dapo, gspo, cispo, rloo or ppo."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the algorithm (docs/training.md)."""
+    """Options of the algorithm (docs/algorithms.md)."""
     steps: int = Field(32, ge=1, le=1_000_000_000)
     """Number of training steps."""
     epochs: int | None = Field(None, ge=1)

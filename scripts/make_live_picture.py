@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, HEIGHT = 1240, 860
+WIDTH, HEIGHT = 1240, 960
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from test_docs import README, ROOT, command_lines, name, python_blocks
 from paceline.bundled import resolve_model
 from paceline.cli import main
 
-DOCS = [README, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "results.md")]
+DOCS = [README, *sorted(page for page in (ROOT / "docs").glob("*.md") if not page.name.startswith("results"))]
 ELSEWHERE = {
     "Qwen/": "downloads a model", "configs/qwen": "is for a GPU", "torch.cuda": "is for a GPU", "drafters/gsm8k": "is for a GPU",
     "get_smollm2": "downloads a model", "verl.trainer": "has an environment of its own (make test-verl)",

@@ -63,7 +63,7 @@ def train_rows(content: Content) -> list[tuple[object, ...]]:
              f"{text(cell['identical'], ',')} of {cell['compared']:,}") for name, cell in content["variants"].items()]
 
 
-REALLOCATION_COLUMNS = ("workers", "answers", "slots", "case", "speculation", "gain", "from", "to", "moves")
+REALLOCATION_COLUMNS = ("workers", "answers", "slots", "case", "gain without speculation", "with it", "moves")
 
 
 def cluster_reallocation(content: Content, _: str) -> Table:
@@ -76,6 +76,14 @@ def cluster_reallocation(content: Content, _: str) -> Table:
 
 
 def reallocation_rows(content: Content) -> list[tuple[object, ...]]:
-    return [(cell["workers"], number(cell["answers"]), cell["slots"], cell["case"], "yes" if cell["speculates"] else "no",
-             times(cell["gain"]), times(cell["least"]), times(cell["most"]), f"{cell['moves']:.0f}")
-            for cell in content["cases"]]
+    """A row per case; the range is that of the seeds."""
+    rows: dict[tuple[object, ...], dict[bool, Content]] = {}
+    for cell in content["cases"]:
+        key = cell["workers"], number(cell["answers"]), cell["slots"], cell["case"]
+        rows.setdefault(key, {})[cell["speculates"]] = cell
+
+    def gain(cell: Content | None) -> str:
+        return "–" if cell is None else f"{times(cell['gain'])} ({times(cell['least'])}–{times(cell['most'])})"
+
+    return [(*key, gain(found.get(False)), gain(found.get(True)), " / ".join(f"{found[on]['moves']:.0f}" for on in sorted(found)))
+            for key, found in rows.items()]

@@ -1,4 +1,4 @@
-"""HumanEval: the model writes a function, and hidden tests decide. Candidates run in the sandbox (see docs/tasks.md)."""
+"""HumanEval: the model writes a function, and hidden tests decide. Candidates run in the sandbox (see docs/sandbox.md)."""
 
 from __future__ import annotations
 

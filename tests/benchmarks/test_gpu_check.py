@@ -13,7 +13,7 @@ from benchmarks.gpu import check
 from benchmarks.lib.gpu_check.gpu_tests import read_report
 from benchmarks.lib.gpu_check.parts import MINUTES, GpuCheck
 from benchmarks.lib.gpu_check.verdict import failures
-from benchmarks.lib.make_results import page
+from benchmarks.lib.make_results import pages
 from benchmarks.lib.result_tables import make_table
 from benchmarks.lib.setup import Budget
 from benchmarks.lib.sources import FOLDERS, sources_hash
@@ -170,12 +170,12 @@ def test_the_hash_is_of_the_sources_that_matter(tmp_path):
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_the_page_shows_the_check_and_whether_sources_have_changed(changed, tmp_path: Path):
-    assert "GPU check" not in page(tmp_path)
+    assert "GPU check" not in "".join(pages(tmp_path).values())
     content = {"benchmark": "gpu/check", "revision": "abc1234", "dirty": None, "date": "2026-01-02T03:04:05",
                "command": "python x", "machine": {"arch": "x86_64", "gpu": "NVIDIA H200", "torch": "2.11"}, **figures(),
                "failures": [], "passed": True, "sources": "0" * 16 if changed else sources_hash()}
     (tmp_path / "gpu_check.json").write_text(json.dumps(content))
-    text = page(tmp_path)
+    text = "".join(pages(tmp_path).values())
     assert "Revision abc1234" in text and "| batch 1 | 10 | 2.60× | eagle:d4w2v8 | 2.70× | 0.96× | 25% | 2.50 |" in text
     assert "The check passes. 40 tests pass on the GPU." in text and "| 2 | 40,000 | 2.40 | 20% | 3.0 | 9.0 |" in text
     assert ("Sources have changed since" in text) == changed and "left out" not in text

@@ -346,7 +346,7 @@ def test_without_namespaces_it_refuses_in_one_line_and_says_what_to_do(monkeypat
              "reasoning-gym:countdown": {"size": 2}}
     monkeypatch.setenv("PACELINE_SANDBOX", "full")
     for name, options in tasks.items():
-        with pytest.raises(ValueError, match=r"unshare.*docs/tasks.md.*PACELINE_SANDBOX=partial") as refused:
+        with pytest.raises(ValueError, match=r"unshare.*docs/sandbox.md.*PACELINE_SANDBOX=partial") as refused:
             make_task(name, **options)
         assert "\n" not in str(refused.value)
     with pytest.raises(SandboxUnavailable):

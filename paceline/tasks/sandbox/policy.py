@@ -23,5 +23,5 @@ def may_be_partial() -> bool:
 
 def missing_namespaces(why: str) -> str:
     """What to tell a user whose system refuses namespaces."""
-    return (f"this system refuses the namespaces that keep answers away from your files: {why}. docs/tasks.md says how to allow "
-            f"them; {VARIABLE}=partial goes on without them")
+    return (f"this system refuses the namespaces that keep answers away from your files: {why}. docs/sandbox.md says how to "
+            f"allow them; {VARIABLE}=partial goes on without them")

@@ -76,6 +76,7 @@ def here(tmp_path, monkeypatch):
     for folder in ("benchmarks", "configs", "examples", "scripts", ".models"):
         if (ROOT / folder).exists():
             (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "runs").mkdir()  # after a first run
     (tmp_path / "lengths.csv").write_text("output_tokens,probability\n100,0.9\n1000,0.1\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "27:"}\n{"prompt": "97:"}\n')
     monkeypatch.chdir(tmp_path)
@@ -86,7 +87,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """The run `runs/mine` that docs/export.md and docs/server.md begin with, with adapters and a learned drafter. It is also the
-    run `runs/learned` of the README, which docs/training.md reports on."""
+    run `runs/learned` of the README, which docs/run-folder.md reports on."""
     out = tmp_path_factory.mktemp("runs") / "mine"
     more = ["drafter=learned", "learner.lora_rank=2", "compare_off=false", "drafter_budget.warm_up_s=0.5", f"out={out}"]
     assert execute(["train", *SMALLER["train"], *(word for setting in more for word in ("--set", setting))]) == 0
@@ -107,7 +108,7 @@ def execute(arguments: list[str]) -> int:
 def run_page(page: Path, lines: list[list[str]], request: pytest.FixtureRequest) -> None:
     """Execute commands one after the other in the working directory."""
     words = {word for words in lines for word in words}
-    for run in ("runs/mine", "runs/learned"):
+    for run in ("runs/mine", "runs/learned", *(["runs/default"] if lines and lines[0][1] == "report" else [])):
         if any(run in word for word in words) and f"out={run}" not in words:
             shutil.copytree(request.getfixturevalue("trained"), run)
     for words in lines:
@@ -228,7 +229,7 @@ def test_python_code_runs(here, page, number):
         if package in code or (package == "ray" and "cluster" in code):
             pytest.importorskip(package)
     file = here / "example.py"
-    if page.name == "server.md":
+    if page.name.endswith("server.md"):
         with serving(smaller(["paceline", "serve", "--model", "default"])) as url:
             file.write_text(code.replace("http://127.0.0.1:8000", url))
             run_file(file)

@@ -19,6 +19,8 @@ from paceline.types import MAX_TREE_ROWS
 
 BLOCK = 128
 """Rows per program."""
+MOVE_PROGRAMS = 2048
+"""Programs of `move_tokens`."""
 TILE_WORDS = 8192
 """32-bit words that one program of `move_tokens` holds, over all tokens that a request moves."""
 
@@ -76,7 +78,6 @@ class Movables(NamedTuple):
 
     address: Tensor  # [N] int64
     words: Tensor  # [N] int32 32-bit words per token
-    max_words: int
 
 
 def movables(tensors: list[Tensor]) -> Movables:
@@ -86,7 +87,7 @@ def movables(tensors: list[Tensor]) -> Movables:
         assert tensor.is_contiguous() and size % 4 == 0, (tensor.shape, tensor.dtype)
     device = tensors[0].device
     return Movables(torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device),
-                    torch.tensor([size // 4 for size in sizes], dtype=torch.int32, device=device), max(sizes) // 4)
+                    torch.tensor([size // 4 for size in sizes], dtype=torch.int32, device=device))
 
 
 def move_tokens(where: Movables, source: Tensor, target: Tensor) -> None:
@@ -94,10 +95,12 @@ def move_tokens(where: Movables, source: Tensor, target: Tensor) -> None:
     num_lines, num_moves = source.shape
     if num_lines and num_moves:
         moves = triton.next_power_of_2(num_moves)
-        words = min(512, TILE_WORDS // moves)
-        grid = (num_lines, len(where.address), triton.cdiv(where.max_words, words))
-        _move_kernel[grid](where.address, where.words, source.contiguous(), target.contiguous(), num_moves, MOVES=moves,
-                           WORDS=words, num_warps=4)
+        words, most = min(512, TILE_WORDS // moves), len(where.address)
+        # Most lines move nothing, and a program that finds nothing to do takes time, too: the more lines there are, the fewer
+        # programs share the tensors of one.
+        shares = max(1, min(most, MOVE_PROGRAMS // num_lines))
+        _move_kernel[(num_lines, shares)](where.address, where.words, source.contiguous(), target.contiguous(), num_moves, most,
+                                          MOVES=moves, WORDS=words, num_warps=4)
 
 
 def _empty(count: int, size: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -221,19 +224,22 @@ def _scalar_cache_index(page_table, slot, position, page_size, table_columns):
     return tl.load(page_table + slot * table_columns + position // page_size).to(tl.int64) * page_size + position % page_size
 
 
-@triton.jit(do_not_specialize=["num_moves"])
-def _move_kernel(address, words, source, target, num_moves, MOVES: tl.constexpr, WORDS: tl.constexpr):
-    line, which = tl.program_id(0), tl.program_id(1)
-    word = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    size = tl.load(words + which)
+@triton.jit(do_not_specialize=["num_moves", "num_tensors"])
+def _move_kernel(address, words, source, target, num_moves, num_tensors, MOVES: tl.constexpr, WORDS: tl.constexpr):
+    """Program: every so many of the tensors, for one line."""
+    line = tl.program_id(0)
     i = tl.arange(0, MOVES)
     a = tl.load(source + line * num_moves + i, mask=i < num_moves, other=0)
     b = tl.load(target + line * num_moves + i, mask=i < num_moves, other=0)
     moves = (a != b) & (i < num_moves)
-    if (tl.program_id(2) * WORDS >= size) | (tl.max(moves.to(tl.int32), axis=0) == 0):
+    if tl.max(moves.to(tl.int32), axis=0) == 0:
         return
-    base = tl.load(address + which).to(tl.pointer_type(tl.int32))
-    wanted = moves[:, None] & (word < size)[None, :]
-    value = tl.load(base + a[:, None] * size + word[None, :], mask=wanted, other=0)
-    tl.debug_barrier()  # a target may be another pair's source: read everything before writing
-    tl.store(base + b[:, None] * size + word[None, :], value, mask=wanted)
+    for which in range(tl.program_id(1), num_tensors, tl.num_programs(1)):
+        size = tl.load(words + which)
+        base = tl.load(address + which).to(tl.pointer_type(tl.int32))
+        for first in range(0, size, WORDS):
+            word = first + tl.arange(0, WORDS)
+            wanted = moves[:, None] & (word < size)[None, :]
+            value = tl.load(base + a[:, None] * size + word[None, :], mask=wanted, other=0)
+            tl.debug_barrier()  # a target may be another pair's source: read everything before writing
+            tl.store(base + b[:, None] * size + word[None, :], value, mask=wanted)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from interpreted import CUDA, DEVICE, DTYPES, HALF, close, int32, tree_mask
 from trees import random_cache
 
 # isort: split
-import triton  # after `interpreted`, which skips this file where Triton is not installed
-import triton.language as tl
-
 from paceline.kernels import PagedCache, Segments, TorchOps
-from paceline.kernels.triton import attention, attention_plan, chunks, fixed_attention
+from paceline.kernels.triton import attention, attention_plan, fixed_attention, fixed_plan
 from paceline.kernels.triton.ops import TritonOps
 
 TORCH = TorchOps()
@@ -86,25 +85,31 @@ def test_prefill_attention(ops: TritonOps, dtype: torch.dtype) -> None:
     check_mixed_step(ops, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "context", "programs"), [
-    (HALF, 253, 528), (HALF, 253, 3), (HALF, 317, 5), (HALF, 253, 0), (torch.float32, 128, 1), (torch.float32, 128, 528),
-    (torch.float32, 0, 528)])
-def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int, programs: int) -> None:
+MODES = {"blocks": fixed_plan.Limits(1 << 16, 1), "groups": fixed_plan.Limits(0, 0), "whole tiles": fixed_plan.Limits(0, 0, 1)}
+"""What a task of fixed attention is -> limits that make it so."""
+
+
+def _fixed(q: torch.Tensor, cache: PagedCache, segments: Segments, mode: str, block_m: int = 16, trees: bool = False,
+           block: int = 32, group: int = 64) -> torch.Tensor:
+    heads, (_, kv_heads, dim), limits = q.shape[1], cache.k.shape, MODES[mode]
+    plan = fixed_plan.make_plan(segments, len(q), heads, kv_heads, dim, 4600, trees, block_m, limits, block=block, group=group)
+    out = fixed_attention.fixed_attention(q, cache, plan, 0.25)
+    assert bool(out.isfinite().all())
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "context", "mode"), [
+    (HALF, 253, "blocks"), (HALF, 253, "groups"), (HALF, 317, "whole tiles"), (HALF, 253, "whole tiles"),
+    (torch.float32, 128, "groups"), (torch.float32, 128, "blocks"), (torch.float32, 0, "groups"), (HALF, 0, "whole tiles")])
+def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int, mode: str) -> None:
     """A node's row equals the row of the same token decoded without speculation, and in a prompt chunk: bit for bit on a GPU. A
     product of the interpreter may depend on its shape."""
     heads, kv_heads, dim = 3, 1, 16
     cache, q = random_cache(24, 1, kv_heads, dim, dtype), torch.randn(12, heads, dim).to(dtype)
     mask = torch.tensor(tree_mask([0, 0, 0, 1, 1, 2, 2, 3, 4, 5, 9, 9]))
     no, yes, path = torch.tensor([False]), torch.tensor([True]), [0, 2, 5, 9, 10]
-
-    def attend(rows: torch.Tensor, cache: PagedCache, segments: Segments, block_m: int, trees: bool) -> torch.Tensor:
-        """`programs` = 0: tiles are not divided."""
-        plan = attention_plan.make_plan(segments, len(rows), heads, kv_heads, block_m, max(programs, len(rows)), fixed=True,
-                                        trees=trees, max_chunks=6 if programs else 1)
-        return fixed_attention.fixed_attention(rows, cache, plan, 0.25)
-
     segments = Segments(int32([0]), int32([12]), int32([0]), int32([context]), no, mask)
-    tree = attend(q, cache, segments, 32, True)
+    tree = _fixed(q, cache, segments, mode, 32, True)
     close(tree, TORCH.attention(q, cache, segments, 0.25))
 
     def place(position: torch.Tensor) -> torch.Tensor:
@@ -117,78 +122,58 @@ def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int,
     same = torch.equal if CUDA else lambda a, b: close(a, b) is None
     for depth, node in enumerate(path):
         segments = Segments(int32([0]), int32([1]), int32([0]), int32([context + depth]), no, mask[:1])
-        assert same(attend(q[node : node + 1], cache, segments, 16, False)[0], tree[node])
+        assert same(_fixed(q[node : node + 1], cache, segments, mode)[0], tree[node])
     before = min(3, context)
     segments = Segments(int32([0]), int32([before + 5]), int32([0]), int32([context - before]), yes, mask[:8])
     chunk = torch.cat([torch.randn(before, heads, dim).to(dtype), q[path]])
-    assert same(attend(chunk, cache, segments, 64, False)[before:], tree[path])
+    assert same(_fixed(chunk, cache, segments, mode, 64)[before:], tree[path])
 
 
-def test_chunks_of_a_context() -> None:
-    """As the host counts them."""
-    assert [chunks.chunks_until(n) for n in (1, 128, 129, 2048, 2049, 2304, 2305, 4096, 4097, 4609, 8192, 8193, 32768)] == [
-        1, 1, 2, 16, 17, 17, 18, 24, 25, 27, 40, 41, 72]
+def test_chains_are_computed_by_one_kernel() -> None:
+    """A chain attends like forced rows, and a row of a drafter's chain like one with a longer context; both beside a tree."""
+    chain = [[(2 << node) - 1, 0] for node in range(5)]
+    segments = Segments(int32([0, 5, 6]), int32([5, 1, 4]), int32([0, 1, 2]), int32([61, 90, 33]),
+                        torch.zeros(3, dtype=torch.bool), torch.tensor([*chain, [0b111, 0], *tree_mask([0, 0, 0, 1])]))
+    q, cache = torch.randn(10, 6, 16), random_cache(8, 3, 2, 16)
+    limits = fixed_plan.Limits(0, 0)
+    plan = fixed_plan.make_plan(segments, 10, 6, 2, 16, 128, True, 32, limits, block=32, group=128)
+    assert plan.record[:, 0].tolist() == [0] * 6 + [2] * 4  # only the rows of the tree are left to the second kernel
+    assert plan.record[[4, 5, 9], 3].tolist() == [66, 93, 36]
+    close(fixed_attention.fixed_attention(q, cache, plan, 0.25), TORCH.attention(q, cache, segments, 0.25))
 
 
-@triton.jit
-def _chunks_kernel(positions, of, starts, ends, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    chunk = chunks.chunk_of(tl.load(positions + i))
-    tl.store(of + i, chunk)
-    tl.store(starts + i, chunks.chunk_start(chunk))
-    tl.store(ends + i, chunks.chunk_start(chunk + 1))
-
-
-def test_chunks_on_the_device_are_those_of_the_host() -> None:
-    """Around every boundary up to 400,000 tokens: a chunk follows the one before it, and the host counts as many."""
-    edges = {*range(0, 4097, 128), *(n for k in range(12, 19) for n in range(1 << k, 2 << k, 1 << (k - 4)))}
-    near = sorted({max(0, edge + step) for edge in edges for step in (-1, 0, 1, 31)})
-    positions = int32(near + [0] * (-len(near) % 256))
-    of, starts, ends = (torch.empty_like(positions) for _ in range(3))
-    _chunks_kernel[(len(positions) // 256,)](positions, of, starts, ends, BLOCK=256)
-    assert bool(((starts <= positions) & (positions < ends)).all())
-    assert of[: len(near)].tolist() == [chunks.chunks_until(position + 1) - 1 for position in near]
-    assert not bool((starts % attention_plan.FIXED_BLOCK).any()) and int(of.max()) < attention_plan.MAX_PARTS
-
-
-@pytest.mark.parametrize("programs", [1, 7, 528])
-def test_fixed_attention_of_long_contexts(programs: int) -> None:
-    """Contexts whose chunks grow: single rows."""
-    contexts = [2048, 2303, 4500, 8700]
+@pytest.mark.parametrize("mode", MODES)
+def test_fixed_attention_of_long_contexts(mode: str) -> None:
+    """Boundaries of blocks and groups: single rows."""
+    contexts = [2303, 31, 511, 4500]
     segments = Segments(row=int32(range(4)), length=int32([1] * 4), slot=int32([2, 0, 1, 3]), context=int32(contexts),
                         causal=torch.zeros(4, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 4))
-    q, cache = torch.randn(4, 2, 16), random_cache(550, 4, 1, 16, torch.float32)
-    launch = fixed_attention.Launch(4, 5, programs)
-    plan = fixed_attention.fixed_plan(segments, 4, 2, 1, 16, 8800, False, launch=launch)
-    ours = fixed_attention.fixed_attention(q, cache, plan, 0.25)
-    close(ours, TORCH.attention(q, cache, segments, 0.25))
-    assert not bool(plan.counter.any())
+    q, cache = torch.randn(4, 2, 16), random_cache(290, 4, 1, 16, torch.float32)
+    close(_fixed(q, cache, segments, mode, block=64, group=512), TORCH.attention(q, cache, segments, 0.25))
 
 
 @pytest.mark.parametrize("trees", [False, True])
-def test_parts_of_fixed_attention(trees: bool) -> None:
-    """However the tiles of a step are divided, every part is a task once, and the result has the same bits."""
+def test_tasks_of_fixed_attention(trees: bool) -> None:
+    """Whatever a task is, every part of a tile is a task once, and the result has the same bits."""
     q, cache, segments = _mixed_step(torch.float32, 3, 1, 16)
     if not trees:
         rows, contexts, lengths = [0, 1, 2, 3, 0], [290, 37, 0, 129, 0], [1, 1, 1, 1, 0]
         segments = segments._replace(row=int32(rows), context=int32(contexts), length=int32(lengths),
                                      causal=torch.zeros(5, dtype=torch.bool), mask=torch.tensor([[1, 0]] * 16))
     expected, found = TORCH.attention(q, cache, segments, 0.25), []
-    for programs in (1, 16, 40, 528):
-        launch = fixed_attention.Launch(4, 5, programs)
-        plan = fixed_attention.fixed_plan(segments, len(q), 3, 1, 16, 400, trees, launch=launch)
-        found.append(fixed_attention.fixed_attention(q, cache, plan, 0.25))
-        count, per = plan.tasks[:2].tolist()
-        tasks = plan.tasks[2 : 2 + count].tolist()
-        leads = {row: -(-chunks.chunks_until(max(1, plan.record[row, 3] // 32 * 32 if trees else plan.record[row, 3] + 1)) // per)
-                 for row in range(16) if plan.record[row, 0] > 0}
-        padding = {} if trees else dict.fromkeys([row for row in range(16) if plan.record[row, 0] < 0], 1)
-        parts = [(row, part) for row, count in (leads | padding).items() for part in range(count)]
-        assert tasks == [row * attention_plan.MAX_PARTS + part for row, part in parts]
-        assert not bool(plan.counter.any()) and bool(found[-1].isfinite().all())
     real = int(segments.length.sum())
+    for number, limits in enumerate((*MODES.values(), fixed_plan.Limits(20, 8))):
+        plan = fixed_plan.make_plan(segments, len(q), 3, 1, 16, 400, trees, 16, limits, block=16, group=128)
+        found.append(fixed_attention.fixed_attention(q, cache, plan, 0.25))
+        count, kind = plan.tasks[0, :2].tolist()
+        assert kind == (number if number < 3 else 0)
+        tasks = plan.tasks[1 : 1 + count]
+        for leader in set(tasks[:, 0].tolist()):  # the tasks of a tile follow one another
+            spans = tasks[tasks[:, 0] == leader][:, 3:5].tolist()
+            assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans) if a[1] > a[0])
+        assert bool(found[-1].isfinite().all())
     close(found[0][:real], expected[:real])
-    assert all(torch.equal(each, found[0]) for each in found)
+    assert all(torch.equal(each[:real], found[0][:real]) for each in found)
 
 
 @DTYPES
@@ -197,8 +182,8 @@ def test_fixed_attention_of_mixed_steps(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("programs", [40, *(n if CUDA else pytest.param(n, marks=pytest.mark.slow) for n in (1, 528))])
-def test_fixed_attention_of_forced_rows_beside_others(trees: bool, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["blocks", "groups"])
+def test_fixed_attention_of_forced_rows_beside_others(trees: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step does not know which of its rows are forced. They have the bits of a step that does: natively on a GPU."""
     heads, kv_heads, dim, dtype = 3, 1, 16, HALF
     chunk = 150 if CUDA else 40
@@ -208,8 +193,7 @@ def test_fixed_attention_of_forced_rows_beside_others(trees: bool, programs: int
     segments = Segments(int32(first), int32(lengths), int32([2, 0, 3, 1]), int32(contexts),
                         torch.tensor([False, False, True, True]), torch.tensor(masks))
     q, cache = torch.randn(sum(lengths), heads, dim).to(dtype), random_cache(30, 4, kv_heads, dim, dtype)
-    launch = fixed_attention.Launch(4, 5, programs)
-    monkeypatch.setattr(fixed_attention, "tree_launch", lambda num_rows: launch)
+    monkeypatch.setattr(fixed_attention, "TILED", fixed_attention.TILED._replace(limits=MODES[mode]))
     ops = TritonOps(DEVICE, deterministic=True, max_context=600)
     plan = ops.plan_step(segments, len(q), heads, cache, [], trees=trees, forced=True)
     found = ops.attention(q, cache, segments, 0.25, plan)

@@ -49,6 +49,7 @@ from paceline.kernels.triton import (
 )
 from paceline.kernels.triton import tree as tree_kernels
 from paceline.kernels.triton.attention_plan import AttentionPlan, Prefill
+from paceline.kernels.triton.fixed_plan import FixedPlan
 from paceline.kernels.triton.linear import TileConfig
 from paceline.kernels.triton.pdl import supports_pdl
 from paceline.kernels.triton.tree import Movables
@@ -244,7 +245,7 @@ class TritonOps(TorchOps):
     # -- attention
 
     def plan(self, segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
-             prefill: Prefill | None = None, trees: bool = True) -> AttentionPlan:
+             prefill: Prefill | None = None, trees: bool = True) -> AttentionPlan | FixedPlan:
         """The metadata that `attention` reads in every layer of a step; made once per step, inside the captured graph. prefill:
         The rows from `prefill.first_row` on are prompt chunks (see `attention_plan.prefill_chunks`); such steps are never
         captured. Deterministic attention has plans of its own (`_fixed_plan`)."""
@@ -257,16 +258,17 @@ class TritonOps(TorchOps):
         return plan._replace(prefill=prefill, launch=attention_plan.launch_for(rows, num_kv_heads, head_dim, trees))
 
     def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, heads: tuple[int, int, int], trees: bool,
-                    forced: bool = False) -> AttentionPlan:
+                    forced: bool = False) -> FixedPlan:
         """A plan for `fixed_attention`: of the rows before the prompt chunks, and one of the chunks' own rows."""
-        plan = fixed_attention.fixed_plan(segments, rows, *heads, self._max_context, trees, forced=forced)
+        plan = fixed_attention.fixed_plan(segments, rows, *heads, self._max_context, trees, forced)
         if rows == all_rows:
             return plan
         prompts = fixed_attention.fixed_plan(segments, all_rows - rows, *heads, self._max_context, False, prompts_from=rows)
         return plan._replace(prompts=prompts, first_prompt=rows)
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> AttentionPlan | None:
+                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False
+                  ) -> AttentionPlan | FixedPlan | None:
         if cache.k.dtype not in _DTYPES:
             return None
         first = num_rows - sum(count for _, _, count in chunks)
@@ -276,13 +278,13 @@ class TritonOps(TorchOps):
         return self.plan(segments, num_rows, num_heads, cache.k.shape[1], cache.k.shape[2], prefill, trees or forced)
 
     def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float,
-                  plan: AttentionPlan | None = None, form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
+                  plan: AttentionPlan | FixedPlan | None = None, form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
         if not _supported(q, cache.k):
             return super().attention(q, cache, segments, scale, plan, form)
         assert form is PLAIN_ATTENTION, "no Triton kernel has windows, sinks or caps; `engine.build` refuses such a policy"
         if plan is None:
             plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1], cache.k.shape[2])
-        if plan.fixed:
+        if isinstance(plan, FixedPlan):
             return self._fixed_attention(q, cache, plan, scale)
         if plan.prefill is None:
             return attention.attention(q, cache, segments, plan, scale, pdl=self._uses_pdl(q))
@@ -292,7 +294,7 @@ class TritonOps(TorchOps):
             return prompts
         return torch.cat([attention.attention(q[:first], cache, segments, plan, scale), prompts])
 
-    def _fixed_attention(self, q: Tensor, cache: PagedCache, plan: AttentionPlan, scale: float) -> Tensor:
+    def _fixed_attention(self, q: Tensor, cache: PagedCache, plan: FixedPlan, scale: float) -> Tensor:
         if plan.prompts is None:
             return fixed_attention.fixed_attention(q, cache, plan, scale, self._uses_pdl(q))
         first = plan.first_prompt

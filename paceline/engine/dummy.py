@@ -164,6 +164,15 @@ class DummySteps:
             found += [(rows, 2, Strategy("eagle", 1, 1, 1)) for rows in sizes]
         return found
 
+    def load_kernels(self) -> None:
+        """Run each kind of step once where no graphs are captured, so that no step of a request has to load kernels."""
+        if self._graphs.enabled or not self.has_learned_drafter:
+            return
+        for strategy in (Strategy("eagle", 4, 1, 4), Strategy("eagle", 6, 4, 16)):
+            self.run_drafter(1, strategy)
+            self.run_step(1, strategy)
+        self.run_catch_up(1, _CATCH_UP_ALL[0])
+
     def capture(self, strategies: Iterable[Strategy], batches: Sequence[int], padded: bool = True) -> None:
         """Capture the graphs that these strategies need at these batch sizes."""
         if self._graphs.enabled:

@@ -310,6 +310,7 @@ class Engine:
         costs = load_or_profile(self.dummy_steps, self._identity, seconds, folder)
         costs.waits_for_host = not self.planner.pipelined
         self._control.set_costs(costs)
+        self.dummy_steps.load_kernels()
         learned = None if self._control.has_learned else read_learned(self._identity, folder)
         if learned is not None:
             self.restore_selection(learned)

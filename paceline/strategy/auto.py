@@ -273,8 +273,9 @@ class AutoSelector:
         self._since = min(self._since + gained, 0.0)
         if self._since < -3:  # what was expected of the drafter is outdated
             self._due, self._interval, self._since = self._step + 1, 2, 0.0
-            self.predictor.acceptance[drafter].limit_evidence(self._step, ENOUGH)
-            self.predictor.acceptance[drafter].level *= 0.7
+            acceptance = self.predictor.acceptance[drafter]
+            acceptance.limit_evidence(self._step, ENOUGH)
+            acceptance.level = max(0.7 * acceptance.level, 0.02)
 
     def _refer_to_off(self, error: float) -> None:
         """Off is measured for the first time: what it deviates from its prediction is that of the machine."""

@@ -92,8 +92,8 @@ class CostCurve:
     host_ms: float = 0.0
     """Recent ms of the host's work on a step, divided by the number of requests and `_HOST_FIXED`."""
     waits_for_host: bool = False
-    """Whether all steps wait for the host's work, as on a CPU; otherwise only those with suffix drafts do, because the drafter needs
-    the last tokens."""
+    """Whether all steps wait for the host's work, as on a CPU; otherwise only those with suffix drafts do, because the drafter
+    needs the last tokens."""
     _host_samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_HOST_SAMPLES))
     profiled: bool = True
     """Whether the curve was measured; otherwise it is a guess."""

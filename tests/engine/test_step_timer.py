@@ -95,3 +95,18 @@ def test_times_add_up_where_sometimes_the_host_waits_and_sometimes_the_device(mo
 
 def test_an_uncaptured_launch_does_not_hide_what_the_device_took_for_the_step_before(monkeypatch):
     assert Machine(monkeypatch).run([OFF] * 3 + [(UNCAPTURED, 5.0)] + [EAGLE] * 2)[2] == pytest.approx(3.0)
+
+
+def test_where_steps_are_not_pipelined_the_hosts_work_is_what_is_not_execution(monkeypatch):
+    """As on a CPU: a step is planned, executed and processed, one after the other."""
+    machine = Machine(monkeypatch)
+    machine.timer.resume()
+    began = machine.now()
+    machine.clock += 0.3  # planning
+    machine.timer.planned(began)
+    step = machine._launch(2.0, 0.0)
+    step.began = began
+    machine.timer.wait_for(step, pipelined=False)
+    machine.clock += PROCESS
+    found = machine.timer.processed(step)
+    assert found.host_ms == pytest.approx(700.0) and found.ms == pytest.approx(2700.0)

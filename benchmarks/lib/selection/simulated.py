@@ -131,7 +131,8 @@ class H200(World):
         return np.where(is_unknown, 0.04, 1 / (1 + np.exp(-odds)))[:, None]
 
     def true_ms(self, strategy: Strategy, drafted: int, rows: int) -> float:
-        self.costs.observe_host(0.8 + 0.018 * self.batch if self.is_gpu else 0.0, self.batch)  # measured: what suffix drafts wait for
+        host_ms = 0.8 + 0.018 * self.batch if self.is_gpu else 0.0  # measured: what suffix drafts wait for
+        self.costs.observe_host(host_ms, self.batch)
         ms = super().true_ms(strategy, drafted, rows)
         if strategy.drafter != "none":
             ms *= self._bias(strategy)

@@ -20,22 +20,21 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import torch
 
-from benchmarks.lib.models import H200_BANDWIDTH, QWEN_SHAPES, TINY, bytes_read_per_step
+from benchmarks.lib.models import DECODE_SHAPES, H200_BANDWIDTH, TINY, bytes_read_per_step, random_model
 from benchmarks.lib.prompts import random_prompts
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting, make_parser
 from benchmarks.lib.vllm_gpu import Vllm, add_vllm_arguments
 from paceline import Engine, SamplingParams
-from paceline.models.decoder import Decoder
 
 PROMPT_TOKENS = 128
-GOALS = {"7B": ((64, 1.1), (256, 1.3)), "1.5B": ((64, 1.6), (256, 2.0)), "0.5B": ((256, 2.5),)}
+GOALS = {"7B": ((64, 1.1), (256, 1.3)), "1.5B": ((64, 1.6), (256, 2.0)), "0.5B": ((256, 2.5),), "30B-A3B": ((256, 1.0),)}
 """For each shape, pairs of a largest batch size and the goal up to it, as a multiple of vLLM's rate."""
 
 
 def main() -> None:
     parser = make_parser(__doc__, "gpu/decode")
-    parser.add_argument("--shapes", nargs="+", default=["7B", "1.5B", "0.5B"], choices=list(QWEN_SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=["7B", "1.5B", "0.5B"], choices=list(DECODE_SHAPES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
@@ -58,13 +57,13 @@ def main() -> None:
 
 
 def measure(setting: Setting, shape: str, peer: Vllm | None, args: Any, report: Report, budget: Budget) -> None:
-    config = TINY if setting.tiny else QWEN_SHAPES[shape]
+    config = TINY if setting.tiny else DECODE_SHAPES[shape]
     cell: dict[str, Any] = {"floor_ms": bytes_read_per_step(config) / H200_BANDWIDTH * 1e3, "batches": {}}
     report.content["shapes"][shape] = cell
     if peer is not None:
         cell["vllm"] = peer.wait(0.5 * budget.left)
         peer = None if "error" in cell["vllm"] else peer
-    model = Decoder.random(config, dtype=torch.float32 if setting.tiny else torch.bfloat16, device=setting.device)
+    model = random_model(config, torch.float32 if setting.tiny else torch.bfloat16, setting.device)
     names = ("paceline", "any bits") if args.price else ("paceline",)
     engines = {name: setting.engine(model, None, max(args.batch), kv_gb=14, deterministic=None if name == "paceline" else False)
                for name in names}

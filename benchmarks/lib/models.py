@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.lib.results import ROOT
-from paceline.models.config import ModelConfig
+from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.huggingface import INDEX_FILE
 from paceline.models.save import hf_config, save_model
@@ -26,6 +26,11 @@ QWEN_SHAPES = {
     "0.5B": ModelConfig("qwen2", 151936, 896, 4864, 24, 14, 2, 64, qkv_bias=True, tie_embeddings=True, max_context=4096),
 }
 """Shapes of Qwen2.5, with a short context."""
+DECODE_SHAPES = QWEN_SHAPES | {
+    "30B-A3B": ModelConfig("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, qk_norm=True, max_context=4096,
+                           layers=(LayerSpec(experts=ExpertsSpec(128, 8, 768)),) * 48),
+}
+"""Those, and that of Qwen3-30B-A3B, a mixture of experts."""
 QWEN_32B = ModelConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, qkv_bias=True, max_context=32768)
 QWEN_7B = replace(QWEN_SHAPES["7B"], max_context=32768)
 TINY = ModelConfig("qwen2", 128, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=True, max_context=512)
@@ -98,7 +103,8 @@ def word_tokenizer(size: int) -> Any:
 
 
 def bytes_read_per_step(config: ModelConfig) -> int:
-    """Bytes of bfloat16 weights that one decode step reads: all matrices, the embedding only as the head."""
+    """Bytes of bfloat16 weights that one decode step reads: all matrices, the embedding only as the head, and of experts those
+    of one token."""
     layer = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    layer += 3 * config.hidden_size * config.intermediate_size
+    layer += 3 * config.hidden_size * config.mlp_width
     return 2 * (config.num_layers * layer + config.vocab_size * config.hidden_size)

@@ -26,12 +26,12 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import torch
 
-from benchmarks.lib.models import QWEN_SHAPES
+from benchmarks.lib.models import DECODE_SHAPES
 from paceline.models.save import hf_config
 
 
 class Vllm:
-    """vLLM with random weights of one of `QWEN_SHAPES` in a process of its own (its speed does not depend on the weights)."""
+    """vLLM with random weights of one of `DECODE_SHAPES` in a process of its own (its speed does not depend on the weights)."""
 
     def __init__(self, socket: Path, process: subprocess.Popen[bytes] | None, log: Path | None = None) -> None:
         self._socket, self._process, self._log = socket, process, log
@@ -43,7 +43,7 @@ class Vllm:
         """Starts vLLM from `site`, a folder in which it is installed. `folder` is for socket, log and the model's config."""
         model = folder.resolve() / f"{shape}-model"
         model.mkdir(parents=True, exist_ok=True)
-        config = replace(QWEN_SHAPES[shape], max_context=max_context)  # vLLM refuses a context beyond the model's
+        config = replace(DECODE_SHAPES[shape], max_context=max_context)  # vLLM refuses a context beyond the model's
         (model / "config.json").write_text(json.dumps(hf_config(config, torch.bfloat16)))
         socket, log = folder.resolve() / shape, folder.resolve() / f"{shape}.log"
         socket.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path, help="a folder in which vLLM is installed")
     parser.add_argument("folder", type=Path, help="folder for sockets and logs")
-    parser.add_argument("shapes", nargs="+", choices=list(QWEN_SHAPES))
+    parser.add_argument("shapes", nargs="+", choices=list(DECODE_SHAPES))
     parser.add_argument("--max-context", type=int, default=4096, help="longest prompt and response together")
     parser.add_argument("--kv-gb", type=float, help="memory for the KV cache of each shape (default: by shape)")
     args = parser.parse_args()

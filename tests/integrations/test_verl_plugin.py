@@ -67,10 +67,10 @@ def agent_loop(folders):
     from verl.experimental.agent_loop.agent_loop import AgentLoopManager
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    config = make_config(folders[0])
+    config = make_config(folders[0], f"{ROLLOUT}n_gpus_per_node=2")  # without GPUs: the number of replicas
     ray.init(address="local", num_cpus=2, include_dashboard=False)  # never joins another cluster
     servers = LLMServerManager.create(config=config)
-    yield AgentLoopManager.create(config=config, llm_client=servers.get_client()), servers.get_replicas()[0]
+    yield AgentLoopManager.create(config=config, llm_client=servers.get_client()), servers.get_replicas()
     ray.shutdown()
 
 
@@ -103,28 +103,41 @@ def check_answers(manager, folder, steps):
     return tokens
 
 
+def num_tokens(replica):
+    """Number of tokens that a replica has generated."""
+    import ray
+
+    return ray.get(replica.servers[0].__ray_call__.remote(lambda server: server._thread.stats.generated_tokens))
+
+
 def test_the_agent_loop_generates_and_follows_the_weights(agent_loop, folders, monkeypatch):
     from transformers import AutoModelForCausalLM
     from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
     from verl.workers.rollout.base import get_rollout_class
 
-    manager, replica = agent_loop
+    """Two replicas: which one answers a request changes no token, and each gets the weights."""
+    manager, replicas = agent_loop
     before = check_answers(manager, folders[0], None)
+    assert len(replicas) == 2 and all(num_tokens(replica) > 0 for replica in replicas), "both have generated"
     monkeypatch.setenv("RANK", "0")
     config = make_config(folders[0]).actor_rollout_ref
     adapter = get_rollout_class("paceline")(config.rollout, config.model, None)
     assert adapter.replica_rank == 0 and adapter.is_leader_rank
+    adapters = [adapter, get_rollout_class("paceline")(config.rollout, config.model, None, replica_rank=1)]
     weights = dict(AutoModelForCausalLM.from_pretrained(folders[1]).named_parameters())
-    with pytest.raises(ValueError, match="missing"):
-        asyncio.run(adapter.update_weights(iter(list(weights.items())[:-1]), global_steps=4))
+    for each in adapters:
+        with pytest.raises(ValueError, match="missing"):
+            asyncio.run(each.update_weights(iter(list(weights.items())[:-1]), global_steps=4))
     assert check_answers(manager, folders[0], None) == before  # refused as a whole
-    asyncio.run(adapter.update_weights(iter(weights.items()), global_steps=5))
+    for each in adapters:
+        asyncio.run(each.update_weights(iter(weights.items()), global_steps=5))
     assert check_answers(manager, folders[1], 5) != before
-    asyncio.run(adapter.release())  # a server with a device of its own does not sleep
-    asyncio.run(replica.abort_all_requests())
-    asyncio.run(replica.release_kv_cache())
-    asyncio.run(replica.resume_kv_cache())
-    asyncio.run(replica.resume_generation())
+    for each, replica in zip(adapters, replicas, strict=True):
+        asyncio.run(each.release())  # a server with a device of its own does not sleep
+        asyncio.run(replica.abort_all_requests())
+        asyncio.run(replica.release_kv_cache())
+        asyncio.run(replica.resume_kv_cache())
+        asyncio.run(replica.resume_generation())
     check_answers(manager, folders[1], 5)
     extra = generate(manager)[2]
     metrics = compute_spec_decode_metrics(extra["spec_num_draft_tokens"], extra["spec_num_accepted_tokens"],

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Generates docs/settings.md, the reference of all settings of a training run, from the configuration classes.
+"""Generates docs/settings*.md, the reference of all settings of a training run, from the configuration classes.
 
-    python scripts/make_settings.py               # writes docs/settings.md
-    python scripts/make_settings.py --check       # only checks that it is up to date
+    python scripts/make_settings.py               # writes the pages
+    python scripts/make_settings.py --check       # only checks that they are up to date
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from paceline.spot.alarms import AlarmConfig  # noqa: E402
 from paceline.spot.budget import TrainingBudgetConfig  # noqa: E402
 from paceline.spot.config import SpotConfig  # noqa: E402
 
-PAGE = ROOT / "docs" / "settings.md"
+DOCS = ROOT / "docs"
 FREE_TABLES: dict[str, type[Config]] = {"spot": SpotConfig, "drafter_budget": TrainingBudgetConfig, "drafter_alarms": AlarmConfig}
 """Tables of `TrainConfig` that are dictionaries there, and the classes that check them."""
+_PAGES = {"engine": ("Settings of engine, workers, rewards and evaluation", ("engine", "cluster", "reward", "evaluation")),
+          "drafter": ("Settings of drafter training", tuple(FREE_TABLES))}
+"""Tables that are on pages of their own: end of the page's name → its title and its tables."""
 _HEAD = """# Settings
 
-This page is generated from the configuration classes by `python scripts/make_settings.py`; do not edit it.
+This page, and those below, are generated from the configuration classes by `python scripts/make_settings.py`; do not edit it.
 
 Every setting of a training run: in a TOML file, as `--set KEY=VALUE` on the command line, or as an argument of `TrainConfig` in
 Python. Unknown keys are errors. `paceline train --dry-run` prints all of them with their values, as a TOML file.
@@ -39,31 +42,38 @@ Python. Unknown keys are errors. `paceline train --dry-run` prints all of them w
 The defaults below are the only ones: of the command line, of files and of `TrainConfig`. `paceline train` without a file runs a
 file, too, which sets what the small bundled policy needs, such as a higher learning rate. `paceline init` prints that file,
 `paceline init FILE` writes it, and in Python `load_config()` returns it.
+
+More settings: [engine, workers, rewards and evaluation](settings-engine.md), [drafter training](settings-drafter.md),
+[algorithms](settings-algorithms.md).
 """
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with an error if the page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with an error if a page is not up to date")
     check = parser.parse_args().check
-    if check and (not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()):
-        raise SystemExit("docs/settings.md is not up to date: run python scripts/make_settings.py")
-    if not check:
-        PAGE.write_text(page(), encoding="utf-8")
+    for name, text in pages().items():
+        file = DOCS / name
+        if check and (not file.is_file() or file.read_text(encoding="utf-8") != text):
+            raise SystemExit(f"docs/{name} is not up to date: run python scripts/make_settings.py")
+        if not check:
+            file.write_text(text, encoding="utf-8")
 
 
-def page() -> str:
-    """The whole page."""
+def pages() -> dict[str, str]:
+    """All pages by name."""
     nested = {name: field.annotation for name, field in TrainConfig.model_fields.items() if _is_config(field.annotation)}
-    parts = [_HEAD, "## The run\n", *_table(TrainConfig, "", skip=nested)]
-    for name, kind in {**nested, **FREE_TABLES}.items():
-        parts += [f"## `[{name}]`\n", f"{_first_sentences(kind)}\n", *_table(kind, f"{name}.")]
-    parts.append("## `[algorithm_options]`\n\nThe options depend on `algorithm`; those of `grpo` are options of all others, too, "
-                 "with the defaults given there.\n")
+    tables = {name: [f"## `[{name}]`\n", f"{_first_sentences(kind)}\n", *_table(kind, f"{name}.")]
+              for name, kind in {**nested, **FREE_TABLES}.items()}
+    found = {end: [f"# {title}\n", *(line for name in names for line in tables.pop(name))]
+             for end, (title, names) in _PAGES.items()}
+    found["algorithms"] = ["# Settings of algorithms\n", "Table `[algorithm_options]`. The options depend on `algorithm`; those of "
+                           "`grpo` are options of all others, too, with the defaults given there.\n"]
     for name, kind in ALGORITHMS.items():
-        parts += [f"### `{name}`\n", f"{_first_sentences(kind)}\n", *_algorithm_table(name, kind)]
-    return "\n".join(parts)
+        found["algorithms"] += [f"## `{name}`\n", f"{_first_sentences(kind)}\n", *_algorithm_table(name, kind)]
+    first = [_HEAD, "## The run\n", *_table(TrainConfig, "", skip=nested), *(line for lines in tables.values() for line in lines)]
+    return {"settings.md": "\n".join(first), **{f"settings-{end}.md": "\n".join(lines) for end, lines in found.items()}}
 
 
 def _algorithm_table(name: str, kind: type[Config]) -> Iterator[str]:

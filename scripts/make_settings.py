@@ -68,8 +68,8 @@ def pages() -> dict[str, str]:
               for name, kind in {**nested, **FREE_TABLES}.items()}
     found = {end: [f"# {title}\n", *(line for name in names for line in tables.pop(name))]
              for end, (title, names) in _PAGES.items()}
-    found["algorithms"] = ["# Settings of algorithms\n", "Table `[algorithm_options]`. The options depend on `algorithm`; those of "
-                           "`grpo` are options of all others, too, with the defaults given there.\n"]
+    found["algorithms"] = ["# Settings of algorithms\n", "Table `[algorithm_options]`. The options depend on `algorithm`; those "
+                           "of `grpo` are options of all others, too, with the defaults given there.\n"]
     for name, kind in ALGORITHMS.items():
         found["algorithms"] += [f"## `{name}`\n", f"{_first_sentences(kind)}\n", *_algorithm_table(name, kind)]
     first = [_HEAD, "## The run\n", *_table(TrainConfig, "", skip=nested), *(line for lines in tables.values() for line in lines)]

@@ -169,8 +169,6 @@ class Engine:
         (tokens, ended, accepted), drafts = self.planner.complete(step, pending.read(), self._timer.came_late)
         timed = self._timer.processed(launched)
         finished = [self._rollout(request, reason) for request, reason in ended]
-        for request, _ in ended:
-            self.planner.finish(request)
         num_forced_rows = step.command.num_forced_rows
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens), num_rows=pending.num_rows,
@@ -178,7 +176,9 @@ class Engine:
             ms=timed.ms, drafts=drafts,
             drafted_by_request={request.id: nodes for request, nodes in zip(step.plan.decode, step.num_nodes, strict=True)
                                 if nodes})
-        self._results.append(result)
+        self._results.append(result)  # before any of them is forgotten: what raises now loses no rollout
+        for request, _ in ended:
+            self.planner.finish(request)
         num_tokens = sum(map(len, tokens.values()))
         self._counters.record(result, num_tokens)
         num_rows = step.num_decode_rows if num_forced_rows else pending.num_rows
@@ -195,9 +195,9 @@ class Engine:
             features = None if stored is None else feature_record(request, stored, self.config.capture)
         return make_rollout(request, reason, self.tokenizer, features)
 
-    def _finish(self, request: Request, reason: FinishReason) -> Rollout:
-        """End a request: return its rollout and free its slot and pages."""
-        rollout = self._rollout(request, reason)
+    def _abort(self, request: Request) -> Rollout:
+        """End a request where it is: return its rollout and free its slot and pages."""
+        rollout = self._rollout(request, "abort")
         self.planner.finish(request)
         self._watchdog.observe(progress=True)
         return rollout
@@ -225,7 +225,9 @@ class Engine:
         pages, length = self.scheduler.pages, len(request.tokens)
         request.error = (f"request {request.id}: its {length} tokens need {pages.pages_for(length)} pages of the KV cache, which "
                          f"has {pages.num_pages}")
-        self._queue_finished([self._finish(request, "error")])
+        self._queue_finished([self._rollout(request, "error")])
+        self.planner.finish(request)
+        self._watchdog.observe(progress=True)
 
     def _queue_finished(self, rollouts: list[Rollout]) -> None:
         """Queue rollouts of requests that did not end by a token, for the next call of `step`."""
@@ -261,7 +263,7 @@ class Engine:
     def abort(self, request_ids: Iterable[int]) -> list[Rollout]:
         """End requests where they are and return what they have generated. Ids of finished requests are ignored."""
         found = [self.planner.requests[i] for i in request_ids if i in self.planner.requests]
-        return [self._finish(request, "abort") for request in found]
+        return [self._abort(request) for request in found]
 
     def logprobs(self, request_id: int, start: int = 0) -> list[float]:
         """Return the log-probabilities of a request's tokens from number `start` on: the raw ones if it asked for them

@@ -17,7 +17,7 @@ def end_broken_requests(requests: dict[int, Request], results: Iterable[StepResu
     `results`: results of steps before, whose rollouts are not reported again. `held_pages`: pages that belong to no request and
     stay allocated."""
     reported = {rollout.request_id for result in results for rollout in result.finished}
-    broken = [request for request in requests.values() if request.status is not Status.WAITING]
+    broken = [request for request in requests.values() if request.status is not Status.WAITING or request.id in reported]
     for request in broken:
         del requests[request.id]
     scheduler.reset(requests.values(), held_pages)

@@ -6,6 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -255,6 +256,35 @@ def test_what_finished_in_the_step_that_raises_is_not_lost(monkeypatch):
     monkeypatch.undo()
     finished = [engine.step().finished for _ in range(2)]
     assert [[(r.request_id, r.finish_reason) for r in rollouts] for rollouts in finished] == [[(0, "length")], [(1, "error")]]
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_requests_that_end_in_the_step_that_raises_are_not_lost(monkeypatch, at_call, afterwards):
+    """Forgetting one of two requests that have ended fails, before or after it is forgotten."""
+    engine = make("off", pipelined=False)
+    engine.add([1, 2], SamplingParams(max_new_tokens=3), n=2)
+    monkeypatch.setattr(engine.planner, "finish", failing(engine.planner.finish, at_call, afterwards))
+    finished = []
+    while engine.has_work:
+        with suppress(Injected):
+            finished += engine.step().finished
+    assert sorted(r.request_id for r in finished) == [0, 1]
+    assert [r.finish_reason for r in finished] == ["length", "length" if at_call == 2 else "error"]
+    assert not engine.planner.requests and engine.scheduler.pages.num_available == engine.scheduler.pages.num_pages
+
+
+def test_a_request_that_is_refused_in_the_step_that_raises_is_not_lost(monkeypatch):
+    """Whether or not it is forgotten already, and waits no longer."""
+    for afterwards in (False, True):
+        engine = make("off", pipelined=False)
+        (request,) = engine.add([1, 2], SamplingParams(max_new_tokens=3))
+        monkeypatch.setattr(engine.planner, "finish", failing(engine.planner.finish, 1, afterwards))
+        with pytest.raises(Injected):
+            engine._guarded(lambda: engine._refuse(engine.planner.requests[request]))  # noqa: B023
+        finished = [rollout for _ in range(3) for rollout in engine.step().finished]
+        assert [r.finish_reason for r in finished] == ["error"] and "pages of the KV cache" in finished[0].error
+        assert not engine.planner.requests and not engine.has_work
 
 
 def test_an_interrupt_within_a_step_leaves_a_usable_engine(monkeypatch):

@@ -187,19 +187,6 @@ def selection(content: Content, device: str) -> Table:
                  ("model", "workload", "best fixed strategy", "auto × off", "auto × best fixed", "time spent choosing"), rows)
 
 
-def suffix_drafting(content: Content, _: str) -> Table:
-    rows = [(f"random text, {cell['dtype']}", cell["batch"], cell["strategy"], _times(1 / cell["time_over_off"]["median"]),
-             _times(1 / cell["cpu_over_off"]["median"])) for cell in content.get("overhead", [])]
-    rows += [(f"repetitive, {cell['dtype']}, temperature {cell['temperature']:g}", cell["batch"], cell["strategy"],
-              _times(cell["speedup"]["median"]), "") for cell in content.get("repetitive", [])]
-    worst = [1 / cell["time_over_off"]["median"] for cell in content.get("overhead", [])]
-    best = [cell["speedup"]["median"] for cell in content.get("repetitive", [])]
-    parts = [f"{_range(worst)} the speed of off on random text"] if worst else []
-    parts += [f"{_range(best)} on responses that repeat their prompt"] if best else []
-    return Table("Suffix drafting on a CPU", f"With suffix drafting and `auto` the engine has {', '.join(parts)}.",
-                 ("text", "batch", "strategy", "× off", "× off by CPU time"), rows)
-
-
 def suffix_vs_arctic(content: Content, _: str) -> Table:
     rows = [(stream, name, f"{cell['accepted_per_draft']:.2f}", f"{cell['drafted_per_draft']:.2f}", f"{cell['draft_us']:.1f}",
              f"{cell['extend_us']:.1f}") for stream, found in content["streams"].items()
@@ -280,21 +267,6 @@ def manifest(content: Content, _: str) -> Table:
                  ("what", "CPU s/GiB"), rows)
 
 
-def graphs(content: Content, _: str) -> Table:
-    found = content.get("memory", {})
-    kinds = {"one strategy": "one_strategy", "all strategies, a set of graphs each": "all_naive",
-             "all strategies, shared pool": "all_pooled"}
-    rows: list[Sequence[object]] = [(name, found[key]["num_graphs"], f"{found[key]['num_bytes'] / 1e6:,.0f} MB")
-                                    for name, key in kinds.items() if key in found]
-    rows += [(f"switch on at batch {batch}, warm", "", f"{cell['warm']['delay_ms']:.1f} ms")
-             for batch, cell in content.get("switch", {}).items()]
-    first = (f"The graphs of all strategies take {found['all_pooled']['num_bytes'] / 1e6:,.0f} MB in a shared pool and "
-             f"{found['all_naive']['num_bytes'] / 1e6:,.0f} MB as one set per strategy." if found else "")
-    delays = [cell["warm"]["delay_ms"] for cell in content.get("switch", {}).values()]
-    second = f" Switching speculation on takes {min(delays):.1f} to {max(delays):.1f} ms." if delays else ""
-    return Table("CUDA graphs", (first + second).strip(), ("what", "graphs", "memory or delay"), rows)
-
-
 def cold_start(content: Content, _: str) -> Table:
     rows = [(shape, name, *(f"{found[key]:.1f}" for key in ("imports", "engine", "first_token", "warm")),
              f"{found['tokens_per_s_1'] / found['tokens_per_s_2']:.2f}×")
@@ -343,12 +315,11 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
     "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "cpu/rl_step": cpu_rl_step,
     "gpu/rl_step": gpu_rl_step, "gpu/new_drafter": gpu_new_drafter, "gpu/long_tail": long_tail,
-    "gpu/speculate": speculate, "selection": selection, "cpu/suffix_drafting": suffix_drafting,
-    "cpu/speculation": cpu_speculation,
+    "gpu/speculate": speculate, "selection": selection, "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "cluster/rollout": cluster_rollout,
     "cluster/nodes": cluster_nodes, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
-    "cpu/host_overhead": host_overhead, "cpu/memory": memory, "cpu/manifest": manifest, "gpu/graphs": graphs,
+    "cpu/host_overhead": host_overhead, "cpu/memory": memory, "cpu/manifest": manifest,
     "gpu/step": step, "gpu/kernels": kernels,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.cpu import decode, suffix_drafting
+from benchmarks.cpu import decode
 
 
 def runs_of(runs: dict[str, list[float]]) -> dict[str, list[dict]]:
@@ -55,10 +55,3 @@ def test_decoding_is_compared_with_every_other_engine(tmp_path, monkeypatch):
 def test_an_unknown_backend_is_an_error_before_anything_runs():
     with pytest.raises(ValueError, match="kernels"):
         decode.parse(["--kernels", "auto,quick"])
-
-
-@pytest.mark.slow
-def test_the_cost_of_drafting_is_measured_in_one_process(tmp_path, monkeypatch):
-    found = run(suffix_drafting, tmp_path, monkeypatch, "--sections", "overhead", "--dtype", "float32")
-    assert {cell["strategy"] for cell in found["overhead"]} == {"suffix:d8w2v16", "auto"}
-    assert all(cell["time_over_off"]["median"] > 0 for cell in found["overhead"])

@@ -11,7 +11,6 @@ from benchmarks.gpu import (
     cold_start,
     decode,
     exact_logprobs,
-    graphs,
     long_tail,
     memory,
     new_drafter,
@@ -28,7 +27,7 @@ from paceline import Strategy
 from paceline.types import Rollout, StepResult
 
 
-@pytest.mark.parametrize("script", [graphs, prefill, decode, step, exact_logprobs, *(
+@pytest.mark.parametrize("script", [prefill, decode, step, exact_logprobs, *(
     pytest.param(script, marks=pytest.mark.slow)  # new_drafter has seconds, in which a busy machine does no step
     for script in (speculate, long_tail, rl_step, memory, cold_start, new_drafter))])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
@@ -48,8 +47,6 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert all(each["longest_step_ms"] > 0 for each in policy.values())
     elif script is long_tail:
         assert set(found["ratio_to_off"]) == {"auto", "off", "eagle:d3w2v4"}
-    elif script is graphs:
-        assert found["switch"]["2"]["warm"]["on_step_ms"] > 0
     elif script is prefill:
         assert found["prefill"]["no drafter"]["tokens_per_s"] > 0
     elif script is rl_step:
@@ -153,9 +150,3 @@ def test_lengths_follow_the_file(tmp_path):
     file.write_text("output_tokens,probability\n10,0.5\n20,0.3\n160,0.2\n")
     lengths = long_tailed_lengths(file, 10, 320)
     assert sorted(lengths) == [20] * 5 + [40] * 3 + [320] * 2
-
-
-def test_the_delay_of_switching_is_what_it_took_beyond_the_usual():
-    on = [False] * 5 + [True] * 6
-    seen = graphs.Intervals(0.0, [2.0] * 5 + [30.0, 5.0, 5.0, 5.0, 5.0, 5.0], on)
-    assert graphs.switch_delay(seen)["delay_ms"] == pytest.approx(25.0)

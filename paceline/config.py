@@ -97,6 +97,8 @@ class RolloutConfig(Config):
     """Sample from tokens that are at least this fraction as likely as the most likely one. 0: from all."""
     max_new_tokens: int = Field(512, ge=1)
     """Maximum number of tokens per answer."""
+    shuffle: bool = True
+    """Whether the problems are shuffled anew for every epoch. False: they come in the task's order."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

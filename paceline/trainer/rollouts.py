@@ -31,15 +31,15 @@ class RolloutFailed(ValueError):
 
 class PromptStream:
     """The problems of a task in the order in which a run uses them: shuffled anew for every epoch, determined by the seed
-    alone."""
+    alone, or in the task's own order."""
 
-    def __init__(self, task: Task, seed: int, epochs: int | None, state: RunState | None = None) -> None:
+    def __init__(self, task: Task, seed: int, epochs: int | None, state: RunState | None = None, shuffle: bool = True) -> None:
         """`epochs` is the maximum number of passes over the task; None: no limit. `state`: the resumed run's; its unfinished
         prompts come first, and none comes twice."""
         if not len(task):
             raise ValueError(f"task {task.name}: it has no problems")
         self.task, self.seed, self.limit = task, seed, None if epochs is None else epochs * len(task)
-        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._order = lru_cache(maxsize=2)(self._shuffled if shuffle else lambda epoch: range(len(task)))
         self._again = {} if state is None else dict(enumerate(state.unfinished, state.cursor))
 
     def take(self, cursor: int, count: int) -> list[Problem]:

@@ -180,7 +180,7 @@ class Trainer:
         for engine in self._engines():
             engine.version = self.state.step
         self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries)
-        prompts = PromptStream(training_task, config.seed, config.epochs, self.state)
+        prompts = PromptStream(training_task, config.seed, config.epochs, self.state, config.rollout.shuffle)
         self.collector = RolloutCollector(self.engine, self.baseline, prompts, self.pool, config.rollout, config.seed,
                                           self._on_engine_step)
         self.evaluator = None if held_out is None else Evaluator(

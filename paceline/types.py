@@ -129,6 +129,11 @@ class SamplingParams:
     """The form that the answer has to have: a JSON schema, a regular expression, choices or a grammar; also as a mapping."""
     min_tokens: int = 0
     """Number of tokens before which neither an end-of-text or stop token is sampled nor a stop string ends the rollout."""
+    pauses: bool = False
+    """Whether the request is paused when its turn ends (by a stop token, a stop string or `max_turn_tokens`) and waits for
+    `Engine.resume`. `max_new_tokens` then limits all of its turns together, replies included."""
+    max_turn_tokens: int = 0
+    """Largest number of tokens of one turn of a request that `pauses`; 0: only `max_new_tokens` limits it."""
 
     def __new__(cls, *values: object, **named: object) -> Self:
         for name in named.keys() - cls.__dataclass_fields__.keys():
@@ -155,15 +160,17 @@ class SamplingParams:
             "bad_words": _strings("bad_words", self.bad_words),
             "structured_outputs": StructuredOutputs.of(self.structured_outputs),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, 2**62, "an integer >= 0"),
+            "max_turn_tokens": _integer("max_turn_tokens", self.max_turn_tokens, 0, 2**62, "an integer >= 0"),
         }
         for name, value in checked.items():  # as plain Python values
             object.__setattr__(self, name, value)
-        for name in ("ignore_eos", "raw_logprobs"):
+        for name in ("ignore_eos", "raw_logprobs", "pauses"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require(self.min_tokens <= self.max_new_tokens, "min_tokens", self.min_tokens, "at most max_new_tokens")
+        _require(self.pauses or not self.max_turn_tokens, "max_turn_tokens", self.max_turn_tokens, "0 for one without turns")
         if self.structured_outputs is not None:
-            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
-                if getattr(self, name):  # the grammar could allow no other token
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words", "pauses"):
+                if getattr(self, name):  # the grammar could allow no other token, and ends with one turn
                     raise ValueError(f"{name}: not together with structured_outputs")
 
     @property
@@ -240,13 +247,15 @@ class Rollout:
     token_ids: list[int]
     logprobs: list[float]
     """Log-probability of each token in the distribution that it was sampled from, after temperature and filters; 0 for greedy
-    decoding."""
+    decoding, and for tokens of replies."""
     text: str
     finish_reason: FinishReason
     versions: list[int]
     """Version of the policy that generated each token."""
     seed: int = 0
     raw_logprobs: list[float] | None = None
+    loss_mask: list[int] | None = None
+    """1 for each token that the policy sampled, 0 for each token of a reply (`Engine.resume`). None: all were sampled."""
     error: str | None = None
     features: FeatureRecord | None = None
     num_preemptions: int = 0
@@ -254,6 +263,8 @@ class Rollout:
     """Reward of the answer; None if it was not graded, or the grader failed on it."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Named parts that the reward is the sum of, if it has any."""
+    episode: EpisodeRecord | None = None
+    """The conversation with an environment that the answer is, if it is one."""
 
     @property
     def graded_reward(self) -> float | None:
@@ -262,6 +273,35 @@ class Rollout:
         if self.reward is None or MODEL_PART not in self.reward_parts:
             return self.reward
         return sum(value for name, value in self.reward_parts.items() if name != MODEL_PART)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The turn with which a request was paused."""
+
+    request_id: int
+    token_ids: list[int]
+    """The tokens that the policy sampled since the prompt or the last reply."""
+    reason: FinishReason
+    """Why the turn ended: by a stop token or stop string (`stop`), or by `SamplingParams.max_turn_tokens` (`length`)."""
+
+
+@dataclass(slots=True)
+class EpisodeRecord:
+    """A conversation of the policy with an environment."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """All messages: the opening, the policy's turns and the replies."""
+    end: Literal["environment", "turns", "tokens", "time"] | None = None
+    """Why it ended: the environment ended it, or a limit was reached. None: by an error."""
+    num_turns: int = 0
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    """Number of calls of tools that gave an error."""
+    environment_s: float = 0.0
+    """Seconds that the environment's calls took."""
+    error: str | None = None
+    """What went wrong with the environment; the episode is then not graded."""
 
 
 @dataclass(slots=True)
@@ -414,6 +454,8 @@ class StepResult:
     """Outcomes of its draft tokens, if they were observed: regularly, and whenever the selector asks for it."""
     drafted_by_request: dict[int, int] = field(default_factory=dict)
     """Number of draft tokens that were verified, by request id; without requests that had none."""
+    paused: list[Turn] = field(default_factory=list)
+    """Turns that ended with this step; their requests wait for `Engine.resume`."""
 
     @classmethod
     def nothing(cls, step: int, strategy: Strategy) -> StepResult:

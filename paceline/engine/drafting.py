@@ -25,6 +25,8 @@ _READ_EVERY = 16
 prompt, are read together."""
 _MANY_UNREAD = 64
 """While the device waits for the host, a request is read only if it has at least so many unread tokens."""
+_MOST_AGAIN = 16
+"""Most tokens that are computed again at the beginning of a turn for the learned drafter."""
 _ELSEWHERE = -1
 """Request id of answers that another engine generated."""
 
@@ -43,8 +45,6 @@ class Drafting:
         """Ids of the requests that the learned drafter drafted for in the newest step: their bounds count from that step on."""
         self._unread: defaultdict[int, list[int]] = defaultdict(list)
         """Request id → new tokens that the suffix drafter has not read."""
-        self._adopted: set[int] = set()
-        """Ids of the requests that came from another engine and have not been in a step yet."""
         self._turn = 0
 
     @property
@@ -68,8 +68,8 @@ class Drafting:
         """Return the draft trees of the plan's requests, or how the learned drafter has to make them, and the number of draft
         tokens of each decode request: the first ones of its tree. The likeliest draft tokens come first, parents before their
         children, so a tree that is cut to its first tokens is still a tree."""
-        for request, _ in plan.admitted:
-            self._start(request)
+        for request, _, has_own in plan.admitted:
+            self._start(request, has_own)
         chosen = self._requests_to_draft_for(plan)
         self._drafted_last = set()
         if not chosen:
@@ -101,8 +101,9 @@ class Drafting:
         for request, most in zip(plan.decode, most_accepted, strict=True):
             missing = 0 if request.id in self._drafted_last else self._max_missing[request.id]
             self._max_missing[request.id] = 1 + most + missing
-        for request, _, _, samples in plan.forced:
-            self._max_missing[request.id] = int(samples)
+        for request, _, num_rows, samples in plan.forced:
+            gap = self._max_missing[request.id]  # of a resumed request: tokens before these rows
+            self._max_missing[request.id] = gap + num_rows if gap else int(samples)
 
     def on_complete(self, requests: list[Request], most_accepted: list[int], appended: dict[int, list[int]],
                     device_waits: bool) -> None:
@@ -120,7 +121,6 @@ class Drafting:
 
     def finish(self, request: Request) -> None:
         """The request is finished or aborted: the suffix drafter keeps its text, the rest is forgotten."""
-        self._adopted.discard(request.id)
         if self._max_missing.pop(request.id, None) is not None and self.suffix is not None:
             self._read([request.id])
             self.suffix.finish(request.id)
@@ -128,10 +128,25 @@ class Drafting:
     def reset(self) -> None:
         """Forget all requests and all text: a step was broken off, which may have left them in any state."""
         self._max_missing.clear()
-        self._drafted_last, self._adopted = set(), set()
+        self._drafted_last = set()
         self._unread.clear()
         if self.suffix is not None:
             self.suffix.clear()
+
+    # -- turns
+
+    def resume(self, request: Request, token_ids: list[int]) -> int:
+        """A paused request goes on with these tokens of a reply. Return how many of its last computed tokens are computed once
+        more: the learned drafter has not processed them, and so it does in the pass that processes the reply. Where they are
+        many, it catches up by itself when it drafts."""
+        if self.suffix is not None and request.id in self.suffix:
+            self._unread[request.id] += token_ids
+        lag = self.lag(request)
+        count = min(lag, request.num_computed - max(request.num_shared, len(request.prompt_ids) - 1))
+        if not request.pages or not lag or count > _MOST_AGAIN:
+            return 0
+        self._max_missing[request.id] = 0
+        return count
 
     # -- migration
 
@@ -141,9 +156,8 @@ class Drafting:
 
     def adopt(self, request: Request, lag: int) -> None:
         """A request continues here that was generated on another engine, with its stored tensors."""
-        self._start(request)
+        self._start(request, has_own=True)
         self._max_missing[request.id] = lag
-        self._adopted.add(request.id)
 
     def learn_text(self, prompt_ids: list[int], token_ids: list[int]) -> None:
         """Add an answer that another engine generated to the suffix drafter's history of its prompt."""
@@ -183,11 +197,10 @@ class Drafting:
 
     # -- parts of `draft`
 
-    def _start(self, request: Request) -> None:
-        """A request was admitted, with `num_computed` tokens found in the cache (the learned drafter's part of it included)."""
-        if request.id in self._adopted:
-            self._adopted.remove(request.id)
-        else:
+    def _start(self, request: Request, has_own: bool) -> None:
+        """A request was admitted. Of a prefix that was found in the cache the learned drafter's part is complete; `has_own`: what
+        is in the cache is the request's own, which the learned drafter may be behind of."""
+        if not has_own:
             self._max_missing[request.id] = 0
         if self.suffix is not None and request.id not in self.suffix:  # one that was pre-empted is known already
             self.suffix.start(request.id, request.prompt_ids, request.output_ids)

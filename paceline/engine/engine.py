@@ -28,8 +28,9 @@ from paceline.engine.graphs import GraphReport
 from paceline.engine.migration import Migration
 from paceline.engine.outputs import feature_record, make_rollout
 from paceline.engine.profile import engine_identity, load_or_profile, read_learned, write_learned
-from paceline.engine.prompts import Prompt, encode
-from paceline.engine.request import Request
+from paceline.engine.prompts import Prompt, check_reply, encode
+from paceline.engine.replies import encode_reply
+from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Counters
 from paceline.engine.step_timer import InFlight, StepTimer
@@ -168,12 +169,14 @@ class Engine:
         self._timer.wait_for(launched, self.planner.pipelined)
         (tokens, ended, accepted), drafts = self.planner.complete(step, pending.read(), self._timer.came_late)
         timed = self._timer.processed(launched)
+        paused = [self.planner.pause(*pair) for pair in ended if self.planner.may_pause(*pair)]
+        ended = [pair for pair in ended if pair[0].status is not Status.PAUSED]
         finished = [self._rollout(request, reason) for request, reason in ended]
         num_forced_rows = step.command.num_forced_rows
         result = StepResult(
             step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens), num_rows=pending.num_rows,
             num_prefill_rows=num_forced_rows, drafted=sum(step.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=timed.ms, drafts=drafts,
+            ms=timed.ms, drafts=drafts, paused=paused,
             drafted_by_request={request.id: nodes for request, nodes in zip(step.plan.decode, step.num_nodes, strict=True)
                                 if nodes})
         self._results.append(result)  # before any of them is forgotten: what raises now loses no rollout
@@ -190,14 +193,14 @@ class Engine:
     def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
         """Return the rollout of a request that ends."""
         request.finish_reason, features = reason, None
-        if self.config.capture and self.reports_features and request.slot >= 0:
+        if self.config.capture and self.reports_features and request.pages:
             stored = self.executor.execute(ReadFeatures(request.pages, request.num_computed))
             features = None if stored is None else feature_record(request, stored, self.config.capture)
         return make_rollout(request, reason, self.tokenizer, features)
 
-    def _abort(self, request: Request) -> Rollout:
+    def _abort(self, request: Request, reason: FinishReason = "abort") -> Rollout:
         """End a request where it is: return its rollout and free its slot and pages."""
-        rollout = self._rollout(request, "abort")
+        rollout = self._rollout(request, reason)
         self.planner.finish(request)
         self._watchdog.observe(progress=True)
         return rollout
@@ -265,6 +268,32 @@ class Engine:
         found = [self.planner.requests[i] for i in request_ids if i in self.planner.requests]
         return [self._abort(request) for request in found]
 
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], turn_ids: Sequence[int], stop_ids: Sequence[int] = (),
+                     chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Return the token ids that continue a conversation behind a turn (`Turn.token_ids`): the reply's messages as the chat
+        template formats them, and the beginning of the next turn. No earlier token is encoded again. `stop_ids`: token ids beside
+        the model's own that end a turn."""
+        if self.tokenizer is None:
+            raise ValueError("reply: the model came without a tokenizer; pass token ids to resume")
+        return encode_reply(messages, turn_ids, self.tokenizer, {*self.planner.eos, *stop_ids}, chat_template_kwargs)
+
+    def resume(self, request_id: int, token_ids: Sequence[int]) -> bool:
+        """Continue a paused request (`SamplingParams.pauses`) behind these tokens, such as an environment's reply. Its next
+        tokens are sampled as if all tokens so far had been its prompt. Return False, without a change, if they leave no room
+        for a further token (`SamplingParams.max_new_tokens`, or the context)."""
+        return self.planner.resume(self._paused(request_id), check_reply(token_ids, self.model.config.vocab_size), self.version)
+
+    def end(self, request_id: int, reason: FinishReason | None = None) -> Rollout:
+        """End a paused request and return its rollout. `reason`: its finish reason; None: why its last turn ended."""
+        request = self._paused(request_id)
+        return self._abort(request, reason or request.finish_reason or "stop")
+
+    def _paused(self, request_id: int) -> Request:
+        request = self.planner.requests.get(request_id)
+        if request is None or request.status is not Status.PAUSED:
+            raise ValueError(f"request {request_id}: it is not paused")
+        return request
+
     def logprobs(self, request_id: int, start: int = 0) -> list[float]:
         """Return the log-probabilities of a request's tokens from number `start` on: the raw ones if it asked for them
         (`SamplingParams.raw_logprobs`), otherwise those of the distribution that was sampled from. Empty if the request is
@@ -276,7 +305,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a request, a step in flight or a result that `step` has not returned yet."""
+        """Whether there is a request that is not paused, a step in flight or a result that `step` has not returned yet."""
         return self.scheduler.has_work or self._in_flight is not None or bool(self._results)
 
     # -- strategy selection, profiling, warm-up

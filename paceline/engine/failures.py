@@ -13,11 +13,12 @@ from paceline.types import Rollout, StepResult
 def end_broken_requests(requests: dict[int, Request], results: Iterable[StepResult], scheduler: Scheduler, drafting: Drafting,
                         error: BaseException, held_pages: Collection[int] = ()) -> list[Rollout]:
     """End all requests that run, because a step was broken off by `error` and may have left them in any state. Return their
-    rollouts. Requests that wait stay in `requests` and are not changed; no slot, page or cached prefix is in use afterwards.
+    rollouts. Requests that wait or are paused stay in `requests`; no slot, page or cached prefix is in use afterwards.
     `results`: results of steps before, whose rollouts are not reported again. `held_pages`: pages that belong to no request and
     stay allocated."""
     reported = {rollout.request_id for result in results for rollout in result.finished}
-    broken = [request for request in requests.values() if request.status is not Status.WAITING or request.id in reported]
+    broken = [request for request in requests.values()
+              if request.status not in (Status.WAITING, Status.PAUSED) or request.id in reported]
     for request in broken:
         del requests[request.id]
     scheduler.reset(requests.values(), held_pages)
@@ -42,4 +43,4 @@ def _broken_rollout(request: Request, error: str) -> Rollout:
         request_id=request.id, sample=request.sample, prompt_ids=request.prompt_ids, token_ids=request.output_ids[:num],
         logprobs=request.logprobs[:num], text="", finish_reason="error", versions=request.versions[:num],
         seed=request.params.seed, raw_logprobs=None if raw is None else raw[:num], error=error,
-        num_preemptions=request.num_preemptions)
+        loss_mask=None if request.loss_mask is None else request.loss_mask[:num], num_preemptions=request.num_preemptions)

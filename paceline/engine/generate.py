@@ -20,6 +20,8 @@ def generate_groups(engine: Engine, prompts: list[Prompt], params: SamplingParam
     each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
     for one in (None, *each):  # wrong arguments concern all prompts; a wrong prompt concerns itself alone
         check_arguments(one, n)
+        if one is not None and one.pauses:
+            raise ValueError("pauses: nobody would resume the requests; use Engine.add and Engine.resume")
     if len(each) != len(prompts) or (keys is not None and len(keys) != len(prompts)):
         raise ValueError(f"generate: {len(prompts)} prompts, but {len(each)} params and {len(keys or prompts)} keys")
     groups = []

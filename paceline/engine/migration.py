@@ -28,7 +28,7 @@ from paceline.engine.command import ExportPages, ImportPages
 from paceline.engine.executor import Executor
 from paceline.engine.planner import Planner
 from paceline.engine.request import Request, Status
-from paceline.types import SamplingParams
+from paceline.types import FinishReason, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,10 @@ class RequestState:
     """Whether part of its KV cache was computed with earlier weights."""
     drafter_lag: int = 0
     """Upper bound on the tokens at the end that the learned drafter has not processed."""
+    replies: list[tuple[int, int]] = field(default_factory=list)
+    """First token and end of every reply, counted from the beginning of the prompt."""
+    paused: FinishReason | None = None
+    """Why its last turn ended, if the request is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,11 @@ class Migration:
         if request is None:
             return None
         found = RequestState(request.prompt_ids, request.params, request.group, request.sample, request.output_ids,
-                             request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale)
-        if request.status is Status.DECODE:
+                             request.logprobs, request.raw_logprobs, request.versions, version=version, stale=request.stale,
+                             replies=request.replies)
+        if request.status is Status.PAUSED:
+            found.paused = request.finish_reason
+        if request.status is Status.DECODE or (request.status is Status.PAUSED and request.pages):
             first = num_sent // self._page_size
             found.kv = self._copy(request.pages[first:], request.num_computed - num_sent, 0, shares_gpu)
             found.drafter_lag = self._drafting.lag(request)
@@ -157,12 +164,17 @@ class Migration:
         otherwise it is prefilled like a new request. `version`: version of this engine's policy."""
         request = Request(self._planner.new_id(), state.group, state.sample, state.prompt_ids, state.params,
                           self._planner.stop_ids(state.params), logprobs=list(state.logprobs),
-                          raw_logprobs=list(state.raw_logprobs), versions=list(state.versions))
+                          raw_logprobs=list(state.raw_logprobs), versions=list(state.versions), replies=list(state.replies))
         request.tokens += state.output_ids
+        request.limit_turn()
         self._planner.register(request)
-        if state.kv is None or state.version != version or not self._place(request, state, reservation):
-            if reservation is not None:
-                self.release(reservation)
+        is_placed = state.kv is not None and state.version == version and self._place(request, state, reservation)
+        if not is_placed and reservation is not None:
+            self.release(reservation)
+        if state.paused is not None:
+            request.finish_reason = state.paused
+            self._scheduler.hold(request)
+        elif not is_placed:
             self._scheduler.add(request)
         return request.id
 
@@ -175,7 +187,7 @@ class Migration:
         held = [] if reservation is None else reservation.pages
         num_computed = len(request.tokens) - 1
         assert state.kv.num_tokens + (0 if reservation is None else reservation.num_tokens) == num_computed
-        if tensors is None or not self._scheduler.has_slot:
+        if tensors is None or not (self._scheduler.has_slot or state.paused):
             return False
         pages = allocator.allocate(allocator.pages_for(len(request.tokens)) - len(held))
         if pages is None:
@@ -184,7 +196,8 @@ class Migration:
             self._executor.execute(ImportPages(pages, tensors))
         self.reserved_pages.difference_update(held)
         request.pages, request.num_computed, request.stale = held + pages, num_computed, state.stale
-        self._scheduler.adopt(request)
+        if state.paused is None:
+            self._scheduler.adopt(request)
         lag = state.drafter_lag
         if reservation is not None and reservation.num_drafted < reservation.num_tokens:
             lag = max(lag, num_computed - reservation.num_drafted)

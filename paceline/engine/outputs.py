@@ -51,6 +51,9 @@ def append_outputs(requests: list[Request], outputs: StepOutputs, version: int, 
     for request, new, chances in zip(requests, tokens, logprobs, strict=True):
         if request.status is finished or not new:  # it ended while this step was in flight, or is not yet sampled from
             continue
+        if request.num_steps_dropped:  # its turn ended while this step was in flight
+            request.num_steps_dropped -= 1
+            continue
         own, count = request.tokens, len(new)
         accepted += count - 1
         end = len(own) + count
@@ -113,7 +116,7 @@ def make_rollout(request: Request, reason: FinishReason, tokenizer: Tokenizer | 
     return Rollout(
         request_id=request.id, sample=request.sample, prompt_ids=request.prompt_ids, token_ids=request.output_ids,
         logprobs=request.logprobs, text=_final_text(request, tokenizer), finish_reason=reason, versions=request.versions,
-        seed=request.params.seed, error=request.error, features=features,
+        seed=request.params.seed, error=request.error, features=features, loss_mask=request.loss_mask,
         raw_logprobs=request.raw_logprobs if request.params.raw_logprobs else None, num_preemptions=request.num_preemptions)
 
 
@@ -130,20 +133,24 @@ def feature_record(request: Request, features: Any, layers: tuple[int, ...]) -> 
 
 
 def _ends_with_stop_string(request: Request, tokenizer: Tokenizer | None) -> bool:
-    """Whether the text that ends with the newest token contains a stop string, the first `min_tokens` tokens left out. Only the
-    end of the answer is decoded: a character consists of at most four byte-level tokens."""
+    """Whether the text that ends with the newest token contains a stop string, the first `min_tokens` tokens and earlier turns
+    left out. Only the end of the answer is decoded: a character consists of at most four byte-level tokens."""
     assert tokenizer is not None, "stop strings need a tokenizer"
     window = 4 * max(len(stop) for stop in request.params.stop) + 4
-    answer = request.tokens[max(len(request.prompt_ids) + request.params.min_tokens, len(request.tokens) - window) :]
+    first = max(len(request.prompt_ids) + request.params.min_tokens, request.turn_start)
+    answer = request.tokens[max(first, len(request.tokens) - window) :]
     text = tokenizer.decode(answer, skip_special_tokens=False)
     return any(stop in text for stop in request.params.stop)
 
 
 def _final_text(request: Request, tokenizer: Tokenizer | None) -> str:
-    """Return the answer without special tokens, cut before the first stop string that may end it."""
+    """Return the answer without special tokens, cut before the first stop string that may end it. An answer of several turns is
+    not cut: stop strings have ended its turns."""
     if tokenizer is None:
         return ""
     text = tokenizer.decode(request.output_ids, skip_special_tokens=True)
+    if request.params.pauses:
+        return text
     least = request.params.min_tokens
     end = tokenizer.decode(request.output_ids[least:], skip_special_tokens=True) if least else text
     cuts = [end.find(stop) for stop in request.params.stop if stop in end]

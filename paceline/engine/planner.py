@@ -36,7 +36,7 @@ from paceline.engine.prompts import answer_seeds, bad_word_ids, check
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Admitted, Scheduler, StepPlan
 from paceline.engine.strategy_control import StrategyControl
-from paceline.types import Decision, DraftOutcomes, Rollout, SamplingParams, StepResult
+from paceline.types import Decision, DraftOutcomes, FinishReason, Rollout, SamplingParams, StepResult, Turn
 
 _FORCED_ROWS = {False: 64, True: 512}
 """Most rows of prefill beside decoding requests where step times have not been measured: on a CPU, and on a GPU."""
@@ -114,6 +114,33 @@ class Planner:
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the token ids that end an answer."""
         return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self.eos)
+
+    def may_pause(self, request: Request, reason: FinishReason) -> bool:
+        """Whether a request whose turn has ended for this reason is paused. It ends if nothing can follow."""
+        full = len(request.tokens) >= min(len(request.prompt_ids) + request.params.max_new_tokens, self.scheduler.max_length)
+        return request.params.pauses and (reason == "stop" or (reason == "length" and not full))
+
+    def pause(self, request: Request, reason: FinishReason) -> Turn:
+        """The turn of a request has ended: it leaves its slot and waits for `resume`."""
+        request.finish_reason = reason
+        self.scheduler.pause(request)
+        return Turn(request.id, request.tokens[request.turn_start :], reason)
+
+    def resume(self, request: Request, token_ids: list[int], version: int) -> bool:
+        """Continue a paused request behind these tokens; see `Engine.resume`. `version`: version of the policy."""
+        end = len(request.tokens) + len(token_ids)
+        if end >= min(len(request.prompt_ids) + request.params.max_new_tokens, self.scheduler.max_length):
+            return False
+        request.num_computed -= self.drafting.resume(request, token_ids)
+        request.replies.append((len(request.tokens), end))
+        request.tokens += token_ids
+        for values in (request.logprobs, request.raw_logprobs if request.params.raw_logprobs else []):
+            values += [0.0] * len(token_ids)
+        request.versions += [version] * len(token_ids)
+        request.finish_reason = None
+        request.limit_turn()
+        self.scheduler.resume(request)
+        return True
 
     def finish(self, request: Request) -> None:
         """Forget a request that has ended, and free its slot and pages."""
@@ -199,8 +226,8 @@ class Planner:
     def _page_edits(self, plan: StepPlan) -> PageEdits:
         """Return the page-table entries of all running requests that got pages since the last step."""
         known = self._num_pages
-        for request, _ in plan.admitted:
-            known[request.slot] = 0
+        for item in plan.admitted:
+            known[item.request.slot] = 0
         new: list[tuple[int, int, int]] = []
         for request in plan.grown:
             slot, pages = request.slot, request.pages

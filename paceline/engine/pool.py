@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from paceline.engine.prompts import Prompt
-from paceline.types import Rollout, SamplingParams, StepResult
+from paceline.types import FinishReason, Rollout, SamplingParams, StepResult, Turn
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -68,6 +68,20 @@ class RequestPool(Generic[Owner]):
         """Run engine steps until no request is unfinished. Requests may be added between two steps."""
         while self.owners:
             yield self.step()
+
+    def turns(self, result: StepResult) -> list[tuple[Owner, Turn]]:
+        """Turns of the pool's requests that ended with a step. These requests are paused until `resume` or `end`."""
+        return [(self.owners[turn.request_id], turn) for turn in result.paused if turn.request_id in self.owners]
+
+    def resume(self, request_id: int, token_ids: Sequence[int]) -> bool:
+        """Continue a paused request behind the tokens of a reply; see `Engine.resume`."""
+        return self.engine.resume(request_id, token_ids)
+
+    def end(self, request_id: int, reason: FinishReason | None = None) -> Rollout:
+        """End a paused request and return its rollout; see `Engine.end`."""
+        rollout = self.engine.end(request_id, reason)
+        del self.owners[request_id]
+        return rollout
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[tuple[Owner, Rollout]]:
         """End requests (None: all) where they are, and return what they have generated with their owners. Ids of finished

@@ -93,6 +93,15 @@ def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...],
     return tuple(dict.fromkeys(found))
 
 
+def check_reply(token_ids: Sequence[int], vocabulary: int) -> list[int]:
+    """Return the token ids of a reply. ValueError if one is not in the vocabulary."""
+    found = _token_ids(token_ids.tolist() if isinstance(token_ids, _Array) else token_ids)
+    wrong = next((token for token in found if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(f"reply: token id {wrong} is outside the vocabulary of {vocabulary} tokens")
+    return found
+
+
 def check_arguments(params: SamplingParams | None, n: int) -> None:
     """Raise ValueError if these are not sampling parameters, or `n` is not a number of answers."""
     if params is not None and not isinstance(params, SamplingParams):

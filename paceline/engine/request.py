@@ -12,6 +12,7 @@ class Status(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
+    PAUSED = "paused"
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -35,7 +36,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     """Token ids of the prompt and of the answer so far."""
     max_tokens: int = field(init=False)
-    """Largest number of tokens of prompt and answer together."""
+    """Largest number of tokens of prompt and answer together, at the end of the present turn."""
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -53,10 +54,15 @@ class Request:
     """Largest number of tokens that steps whose outputs have not been read may add."""
     num_steps_in_flight: int = 0
     """Number of steps whose outputs have not been read; each of them adds at least one token."""
+    num_steps_dropped: int = 0
+    """Number of steps in flight whose outputs are dropped: they were launched before it was known that the turn had ended."""
+    replies: list[tuple[int, int]] = field(default_factory=list)
+    """First token and end of every reply, as indices of `tokens`."""
     stale: bool = False
-    """Whether part of its KV cache was computed with earlier weights and must not be shared."""
+    """Whether part of its KV cache must not be shared: it was computed with earlier weights, or is not a prompt's."""
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    """Why it ended; of a paused request, why its last turn ended."""
     error: str | None = None
     adjusts_logits: bool = field(init=False)
     """Whether its sampling parameters change logits before sampling."""
@@ -64,7 +70,17 @@ class Request:
     def __post_init__(self) -> None:
         self.adjusts_logits = self.params.adjusts_logits
         self.tokens = list(self.prompt_ids)
-        self.max_tokens = len(self.prompt_ids) + self.params.max_new_tokens
+        self.limit_turn()
+
+    def limit_turn(self) -> None:
+        """A turn begins behind the present tokens: compute how far it may go."""
+        most, own = len(self.prompt_ids) + self.params.max_new_tokens, self.params.max_turn_tokens
+        self.max_tokens = min(most, self.turn_start + own) if own else most
+
+    @property
+    def turn_start(self) -> int:
+        """Index of the first token of the present turn."""
+        return self.replies[-1][1] if self.replies else len(self.prompt_ids)
 
     @property
     def num_to_feed(self) -> int:
@@ -76,3 +92,13 @@ class Request:
     def output_ids(self) -> list[int]:
         """Token ids of the answer so far."""
         return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def loss_mask(self) -> list[int] | None:
+        """1 for each token of the answer that was sampled, 0 for each token of a reply; None if there was no reply."""
+        if not self.replies:
+            return None
+        mask = [1] * len(self.tokens)
+        for start, end in self.replies:
+            mask[start:end] = [0] * (end - start)
+        return mask[len(self.prompt_ids) :]

@@ -5,7 +5,11 @@ its outputs have been read. Prompts are prefilled by forced rows beside the rows
 sampled from. A new step may be scheduled while one is in flight, so everything here works with upper bounds: a
 request whose last step has not been read may have grown by up to `num_in_flight` tokens.
 
-When the KV cache is full, `_reserve_or_preempt` pre-empts the youngest running requests; they are prefilled again later.
+A request whose turn has ended is paused: it leaves its slot to others and keeps its pages. When it is resumed, it is admitted
+again, and the reply's tokens are forced rows behind what its pages hold.
+
+When the KV cache is full, requests that do not run give up their pages first; then `_reserve_or_preempt` pre-empts the youngest
+running requests. Both are prefilled again later.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class Admitted(NamedTuple):
     request: Request
     context: int
     """Number of its tokens that are in the KV cache already."""
+    has_own: bool = False
+    """Whether these are on pages of its own, from a turn before or from another engine, and not on those of a shared prefix."""
 
 
 @dataclass(slots=True)
@@ -92,6 +98,9 @@ class Scheduler:
         """Requests without a slot, in the order of admission."""
         self.running: list[Request] = []
         """Requests that have a slot, oldest first."""
+        self.holding: dict[Request, None] = {}
+        """Requests that have pages without a slot, the one that was paused last at the end: paused requests, and those that were
+        resumed and wait."""
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         """Number of tokens whose keys and values were found in the cache at admission."""
@@ -116,7 +125,28 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether there is a request that can run; paused ones cannot."""
         return bool(self.waiting or self.running)
+
+    def pause(self, request: Request) -> None:
+        """The turn of a running request has ended. Outputs of steps in flight are dropped; what they write to its pages lies
+        behind its tokens and is overwritten."""
+        request.num_steps_dropped = request.num_steps_in_flight
+        self._free_slots.append(request.slot)
+        self.running.remove(request)
+        request.slot, request.status = -1, Status.PAUSED
+        self.holding[request] = None
+
+    def hold(self, request: Request) -> None:
+        """Take a paused request that comes from another engine, with its pages if it has any."""
+        request.status = Status.PAUSED
+        if request.pages:
+            self.holding[request] = None
+
+    def resume(self, request: Request) -> None:
+        """Admit a paused request again, before those that wait. New tokens have been appended to its own."""
+        request.status, request.stale = Status.WAITING, bool(request.pages)
+        self.waiting.appendleft(request)
 
     def schedule(self, decision: Decision, max_forced_rows: Callable[[int, int], int] | None = None) -> StepPlan:
         """Plan the next step and reserve pages for it. Every decoding request gets a row first, then prefill continues, then
@@ -136,7 +166,7 @@ class Scheduler:
             self._admit(plan, room, rows_left)
         self._plan_nodes(plan, self.max_rows - len(plan.decode) - plan.num_forced_rows)
         # One that came with its pages may have ended meanwhile.
-        plan.admitted += [Admitted(request, request.num_computed) for request in self._adopted if request.slot >= 0]
+        plan.admitted += [Admitted(request, request.num_computed, True) for request in self._adopted if request.slot >= 0]
         self._adopted = []
         if plan:
             plan.grown, self._grown = self._grown, []
@@ -169,23 +199,31 @@ class Scheduler:
                 request.num_steps_in_flight -= 1
 
     def reset(self, requests: Iterable[Request], held_pages: Collection[int] = ()) -> None:
-        """Begin again with these requests: all of them wait, and nobody has a slot or a page. For a step that was broken off,
-        which may have left slots and pages in any state. `held_pages`: pages of somebody else, which stay allocated."""
+        """Begin again with these requests: all of them wait or are paused, and nobody has a slot or a page. For a step that was
+        broken off, which may have left slots and pages in any state. `held_pages`: pages of somebody else, which stay
+        allocated."""
         self.pages.reset(held_pages)
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
-        self.running, self._adopted, self._grown = [], [], []
-        self.waiting = deque(sorted(requests, key=lambda request: request.id))
-        for request in self.waiting:
-            request.status, request.slot, request.pages, request.stale = Status.WAITING, -1, [], False
+        self.running, self._adopted, self._grown, self.holding = [], [], [], {}
+        ordered = sorted(requests, key=lambda request: request.id)
+        self.waiting = deque(request for request in ordered if request.status is not Status.PAUSED)
+        for request in ordered:
+            request.slot, request.pages, request.stale = -1, [], False
             request.num_shared = request.num_computed = request.num_in_flight = request.num_steps_in_flight = 0
+            request.num_steps_dropped = 0
+        for request in self.waiting:
+            request.status = Status.WAITING
 
     def finish(self, request: Request) -> None:
         """Remove a request, whatever state it is in, and free its slot and pages."""
         if request.slot >= 0:
             self._leave_slot(request)
             self.running.remove(request)
-        elif request.status is Status.WAITING:
-            self.waiting.remove(request)
+        else:
+            if request.status is Status.WAITING:
+                self.waiting.remove(request)
+            if request in self.holding:
+                self._give_up_pages(request)
         request.status = Status.FINISHED
 
     def preempt(self, request: Request) -> None:
@@ -202,14 +240,16 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def preempt_all(self) -> None:
-        """Pre-empt all running requests."""
+        """Pre-empt all running requests, and take the pages of all others."""
+        for request in list(self.holding):
+            self._give_up_pages(request)
         for request in reversed(self.running.copy()):  # the oldest is first in the queue afterwards
             self.preempt(request)
 
     def drop_prefixes(self) -> None:
         """Drop all cached prefixes: the weights changed, so nothing computed so far may be shared with later requests."""
         self.pages.drop_prefixes()
-        for request in self.running:
+        for request in (*self.running, *self.holding):
             request.stale = request.num_computed > 0
 
     def _plan_decode(self, plan: StepPlan) -> list[Request]:
@@ -248,11 +288,15 @@ class Scheduler:
             rows_left -= nodes
 
     def _reserve_or_preempt(self, request: Request) -> bool:
-        """Reserve a place in the KV cache for a request's last token. If no page is free, pre-empt the youngest running
-        requests until one is. Return False if the request cannot run in this step."""
+        """Reserve a place in the KV cache for a request's last token. If no page is free, requests that do not run give theirs
+        up; then the youngest running requests are pre-empted until one is. Return False if the request cannot run in this
+        step."""
         if request.num_computed + request.num_in_flight >= self.max_length:
             return False  # it may have reached its end: the outputs in flight must be read first
         while not self._grow(request, request.num_computed + request.num_in_flight + 1):
+            if self.holding:
+                self._give_up_pages(next(reversed(self.holding)))
+                continue
             if any(other.num_in_flight for other in self.running):
                 return False  # the outputs in flight must be read first
             youngest = self.running[-1]
@@ -310,14 +354,16 @@ class Scheduler:
         num_forced, num_decode = plan.num_forced_rows, len(plan.decode)
         while self.waiting and self._free_slots and num_forced < room and num_forced + len(plan.decode) - num_decode < rows_left:
             request = self.waiting.popleft()
-            if request.group in prefilling:
+            goes_on = request in self.holding  # what it has to compute is its own, and nobody else's prompt
+            if request.group in prefilling and not goes_on:
                 blocked.append(request)
                 continue
             if not self._place(plan, request):
                 self.waiting.appendleft(request)
                 break
             if request.num_to_feed > 1:
-                prefilling.add(request.group)
+                if not goes_on:
+                    prefilling.add(request.group)
                 most = min(room, rows_left - len(plan.decode) + num_decode)
                 self._plan_forced(plan, request, most - num_forced)
                 num_forced = plan.num_forced_rows
@@ -329,13 +375,15 @@ class Scheduler:
     def _place(self, plan: StepPlan, request: Request) -> bool:
         """Give a waiting request a slot, and pages for all of its tokens. Return False if there is no room now, which never
         happens while nothing runs. One free page for each running request is left for it to grow into."""
+        if request in self.holding and self._take_up(plan, request):
+            return True
         known = self.pages.match(request.tokens[:-1])
         wanted = self.pages.pages_for(len(request.tokens)) - len(known.pages) + len(self.running)
         if known.tail is not None and wanted > self.pages.num_available:
             # Unlike full pages, which are shared, a tail is needed beside its copy: without room for both it is computed again.
             self.pages.release([known.tail])
             known = known._replace(tail=None, num_tail=0)
-        if wanted > self.pages.num_available:
+        if not self._make_room(wanted):
             self.pages.release(known.pages)
             return False
         pages = self.pages.allocate(wanted - len(self.running))
@@ -347,11 +395,39 @@ class Scheduler:
             plan.copies.append((known.tail, pages[0]))
             plan.borrowed.append(known.tail)
         self.num_cached_tokens += request.num_computed
+        self._enter_slot(plan, request)
+        return True
+
+    def _take_up(self, plan: StepPlan, request: Request) -> bool:
+        """Give a resumed request a slot and what its reply needs beside the pages that it has. Without room for that it gives its
+        pages up; return False."""
+        del self.holding[request]
+        missing = self.pages.pages_for(len(request.tokens)) - len(request.pages)
+        if missing > 0 and not self._make_room(missing + len(self.running)):
+            self.holding[request] = None
+            self._give_up_pages(request)
+            return False
+        request.pages += self.pages.allocate(max(0, missing)) or []
+        self._enter_slot(plan, request, has_own=True)
+        return True
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Whether so many pages can be allocated, once requests that do not run have given up theirs, the last paused first."""
+        while num_pages > self.pages.num_available and self.holding:
+            self._give_up_pages(next(reversed(self.holding)))
+        return num_pages <= self.pages.num_available
+
+    def _give_up_pages(self, request: Request) -> None:
+        """Take the pages of a request that does not run: it will be prefilled with all of its tokens."""
+        del self.holding[request]
+        self.pages.release(request.pages)
+        request.pages, request.num_computed, request.stale = [], 0, False
+
+    def _enter_slot(self, plan: StepPlan, request: Request, has_own: bool = False) -> None:
         request.slot = self._free_slots.pop()
-        plan.admitted.append(Admitted(request, request.num_computed))
+        plan.admitted.append(Admitted(request, request.num_computed, has_own))
         self._grown.append(request)
         self._insert_running(request)
-        return True
 
     def _insert_running(self, request: Request) -> None:
         """Insert into `running`, which is ordered by age."""

@@ -15,6 +15,7 @@ from paceline import Engine, SamplingParams, Strategy
 from paceline.config import EngineConfig
 from paceline.engine.command import ImportPages, LoadWeights, StepCommand, StepOutputs
 from paceline.engine.executor import Executor
+from paceline.engine.request import Status
 from paceline.models.state_dict import export_state
 from paceline.types import StepView
 
@@ -61,8 +62,8 @@ def choose(rng: random.Random, view: StepView) -> Strategy:
 
 
 def run(recorders: list[Recorder], rng: random.Random, steps: int) -> None:
-    """Requests arrive, share prefixes, are pre-empted, aborted and moved; weights change, and engines sleep, are warmed up and
-    profiled."""
+    """Requests arrive, share prefixes, pause and go on, are pre-empted, aborted and moved; weights change, and engines sleep, are
+    warmed up and profiled."""
     state = export_state(recorders[0].engine.model)
     shared = [rng.randrange(VOCAB) for _ in range(14)]
     for number in range(steps):
@@ -70,11 +71,17 @@ def run(recorders: list[Recorder], rng: random.Random, steps: int) -> None:
         if rng.random() < 0.4:
             prompt = shared[: rng.randrange(1, 15)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
             extra = {"repetition_penalty": 1.3, "min_tokens": 3, "logit_bias": {5: 1.0}} if rng.random() < 0.2 else {}
+            if rng.random() < 0.4:
+                extra |= {"pauses": True, "max_turn_tokens": rng.randrange(1, 9)}
             params = SamplingParams(max_new_tokens=rng.randrange(3, 30), seed=number, temperature=rng.choice([0.0, 1.0]),
                                     raw_logprobs=rng.random() < 0.2, **extra)
             engine.add(prompt, params, n=rng.randrange(1, 4))
         engine.step()
         other.step()
+        for each in (engine, other):
+            for paused in [found.id for found in each.planner.requests.values() if found.status is Status.PAUSED]:
+                if rng.random() < 0.4 and not each.resume(paused, [rng.randrange(VOCAB) for _ in range(rng.randrange(9))]):
+                    each.end(paused)
         running = engine.scheduler.running
         if running and rng.random() < 0.1:
             engine._drain()

@@ -103,6 +103,14 @@ class RolloutConfig(Config):
     """Texts that end an answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables that the chat template reads when it formats a problem's messages, such as `enable_thinking = false`."""
+    max_turns: int = Field(16, ge=1)
+    """Maximum number of the policy's turns per episode, if the task is an environment (docs/environments.md)."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens of one turn. None: only `max_new_tokens` limits it, which all turns and replies of an episode
+    share."""
+    episode_timeout_s: float | None = Field(None, gt=0)
+    """Maximum number of seconds of an episode, looked at when a turn or a reply ends. None: no limit. With a limit, rollouts
+    depend on the machine's speed."""
 
 
 class OptimizerConfig(Config):

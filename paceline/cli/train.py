@@ -18,7 +18,7 @@ from paceline.config import ConfigError, TrainConfig
 from paceline.report import Run, TrainView
 from paceline.report.formatting import format_value
 from paceline.spot.alarms import Alarm
-from paceline.tasks import Task
+from paceline.tasks.environment import AnyTask
 from paceline.trainer import ReportWriter, RolloutProgress, RunStatus, Trainer, TrainerCallback, TrainResult
 from paceline.trainer.config_files import with_source
 from paceline.trainer.device import run_device
@@ -31,7 +31,7 @@ _LINE_EVERY_S = 15.0
 """Seconds between lines of progress within a step if stderr is not a terminal."""
 
 
-def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: str) -> Task:
+def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: str) -> AnyTask:
     """The run's task, if the run can start with this configuration; otherwise a ValueError names the flag or file at fault."""
     try:
         return check_config(config, resume)
@@ -39,7 +39,7 @@ def validate(config: TrainConfig, resume: bool, overrides: Sequence[str], file: 
         raise with_source(error, overrides, file) from None
 
 
-def train(config: TrainConfig, task: Task, resume: bool = False, page: bool = True, open_page: bool = False) -> int:
+def train(config: TrainConfig, task: AnyTask, resume: bool = False, page: bool = True, open_page: bool = False) -> int:
     """Runs the training and returns the exit code. `page`: there is a live page meanwhile; `open_page`: a browser shows it."""
     live = LiveRollouts()
     served = RunPage(Path(config.out), live.snapshot, open_page) if page or open_page else nullcontext()

@@ -93,7 +93,7 @@ class GRPO(Config):
         """Reward of an answer including the penalty for overlong answers."""
         longest = self.max_new_tokens
         cache = longest // _OVERLONG_PART if self.overlong_cache is None else min(self.overlong_cache, longest)
-        return sample.reward + overlong_penalty(sample.num_answer, longest, cache)
+        return sample.reward + overlong_penalty(sample.length, longest, cache)
 
     def group_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the answers of one group [G] from their rewards [G]."""

@@ -16,7 +16,8 @@ from paceline.types import Rollout, RolloutGroup
 
 @dataclass(slots=True)
 class Sample:
-    """One answer. Tensors have one element per answer token and are on the CPU; they are None until they are computed."""
+    """One answer. Tensors have one element per answer token that the policy sampled, which leaves the tokens of replies out, and
+    are on the CPU; they are None until they are computed."""
 
     tokens: list[int]
     """Token ids of prompt and answer."""
@@ -44,11 +45,23 @@ class Sample:
     """The prompt as text or chat messages, if it is known."""
     text: str = ""
     """The answer as text."""
+    loss_mask: Tensor | None = None
+    """[answer tokens] bool: whether each was sampled; None: all were."""
 
     @property
     def num_answer(self) -> int:
-        """Number of answer tokens."""
+        """Number of answer tokens that the policy sampled, and is trained on."""
+        return len(self.sampled)
+
+    @property
+    def length(self) -> int:
+        """Number of answer tokens, those of replies included."""
         return len(self.tokens) - self.prompt_length
+
+    def target_rows(self, start: int) -> Tensor:
+        """Rows of the tokens that the policy sampled, where the sample begins at row `start`."""
+        rows = torch.arange(start + self.prompt_length, start + len(self.tokens))
+        return rows if self.loss_mask is None else rows[self.loss_mask]
 
 
 def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
@@ -61,13 +74,15 @@ def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sampl
 def sample_of(group: RolloutGroup, index: int, rollout: Rollout, dtype: torch.dtype) -> Sample:
     """The sample of a graded rollout of a group, which is number `index` of its batch."""
     assert rollout.reward is not None, "it was graded"
+    sampled = torch.tensor(rollout.logprobs, dtype=dtype)
+    mask = None if rollout.loss_mask is None else torch.tensor(rollout.loss_mask, dtype=torch.bool)
     return Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
-                  rollout.finish_reason == "length", torch.tensor(rollout.logprobs, dtype=dtype), prompt=group.prompt,
-                  text=rollout.text)
+                  rollout.finish_reason == "length", sampled if mask is None else sampled[mask], prompt=group.prompt,
+                  text=rollout.text, loss_mask=mask)
 
 
 class MicroBatch(NamedTuple):
-    """Input of one forward pass: R rows of S whole sequences with A answer tokens, each predicted by the row before it."""
+    """Input of one forward pass: R rows of S whole sequences with A sampled tokens, each predicted by the row before it."""
 
     tokens: Tensor  # [R] int64
     positions: Tensor  # [R] int64
@@ -101,9 +116,7 @@ def _micro_batch(samples: Sequence[Sample], indices: list[int], weights: Sequenc
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     answers = torch.tensor([s.num_answer for s in chosen])
     sampled = torch.cat([s.sampled for s in chosen])
-    # Answer token j of a sequence stands at prompt_length + j; the row before it predicts it.
-    target_rows = torch.cat([torch.arange(start + s.prompt_length, start + n)
-                             for s, start, n in zip(chosen, starts.tolist(), lengths, strict=True)])
+    target_rows = torch.cat([s.target_rows(start) for s, start in zip(chosen, starts.tolist(), strict=True)])
     tokens = torch.tensor([t for s in chosen for t in s.tokens])
     each = [1.0] * len(samples) if weights is None else weights
     weight = torch.tensor([each[i] for i in indices], dtype=sampled.dtype).repeat_interleave(answers)

@@ -88,7 +88,7 @@ class RewardModel:
         ids = self.token_ids(sample)
         unused = torch.zeros(len(ids) - 1, dtype=sample.sampled.dtype)
         return replace(sample, tokens=ids, prompt_length=1, sampled=unused, old=None, reference=None, values=None, returns=None,
-                       advantages=None)
+                       advantages=None, loss_mask=None)
 
 
 def knows_all_tokens(tokenizer: Any, of: Any) -> bool:

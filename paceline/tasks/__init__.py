@@ -1,5 +1,5 @@
-"""Verifiable tasks and their rewards. A task is a small class, a frozen config and one line in TASKS. Nothing here imports
-torch."""
+"""Verifiable tasks and their rewards, and environments, which have several turns. Each is a small class, a frozen config and one
+line in TASKS. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from typing import Any
 from paceline.config import Config
 from paceline.tasks.arc import Arc, ArcConfig
 from paceline.tasks.base import Problem, Task
+from paceline.tasks.calculation import Calculation, CalculationConfig
 from paceline.tasks.collatz import Collatz, CollatzConfig
 from paceline.tasks.competition import Math, MathConfig
 from paceline.tasks.custom import Python, PythonConfig
+from paceline.tasks.environment import AnyTask, Environment, Tool, Transcript, UsesTools
 from paceline.tasks.gsm8k import Gsm8k, Gsm8kConfig
 from paceline.tasks.humaneval import HumanEval, HumanEvalConfig
 from paceline.tasks.jsonl import Jsonl, JsonlConfig
 from paceline.tasks.options import make_config
 from paceline.tasks.pool import Graded, RewardPool
 from paceline.tasks.reasoning import ReasoningGym, ReasoningGymConfig, split_options
+from paceline.tasks.repair import Repair, RepairConfig
 from paceline.tasks.weighted import WeightedRewards
+from paceline.tasks.words import Words, WordsConfig
 
-__all__ = ["TASKS", "Graded", "Problem", "RewardPool", "Task", "WeightedRewards", "make_task"]
+__all__ = ["TASKS", "Environment", "Graded", "Problem", "RewardPool", "Task", "Tool", "Transcript", "UsesTools",
+           "WeightedRewards", "make_task"]
 
-TASKS: dict[str, tuple[type[Config], Callable[[Any], Task]]] = {
+TASKS: dict[str, tuple[type[Config], Callable[[Any], AnyTask]]] = {
     "arc": (ArcConfig, Arc),
+    "calculation": (CalculationConfig, Calculation),
     "collatz": (CollatzConfig, Collatz),
     "gsm8k": (Gsm8kConfig, Gsm8k),
     "humaneval": (HumanEvalConfig, HumanEval),
@@ -33,11 +39,13 @@ TASKS: dict[str, tuple[type[Config], Callable[[Any], Task]]] = {
     "math": (MathConfig, Math),
     "python": (PythonConfig, Python),
     "reasoning-gym": (ReasoningGymConfig, ReasoningGym),
+    "repair": (RepairConfig, Repair),
+    "words": (WordsConfig, Words),
 }
 """The config class and the class of each task, by name."""
 
 
-def make_task(name: str, **options: Any) -> Task:
+def make_task(name: str, **options: Any) -> AnyTask:
     """The task with this name and these options. `reasoning-gym:chain_sum` (or `reasoning_gym/chain_sum`) names one of
     reasoning-gym's generators. ValueError says which option is wrong."""
     generator = re.fullmatch(r"reasoning[-_]gym(?:[:/](\w+))?", name)

@@ -22,8 +22,8 @@ class Problem:
     """What the grader needs to know; can be written as JSON."""
 
 
-class Task(Protocol):
-    """Numbered problems and their grader. A task is sent to worker processes, so it has to pickle."""
+class Problems(Protocol):
+    """Numbered problems."""
 
     name: str
 
@@ -32,6 +32,10 @@ class Task(Protocol):
     def __getitem__(self, index: int) -> Problem:
         """The problem with this number; always the same one. IndexError past the end."""
         ...
+
+
+class Task(Problems, Protocol):
+    """Numbered problems and their grader. A task is sent to worker processes, so it has to pickle."""
 
     def grade(self, problem: Problem, answer: str) -> Reward:
         """The reward for an answer, usually between 0 and 1; always the same for the same answer. It may raise, hang or crash: a

@@ -1,19 +1,33 @@
-"""Grading in worker processes, so that a grader that raises, hangs or crashes costs its own sample only."""
+"""Grading, and the replies of environments, in worker processes, so that a grader or an environment that raises, hangs or crashes
+costs its own sample only."""
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from paceline.tasks.base import Problem, Task
-from paceline.tasks.worker import Outcome, grade_here, grade_in_worker, ready, start_worker
+from paceline.tasks.base import Problem
+from paceline.tasks.environment import AnyTask, Message, Transcript
+from paceline.tasks.worker import (
+    Acted,
+    Action,
+    Outcome,
+    act_here,
+    act_in_worker,
+    grade_here,
+    grade_in_worker,
+    ready,
+    reward_here,
+    reward_in_worker,
+    start_worker,
+)
 
 _STALLED_S = 30.0
 """If no grade arrives for this long beyond the time limit, the workers are taken for lost and replaced."""
@@ -35,14 +49,24 @@ class Graded:
     """Where the grader raised, if it did: file, line and code of the last three calls, innermost first."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts that the reward is the sum of, if the grader returned any."""
+    messages: list[Message] | None = None
+    """What an environment returned, if it was asked for messages; None ends the episode."""
+
+
+class _Call(NamedTuple):
+    """A call of a grader or an environment: the function for this process, that for a worker, and the arguments."""
+
+    here: Callable[..., Outcome | Acted]
+    in_worker: Callable[..., Outcome | Acted]
+    arguments: tuple[Any, ...]
 
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A sample being graded: `submit` returns it and `collect` takes it."""
+    """A sample being graded, or a call of an environment: `submit` and its kin return it, `collect` and `poll` take it."""
 
     problem: Problem
-    answer: str
+    call: _Call
     future: Future[Any] | None = None
     graded: Graded | None = None
     generation: int = -1
@@ -60,7 +84,7 @@ class RewardPool:
     crash.
     """
 
-    def __init__(self, task: Task, workers: int, timeout_s: float, *, memory_gb: float = 4.0, retries: int = 0) -> None:
+    def __init__(self, task: AnyTask, workers: int, timeout_s: float, *, memory_gb: float = 4.0, retries: int = 0) -> None:
         """`retries`: how often a sample is graded again after its grader raised, ran out of time or crashed."""
         _require(workers >= 0, "workers", workers, ">= 0")
         _require(timeout_s > 0, "timeout_s", timeout_s, "> 0")
@@ -92,27 +116,52 @@ class RewardPool:
 
     def submit(self, problem: Problem, answer: str) -> Pending:
         """Hands one sample to the workers."""
-        handle = Pending(problem, answer)
-        if self.workers:
-            self._send(handle)
-        else:
-            while handle.graded is None:
-                self._finish(handle, grade_here(lambda: self.task, problem, answer))
-        return handle
+        return self._begin(Pending(problem, _Call(grade_here, grade_in_worker, (problem, answer))))
+
+    def act(self, action: Action, transcript: Transcript) -> Pending:
+        """Asks the environment for its opening (`reset`) or its next messages (`reply`)."""
+        return self._begin(Pending(transcript.problem, _Call(act_here, act_in_worker, (action, transcript))))
+
+    def submit_episode(self, transcript: Transcript) -> Pending:
+        """Asks the environment for the reward of an episode."""
+        return self._begin(Pending(transcript.problem, _Call(reward_here, reward_in_worker, (transcript,))))
+
+    def failed(self, problem: Problem, error: str) -> Pending:
+        """A sample that cannot be graded."""
+        return Pending(problem, _Call(grade_here, grade_in_worker, ()), graded=Graded(0.0, error, 0.0))
 
     def collect(self, handles: Sequence[Pending]) -> list[Graded]:
         """Waits for these samples and returns their grades in the same order. A sample may be collected more than once."""
         while waiting := {handle for handle in handles if handle.graded is None}:
-            for handle in waiting:
-                if handle.generation != self._generation:  # its workers are gone
-                    self._send(handle)
-            futures = {handle.future: handle for handle in waiting if handle.graded is None and handle.future is not None}
-            done, _ = wait(futures, timeout=self.timeout_s + _STALLED_S, return_when=FIRST_COMPLETED)
-            if futures and not done:
-                self._drop()
-            for future in done:
-                self._settle(futures[future])
+            self._advance(waiting, self.timeout_s + _STALLED_S)
         return [handle.graded for handle in handles if handle.graded is not None]
+
+    def poll(self, handles: Collection[Pending], waits: bool = False) -> None:
+        """Takes note of those of these calls that have ended. `waits`: waits until one has, if none has yet."""
+        waiting = {handle for handle in handles if handle.graded is None}
+        if waiting and (not waits or len(waiting) == len(handles)):
+            self._advance(waiting, self.timeout_s + _STALLED_S if waits else None)
+
+    def _begin(self, handle: Pending) -> Pending:
+        if self.workers:
+            self._send(handle)
+        else:
+            while handle.graded is None:
+                self._finish(handle, handle.call.here(lambda: self.task, *handle.call.arguments))
+        return handle
+
+    def _advance(self, waiting: Collection[Pending], timeout_s: float | None) -> None:
+        """Waits until one of these calls has ended; None: does not wait. Workers that do not answer are replaced."""
+        for handle in waiting:
+            if handle.generation != self._generation:  # its workers are gone
+                self._send(handle)
+        futures = {handle.future: handle for handle in waiting if handle.graded is None and handle.future is not None}
+        done = ([future for future in futures if future.done()] if timeout_s is None else
+                wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED).done)
+        if futures and not done and timeout_s is not None:
+            self._drop()
+        for future in done:
+            self._settle(futures[future])
 
     def close(self) -> None:
         """Ends the workers. Samples that were not collected are dropped."""
@@ -124,10 +173,10 @@ class RewardPool:
             self._crashed(handle, f"the grader's process was lost {handle.attempts} times")
             return
         try:
-            handle.future = self._schedule(grade_in_worker, handle.problem, handle.answer)
+            handle.future = self._schedule(handle.call.in_worker, *handle.call.arguments)
         except RuntimeError:  # pebble: the pool broke while nobody looked, say an idle worker was killed
             self._drop()
-            handle.future = self._schedule(grade_in_worker, handle.problem, handle.answer)
+            handle.future = self._schedule(handle.call.in_worker, *handle.call.arguments)
         handle.generation, handle.attempts = self._generation, handle.attempts + 1
 
     def _settle(self, handle: Pending) -> None:
@@ -149,10 +198,11 @@ class RewardPool:
             self.num_crashes += 1
             handle.graded = Graded(0.0, error, 0.0)
 
-    def _finish(self, handle: Pending, outcome: Outcome) -> None:
+    def _finish(self, handle: Pending, outcome: Outcome | Acted) -> None:
         if outcome.error is None or not self._retried(handle):
             self.num_errors += outcome.error is not None
-            handle.graded = Graded(*outcome)
+            handle.graded = Graded(*outcome) if isinstance(outcome, Outcome) else Graded(
+                0.0, outcome.error, outcome.seconds, outcome.traceback, messages=outcome.messages)
 
     def _retried(self, handle: Pending) -> bool:
         """Whether the sample, on which the grader failed, is graded again. Workers are sent it at once."""

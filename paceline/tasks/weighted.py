@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from paceline.tasks.base import Problem, Reward, Task, UsesSandbox
 from paceline.tasks.custom import absolute_name, load_function
+from paceline.tasks.environment import AnyTask, Environment, Message, Transcript, UsesTools, tools_of
 from paceline.types import MODEL_PART, TASK_PART
 
 
 class WeightedRewards(UsesSandbox):
     """A task whose reward is the weighted sum of its own grade and of the user's reward functions."""
 
-    def __init__(self, task: Task, functions: Mapping[str, float], task_weight: float) -> None:
+    def __init__(self, task: AnyTask, functions: Mapping[str, float], task_weight: float) -> None:
         """`functions`: the weight of each function, which is named as `module:function` or `path.py:function` and called like
         the grader of the task `python`."""
         self.task, self.name, self.task_weight = task, task.name, task_weight
@@ -40,9 +41,12 @@ class WeightedRewards(UsesSandbox):
 
     def grade(self, problem: Problem, answer: str) -> Reward:
         """The weighted parts of the reward, by name. A task whose weight is 0 does not grade."""
+        return self._weighted(problem, answer, lambda: cast(Task, self.task).grade(problem, answer))
+
+    def _weighted(self, problem: Problem, answer: str, grade: Callable[[], Reward]) -> Reward:
         parts: dict[str, float] = {}
         if self.task_weight:
-            own = self.task.grade(problem, answer)
+            own = grade()
             named = own if isinstance(own, Mapping) else {TASK_PART: own}
             parts = {name: self.task_weight * value for name, value in named.items()}
         row = _row(problem)
@@ -52,6 +56,32 @@ class WeightedRewards(UsesSandbox):
                 raise ValueError(f"reward function {part} returned several values; its weight is for one")
             parts[part] = weight * found
         return parts
+
+
+class WeightedEnvironment(WeightedRewards, UsesTools):
+    """An environment whose rewards are weighted sums. Reward functions are told the policy's last turn."""
+
+    task: Environment
+
+    def __init__(self, task: Environment, functions: Mapping[str, float], task_weight: float) -> None:
+        super().__init__(task, functions, task_weight)
+        self.tools = tools_of(task)
+
+    def reset(self, problem: Problem) -> list[Message]:
+        return self.task.reset(problem)
+
+    def reply(self, transcript: Transcript) -> list[Message] | None:
+        return self.task.reply(transcript)
+
+    def reward(self, transcript: Transcript) -> Reward:
+        return self._weighted(transcript.problem, transcript.answer, lambda: self.task.reward(transcript))
+
+
+def weighted(task: AnyTask, functions: Mapping[str, float], task_weight: float) -> WeightedRewards:
+    """The task with weighted rewards."""
+    if isinstance(task, Environment):
+        return WeightedEnvironment(task, functions, task_weight)
+    return WeightedRewards(task, functions, task_weight)
 
 
 def _row(problem: Problem) -> Mapping[str, Any]:

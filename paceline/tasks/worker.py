@@ -17,9 +17,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from paceline.tasks.base import Problem, Task, UsesSandbox
+from paceline.tasks.environment import Environment, Message, Transcript
+
+Action = Literal["reset", "reply"]
+"""What an environment is asked for beside rewards."""
 
 _held: dict[str, Any] = {}
 """The task of this worker process, pickled and unpickled. It is sent once, when the worker starts, and not with each sample."""
@@ -61,32 +65,83 @@ class Outcome(NamedTuple):
     """Named parts of the reward, if the grader returned any."""
 
 
+class Acted(NamedTuple):
+    """What came of one call of an environment, as plain values."""
+
+    messages: list[Message] | None
+    """What it returned; None at the end of an episode, or if there was an error."""
+    error: str | None
+    seconds: float
+    traceback: str
+
+
 def grade_in_worker(problem: Problem, answer: str) -> Outcome:
     """`grade_here` with the task of this worker."""
     return grade_here(_load, problem, answer)
 
 
-def _load() -> Task:
+def act_in_worker(action: Action, transcript: Transcript) -> Acted:
+    """`act_here` with the environment of this worker."""
+    return act_here(_load, action, transcript)
+
+
+def reward_in_worker(transcript: Transcript) -> Outcome:
+    """`reward_here` with the environment of this worker."""
+    return reward_here(_load, transcript)
+
+
+def _load() -> Any:
     if "task" not in _held:
         _held["task"] = pickle.loads(_held["pickled"])
     return _held["task"]
 
 
 def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> Outcome:
-    """Calls the grader. It may be anybody's code, so whatever it raises is caught."""
+    """Calls the grader."""
+    return _as_outcome(*_attempt(lambda: load().grade(problem, answer)))
+
+
+def reward_here(load: Callable[[], Environment], transcript: Transcript) -> Outcome:
+    """Asks the environment for the reward of an episode."""
+    return _as_outcome(*_attempt(lambda: load().reward(transcript)))
+
+
+def act_here(load: Callable[[], Environment], action: Action, transcript: Transcript) -> Acted:
+    """Asks the environment for its opening or its next messages."""
+    def act() -> list[Message] | None:
+        environment = load()
+        return environment.reset(transcript.problem) if action == "reset" else environment.reply(transcript)
+
+    value, error, seconds, trace = _attempt(act)
+    if error is None and not (value is None and action == "reply"):
+        wrong = not isinstance(value, list) or not value or not all(map(_is_message, value))
+        error = f"{action} returned {_shown(value)}, not a list of messages with role and content" if wrong else None
+    return Acted(value if error is None else None, error, seconds, trace)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None, float, str]:
+    """The value of a function, what it raised, the seconds that it took, and where it raised. It may be anybody's code, so
+    whatever it raises is caught."""
     start = time.perf_counter()
-    value: Any = 0.0
+    value: Any = None
     error, trace = None, ""
     try:
-        value = load().grade(problem, answer)
+        value = function()
     except (Exception, SystemExit) as raised:
         error = f"{type(raised).__name__}: {raised}"[:1000]
-        frames = traceback.extract_tb(raised.__traceback__)[1:][-3:]
+        frames = traceback.extract_tb(raised.__traceback__)[2:][-3:]
         trace = "; ".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames))[:2000]
+    return value, error, time.perf_counter() - start, trace
+
+
+def _as_outcome(value: Any, error: str | None, seconds: float, trace: str) -> Outcome:
     parts = dict(value) if isinstance(value, Mapping) else {}
     if error is None:
         error = next(filter(None, map(_no_reward, parts.values() if parts else [value])), None)
-    seconds = time.perf_counter() - start
     if error is not None:
         return Outcome(0.0, error, seconds, trace, {})
     parts = {str(name): float(part) for name, part in parts.items()}

@@ -15,17 +15,18 @@ from paceline.files import atomic_write
 from paceline.report.metrics import EVALUATIONS_FILE, read_evaluations
 from paceline.rl.loop import PhaseTimer
 from paceline.rl.reward_model import ScoresAnswers, add_scores
-from paceline.tasks import Problem, RewardPool, Task, make_task
-from paceline.tasks.base import Reward
-from paceline.trainer.rollouts import PromptStream, RolloutCollector
+from paceline.tasks import Problem, RewardPool, make_task
+from paceline.tasks.environment import AnyTask
+from paceline.trainer.episodes import make_collector
+from paceline.trainer.rollouts import PromptStream
 from paceline.trainer.summary import noise_metrics
 from paceline.types import RolloutGroup
 
 
 class TaskSlice:
-    """Some consecutive problems of a task."""
+    """Some consecutive problems of a task, which grades them."""
 
-    def __init__(self, task: Task, start: int, stop: int) -> None:
+    def __init__(self, task: AnyTask, start: int, stop: int) -> None:
         self.task, self.name, self._range = task, task.name, range(start, stop)
 
     def __len__(self) -> int:
@@ -34,11 +35,8 @@ class TaskSlice:
     def __getitem__(self, index: int) -> Problem:
         return self.task[self._range[index]]
 
-    def grade(self, problem: Problem, answer: str) -> Reward:
-        return self.task.grade(problem, answer)
 
-
-def split_task(config: TrainConfig, task: Task) -> tuple[Task, Task | None]:
+def split_task(config: TrainConfig, task: AnyTask) -> tuple[AnyTask | TaskSlice, TaskSlice | None]:
     """The problems to train on and those to evaluate on; None without evaluation. Unless the evaluation has a task or options of
     its own, the last problems of the task are held out and never trained on."""
     wanted = config.evaluation
@@ -59,18 +57,18 @@ class Evaluator:
     """Generates and grades answers to the held-out problems, always with the same seeds. The results are in `evaluations.jsonl`
     of the run folder."""
 
-    def __init__(self, config: TrainConfig, engine: Engine, task: Task, pool: RewardPool, learner: ScoresAnswers, folder: Path,
-                 step: int, on_refused: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, engine: Engine, task: TaskSlice, pool: RewardPool, learner: ScoresAnswers,
+                 folder: Path, step: int, on_refused: Callable[[str], None]) -> None:
         """`pool` grades with the run's own task; the `learner`'s reward model adds its scores, if it has one; `step` is the
         number of steps that the run has done."""
         self.config: EvaluationConfig = config.evaluation
         self._own = config.evaluation.task is not None or bool(config.evaluation.task_options)
         grading = config.reward
-        self._pool = RewardPool(task, grading.workers, grading.timeout_s, retries=grading.retries) if self._own else pool
+        self._pool = RewardPool(task.task, grading.workers, grading.timeout_s, retries=grading.retries) if self._own else pool
         rollout = config.rollout.model_copy(update={
             "group_size": self.config.samples, "max_new_tokens": self.config.max_new_tokens or config.rollout.max_new_tokens})
-        self._collector = RolloutCollector(engine, None, PromptStream(task, config.seed, None), self._pool, rollout, config.seed,
-                                           lambda *_: None)
+        self._collector = make_collector(engine, None, PromptStream(task, config.seed, None), self._pool, rollout, config.seed,
+                                         lambda *_: None)
         self._collector.params = replace(self._collector.params, temperature=self.config.temperature)
         self._learner = learner
         self._engine, self._num_problems, self._on_refused = engine, len(task), on_refused

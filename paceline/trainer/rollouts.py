@@ -18,7 +18,8 @@ from paceline.garbage import no_garbage_collection
 from paceline.generation import plain_prompt
 from paceline.rl.checkpoint import RunState
 from paceline.rl.loop import OutOfPrompts, PhaseTimer
-from paceline.tasks import Problem, RewardPool, Task
+from paceline.tasks import Problem, RewardPool
+from paceline.tasks.base import Problems
 from paceline.trainer.health import GradingMonitor
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
@@ -33,7 +34,8 @@ class PromptStream:
     """The problems of a task in the order in which a run uses them: shuffled anew for every epoch, determined by the seed
     alone, or in the task's own order."""
 
-    def __init__(self, task: Task, seed: int, epochs: int | None, state: RunState | None = None, shuffle: bool = True) -> None:
+    def __init__(self, task: Problems, seed: int, epochs: int | None, state: RunState | None = None,
+                 shuffle: bool = True) -> None:
         """`epochs` is the maximum number of passes over the task; None: no limit. `state`: the resumed run's; its unfinished
         prompts come first, and none comes twice."""
         if not len(task):

@@ -184,5 +184,8 @@ class RunFolder:
 def _rollout_record(step: int, key: str, rollout: Rollout, prompt: str | None) -> dict[str, Any]:
     asked = {} if prompt is None else {"prompt": prompt}
     parts = {"rewards": rollout.reward_parts} if rollout.reward_parts else {}
-    return {"id": key, "sample": rollout.sample, "step": step, **asked, "token_ids": rollout.token_ids, "text": rollout.text,
-            "reward": rollout.reward, **parts, "finish_reason": rollout.finish_reason, "seed": rollout.seed}
+    episode = {} if rollout.episode is None else {"messages": rollout.episode.messages, "end": rollout.episode.end}
+    mask = {} if rollout.loss_mask is None else {"loss_mask": rollout.loss_mask}
+    return {"id": key, "sample": rollout.sample, "step": step, **asked, "token_ids": rollout.token_ids, **mask,
+            "text": rollout.text, **episode, "reward": rollout.reward, **parts,
+            "finish_reason": rollout.finish_reason, "seed": rollout.seed}

@@ -14,7 +14,7 @@ from paceline.report.noise import mean_of
 from paceline.strategy import AutoSelector, Selector
 from paceline.tasks import RewardPool
 from paceline.trainer.rollouts import SpeculationComparison
-from paceline.types import EngineStats, RolloutGroup
+from paceline.types import EngineStats, Rollout, RolloutGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -29,8 +29,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         for name in dict.fromkeys(name for rollout in graded for name in rollout.reward_parts):
             metrics[f"rewards/{name}"] = fmean(rollout.reward_parts.get(name, 0.0) for rollout in graded)
     return {**metrics, "reward/mixed_groups": sum(group.has_signal for group in groups) / len(groups),
-            "truncated": fmean(r.finish_reason == "length" for r in rollouts),
+            "truncated": fmean(r.finish_reason == "length" for r in rollouts), **episode_metrics(rollouts),
             **length_metrics([len(r.token_ids) for r in rollouts])}
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Turns, calls of tools and time of the environment per episode, if the rollouts are episodes."""
+    found = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not found:
+        return {}
+    return {"episode/turns": fmean(each.num_turns for each in found),
+            "episode/tool_calls": fmean(each.num_tool_calls for each in found),
+            "episode/tool_errors": fmean(each.num_tool_errors for each in found),
+            "episode/environment_s": fmean(each.environment_s for each in found),
+            "episode/errors": sum(each.error is not None for each in found)}
 
 
 def rollout_rows(groups: Sequence[RolloutGroup], decode: Callable[[list[int]], str], most: int = 64) -> list[dict[str, Any]]:

@@ -25,7 +25,9 @@ from paceline.rl.checkpoint import Checkpoints, RunState, drafter_folder, policy
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer, StepOutcome, train
 from paceline.spot.alarms import AlarmConfig
-from paceline.tasks import RewardPool, Task, WeightedRewards
+from paceline.tasks import RewardPool
+from paceline.tasks.environment import AnyTask
+from paceline.tasks.weighted import weighted
 from paceline.trainer.callbacks import RolloutProgress, RunStatus, TrainerCallback, TrainResult
 from paceline.trainer.checkpoints import (
     complete_state,
@@ -39,6 +41,7 @@ from paceline.trainer.config_files import unused_folder
 from paceline.trainer.device import run_device
 from paceline.trainer.drafter import OnlineDrafterTrainer, make_drafter_trainer
 from paceline.trainer.drafter_origin import DrafterOrigin
+from paceline.trainer.episodes import make_collector
 from paceline.trainer.evaluation import Evaluator, split_task
 from paceline.trainer.health import GraderFailed, SignalMonitor
 from paceline.trainer.hub import push_to_hub
@@ -92,7 +95,7 @@ class Trainer:
     tokenizer: Any
 
     def __init__(self, config: TrainConfig, *, callbacks: Sequence[TrainerCallback] = (), resume: bool = False,
-                 task: Task | None = None, progress: bool = True) -> None:
+                 task: AnyTask | None = None, progress: bool = True) -> None:
         """`resume` continues the run in `config.out` from its last checkpoint; otherwise that folder must be empty, and if none
         is set, the first of `runs/default`, `runs/default-2`, … that is free is used. `task` is used instead of the one that
         `config.task` names. `progress` shows a bar on a terminal and in a notebook, otherwise one line per step."""
@@ -171,7 +174,7 @@ class Trainer:
         config, folder, task = self.config, self.folder, self._task
         assert task is not None
         if config.reward.functions or config.reward.task_weight != 1:
-            task = WeightedRewards(task, config.reward.functions, config.reward.task_weight)
+            task = weighted(task, config.reward.functions, config.reward.task_weight)
         training_task, held_out = split_task(config, task)
         folder.remove_rollouts_after(self.state.step)
         self.engine = self._make_engine()
@@ -181,8 +184,8 @@ class Trainer:
             engine.version = self.state.step
         self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries)
         prompts = PromptStream(training_task, config.seed, config.epochs, self.state, config.rollout.shuffle)
-        self.collector = RolloutCollector(self.engine, self.baseline, prompts, self.pool, config.rollout, config.seed,
-                                          self._on_engine_step)
+        self.collector = make_collector(self.engine, self.baseline, prompts, self.pool, config.rollout, config.seed,
+                                        self._on_engine_step)
         self.evaluator = None if held_out is None else Evaluator(
             config, self.engine, held_out, self.pool, self.learner, folder.path, self.state.step,
             lambda line: self._warn(f"left out: {line}"))

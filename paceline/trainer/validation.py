@@ -22,7 +22,9 @@ from paceline.models.config import ModelConfig
 from paceline.models.weights import check_model, parse_dtype
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
-from paceline.tasks import Task, WeightedRewards, make_task
+from paceline.tasks import make_task
+from paceline.tasks.environment import AnyTask, is_environment
+from paceline.tasks.weighted import weighted
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.device import check_run_device, check_worker_gpus, cluster_address, run_device
 from paceline.trainer.evaluation import split_task
@@ -32,7 +34,7 @@ from paceline.trainer.run_settings import check_resumable
 from paceline.types import SamplingParams
 
 
-def check_config(config: TrainConfig, resume: bool = False, task: Task | None = None) -> Task:
+def check_config(config: TrainConfig, resume: bool = False, task: AnyTask | None = None) -> AnyTask:
     """Raises a ConfigError that names every setting with which the run cannot start, and returns its task.
 
     `resume`: the run continues from its run folder, so the model that it started with need not be there. `task` is used instead
@@ -42,7 +44,7 @@ def check_config(config: TrainConfig, resume: bool = False, task: Task | None = 
     for key, check in _file_checks(config, resume):
         problems += _problems(key, check)
     if task is None:
-        found: list[Task] = []
+        found: list[AnyTask] = []
         problems += _problems("task", lambda: found.append(make_task(config.task, **config.task_options)))
         task = found[0] if found else None
     if task is not None:
@@ -58,11 +60,14 @@ def setting_problems(config: TrainConfig) -> list[ConfigProblem]:
     return [problem for key, check in _checks(config) for problem in _problems(key, check)]
 
 
-def _task_problems(config: TrainConfig, task: Task) -> list[ConfigProblem]:
+def _task_problems(config: TrainConfig, task: AnyTask) -> list[ConfigProblem]:
     if not len(task):
         return [ConfigProblem("task", f"{task.name} has no problems")]
+    if is_environment(task) and config.cluster.needs_ray:
+        return [ConfigProblem("task", f"{task.name} has several turns, which several workers cannot generate yet; set "
+                              "cluster.workers = 1")]
     rewards = config.reward
-    return [*_problems("reward.functions", lambda: WeightedRewards(task, rewards.functions, rewards.task_weight)),
+    return [*_problems("reward.functions", lambda: weighted(task, rewards.functions, rewards.task_weight)),
             *_problems("evaluation", lambda: split_task(config, task))]
 
 

@@ -101,6 +101,7 @@ class AutoSelector:
         self._off_left = 0  # steps without speculation that are still to be measured
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
         self._unit, self._level, self._since = 0.0, 1.0, 0.0
+        self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
         self._history = {name: DrafterHistory() for name in SHAPES}
         self._was_stopped = False
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
@@ -137,8 +138,8 @@ class AutoSelector:
         """Whether off is to be measured in between: twice, as the first of two steps overlaps with work for the one before."""
         if self._off_left == 0:
             off = self._time("none", requests)
-            pause = OFF_EVERY * min(self.gain, 2.0) ** 4
-            is_old = off.num_since > (pause if off.weight >= 2 else OFF_EVERY / 4)
+            pause = OFF_EVERY * min(max(self._measured_gain, 1.0), 2.0) ** 4
+            is_old = off.num_since > (pause if off.weight >= 3 else OFF_EVERY / 4)
             self._off_left = 4 * (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD)
         self._off_left = max(0, self._off_left - 1)
         if self._off_left == 0:
@@ -254,7 +255,8 @@ class AutoSelector:
                 error = 0.0
             most = own.largest_error()
             error = min(max(error, -most), most)
-            weight = 1 / min(self._num_timed + 1, 8)
+            is_check = drafter == "none" != self.decision.strategy.drafter  # the steps around it tell how fast the machine is
+            weight = 0.0 if is_check else 1 / min(self._num_timed + 1, 8)
             self._num_timed += 1
             self.machine += weight * error
             own.observe((1 - weight) * error, self._step)
@@ -268,7 +270,9 @@ class AutoSelector:
         off = self._time("none", requests)
         off.num_since += 1
         off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(off.log)
-        gained = outcome.progress - predicted * exp(own.log + error) / off_ms
+        cost = predicted * exp(own.log + error) / off_ms
+        gained = outcome.progress - cost
+        self._measured_gain += (outcome.progress / cost - self._measured_gain) / MEMORY
         self.credit = min(self.credit + gained + SHARE, 3 * CREDIT)
         self._since = min(self._since + gained, 0.0)
         if self._since < -3:  # what was expected of the drafter is outdated

@@ -59,7 +59,7 @@ def test_a_response_that_nothing_is_accepted_of_makes_speculation_worthless():
     world.chosen.clear()
     took = time_to_finish(world, selector, [400] * 16)
     plain = time_to_finish(Derailed(gpu_costs(), 16, {"eagle": 0.75}), FixedSelector(Strategy.OFF), [400] * 16)
-    assert took < 1.04 * plain
+    assert took < 1.02 * plain + 10 * float(gpu_costs().off_ms(16))
     assert sum(decision.strategy.drafter == "none" for decision in world.chosen) > 300
 
 

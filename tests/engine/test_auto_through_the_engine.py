@@ -63,8 +63,10 @@ class Simulated:
         n, width = len(requests), strategy.width
         levels = float(self.costs.start.at(n)) + (strategy.depth - 1) * float(self.costs.level.at(n * width))
         self.seconds, self.drafted = self.seconds + 1e-3 * levels, True
-        shape = (n, strategy.depth * width)
+        shape = (n, max(strategy.depth * width, strategy.budget))
         tokens, parents, depths = torch.zeros((3, *shape), dtype=torch.int64)
+        parents -= 1
+        depths += 1
         survival = torch.zeros(shape)
         for line, request in enumerate(requests):
             answer = self.answers[tuple(request.prompt_ids), request.params.seed]

@@ -33,7 +33,6 @@ from benchmarks.lib.cpu_engines import (
     make_quick,
     rates,
     ratios,
-    without_digests,
 )
 from benchmarks.lib.figures import Goal, Spread, print_goals, print_table, spread
 from benchmarks.lib.models import SMALL, SMOLLM2
@@ -122,7 +121,7 @@ def measure(bench: CpuBench, model: str, dtype: str, content: Message, goals: li
 def record_of(name: str, mine: list[Message], runs: dict[str, list[Message]]) -> Message:
     """Figures of one engine, and its speed relative to every other engine of the same rounds."""
     found: Message = {"engine": name, "tokens_per_second": spread(rates(mine))._asdict(),
-                      "tokens_per_cpu_second": spread(rates(mine, "cpu_seconds"))._asdict(), "runs": without_digests(mine)}
+                      "tokens_per_cpu_second": spread(rates(mine, "cpu_seconds"))._asdict(), "runs": mine}
     others = {other: theirs for other, theirs in runs.items() if other != name and name.startswith(PACELINE)}
     found["speedup"] = {other: spread(ratios(mine, theirs))._asdict() for other, theirs in others.items()}
     found["cpu_speedup"] = {other: spread(ratios(mine, theirs, "cpu_seconds"))._asdict() for other, theirs in others.items()}

@@ -1,5 +1,5 @@
 """New prompts among running requests on one GPU, against vLLM in the same run: what an arrival costs the running batch, how fast
-a queue of prompts goes through a batch, how fast a batch that starts at once is prefilled, and the time to first token.
+a queue of prompts goes through a batch, and how fast a batch that starts at once is prefilled.
 
     python benchmarks/gpu/queue.py --model FOLDER --prompts gsm8k_train.jsonl --drafter build/drafter --vllm-path SITE
 
@@ -14,10 +14,6 @@ each with a number at its beginning, so that no prefix cache helps; temperature 
   the same prompts and generates as many tokens for each as Paceline did. Answers of `auto` are compared with those of off.
 - `prefill`: seconds until 64 prompts of 1,024 tokens have their first tokens, on the policy's upscaled twin with the cost of a 7B
   model (`--prefill-on policy`: on the policy itself), with and without the drafter.
-- `serve`: time to first token with 64 concurrent streams, each of which sends its next prompt when its answer is complete. Both
-  engines are driven in their own process by a loop of add and step: no HTTP, no detokenization.
-- `http`, only if it is named in `--parts`: the same over HTTP, `paceline serve` with `auto` against vLLM's server with the same
-  weights, each in a process of its own. `--model` has to be a folder with a tokenizer, and vLLM is started from `--vllm-path`.
 
 Results are written after every measurement. The engines take turns, and neither computes while the other does.
 """
@@ -33,7 +29,6 @@ if not __package__:  # run as a file: the repository's root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.lib.figures import Goal, print_goals, print_table
-from benchmarks.lib.http_streams import measure_http
 from benchmarks.lib.models import QWEN_SHAPES
 from benchmarks.lib.prompts import questions
 from benchmarks.lib.queue_parts import (
@@ -45,7 +40,6 @@ from benchmarks.lib.queue_parts import (
     measure_arrivals,
     measure_prefill,
     measure_queues,
-    measure_streams,
 )
 from benchmarks.lib.queue_tables import goals
 from benchmarks.lib.result_tables import Table, make_table
@@ -57,7 +51,7 @@ from paceline.drafters.checkpoint import load_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.decoder import Decoder
 
-PARTS = ("arrival", "queue", "prefill", "serve", "http")
+PARTS = ("arrival", "queue", "prefill")
 
 
 def main() -> None:
@@ -89,8 +83,7 @@ def parse() -> Any:
     parser.add_argument("--model", help="the policy: a folder or GGUF file")
     parser.add_argument("--prompts", type=Path, help="JSON lines with a question each")
     parser.add_argument("--drafter", type=Path, help="folder of a trained drafter (default: no speculation)")
-    parser.add_argument("--parts", default=",".join(PARTS[:-1]),
-                        help="parts to run, separated by commas (default: all but http)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, separated by commas")
     parser.add_argument("--batch", nargs="+", type=int, default=list(QUEUES), choices=list(QUEUES), help="batch sizes of `queue`")
     parser.add_argument("--new-tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=2)
@@ -102,8 +95,6 @@ def parse() -> Any:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
     if not args.tiny and (args.model is None or args.prompts is None):
         parser.error("--model and --prompts are needed, unless the run is --tiny")
-    if not args.tiny and "http" in args.parts and not Path(args.model).is_dir():
-        parser.error("--parts http: --model has to be a folder, from which vLLM's server reads weights and tokenizer")
     if args.tiny:
         args.batch, args.new_tokens, args.rounds = [8], 6, 1
     return args
@@ -114,7 +105,7 @@ def start_peers(args: Any, policy: Decoder) -> dict[str, Vllm]:
     background. A smoke run takes any shape."""
     own = "0.5B" if args.tiny else next((name for name, shape in QWEN_SHAPES.items()
                                          if shape.hidden_size == policy.config.hidden_size), "")
-    shapes = {"policy": own} if {"queue", "serve"} & set(args.parts) else {}
+    shapes = {"policy": own} if "queue" in args.parts else {}
     if "prefill" in args.parts:
         shapes["prefill"] = own if args.tiny or args.prefill_on == "policy" else "7B"
     if "" in shapes.values() and (args.vllm_path or args.vllm_at):
@@ -147,12 +138,8 @@ def run_parts(bench: Bench, args: Any, peers: dict[str, Vllm]) -> None:
             measure_arrivals(bench)
         elif part == "queue":
             measure_queues(bench, args.batch, args.rounds, peers.get("policy"))
-        elif part == "prefill":
-            measure_prefill(bench, args.prefill_on, peers.get("prefill"))
-        elif part == "http":
-            measure_http(bench, args.model, args.drafter, args.rounds, args.vllm_path)
         else:
-            measure_streams(bench, args.rounds, peers.get("policy"))
+            measure_prefill(bench, args.prefill_on, peers.get("prefill"))
         free_memory()
 
 

@@ -24,15 +24,6 @@ def cluster_rollout(content: Content, _: str) -> Table:
                  ("variant", "seconds", "to static", "simulated, s", "idle", "training", "last 10 %, s", "moves"), rows)
 
 
-def cluster_nodes(content: Content, _: str) -> Table:
-    rows = [(nodes, f"{cell['static_s']:.1f}", f"{cell['seconds']:.1f}", times(cell["rollout_speedup"]),
-             f"{cell['idle_static']:.0%} → {cell['idle']:.0%}", times(cell["step_speedup"]), times(cell["tlt_step_speedup"]))
-            for nodes, cell in content["nodes"].items()]
-    sentence = "A simulation with a cost curve measured on an H200; TLT's figures were measured on H100 nodes, and published."
-    return Table("Simulated speedup by the number of nodes", sentence,
-                 ("nodes", "static, s", "everything, s", "rollouts", "idle", "step", "TLT's step"), rows)
-
-
 TRAIN_COLUMNS = ("variant", "generate, s", "to static", "step, s", "tokens/s", "idle", "training", "moves", "pause, ms",
                  "drafter", "identical")
 

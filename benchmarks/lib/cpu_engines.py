@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,8 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 from benchmarks.lib.figures import rotated
 from benchmarks.lib.models import MODEL_FOLDERS, SMALL, SMALL_SHAPE, SMOLLM2, SMOLLM2_FILE, model_folder
-from benchmarks.lib.prompts import random_prompts, repetitive_tasks, word_problems
-from benchmarks.lib.workers import Message, Stopwatch, Worker, ask_alone, rss_mb, serve
+from benchmarks.lib.prompts import word_problems
+from benchmarks.lib.workers import Message, Stopwatch, Worker, ask_alone, serve
 
 SUFFIX = "suffix:d8w2v16"
 STRATEGIES = ("off", SUFFIX, "auto")
@@ -78,20 +77,11 @@ class CpuBench:
             for worker in started.values():
                 worker.close()
 
-    @contextmanager
-    def paceline(self, model: str, dtype: str) -> Iterator[Worker]:
-        """One worker of Paceline; every message to it names its strategy."""
-        worker = self._start("paceline", EngineSpec("paceline", {}), model, dtype)
-        try:
-            yield worker
-        finally:
-            worker.close()
-
-    def warm_up(self, worker: Worker, batch: int, strategies: Sequence[str] = ("off",)) -> None:
-        """Generates text that repeats, so that all paths of drafting run, with the worker's own strategy if it has one."""
+    @staticmethod
+    def warm_up(worker: Worker, batch: int) -> None:
+        """Generates text that repeats, so that all paths of drafting run."""
         prompts = [[10 + i, 20, 30, 40] * 8 for i in range(batch)]
-        for strategy in strategies:
-            worker.ask({"prompts": prompts, "new_tokens": 8, "temperature": 1.0, "seed": 0, "default_strategy": strategy})
+        worker.ask({"prompts": prompts, "new_tokens": 8, "temperature": 1.0, "seed": 0})
 
     def rounds(self, workers: dict[str, Worker], model: str, batch: int) -> dict[str, list[Message]]:
         """Interleaved rounds: every engine generates once per round, and the first one to go changes from round to round."""
@@ -115,11 +105,6 @@ class CpuBench:
         else:
             prompts = [self.tokenizer.encode(word_problems(rng))[:length] for length in lengths]
         return {"prompts": prompts, "new_tokens": self.options.new_tokens, "temperature": 1.0, "seed": number}
-
-    def repetitive_prompts(self, count: int) -> list[list[int]]:
-        return [list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
-                                                        tokenize=True, return_dict=False))
-                for text in repetitive_tasks()[:count]]
 
     @property
     def tokenizer(self) -> Any:
@@ -158,38 +143,24 @@ def ratios(mine: Sequence[Message], theirs: Sequence[Message], clock: str = "sec
     return [a / b for a, b in zip(rates(mine, clock), rates(theirs, clock), strict=True)]
 
 
-def without_digests(runs: Sequence[Message]) -> list[Message]:
-    return [{k: v for k, v in run.items() if k != "digests"} for run in runs]
-
-
 # --- the programs of the workers
 
 
 def make_paceline(settings: Message) -> Callable[[Message], Message]:
-    """One model with an engine per strategy. The engine of `off` has no drafter at all, so that speculation is charged with
+    """An engine with the strategy of the settings. The one of `off` has no drafter at all, so that speculation is charged with
     everything it costs."""
     from paceline import Engine, SamplingParams
     from paceline.config import EngineConfig
     from paceline.models.weights import load_model
 
     model, _ = load_model(settings["model"], dtype=settings["dtype"])
-    engines: dict[str, Engine] = {}
-
-    def make(strategy: str, **options: Any) -> Engine:
-        sizes = {"max_batch": settings["max_batch"], "max_context": settings["max_context"], "kv_memory_gb": 1.0,
-                 "kernels": settings.get("kernels", "auto")}
-        return Engine(model, None, "none" if strategy == "off" else "suffix", strategy, EngineConfig(**sizes | options))
+    config = EngineConfig(max_batch=settings["max_batch"], max_context=settings["max_context"], kv_memory_gb=1.0,
+                          kernels=settings["kernels"])
+    engine = Engine(model, None, "none" if settings["strategy"] == "off" else "suffix", settings["strategy"], config)
 
     def handle(run: Message) -> Message:
-        strategy = run.get("strategy") or settings.get("strategy") or run.get("default_strategy")
-        if run.get("memory"):
-            return memory_series(lambda **options: make(strategy, **options), run)
-        if run.get("fresh"):
-            engine = make(strategy, max_batch=run["max_batch"])
-        else:
-            engine = engines[strategy] = engines.get(strategy) or make(strategy)
         params = SamplingParams(temperature=run["temperature"], max_new_tokens=run["new_tokens"], seed=run["seed"],
-                                ignore_eos=run.get("ignore_eos", True))
+                                ignore_eos=True)
         engine.reset_stats()
         watch = Stopwatch()
         groups = engine.generate(run["prompts"], params)
@@ -199,50 +170,9 @@ def make_paceline(settings: Message) -> Callable[[Message], Message]:
         return used._asdict() | {
             "tokens": sum(len(answer.token_ids) for answer in answers), "steps": stats.steps,
             "tokens_per_verification": stats.tokens_per_verification, "drafted": stats.drafted, "accepted": stats.accepted,
-            "strategy_steps": stats.strategy_steps,
-            "digests": [zlib.crc32(str(answer.token_ids).encode()) for answer in answers],
-        }
+            "strategy_steps": stats.strategy_steps}
 
     return handle
-
-
-def memory_series(make: Callable[..., Any], run: Message) -> Message:
-    """Resident memory while `count` requests become live in four parts, and then while ten times as many finish."""
-    from paceline import SamplingParams
-    from paceline.cache import PagedStore
-
-    count, length, new = run["count"], run["prompt_tokens"], run["new_tokens"]
-    rng = random.Random(0)
-    engine = make(max_batch=count, **({"kv_tokens": run["kv_tokens"]} if run["kv_tokens"] else {}))
-    shape = engine.model.config
-    layers = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers
-
-    def prompts(number: int) -> list[list[int]]:
-        return random_prompts(number, length, shape.vocab_size, rng.randrange(2**31))
-
-    def params(new_tokens: int) -> SamplingParams:
-        return SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, seed=rng.randrange(2**31))
-
-    engine.generate(prompts(1), params(4))  # the workspace and compiled kernels are not memory of live tokens
-    live: list[Message] = [{"tokens": 0, "rss_mb": rss_mb()}]
-    tokens = alive = 0
-    for _ in range(4):
-        for prompt in prompts(count // 4):
-            engine.add(prompt, params(new))
-        alive, decoding, tokens = alive + count // 4, 0, tokens + count // 4 * length
-        while decoding < alive:  # until the last prompt is prefilled
-            result = engine.step()
-            assert not result.finished, "a request finished before all were live"
-            decoding, tokens = result.num_requests, tokens + sum(map(len, result.tokens.values()))
-        live.append({"tokens": tokens, "rss_mb": rss_mb()})
-    while engine.has_work:
-        engine.step()
-    finished: list[Message] = [{"tokens": count * (length + new), "rss_mb": rss_mb()}]
-    for _ in range(10):
-        engine.generate(prompts(count), params(new // 3))
-        finished.append({"tokens": finished[-1]["tokens"] + count * (length + new // 3), "rss_mb": rss_mb()})
-    return {"live": live, "finished": finished, "pool_tokens": engine.stats().total_pages * engine.config.page_size,
-            "kv_bytes_per_token": PagedStore.bytes_per_token(layers, 0, engine.model.norm.dtype)}
 
 
 def make_transformers(settings: Message) -> Callable[[Message], Message]:

@@ -81,17 +81,6 @@ def model_folder(model: str, folder: Path, smollm2: str | Path = SMOLLM2_FILE) -
     return folder
 
 
-def model_folder_with_tokenizer(model: str, folder: Path, smollm2: str | Path = SMOLLM2_FILE) -> Path:
-    """Like `model_folder`; the random model also gets an end token and a tokenizer of one word per token."""
-    if not (folder / "tokenizer_config.json").is_file():
-        if model == SMALL:
-            random_model = Decoder.random(replace(SMALL_SHAPE, eos_token_ids=(0,)), seed=0)
-            save_model(random_model, word_tokenizer(SMALL_SHAPE.vocab_size), folder, overwrite=True)
-        else:
-            save_model(*load_model(smollm2, dtype="float32"), folder, overwrite=True)
-    return folder
-
-
 def word_tokenizer(size: int) -> Any:
     """A tokenizer in which token i is the word "t<i>"."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -56,27 +56,6 @@ def word_problems(rng: random.Random) -> str:
     return "\n".join(lines)
 
 
-def repetitive_tasks() -> list[str]:
-    """Tasks whose responses repeat parts of the prompt or of themselves."""
-    cities = "Paris, Rome, Madrid, Berlin, Vienna, Prague, Lisbon, Dublin, Athens, Warsaw"
-    fields = "name, street, number, city, country, phone, email, birthday"
-    poem = ("The river runs down to the sea,\nThe river runs past you and me,\nThe river runs under the tree,\n"
-            "The river runs wild and runs free.")
-    code = ("def area(width, height):\n    result = width * height\n    return result\n\n"
-            "def volume(width, height, depth):\n    result = width * height * depth\n    return result\n")
-    rows = "\n".join(f"item {i}, price {i * 10} dollars, in stock" for i in range(1, 9))
-    return [
-        f"Repeat this text exactly, three times:\n\n{poem}",
-        f"Copy this list, one line per city, each line as 'City: NAME, continent: Europe'.\n\n{cities}",
-        f"Copy this Python code exactly and change nothing:\n\n{code}\n{code}",
-        f"Write this table again, line by line, exactly as it stands:\n\n{rows}",
-        "Write the numbers from 1 to 40, one per line, each as 'The number is N.'",
-        f"Write a Python class Person with one getter and one setter for each of these fields: {fields}.",
-        f"Rewrite this code with the name result replaced by value:\n\n{code}\n{code}",
-        "Write a JSON list of ten users, each with the keys id, name, email and active.",
-    ]
-
-
 def length_quantiles(file: Path, count: int) -> list[float]:
     """`count` evenly spaced quantiles, in ascending order, of a distribution of response lengths: a CSV file with the columns
     output_tokens and probability."""

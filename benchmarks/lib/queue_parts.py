@@ -1,5 +1,4 @@
-"""The parts of benchmarks/gpu/queue.py: arrivals among running requests, queues through a batch, prefill and time to first
-token."""
+"""The parts of benchmarks/gpu/queue.py: arrivals among running requests, queues through a batch, and prefill."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.prefill import KV_GB, prefill_rounds
 from benchmarks.lib.models import QWEN_7B, TINY_TWIN
-from benchmarks.lib.prompts import distinct_chat
+from benchmarks.lib.prompts import distinct_chat, random_prompts
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting, free_memory, freeze_memory
 from benchmarks.lib.speculation import Flips, fixed_strategies
@@ -20,17 +17,16 @@ from benchmarks.lib.upscale import upscale, upscale_drafter
 from benchmarks.lib.vllm_gpu import Vllm
 from paceline import Engine, SamplingParams
 from paceline.drafters.eagle import Eagle
-from paceline.engine.pool import RequestPool
 from paceline.models.decoder import Decoder
 from paceline.types import Rollout, StepResult
 
 QUEUES = {8: 12, 32: 12, 128: 7, 256: 4}
 """Number of prompts per slot of the batch, by batch size."""
-POLICY_KV_GB = 6.0
+POLICY_KV_GB, PREFILL_KV_GB = 6.0, 8.0
 
 
 class Sizes(NamedTuple):
-    """Numbers of requests, prompts and streams of each part."""
+    """Numbers of requests, and prompts of each part."""
 
     running: tuple[int, ...] = (1, 8, 32)
     """Numbers of requests that decode when a prompt arrives."""
@@ -41,12 +37,9 @@ class Sizes(NamedTuple):
     """Number of steps over which an arrival is measured."""
     prefill: tuple[int, int] = (64, 1024)
     """Number of prompts and their length."""
-    streams: int = 64
-    stream_prompts: int = 384
-    """Number of prompts that the streams send in all."""
 
 
-TINY_SIZES = Sizes((1, 2), 3, 1, 4, (4, 24), 2, 6)
+TINY_SIZES = Sizes((1, 2), 3, 1, 4, (4, 24))
 
 
 class Prompts:
@@ -264,12 +257,13 @@ def measure_prefill(bench: Bench, on: str, peer: Vllm | None) -> None:
         model = upscale(bench.policy, TINY_TWIN if bench.setting.tiny else QWEN_7B)
         learned = None if learned is None else upscale_drafter(learned, model.config)
     count, length = bench.sizes.prefill
-    engines = {name: bench.setting.engine(model, drafter, count, kv_gb=KV_GB, max_context=length + 16)
+    engines = {name: bench.setting.engine(model, drafter, count, kv_gb=PREFILL_KV_GB, max_context=length + 16)
                for name, drafter in (("off", None), ("drafter", learned)) if name == "off" or drafter is not None}
     seconds: dict[str, list[float]] = {name: [] for name in (*engines, *(["vllm"] if peer is not None else []))}
     params = SamplingParams(temperature=1.0, max_new_tokens=1, ignore_eos=True)
     found: dict[str, Any] = {"prompts": count, "prompt_tokens": length, "on": on}
-    for number, prompts in enumerate(prefill_rounds(model.config.vocab_size, count, length)):
+    for number in range(4):
+        prompts = random_prompts(count, length, model.config.vocab_size, number)
         for name, taken in seconds.items():
             began = time.perf_counter()
             if name == "vllm":
@@ -288,56 +282,3 @@ def measure_prefill(bench: Bench, on: str, peer: Vllm | None) -> None:
                     found[name]["ratio_to_vllm"] = statistics.median(theirs / ours for theirs, ours in pairs)
             bench.record("prefill", found)
     print(f"prefill: {found}", flush=True)
-
-
-# --- concurrent streams
-
-
-def measure_streams(bench: Bench, rounds: int, peer: Vllm | None) -> None:
-    """Time to first token with concurrent streams. The streams' first prompts, which arrive all at once, are counted apart."""
-    streams = bench.sizes.streams
-    engines = bench.engines(streams)
-    taken: dict[str, list[list[float]]] = {}
-    found: dict[str, Any] = {"streams": streams, "prompts": bench.sizes.stream_prompts, "over": "add and step in process"}
-    for _ in range(rounds):
-        prompts = bench.prompts.take(bench.sizes.stream_prompts)
-        lengths: list[int] = []
-        for name, engine in engines.items():
-            waited, lengths = stream(engine, prompts, bench.params, streams)
-            taken.setdefault(name, []).append(waited)
-        if peer is not None:
-            taken.setdefault("vllm", []).append(peer.first_token_seconds(prompts, lengths, streams))
-        for name, each in taken.items():
-            found[name] = first_token_times(each, streams)
-        for name in engines:
-            if "vllm" in found:
-                found[name]["ratio_to_vllm"] = found[name]["median_ms"] / found["vllm"]["median_ms"]
-        bench.record("serve", found)
-    print(f"serve: {found}", flush=True)
-
-
-def first_token_times(rounds: Sequence[Sequence[float]], streams: int) -> dict[str, float]:
-    first = sorted(1e3 * waited for each in rounds for waited in each[:streams])
-    later = sorted(1e3 * waited for each in rounds for waited in each[streams:])
-    return {"median_ms": statistics.median(later), "p95_ms": later[int(0.95 * (len(later) - 1))],
-            "at_once_median_ms": statistics.median(first)}
-
-
-def stream(engine: Engine, prompts: list[list[int]], params: SamplingParams, streams: int) -> tuple[list[float], list[int]]:
-    """Seconds from when each prompt was added until its first token, and the lengths of all answers."""
-    waiting, sent = iter(enumerate(prompts)), [0.0] * len(prompts)
-    waited, lengths = [0.0] * len(prompts), [0] * len(prompts)
-    with RequestPool[int](engine) as requests:  # owners are the numbers of the prompts
-        while True:
-            for number, prompt in islice(waiting, streams - len(requests)):
-                sent[number] = time.perf_counter()
-                requests.add(prompt, params, [number])
-            if not requests:
-                return waited, lengths
-            running = dict(requests.owners)
-            result, finished = requests.step()
-            now = time.perf_counter()
-            for number in (running[request] for request in result.tokens if request in running):
-                waited[number] = waited[number] or now - sent[number]
-            for number, rollout in finished:
-                lengths[number] = len(rollout.token_ids)

@@ -9,8 +9,6 @@ ARRIVAL_STEPS = 1.5
 """Most that an arrival may cost, in steps."""
 RATIOS = {"off": {"8": 1.3, "32": 1.5, "128": 1.3, "256": 1.3}, "auto": {"8": 2.5, "32": 2.2, "128": 1.4, "256": 1.2}}
 """Least tokens per second of a queue as a multiple of vLLM's, by strategy and batch size."""
-FIRST_TOKEN_RATIO = 0.8
-"""Most that the time to first token may be as a multiple of vLLM's."""
 
 
 def goals(parts: Content) -> list[Goal]:
@@ -22,15 +20,11 @@ def goals(parts: Content) -> list[Goal]:
                   for name in RATIOS if "ratio_to_vllm" in cell.get(name, {})]
         if "auto" in cell:
             found.append(Goal(f"queue through {batch}: answers that differ", cell["flips"]["flips"], 0, at_least=False))
-    found += [Goal("time to first token over HTTP: × vLLM", cell["ratio_to_vllm"], FIRST_TOKEN_RATIO, at_least=False)
-              for cell in [parts.get("http", {}).get("paceline", {})] if "ratio_to_vllm" in cell]
-    found += [Goal(f"time to first token, {name}: × vLLM", cell["ratio_to_vllm"], FIRST_TOKEN_RATIO, at_least=False)
-              for name, cell in parts.get("serve", {}).items() if isinstance(cell, dict) and "ratio_to_vllm" in cell]
     return found
 
 
 def gpu_queue(content: Content, _: str) -> Table:
-    """The queues as the first table; arrivals, prefill and time to first token below."""
+    """The queues as the first table; arrivals below."""
     parts = content["parts"]
     return Table("New prompts among running requests on a GPU", " ".join(_sentences(content)),
                  ("batch", "prompts", "off, tokens/s", "vLLM, tokens/s", "off × vLLM", "auto × vLLM", "auto × off",
@@ -57,21 +51,11 @@ def _sentences(content: Content) -> list[str]:
     if any("auto" in cell for cell in cells):
         flips, compared = (sum(cell["flips"][key] for cell in cells) for key in ("flips", "tokens_compared"))
         told.append(f"Answers of `auto` that differ from those of off: {flips} (of {number(compared)} tokens compared).")
-    prefill, serve = parts.get("prefill"), parts.get("serve")
-    if prefill:
+    if prefill := parts.get("prefill"):
         model = "a model with the cost of 7B" if prefill["on"] == "twin" else "the policy"
         told.append(f"{prefill['prompts']} prompts of {prefill['prompt_tokens']:,} tokens that arrive at once have their first "
                     f"tokens after {prefill['off']['seconds']:.2f} s on {model}"
                     + (f" (vLLM: {prefill['vllm']['seconds']:.2f} s)." if "vllm" in prefill else "."))
-    if serve:
-        told.append(f"With {serve['streams']} concurrent streams the time to first token is {serve['off']['median_ms']:.1f} ms"
-                    + (f" (vLLM: {serve['vllm']['median_ms']:.1f} ms)" if "vllm" in serve else "")
-                    + f", measured by {serve['over']}.")
-    http = parts.get("http", {})
-    if "median_ms" in http.get("paceline", {}):
-        theirs = f" ({http['vllm']['median_ms']:.1f} ms with vLLM's server)" if "median_ms" in http.get("vllm", {}) else ""
-        told.append(f"Over HTTP, with {http['streams']} streams, the time to first token is "
-                    f"{http['paceline']['median_ms']:.1f} ms with `paceline serve`{theirs}.")
     return told
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.lib.cluster_tables import cluster_nodes, cluster_reallocation, cluster_rollout, cluster_train
+from benchmarks.lib.cluster_tables import cluster_reallocation, cluster_rollout, cluster_train
 from benchmarks.lib.gpu_check.verdict import ratios
 from benchmarks.lib.queue_tables import gpu_queue
-from benchmarks.lib.rl_tables import cpu_rl_step, gpu_exact_logprobs, gpu_memory, gpu_new_drafter, gpu_rl_step
+from benchmarks.lib.rl_tables import gpu_exact_logprobs, gpu_memory, gpu_rl_step
 from benchmarks.lib.table import Content, Table
 from benchmarks.lib.table import number as _number
 from benchmarks.lib.table import range_of as _range
@@ -17,7 +17,7 @@ from benchmarks.lib.table import times as _times
 
 
 def make_table(content: Content) -> Table:
-    """The table of a result file. A KeyError means that a benchmark has no table yet: add it to `TABLES`."""
+    """The table of a result file. A KeyError means that its benchmark has no table yet: add it to `TABLES`."""
     folder, name = content["benchmark"].split("/")
     render = TABLES.get(content["benchmark"]) or TABLES[name]
     return render(content, folder.upper())
@@ -118,23 +118,6 @@ def gpu_decode(content: Content, _: str) -> Table:
                  f"Random weights in bfloat16, {content['prompt_tokens']}-token prompts, {content['new_tokens']} new tokens: "
                  + (f"Paceline's tokens per second are {_range(ratios)} those of vLLM." if ratios else "Paceline alone."),
                  ("shape", *(f"batch {batch}" for batch in batches)), rows)
-
-
-def prefill(content: Content, _: str) -> Table:
-    cell = content["prefill"]
-    rows = [("deterministic=False" if name == "any bits" else name, f"{each['seconds']:.2f}", _number(each["tokens_per_s"]),
-             _times(each.get("ratio_to_vllm"))) for name, each in cell.items() if isinstance(each, dict)]
-    work = f"{cell['prompts']} prompts of {cell['prompt_tokens']:,} tokens at the 7B shape"
-    without, with_one = cell["no drafter"], cell["with drafter"]
-    if "ratio_to_vllm" in without:
-        sentence = (f"{work} are prefilled at {_times(without['ratio_to_vllm'])} the rate of vLLM without a drafter, at "
-                    f"{_times(with_one['ratio_to_vllm'])} with one.")
-    else:
-        sentence = (f"{work} are prefilled at {_number(without['tokens_per_s'])} tokens/s without a drafter, at "
-                    f"{_number(with_one['tokens_per_s'])} with one; vLLM was not measured.")
-    if "price_of_equal_bits" in cell:
-        sentence += f" Deterministic prefill takes {_times(cell['price_of_equal_bits'])} the time of `deterministic=False`."
-    return Table("Prefill on a GPU", sentence, ("engine", "seconds", "tokens/s", "× vLLM"), rows)
 
 
 def long_tail(content: Content, _: str) -> Table:
@@ -252,21 +235,6 @@ def host_overhead(content: Content, _: str) -> Table:
     return Table("Host overhead of a step", sentence, ("drafter, strategy", *(f"{batch} requests" for batch in batches)), rows)
 
 
-def memory(content: Content, _: str) -> Table:
-    rows = [(cell["dtype"], cell["strategy"], cell["kv_pool"], f"{cell['kib_per_live_token']:.1f}",
-             f"{cell['kv_bytes_per_token'] / 1024:.1f}", f"{cell['growth_mb']:.0f}") for cell in content["memory"]]
-    most = max(cell["growth_mb"] for cell in content["memory"] if cell["kv_pool"] != "1 GiB")
-    return Table("Resident memory on a CPU", f"The process grows by {most:.0f} MiB when ten times as many tokens are finished.",
-                 ("dtype", "strategy", "KV cache", "KiB per live token", "KV cache alone", "growth MiB"), rows)
-
-
-def manifest(content: Content, _: str) -> Table:
-    found = content["seconds_per_gib"]
-    rows = [(name, f"{cost['cpu']:.2f}") for name, cost in found.items()]
-    return Table("Hashes of a checkpoint's files", f"Hashing a checkpoint takes {found['hash']['cpu']:.2f} CPU seconds per GiB.",
-                 ("what", "CPU s/GiB"), rows)
-
-
 def cold_start(content: Content, _: str) -> Table:
     rows = [(shape, name, *(f"{found[key]:.1f}" for key in ("imports", "engine", "first_token", "warm")),
              f"{found['tokens_per_s_1'] / found['tokens_per_s_2']:.2f}×")
@@ -275,23 +243,6 @@ def cold_start(content: Content, _: str) -> Table:
     each = ", ".join(f"{found['first_token']:.0f} s with {name}" for name, found in cell.items())
     return Table("Cold start on a GPU", f"From the start of a process to its first token of the {shape} shape: {each}.",
                  ("shape", "caches", "imports, s", "engine, s", "first token, s", "captured, s", "first batch × second"), rows)
-
-
-def step(content: Content, _: str) -> Table:
-    batches = _batches(cell["batches"] for cell in content["shapes"].values())
-    rows = [(shape, f"{cell['floor_ms']:.2f}", *(f"{min(found.values()):.2f}" if (found := cell["batches"].get(batch)) else "–"
-                                                 for batch in batches)) for shape, cell in content["shapes"].items()]
-    shape, cell = next(iter(content["shapes"].items()))
-    best = min(cell["batches"]["1"].values())
-    return Table("Decode step without speculation on a GPU", f"A step of the {shape} shape at batch 1 takes {best:.2f} ms, "
-                 f"{cell['floor_ms'] / best:.0%} of the memory bandwidth bound.",
-                 ("shape", "weights read once, ms", *(f"batch {batch}, ms" for batch in batches)), rows)
-
-
-def kernels(content: Content, _: str) -> Table:
-    rows = [(name, len(found["results"]), len(found["errors"])) for name, found in content["sections"].items()]
-    return Table("Triton kernels", f"{sum(row[1] for row in rows):,} checks and timings in {len(rows)} sections, "
-                 f"{sum(row[2] for row in rows)} failed.", ("section", "results", "failures"), rows)
 
 
 def cpu_speculation(content: Content, _: str) -> Table:
@@ -313,14 +264,11 @@ def cpu_speculation(content: Content, _: str) -> Table:
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
-    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/prefill": prefill, "cpu/rl_step": cpu_rl_step,
-    "gpu/rl_step": gpu_rl_step, "gpu/new_drafter": gpu_new_drafter, "gpu/long_tail": long_tail,
+    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/rl_step": gpu_rl_step, "gpu/long_tail": long_tail,
     "gpu/speculate": speculate, "selection": selection, "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
-    "cluster/rollout": cluster_rollout,
-    "cluster/nodes": cluster_nodes, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
-    "cpu/host_overhead": host_overhead, "cpu/memory": memory, "cpu/manifest": manifest,
-    "gpu/step": step, "gpu/kernels": kernels,
+    "cluster/rollout": cluster_rollout, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
+    "cpu/host_overhead": host_overhead,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }
 

@@ -8,25 +8,6 @@ from statistics import median
 from benchmarks.lib.table import Content, Table, times
 
 
-def cpu_rl_step(content: Content, _: str) -> Table:
-    pairs = [cell for cell in content.get("step", []) if "speedup" in cell]
-    sides = {(cell["scenario"], cell["side"]): cell for cell in content.get("step", []) if "side" in cell}
-    rows = [(cell["model"], cell["scenario"], *(_seconds(sides[cell["scenario"], side]) for side in ("paceline", "TRL")),
-             times(cell["speedup"]["median"]), f"{cell['speedup']['low']:.2f}–{cell['speedup']['high']:.2f}") for cell in pairs]
-    trainer = {cell["side"]: cell["seconds"] for cell in content.get("trainer", [])}
-    steps = " and ".join(f"{times(cell['speedup']['median'])} with {cell['scenario']} lengths" for cell in pairs)
-    sentence = f"Paceline's speedup over TRL on the same prompts, lengths and updates is {steps}"
-    if trainer:
-        packed = median(a / b for a, b in zip(trainer["padded"], trainer["packed"], strict=True))
-        sentence += f"; its learner alone trains {times(packed)} the tokens per second packed as padded"
-    return Table("One GRPO step against TRL's GRPOTrainer", sentence + ".",
-                 ("model", "lengths", "Paceline s", "TRL s", "speedup", "spread"), rows)
-
-
-def _seconds(side: Content) -> str:
-    return f"{median(turn['seconds'] for turn in side['turns']):.1f}"
-
-
 def gpu_memory(content: Content, _: str) -> Table:
     rows = [(case, phase, *(f"{found[key]:.1f}" for key in ("planned_gib", "peak_gib", "reserved_gib")))
             for case, run in content["cases"].items() for phase, found in run["phases"].items()
@@ -54,21 +35,6 @@ def gpu_exact_logprobs(content: Content, _: str) -> Table:
     return Table("Log-probabilities with the engine's bits", f"`learner.exact_logprobs` takes {prices}.",
                  ("shape", "learner", "forward s", "forward and backward s", "peak GiB", "mean difference to the engine",
                   "largest difference"), rows)
-
-
-def gpu_new_drafter(content: Content, _: str) -> Table:
-    keys = ("tokens_per_s", "accept_length", "generate_seconds", "drafter_seconds", "seconds")
-    shown = [(f"{side}, step {number}", step) for side, found in content["sides"].items()
-             for number, step in enumerate(found["steps"], 1) if side == "off" or number <= 4 or number % 4 == 0]
-    rows = [(name, *(f"{step.get(key, 0.0):,.0f}" if key == "tokens_per_s" else f"{step.get(key, 0.0):.2f}" for key in keys))
-            for name, step in shown]
-    found = content["conclusions"]
-    said = f' The run says: "{"; ".join(found["notes"])}".' if found["notes"] else ""
-    sentence = (f"`drafter = \"learned\"`: in the last third of {len(content['sides']['learned']['steps'])} steps "
-                f"{found['accept_length']:.2f} tokens per verification and {times(found['rollout_over_off'])} the tokens "
-                f"per second of rollouts without speculation; the drafter took {found['drafter_seconds']:.1f} s in all.{said}")
-    return Table("A run that begins without a drafter", sentence,
-                 ("step", "tokens/s", "tokens per verification", "rollout s", "drafter s", "whole step s"), rows)
 
 
 def gpu_rl_step(content: Content, _: str) -> Table:

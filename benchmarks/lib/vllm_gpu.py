@@ -91,13 +91,6 @@ class Vllm:
         max_num_seqs; None: as many as it was started for)."""
         return self._ask({"prompts": prompts, "new_tokens": list(new_tokens), "max_batch": max_batch}, timeout)["seconds"]
 
-    def first_token_seconds(self, prompts: list[list[int]], new_tokens: Sequence[int], streams: int,
-                            timeout: float = 600) -> list[float]:
-        """Seconds from when each prompt was sent until its first token, with so many callers that stream: each sends its next
-        prompt when its last one is done."""
-        job = {"prompts": prompts, "new_tokens": list(new_tokens), "streams": streams}
-        return self._ask(job, timeout)["first_token_seconds"]
-
     def _ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
         assert self._connection is not None, "call wait() first"
         self._connection.send(job)

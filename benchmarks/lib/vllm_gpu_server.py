@@ -2,7 +2,7 @@
 closes. `benchmarks.lib.vllm_gpu.Vllm` starts it; it imports nothing of Paceline.
 
 A job is a dictionary: `prompts`, `new_tokens` (one number per prompt), and optionally `max_batch` (vLLM's max_num_seqs for this
-job, at most that of the start) or `streams` (so many callers, each of whom sends the next prompt when its last one is done)."""
+job, at most that of the start)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def main() -> None:
 def serve(settings: dict[str, Any]) -> None:
     import vllm
     from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     began = time.perf_counter()
     llm = LLM(model=settings["folder"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
@@ -38,34 +37,17 @@ def serve(settings: dict[str, Any]) -> None:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     most = scheduler.max_num_running_reqs
 
-    def sampling(count: int, **options: Any) -> SamplingParams:
-        return SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False, **options)
+    def sampling(count: int) -> SamplingParams:
+        return SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False)
 
     def generate(prompts: list[list[int]], new_tokens: list[int]) -> int:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], list(map(sampling, new_tokens)), use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    def stream(prompts: list[list[int]], new_tokens: list[int], streams: int) -> list[float]:
-        """Seconds from adding each prompt until its first token."""
-        engine, sent, first = llm.llm_engine, {}, {}
-        num_done = 0
-        while num_done < len(prompts):
-            while len(sent) < min(len(prompts), num_done + streams):
-                number = len(sent)
-                sent[str(number)] = time.perf_counter()
-                engine.add_request(str(number), {"prompt_token_ids": prompts[number]},
-                                   sampling(new_tokens[number], output_kind=RequestOutputKind.DELTA))
-            for output in engine.step():
-                first.setdefault(output.request_id, time.perf_counter() - sent[output.request_id])
-                num_done += output.finished
-        return [first[str(number)] for number in range(len(prompts))]
-
     def run(job: dict[str, Any]) -> dict[str, Any]:
         prompts, new_tokens = job["prompts"], job["new_tokens"]
         scheduler.max_num_running_reqs = min(job.get("max_batch") or most, most)
         began = time.perf_counter()
-        if "streams" in job:
-            return {"first_token_seconds": stream(prompts, new_tokens, job["streams"]), "seconds": time.perf_counter() - began}
         return {"tokens": generate(prompts, new_tokens), "seconds": time.perf_counter() - began}
 
     generate([[1, 2, 3, 4]] * 4, [8] * 4)

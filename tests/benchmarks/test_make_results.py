@@ -1,4 +1,4 @@
-"""docs/results*.md are what the generator makes of the result files, and every benchmark has a table."""
+"""docs/results*.md are what the generator makes of the result files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.make_results import DOCS, load, pages
-from benchmarks.lib.result_tables import TABLES, make_table
+from benchmarks.lib.result_tables import make_table
 from benchmarks.lib.results import RESULTS, ROOT
 
 
@@ -27,11 +27,6 @@ def test_every_result_names_its_revision_and_claim():
         assert file.stem == f"{folder}_{name}" if file.parent == RESULTS else (
             folder == file.parent.name and file.stem.startswith(name))
         assert content["dirty"] is not True, f"{file.name}: figures of a dirty tree are not published"
-
-
-def test_every_benchmark_has_a_table():
-    for script in (ROOT / "benchmarks").glob("?pu/*.py"):
-        assert script.stem == "__init__" or {f"{script.parent.name}/{script.stem}", script.stem} & TABLES.keys(), script
 
 
 def test_a_result_without_a_revision_is_not_published(tmp_path: Path):
@@ -65,14 +60,3 @@ def test_speculation_on_a_cpu_is_described_with_and_without_batches():
     assert table.rows == [("4", "1.70×", "2.50", "eagle:d6w1v6", "1.80×", "2.50", 0)]
     assert "1.70× at batch 4" in table.sentence and "0.12 ms more" in table.sentence
     assert make_table({"benchmark": "cpu/speculation", "price": price, "speedup": {}}).rows == []
-
-
-def test_prefill_is_described_with_and_without_vllm():
-    engines = {name: {"seconds": 1.5, "tokens_per_s": 43690.7} for name in ("no drafter", "any bits", "with drafter")}
-    sizes = {"prompts": 64, "prompt_tokens": 1024, "price_of_equal_bits": 1.04}
-    table = make_table({"benchmark": "gpu/prefill", "prefill": {**sizes, **engines}})
-    assert "43,691 tokens/s without a drafter" in table.sentence and "vLLM was not measured" in table.sentence
-    assert [row[0] for row in table.rows] == ["no drafter", "deterministic=False", "with drafter"]
-    compared = {name: {**cell, "ratio_to_vllm": 1.2} for name, cell in engines.items()}
-    table = make_table({"benchmark": "gpu/prefill", "prefill": {**sizes, **compared}})
-    assert "1.20× the rate of vLLM without a drafter" in table.sentence

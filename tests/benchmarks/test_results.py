@@ -87,7 +87,7 @@ def test_the_readme_lists_every_benchmark(script):
 
 
 @pytest.mark.parametrize("command", [
-    ["benchmarks/gpu/prefill.py"], pytest.param(["-m", "benchmarks.gpu.prefill"], marks=pytest.mark.slow)])
+    ["benchmarks/gpu/decode.py"], pytest.param(["-m", "benchmarks.gpu.decode"], marks=pytest.mark.slow)])
 def test_a_benchmark_runs_as_a_file_and_as_a_module(command):
     done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--allow-dirty" in done.stdout, done.stderr

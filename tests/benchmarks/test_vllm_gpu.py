@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from statistics import median
 
 import pytest
 
@@ -41,15 +40,13 @@ def test_a_rollout_is_measured_and_a_peer_that_ends_is_an_error(vllm_site, tmp_p
 
 
 @pytest.mark.slow
-def test_a_job_may_limit_the_batch_and_ask_for_first_tokens(vllm_site, tmp_path):
+def test_a_job_may_limit_the_batch(vllm_site, tmp_path):
     peer = Vllm.start(vllm_site, "0.5B", tmp_path / "peers", max_batch=8)
     try:
         assert peer.wait(60)["version"] == "0"
         five = [[1]] * 5
         few, all_at_once, more = (peer.seconds(five, [3] * 5, max_batch=most) for most in (1, None, 99))
         assert few > 2 * all_at_once and few > 2 * more, "the stand-in takes 10 ms per step, and 15 steps one by one"
-        waited = peer.first_token_seconds(five, [3, 3, 3, 3, 3], streams=2)
-        assert len(waited) == 5 and min(waited) >= 0.01 and median(waited) < 0.035, "each since it was sent itself"
     finally:
         peer.close()
 

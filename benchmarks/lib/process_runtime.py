@@ -65,6 +65,9 @@ class ProcessRuntime:
             if self._is_open:
                 self._news.put(Lost(worker, "its process has ended"))
 
+    def has_room(self) -> bool:
+        return True  # on this machine
+
     def place(self) -> str:
         return f"{self._folder.name}/{next(self._places)}"
 

@@ -41,6 +41,7 @@ from paceline.cluster.messages import (
 from paceline.cluster.pace import CpuBudget, PaceModel, Slowdowns
 from paceline.cluster.placement import RequestPlacement
 from paceline.cluster.policy import decide
+from paceline.cluster.room import RoomWatch
 from paceline.cluster.runtime import Runtime
 from paceline.cluster.spot_group import Trainers
 from paceline.cluster.timeline import Timeline
@@ -97,6 +98,7 @@ class Coordinator:
         self.figures = ClusterFigures()
         self._clock = clock
         self._workers = {w: _down(w) for w in range(runtime.num_workers)}
+        self._room, self._needs_all = RoomWatch(runtime.has_room, clock), False
         self._trainers = Trainers()
         self._policy: Any = None
         self._drafter: Any = None
@@ -163,6 +165,10 @@ class Coordinator:
         return [(view.id, view.state) for view in list(self._workers.values())]
 
     @property
+    def _num_down(self) -> int:
+        return sum(view.state is WorkerState.DOWN for view in self._workers.values())
+
+    @property
     def max_batch(self) -> int:
         """Number of requests that all workers together run at the same time."""
         return sum(view.max_batch for view in self._workers.values())
@@ -203,14 +209,18 @@ class Coordinator:
         return self.placement.take_finished()
 
     def wait_for_all(self) -> None:
-        """Wait until all workers have started."""
-        while any(worker.state is WorkerState.DOWN for worker in self._workers.values()):
+        """Wait until all workers have started. WorkersLost if there has been no room for one of them for too long."""
+        self._needs_all = True
+        while self._num_down:
             self.advance()
+        self._needs_all = False
 
     def advance(self, timeout_s: float | None = None) -> None:
         """One round whose finished requests are left to the next `step`. Nothing is decided before there is news, but at least
-        once a second."""
+        once a second. WorkersLost if there has been no room for any worker for too long."""
         began = time.thread_time()
+        down = self._num_down
+        self._room.check(down if self._needs_all or down == self.num_workers else 0, self.num_workers)
         self._round(timeout_s)
         self._budget.spend(time.thread_time() - began)
         if self.interval_s:

@@ -33,6 +33,9 @@ class LocalRuntime:
         if self.workers.pop(worker, None) is not None:
             self._lost.append(Lost(worker, "killed"))
 
+    def has_room(self) -> bool:
+        return True  # in this process
+
     def place(self) -> str:
         return f"{self._folder.name}/{next(self._places)}"
 

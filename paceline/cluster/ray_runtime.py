@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -44,10 +44,6 @@ _MAX_FAILED_STARTS = 3
 """A worker that dies so many times in a row before its first report cannot be started at all."""
 _MAX_WARNINGS, _MAX_LINE = 20, 300
 """Number of warnings in one report of a worker, and of characters in a line."""
-_QUESTION_S = 5.0
-"""Seconds between two questions whether Ray has nodes for the workers, once all are gone."""
-_NO_NODE_S = 300.0
-"""Seconds without any worker in which Ray must have found nodes for them again."""
 
 
 class CannotStart(ValueError):
@@ -78,7 +74,6 @@ class RayRuntime:
         self._unsent: dict[int, list[Message]] = {}
         self._reports: dict[Any, tuple[int, float]] = {}  # pending report → worker, and when it was asked for
         self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
-        self._had_worker_at, self._asked_group_at = float("inf"), 0.0  # inf: none has started yet
         self._is_lost = False
         self._session = RaySession(address)
         try:
@@ -101,23 +96,18 @@ class RayRuntime:
                 name: amount for name, amount in ray.available_resources().items() if name in bundle})
 
     def _check(self) -> None:
-        """Raises WorkersLost if Ray has ended, or has had no node for any worker for too long. Comes before Ray is used: some of
-        its functions end this process if Ray's own processes have died."""
+        """Raises WorkersLost if Ray has ended. Comes before Ray is used: some of its functions end this process if Ray's own
+        processes have died."""
         try:
             self._session.check()
-            self._check_nodes()
         except WorkersLost:
             self._is_lost = True
             raise
 
-    def _check_nodes(self) -> None:
-        now = time.monotonic()
-        if not all(self._failed_starts.values()):
-            self._had_worker_at = now
-        elif now - self._had_worker_at > _NO_NODE_S and self._group is not None and now - self._asked_group_at > _QUESTION_S:
-            self._asked_group_at = now
-            if placement_group_table(self._group).get("state") != "CREATED":
-                raise WorkersLost(f"Ray has had no node for any worker for {_NO_NODE_S:.0f} s")
+    def has_room(self) -> bool:
+        """Whether Ray has a node for every worker. Workers that reserve nothing have room on any node."""
+        self._check()
+        return self._group is None or placement_group_table(self._group).get("state") == "CREATED"
 
     def start(self, worker: int) -> None:
         self._check()
@@ -259,6 +249,8 @@ class _Calls:
         """What a worker has to say counts more than a death, and that more than connections that it broke."""
         found = {worker: _error_of(results[0]) for worker, (_, results) in self._calls.items()}
         errors = {worker: error for worker, error in found.items() if error is not None}
+        if any(isinstance(_cause(error), ObjectLostError) for error in errors.values()):
+            raise WorkersLost("a part of the training's state was lost with a node")
         for worker in errors:
             _error_of(self._calls[worker][1][1])  # the same one; Ray would print it as nobody's otherwise
         told = [error for error in errors.values() if isinstance(error, RayTaskError)]
@@ -280,6 +272,11 @@ def _error_of(reference: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
+
+
+def _cause(error: RayError) -> BaseException:
+    """The exception of a worker's own code, if that has failed; otherwise Ray's."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def _reason(error: RayError) -> str:

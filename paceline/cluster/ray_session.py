@@ -29,6 +29,8 @@ from ray._private import ray_constants, worker
 from paceline.trainer.device import cluster_address
 from paceline.types import WorkersLost
 
+logger = logging.getLogger(__name__)
+
 _WATCH = r"""
 import glob, os, re, select, shutil, signal, sys, time
 folder, driver = sys.argv[1:]
@@ -93,6 +95,8 @@ for turn in range(50):  # Ray's processes notice a little later, and may write t
 """
 _LONGEST_FOLDER = 30
 """Ray puts sockets into its folder, whose paths may have about a hundred characters."""
+_MAX_STARTS = 3
+"""Number of times that a Ray of our own is started, if it takes longer than the half minute that Ray itself allows."""
 _PROBE_EVERY_S, _PROBE_S, _GONE_S = 1.0, 1.0, 20.0
 """Seconds between two probes of a cluster that was joined, seconds that one may take, and how long those of the head node may
 fail. Ray itself ends this process after 60 seconds."""
@@ -104,11 +108,20 @@ class RaySession:
     def __init__(self, address: str | None = None) -> None:
         """`address`: None starts Ray on this machine, on the loopback interface, unless this process has started or joined one;
         "auto" joins the cluster that this machine belongs to."""
-        self._owns_ray = not ray.is_initialized()
+        self._owns_ray, self._started_ray = not ray.is_initialized(), False
+        for more in reversed(range(_MAX_STARTS)):
+            try:
+                self._open(address)
+                return
+            except _TooSlow:
+                if not more:
+                    raise
+                logger.warning("Ray has not started in time, as on a machine that is very busy; it is started again")
+
+    def _open(self, address: str | None) -> None:
         self._probed_at = self._answered_at = time.monotonic()
         self.folder = tempfile.mkdtemp(prefix="paceline-ray-", dir=_short_folder())
         """A folder that is removed when this object is closed, or when this process ends."""
-        self._started_ray = False
         self._watcher = subprocess.Popen([sys.executable, "-I", "-S", "-c", _WATCH, self.folder, str(os.getpid())],
                                          stdin=subprocess.PIPE, start_new_session=True)
         try:
@@ -183,13 +196,18 @@ def num_gpus(address: str) -> float:
         session.close()
 
 
+class _TooSlow(WorkersLost):
+    """Ray's processes took longer to start than Ray allows."""
+
+
 def _init(**options: str | bool) -> None:
     """Start or join Ray. Neither what workers print nor what Ray itself has to say about a process that died is printed: what
     matters comes with the workers' reports, and from `RaySession.check`."""
     try:
         ray.init(configure_logging=False, log_to_driver=False, **options)  # type: ignore[arg-type]
     except Exception as error:  # Ray raises bare ones, for example if its processes take too long to start
-        raise WorkersLost(f"Ray cannot be started or joined: {' '.join(str(error).split())[:300]}") from None
+        kind = _TooSlow if "timed out during startup" in str(error) else WorkersLost
+        raise kind(f"Ray cannot be started or joined: {' '.join(str(error).split())[:300]}") from None
     driver: Any = worker.global_worker
     if driver.mode == worker.SCRIPT_MODE:  # its thread prints the logs of a Ray that has died
         driver.threads_stopped.set()

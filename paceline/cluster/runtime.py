@@ -15,6 +15,9 @@ class Runtime(Protocol):
     def start(self, worker: int) -> None:
         """Start a worker that was lost. It reports when it is ready."""
 
+    def has_room(self) -> bool:
+        """Whether there is a node with room for every worker, those that are lost included."""
+
     def place(self) -> str:
         """A new place where workers can meet, as `rendezvous.open_store` takes it."""
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from paceline.chat_template import apply_chat_template
 from paceline.types import SamplingParams, plain_int
 
 _SHOWN = 60
@@ -43,11 +44,8 @@ def _encode_messages(messages: Sequence[Any], tokenizer: Any, variables: Mapping
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise ValueError(f"messages: {_short(message)} has no role and content")
-    try:
-        return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False,
-                                                  **{"add_generation_prompt": True, **variables}))
-    except Exception as error:  # a template is code that came with the model, and raises whatever it likes
-        raise ValueError(f"messages: the chat template rejects them ({_one_line(str(error) or type(error).__name__)})") from None
+    return list(apply_chat_template(tokenizer, messages, "messages", tokenize=True, return_dict=False,
+                                    **{"add_generation_prompt": True, **variables}))
 
 
 def _token_ids(values: Sequence[Any]) -> list[int]:
@@ -135,10 +133,6 @@ def derive_seed(seed: int, key: str | Sequence[int], sample: int) -> int:
 def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
 
 
 def _needed(tokenizer: Any, what: str) -> Any:

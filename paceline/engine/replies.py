@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from paceline.chat_template import apply_chat_template
+
 _TURN = "⟦turn⟧"
 
 
@@ -30,11 +32,8 @@ def _tail(messages: list[dict[str, Any]], tokenizer: Any, variables: Mapping[str
     if not tokenizer.chat_template:
         return "\n" + "\n\n".join(message["content"] for message in messages) + "\n"
     asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-    try:
-        text = tokenizer.apply_chat_template([*asked, *messages], tokenize=False, **{"add_generation_prompt": True, **variables})
-    except Exception as error:  # a template is code that came with the model, and raises whatever it likes
-        said = " ".join((str(error) or type(error).__name__).split())[:300]
-        raise ValueError(f"reply: the chat template rejects it ({said})") from None
+    text = apply_chat_template(tokenizer, [*asked, *messages], "messages of the reply", tokenize=False,
+                               **{"add_generation_prompt": True, **variables})
     _, mark, tail = text.rpartition(_TURN)
     if not mark:
         raise ValueError("reply: the chat template leaves out the turn before it")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 
 from paceline.bundled import resolve_model
 from paceline.engine import Engine
@@ -184,7 +183,7 @@ class FileGenerator:
                 return
             try:
                 self._add(job)
-            except (ValueError, TemplateError) as error:
+            except ValueError as error:
                 self._refuse(f"{job.place}: {_one_line(error)}")
 
     def _add(self, job: Job) -> None:

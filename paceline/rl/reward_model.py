@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.chat_template import apply_chat_template
 from paceline.models.weights import open_checkpoint
 from paceline.rl.batch import MicroBatch, Sample, pack, sample_of
 from paceline.rl.models import Scorer, load_reward_model
@@ -77,7 +78,7 @@ class RewardModel:
             return sample.tokens
         if isinstance(prompt, list) and tokenizer.chat_template:
             messages = [*prompt, {"role": "assistant", "content": sample.text}]
-            return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+            return list(apply_chat_template(tokenizer, messages, "reward_model: messages", tokenize=True, return_dict=False))
         if isinstance(prompt, list):
             prompt = "\n\n".join(message["content"] for message in prompt) + "\n"
         elif prompt is None:

@@ -32,6 +32,8 @@ from paceline.tool_calls import tool_call_format
 
 _MAX_BODIES = 64
 """Number of bodies of the largest size that may be in memory, because they are still received or encoded."""
+_MAX_PATH = 100
+"""Number of characters of an unknown path that the answer repeats."""
 _CLOSE_S = 2.0
 """Seconds that the engine gets at shutdown to finish the step that it is at."""
 _SHUTTING_DOWN = "the server is shutting down"
@@ -72,8 +74,9 @@ class _Server:
             self._rl = RlApi(Backend(engine, self.thread, config, self.control, self._texts, self._read, self._prepare,
                                      self._answer))
             routes += [Route(path, self._guarded(handle), methods=list(methods)) for methods, path, handle in self._rl.routes]
+        self._paths = ", ".join(sorted({route.path for route in routes if "{" not in route.path}))
         self.app = Starlette(routes=routes, lifespan=self._lifespan,
-                             exception_handlers={HTTPException: _http_error, Exception: _defect})
+                             exception_handlers={404: self._unknown_path, HTTPException: _http_error, Exception: _defect})
         self.app.state.thread, self.app.state.config, self.app.state.server = self.thread, config, self
 
     @asynccontextmanager
@@ -150,6 +153,10 @@ class _Server:
                                                                              body.truncate_prompt_tokens))
         room = max(1, self.engine.scheduler.max_length - len(prompt))
         return await self._generate(request, body, [prompt], max_tokens or room)
+
+    async def _unknown_path(self, request: Request, error: Exception) -> Response:
+        path = request.url.path if len(request.url.path) <= _MAX_PATH else request.url.path[:_MAX_PATH] + " …"
+        return error_response(HTTPException(404, f"there is no {path!r}; this server has {self._paths}"))
 
     # What they are made of
 
@@ -313,7 +320,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Errors of the router: an unknown path, a wrong method."""
+    """Errors of the router: a wrong method."""
     return error_response(error)
 
 

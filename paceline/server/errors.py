@@ -36,7 +36,9 @@ ANSWERED = (ValueError, HTTPException, Overloaded, Unavailable, TimeoutError, Ge
 def error_response(error: Exception) -> Response:
     """The answer to a request that raised one of `ANSWERED`."""
     status, message = describe(error)
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else None
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}  # such as the methods that a path has
+    if status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
     return Response(error_json(status, message), status, headers, "application/json")
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jinja2 import TemplateError
 
 from paceline.engine import Engine
 from paceline.engine.pool import RequestPool
@@ -167,7 +166,7 @@ class AnswerCapture:
         try:
             # Each sample has a key of its own, so its seed does not depend on which others are generated now.
             requests.add(encode_prompt(requests.engine, prompt), self.options.params, [answer], f"{prompt.key}/{answer.sample}")
-        except (ValueError, TemplateError) as error:
+        except ValueError as error:
             self.refused.append(f"{prompt.key}: {' '.join(str(error).split())}")
 
     def _take(self, answer: Answer, rollout: Rollout, index: AppendOnlyFile) -> None:

@@ -31,6 +31,7 @@ from paceline.cluster.policy import decide
 from paceline.cluster.types import Assign, Migrate, PolicyConfig
 from paceline.cluster.worker import Worker
 from paceline.engine.migration import RequestState
+from paceline.types import WorkersLost
 
 STATIC = PolicyConfig(scheduling=False, reallocation=False)
 
@@ -186,6 +187,58 @@ def test_versions_are_recorded_with_the_tokens():
     coordinator.publish_policy(weights(), 3)
     found = run(coordinator, submit(coordinator))
     assert {version for rollout in found.values() for version in rollout.versions} == {3}
+
+
+class FullRuntime(LocalRuntime):
+    """A worker that is lost cannot start again until there is room."""
+
+    room = True
+
+    def has_room(self) -> bool:
+        return self.room
+
+    def start(self, worker: int) -> None:
+        if self.room:
+            super().start(worker)
+
+
+def without_room() -> Coordinator:
+    """A cluster in which worker 1 is lost while it has requests, and time passes with every look at the clock."""
+    runtime = FullRuntime(2, lambda w, send: Worker(w, make_engine(seed=7, max_batch=5), send), 2)
+    ticks = count()
+    coordinator = Coordinator(runtime, EAGER, interval_s=0.0, clock=lambda: float(next(ticks)))
+    coordinator.publish_policy(weights(), 0)
+    coordinator.wait_for_all()
+    runtime.room = False
+    runtime.kill(1)
+    return coordinator
+
+
+def test_a_worker_without_a_node_is_waited_for_in_vain(caplog):
+    """Generation goes on with the others. What needs all workers waits, says so, and ends with what has happened."""
+    coordinator = without_room()
+    assert_same(run(coordinator, submit(coordinator), rounds=5000))
+    with pytest.raises(WorkersLost, match="no node with room for 1 of 2 workers for 300 s"):
+        coordinator.wait_for_all()
+    assert 2 <= caplog.text.count("no node has room for 1 of 2 workers") <= 10
+
+
+def test_no_worker_has_a_node():
+    coordinator = without_room()
+    coordinator.runtime.kill(0)
+    ids = submit(coordinator)
+    with pytest.raises(WorkersLost, match="no node with room for 2 of 2 workers for 300 s"):
+        run(coordinator, ids, rounds=5000)
+
+
+def test_a_node_comes_in_time():
+    coordinator = without_room()
+    for _ in range(20):
+        coordinator.step()
+    coordinator.runtime.room = True
+    coordinator.runtime.start(1)
+    coordinator.wait_for_all()
+    assert_same(run(coordinator, submit(coordinator), rounds=5000))
 
 
 class PoisonedRuntime(LocalRuntime):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,6 +23,8 @@ from ray.cluster_utils import Cluster
 
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.ray_runtime import RayRuntime
+from paceline.cluster.trainer import ClusterTrainer
+from paceline.trainer import RunStatus, TrainerCallback, load_config
 from paceline.types import WorkersLost
 
 pytestmark = pytest.mark.slow
@@ -58,7 +61,7 @@ def test_a_node_is_lost_and_another_one_joins():
 
 def test_the_only_node_with_room_for_workers_is_lost(monkeypatch):
     """No other one comes in time: the run says so instead of waiting for ever."""
-    monkeypatch.setattr("paceline.cluster.ray_runtime._NO_NODE_S", 3.0)
+    monkeypatch.setattr("paceline.cluster.room._LONGEST_S", 8.0)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     away = cluster.add_node(num_cpus=1)
     coordinator = Coordinator(RayRuntime(1, TinySpec(), cluster.address, num_cpus=1), interval_s=0.05)
@@ -66,11 +69,44 @@ def test_the_only_node_with_room_for_workers_is_lost(monkeypatch):
         coordinator.publish_policy(weights(), 0)
         assert_same(run(coordinator, submit(coordinator), rounds=20_000))
         cluster.remove_node(away, allow_graceful=False)
-        with pytest.raises(WorkersLost, match="Ray has had no node for any worker for 3 s"):
+        with pytest.raises(WorkersLost, match="no node with room for 1 of 1 workers for 8 s"):
             wait_for(coordinator, lambda: False)
     finally:
         coordinator.close()
         cluster.shutdown()
+
+
+class LoseNode(TrainerCallback):
+    """Removes a node after the first checkpoint of a run, and adds another one if it is told to."""
+
+    def __init__(self, cluster: Cluster, node: Any, replace: bool) -> None:
+        self.cluster, self.node, self.replace = cluster, node, replace
+
+    def on_checkpoint(self, path: Path, step: int) -> None:
+        if step == 1:
+            self.cluster.remove_node(self.node, allow_graceful=False)
+            if self.replace:
+                self.cluster.add_node(num_cpus=1)
+
+
+@pytest.mark.parametrize(("replace", "says"), [
+    (False, "no node with room for 1 of 2 workers for 8 s"),
+    (True, "a part of the training's state was lost with a node")], ids=["no other node", "another node"])
+def test_one_of_two_nodes_is_lost_while_the_workers_train_the_policy(tmp_path, monkeypatch, replace, says):
+    """The workers' parts of the training's state are gone, so the run ends; with what has happened, and how it is continued."""
+    monkeypatch.setattr("paceline.cluster.room._LONGEST_S", 8.0)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    away, out = cluster.add_node(num_cpus=1), tmp_path / "run"
+    try:
+        pairs = {**SETTINGS, "steps": 50, "out": f'"{out}"', "cluster.workers": 2, "cluster.cpus_per_worker": 1,
+                 "cluster.address": f'"{cluster.address}"', "device": '"cpu"', "threads": 1}
+        config = load_config(overrides=[f"{name}={value}" for name, value in pairs.items()])
+        result = ClusterTrainer(config, callbacks=[LoseNode(cluster, away, replace)], progress=False).run()
+    finally:
+        cluster.shutdown()
+    assert result.status is RunStatus.FAILED and says in result.message, result.message
+    assert f"paceline train --resume {out} continues the run" in result.message and "\n" not in result.message
+    assert list(out.glob("checkpoints/step-000001"))
 
 
 def wait_for(coordinator, condition) -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayT
 from paceline.cluster.learning import WorkerDied
 from paceline.cluster.messages import Lost
 from paceline.cluster.ray_runtime import CannotStart, RayRuntime, _Calls, _cannot_start, _reason, _WarningList
+from paceline.cluster.ray_session import RaySession
 from paceline.trainer.device import cluster_address
 from paceline.types import WorkersLost
 
@@ -66,6 +68,25 @@ def test_what_answers_at_an_address(listener, greeting, why):
 def test_an_address_of_nobody(address):
     with pytest.raises(ValueError, match=rf"^there is no Ray cluster at {address} \(.+\)$"):
         cluster_address(address)
+
+
+def test_a_ray_that_starts_too_slowly_is_started_again(monkeypatch):
+    """Ray gives its own processes half a minute, which is not enough on a machine that is very busy. Nothing stays of them."""
+    late, folders = "The current node timed out during startup. This could happen because", []
+
+    def init(**options):
+        folders.append(Path(options["_temp_dir"]))
+        assert folders[-1].is_dir()
+        (folders[-1] / "session").mkdir()
+        raise RuntimeError("no ports" if len(folders) == 5 else late)
+
+    monkeypatch.setattr("paceline.cluster.ray_session.ray.init", init)
+    with pytest.raises(WorkersLost, match=r"^Ray cannot be started or joined: The current node timed out"):
+        RaySession()
+    assert len(folders) == 3
+    with pytest.raises(WorkersLost, match=r"^Ray cannot be started or joined: no ports$"):
+        RaySession()
+    assert len(set(folders)) == 5 and not any(folder.exists() for folder in folders)
 
 
 def test_workers_warnings_are_single_lines_without_colours():

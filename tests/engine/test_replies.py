@@ -89,7 +89,7 @@ def test_without_a_template_and_with_the_bundled_one():
 
 
 def test_a_template_that_raises_or_drops_turns_is_one_line():
-    for template, wrong in (("{{ raise_exception('roles must\\n alternate') }}", "rejects it .roles must alternate"),
+    for template, wrong in (("{{ raise_exception('roles must\\n alternate') }}", "rejects them .roles must alternate"),
                             ("{{ messages[-1].content }}", "leaves out the turn before it")):
         with pytest.raises(ValueError, match=wrong):
             reply_text(template, "x")

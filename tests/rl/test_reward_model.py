@@ -68,6 +68,14 @@ def test_text_goes_through_the_reward_models_own_tokenizer_and_chat_template(sav
     assert learner.scores(samples) == pytest.approx([0.5 * score for score in expected], rel=1e-5)
 
 
+def test_a_chat_template_that_rejects_the_prompt_is_one_line(saved):
+    path, _ = saved
+    tokenizer(OTHER, "{{ raise_exception('no role\\n is known') }}").save_pretrained(path)
+    ours = RewardModel.load(path, tokenizer(POLICY), 61, "cpu", torch.float64, torch.float64)
+    with pytest.raises(ValueError, match=r"^reward_model: messages: the chat template rejects them .no role is known.$"):
+        ours.packed([sample([{"role": "user", "content": "abc"}], "Hi")], 64, "cpu")
+
+
 def test_the_same_tokenizer_takes_the_policys_token_ids(saved):
     ours = RewardModel.load(saved[0], tokenizer(OTHER), 61, "cpu", torch.float64, torch.float64)
     assert ours.token_ids(one := sample("abc", "Hello")) is one.tokens

@@ -154,10 +154,19 @@ def test_other_errors_have_their_status(server):
     with pytest.raises(openai.BadRequestError, match="messages"):
         server.client.chat.completions.create(model="tiny", messages=[])
     assert httpx.post(f"{server.address}/v1/completions", content=b"{no json").status_code == 400
-    assert httpx.get(f"{server.address}/v1/completions").status_code == 405
-    assert httpx.get(f"{server.address}/v2").json()["error"]["type"] == "not_found_error"
+    wrong_method = httpx.get(f"{server.address}/v1/completions")
+    assert wrong_method.status_code == 405 and wrong_method.headers["allow"] == "POST"
     neutral = {"presence_penalty": 0, "user": "me", "logit_bias": None, "best_of": 1}
     assert server.client.completions.create(model="tiny", prompt="abc", **neutral).choices
+
+
+@pytest.mark.parametrize("path", ["/v1/unknown", "/", "/V1/models", "/v1//models", "/a%0Ab%FF", "/" + "x" * 9000])
+def test_an_unknown_path_is_told_what_there_is(server, path):
+    """One line that repeats a bounded part of the path. A body is not waited for."""
+    answer = httpx.post(f"{server.address}{path}", content=b"{", follow_redirects=False)
+    error = answer.json()["error"]
+    assert answer.status_code == 404 and error["type"] == "not_found_error" and error["code"] == "not_found"
+    assert "/v1/chat/completions" in error["message"] and "\n" not in error["message"] and len(error["message"]) < 500
 
 
 def test_keys_and_sizes_are_checked(tokens):

@@ -15,13 +15,15 @@ from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paceline.cluster.learning import Meeting
+from paceline.cluster.learning import Meeting, WorkerDied
 from paceline.cluster.messages import Lost, Message, Report
 from paceline.cluster.worker import Worker
 
 _REPORT_S = 0.02
 _RESULT = -1
 """Where the results of calls are sent instead of to a worker."""
+_MAX_FAILED_STARTS = 3
+"""A worker whose process ends so many times in a row before its first report cannot be started at all."""
 
 
 class ProcessRuntime:
@@ -37,12 +39,16 @@ class ProcessRuntime:
         self._news: SimpleQueue[Report | Lost] = SimpleQueue()
         self._is_open, self._meeting = True, meeting
         self._folder, self._places = TemporaryDirectory(prefix="paceline-"), count()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, tuple[int, Future[Any]]] = {}  # number of a call → worker, and what it returns
         self._numbers = count()
+        self._failed_starts = dict.fromkeys(range(num_workers), 0)  # since the last report
         for worker in range(num_workers):
             self.start(worker)
 
     def start(self, worker: int) -> None:
+        if self._failed_starts[worker] == _MAX_FAILED_STARTS:
+            raise RuntimeError(f"worker {worker} cannot be started; its process has said why on stderr")
+        self._failed_starts[worker] += 1
         mine, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(worker, self._spec, theirs), daemon=True)
         process.start()
@@ -55,18 +61,27 @@ class ProcessRuntime:
             while True:
                 target, item = pipe.recv()
                 if target is None:
+                    self._failed_starts[worker] = 0
                     self._news.put(item)
                 elif target == _RESULT:
                     number, result, error = item
-                    self._calls.pop(number).set_result(result) if error is None else self._calls.pop(number).set_exception(error)
+                    _, future = self._calls.pop(number)
+                    future.set_result(result) if error is None else future.set_exception(error)
                 else:
                     self.post(target, item)
         except (EOFError, OSError):
+            for number in [number for number, (called, _) in list(self._calls.items()) if called == worker]:
+                self._fail(number, worker)
             if self._is_open:
                 self._news.put(Lost(worker, "its process has ended"))
 
     def has_room(self) -> bool:
         return True  # on this machine
+
+    def _fail(self, number: int, worker: int) -> None:
+        found = self._calls.pop(number, None)
+        if found is not None:
+            found[1].set_exception(WorkerDied(f"worker {worker} has died"))
 
     def place(self) -> str:
         return f"{self._folder.name}/{next(self._places)}"
@@ -75,12 +90,12 @@ class ProcessRuntime:
         return Meeting(self.place(), self.num_workers, *self._meeting)
 
     def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> _Calls:
-        """Implements `learning.LearnerRuntime`. No worker may die meanwhile."""
+        """Implements `learning.LearnerRuntime`."""
         futures: list[Future[Any]] = []
         for worker, args in enumerate(each):
             number = next(self._numbers)
-            self._calls[number] = Future()
-            futures.append(self._calls[number])
+            self._calls[number] = worker, Future()
+            futures.append(self._calls[number][1])
             self.post(worker, _Call(number, method, args))
         return _Calls(futures, method)
 
@@ -92,8 +107,9 @@ class ProcessRuntime:
         try:
             with lock:
                 pipe.send((message, payload))
-        except OSError:
-            pass  # it has died
+        except OSError:  # it has died
+            if isinstance(message, _Call):
+                self._fail(message.number, worker)
 
     def flush(self, collect_s: float) -> None:
         """Nothing to do: messages are sent at once."""
@@ -136,6 +152,10 @@ class _Calls:
         return not futures_wait(self._futures, timeout_s).not_done
 
     def results(self) -> list[tuple[Any, Any]]:
+        """A death counts more than the connections that it broke."""
+        for error in (future.exception() for future in self._futures):
+            if isinstance(error, WorkerDied):
+                raise error
         found = [future.result() for future in self._futures]
         return found if self._method == "update" else [(result, None) for result in found]
 

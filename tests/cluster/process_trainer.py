@@ -18,8 +18,10 @@ from paceline.trainer import RunStatus, Trainer
 class ProcessTrainer(ClusterTrainer):
     """Workers in processes of their own, which share the machine's device and exchange gradients by gloo."""
 
+    runtime_class: type[ProcessRuntime] = ProcessRuntime
+
     def _make_runtime(self) -> ProcessRuntime:
-        return ProcessRuntime(self.config.cluster.workers, TrainWorkerSpec(self.config), ("gloo", self.config.device))
+        return self.runtime_class(self.config.cluster.workers, TrainWorkerSpec(self.config), ("gloo", self.config.device))
 
 
 class OneRankTrainer(ClusterTrainer):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from cluster.process_trainer import ProcessTrainer, check_same_run
 from cluster.processes import check_processes
+
+from benchmarks.lib.process_runtime import ProcessRuntime
+from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.worker import Send, Worker
 
 
 def test_two_processes_generate_the_tokens_of_one_while_requests_move_as_handles_of_tensors():
@@ -25,3 +31,40 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch, dtype):
     """The form on a CPU of tests/gpu/test_gpu_workers.py."""
     check_same_run(ProcessTrainer, tmp_path, monkeypatch, dtype=dtype, cluster={"workers": 2}, sleep_during_update=True,
                    compare_off=True)
+
+
+class Deadly(ProcessRuntime):
+    """Kills worker 1 in the first update."""
+
+    def call(self, method: str, each: Any) -> Any:
+        calls = super().call(method, each)
+        if method == "update" and not self.has_killed:
+            self.has_killed = True
+            self.processes[1].kill()
+        return calls
+
+    has_killed = False
+
+
+class DeadlyTrainer(ProcessTrainer):
+    runtime_class = Deadly
+
+
+@pytest.mark.slow
+def test_a_process_is_killed_in_an_update(tmp_path, monkeypatch):
+    check_same_run(DeadlyTrainer, tmp_path, monkeypatch, dtype="float64", cluster={"workers": 2})
+
+
+class Broken:
+    def build(self, worker_id: int, send: Send) -> Worker:
+        raise ValueError("there is no such device")
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start_end_the_run():
+    coordinator = Coordinator(ProcessRuntime(1, Broken()))
+    try:
+        with pytest.raises(RuntimeError, match="worker 0 cannot be started"):
+            coordinator.wait_for_all()
+    finally:
+        coordinator.close()

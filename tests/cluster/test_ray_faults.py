@@ -19,6 +19,7 @@ pytest.importorskip("ray")
 
 import ray
 from cluster.local import TinySpec, assert_same, run, submit, weights
+from cluster.ray_nodes import start_cluster
 from ray.cluster_utils import Cluster
 
 from paceline.cluster.coordinator import Coordinator
@@ -38,7 +39,7 @@ def _path(monkeypatch):
 
 def test_a_node_is_lost_and_another_one_joins():
     """Each of two nodes has room for one worker."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = start_cluster(num_cpus=1)
     away = cluster.add_node(num_cpus=1)
     coordinator = Coordinator(RayRuntime(2, TinySpec(), cluster.address, num_cpus=1), interval_s=0.05)
     try:
@@ -62,7 +63,7 @@ def test_a_node_is_lost_and_another_one_joins():
 def test_the_only_node_with_room_for_workers_is_lost(monkeypatch):
     """No other one comes in time: the run says so instead of waiting for ever."""
     monkeypatch.setattr("paceline.cluster.room._LONGEST_S", 8.0)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = start_cluster(num_cpus=0)
     away = cluster.add_node(num_cpus=1)
     coordinator = Coordinator(RayRuntime(1, TinySpec(), cluster.address, num_cpus=1), interval_s=0.05)
     try:
@@ -95,7 +96,7 @@ class LoseNode(TrainerCallback):
 def test_one_of_two_nodes_is_lost_while_the_workers_train_the_policy(tmp_path, monkeypatch, replace, says):
     """The workers' parts of the training's state are gone, so the run ends; with what has happened, and how it is continued."""
     monkeypatch.setattr("paceline.cluster.room._LONGEST_S", 8.0)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = start_cluster(num_cpus=1)
     away, out = cluster.add_node(num_cpus=1), tmp_path / "run"
     try:
         pairs = {**SETTINGS, "steps": 50, "out": f'"{out}"', "cluster.workers": 2, "cluster.cpus_per_worker": 1,
@@ -171,7 +172,7 @@ def tokens(folder: Path) -> list[tuple]:
 @pytest.fixture
 def shared_cluster():
     """A Ray cluster of one node, to which several runs belong."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    cluster = start_cluster(num_cpus=4)
     yield cluster
     cluster.shutdown()
 

@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 
 from cluster.local import GROUP, PARAMS, PROMPTS, restless, run, submit, weights
 from cluster.processes import DeviceSpec, make_device_engine
-from ray.cluster_utils import Cluster
+from cluster.ray_nodes import start_cluster
 
 from paceline import Rollout
 from paceline.cluster.coordinator import Coordinator
@@ -72,7 +72,7 @@ def test_a_run_on_two_workers_that_share_a_gpu(tmp_path, monkeypatch):
 def test_a_driver_without_a_gpu_leads_a_worker_that_has_one(tmp_path):
     """The driver sees no GPU; the worker gets the one of the Ray cluster that it joins, and NCCL with one rank."""
     root = Path(__file__).resolve().parents[2]
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1})
+    cluster = start_cluster(num_cpus=2, num_gpus=1)
     small = {"cluster.address": cluster.address, "steps": 1, "rollout.prompts": 2, "rollout.group_size": 2,
              "engine.kv_tokens": 4096, "rollout.max_new_tokens": 24, "compare_off": "false", "evaluation.every": 0,
              "out": tmp_path / "run"}

@@ -331,6 +331,12 @@ def test_interrupted_it_keeps_what_is_finished(model: Path, whole: Rollouts, tmp
     assert 0 < len(read(tmp_path / "out.jsonl")) < 2000
 
 
+@pytest.mark.parametrize("module", ["paceline", "paceline.cli"])
+def test_the_command_as_a_module(module: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stdout.startswith("paceline "), ended.stderr
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("paceline ")

@@ -14,7 +14,7 @@ LEAVES = {"names", "extras", "types", "config", "config_base", "files", "manifes
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
-    "names": set(), "types": {"names", "structured_outputs"},
+    "__main__": {"cli"}, "names": set(), "types": {"names", "structured_outputs"},
     "structured_outputs": set(), "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
     "manifest": {"files"}, "extras": set(), "optim": {"config", "extras"}, "packing": set(), "bundled": set(), "jit_cache": set(),
     "garbage": set(), "tool_calls": set(), "chat_template": set(),

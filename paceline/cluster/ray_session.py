@@ -203,11 +203,16 @@ class _TooSlow(WorkersLost):
 def _init(**options: str | bool) -> None:
     """Start or join Ray. Neither what workers print nor what Ray itself has to say about a process that died is printed: what
     matters comes with the workers' reports, and from `RaySession.check`."""
+    log = logging.getLogger("ray")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # a dashboard that is late prints its log files; the exception says enough
     try:
         ray.init(configure_logging=False, log_to_driver=False, **options)  # type: ignore[arg-type]
     except Exception as error:  # Ray raises bare ones, for example if its processes take too long to start
         kind = _TooSlow if "timed out during startup" in str(error) else WorkersLost
         raise kind(f"Ray cannot be started or joined: {' '.join(str(error).split())[:300]}") from None
+    finally:
+        log.setLevel(level)
     driver: Any = worker.global_worker
     if driver.mode == worker.SCRIPT_MODE:  # its thread prints the logs of a Ray that has died
         driver.threads_stopped.set()

@@ -39,8 +39,8 @@ class EngineConfig(Config):
     max_context: int | None = Field(None, ge=2)
     """Maximum number of prompt and answer tokens of one request together. None: the model's own limit."""
     row_sizes: tuple[int, ...] = ()
-    """Row counts that the decode rows of a step are padded to, in ascending order, for captured CUDA graphs. Empty: no
-    padding."""
+    """Row counts that the decode rows of a step are padded to, in ascending order, for captured CUDA graphs. Empty: a few
+    sizes per doubling on a GPU, no padding on a CPU."""
     capture: tuple[int, ...] = ()
     """Layers whose hidden states are returned with each rollout: i is the input of layer i, -1 the output of the final norm."""
     on_update: Literal["continue", "recompute"] = "continue"
@@ -51,10 +51,10 @@ class EngineConfig(Config):
     kernels: Literal["auto", "portable", "torch"] = "auto"
     """Which kernels are used: the fastest for the device (`auto`), those that run on every CPU (`portable`), or the plain PyTorch
     reference (`torch`). The environment variable PACELINE_KERNELS overrides `auto`."""
-    deterministic: bool | None = None
+    deterministic: bool = False
     """Reduce in an order that depends neither on the batch nor on the strategy: tokens are then identical in any dtype. Without
-    it a rare near-tie between two tokens may be decided differently. The default is true on a GPU, where it costs almost nothing,
-    and false on a CPU, where it matters in bfloat16 only."""
+    it a rare near-tie between two tokens may be decided differently. GPU kernels always do so; on a CPU it matters in bfloat16
+    only."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs and replay them (GPU only)."""
     pack_weights: bool = True

@@ -341,7 +341,7 @@ class Decision:
     """What a selector decides about one step."""
 
     strategy: Strategy
-    num_requests: int | None = None
+    num_drafted_for: int | None = None
     """Draft for only so many requests, those with the most tokens left; None: for all of them."""
     observe: bool = False
     """Whether to observe the outcomes of the draft tokens one by one."""
@@ -401,7 +401,7 @@ class StepOutcome:
     @property
     def num_drafted_for(self) -> int:
         """Number of requests that may have had draft tokens."""
-        part = self.decision.num_requests
+        part = self.decision.num_drafted_for
         return self.num_requests if part is None else min(part, self.num_requests)
 
     @property

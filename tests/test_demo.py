@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from paceline.bench.demo import DemoOptions, NewTokens, Racer, Side, run_demo
+from paceline.bench.demo import DemoOptions, Piece, Racer, Side, run_demo
 from paceline.cli import main
 from paceline.cli.demo import RaceView, coloured
 from paceline.models.weights import load_model
@@ -52,7 +52,7 @@ def test_whoever_has_used_less_time_is_next(tmp_path, monkeypatch):
             clock[0] += self.seconds
             order.append(self.name)
             self.left -= 1
-            return {0: NewTokens([1], 0)} if self.left >= 0 else None
+            return {0: Piece([1], 0)} if self.left >= 0 else None
 
     class Auto(Slow):
         engine = type("", (), {"encode": staticmethod(lambda text: [1]), "reset_stats": staticmethod(lambda: None)})
@@ -69,7 +69,7 @@ def test_whoever_has_used_less_time_is_next(tmp_path, monkeypatch):
 def test_colours_say_who_proposed():
     _, tokenizer = load_model(POLICY, "cpu", "float64")
     ids = tokenizer.encode("012345")
-    text = coloured([NewTokens(ids[:3], 2, "suffix"), NewTokens(ids[3:5], 1, "eagle"), NewTokens(ids[5:], 0)], tokenizer)
+    text = coloured([Piece(ids[:3], 2, "suffix"), Piece(ids[3:5], 1, "eagle"), Piece(ids[5:], 0)], tokenizer)
     assert text.plain == "012345"
     spans = [(text.plain[span.start : span.end], span.style) for span in text.spans if span.style]
     assert spans == [("01", "green"), ("3", "cyan")]
@@ -79,14 +79,14 @@ def test_the_race_on_a_terminal():
     _, tokenizer = load_model(POLICY, "cpu", "float64")
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, height=30, color_system="truecolor")
-    sides = [Side(name, None, 1.0, seconds, True, [[NewTokens(tokenizer.encode("012"), 2, "suffix")]])
+    sides = [Side(name, None, 1.0, seconds, True, [[Piece(tokenizer.encode("012"), 2, "suffix")]])
              for name, seconds in (("off", 2.0), ("auto", 1.0))]
     with RaceView(("27:",), tokenizer, console) as view:
         view.on_step(0, sides)
     drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue())
     assert "without speculation: 2.00 s ✓, 2 tokens/s" in drawn and "with speculation: 1.00 s ✓, 3 tokens/s" in drawn
     assert "Prompt 1 of 1: 27:" in drawn and "identical: yes" in drawn and "\x1b[32m01" in file.getvalue()
-    sides[1].pieces = [[NewTokens(tokenizer.encode("013"), 0)]]
+    sides[1].pieces = [[Piece(tokenizer.encode("013"), 0)]]
     assert view._same(sides, "") == "identical: no"
 
 

@@ -1,7 +1,7 @@
 """Decoding without speculation on one GPU: Paceline against vLLM and against the memory-bandwidth bound, in one run.
 
     python benchmarks/gpu/decode.py                                   # Paceline alone
-    python benchmarks/gpu/decode.py --vllm-path SITE --price  # SITE: a folder in which vLLM is installed
+    python benchmarks/gpu/decode.py --vllm-path SITE                  # SITE: a folder in which vLLM is installed
 
 Random weights in bfloat16, prompts of 128 tokens, temperature 1. Figures are of the whole engine, with scheduling, prefill and
 outputs. vLLM runs in a process of its own; the two take turns, and neither computes while the other does.
@@ -38,7 +38,6 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--price", action="store_true", help="also measure Paceline without equal bits (deterministic=False)")
     add_vllm_arguments(parser)
     args = parser.parse_args()
     setting, budget = Setting.of(args), Budget(args.minutes)
@@ -64,27 +63,24 @@ def measure(setting: Setting, shape: str, peer: Vllm | None, args: Any, report: 
         cell["vllm"] = peer.wait(0.5 * budget.left)
         peer = None if "error" in cell["vllm"] else peer
     model = random_model(config, torch.float32 if setting.tiny else torch.bfloat16, setting.device)
-    names = ("paceline", "any bits") if args.price else ("paceline",)
-    engines = {name: setting.engine(model, None, max(args.batch), kv_gb=14, deterministic=None if name == "paceline" else False)
-               for name in names}
+    engine = setting.engine(model, None, max(args.batch), kv_gb=14)
     for batch in args.batch:
         if budget.left < 10:
             print(f"no time left for {shape}, batch {batch}", flush=True)
             break
-        rates = rounds(engines, peer, batch, config.vocab_size, args.new_tokens, args.rounds)
+        rates = rounds(engine, peer, batch, config.vocab_size, args.new_tokens, args.rounds)
         cell["batches"][str(batch)] = summary(shape, batch, rates, cell["floor_ms"])
         report.save()
         print(f"{shape} batch {batch}: {cell['batches'][str(batch)]}", flush=True)
-    for name, engine in engines.items():
-        graphs = engine.graph_report()
-        cell[name] = {"graph_mib": graphs.num_bytes / 2**20, "graphs": graphs.num_graphs, "capture_s": graphs.capture_seconds}
+    graphs = engine.graph_report()
+    cell["paceline"] = {"graph_mib": graphs.num_bytes / 2**20, "graphs": graphs.num_graphs, "capture_s": graphs.capture_seconds}
     report.save()
 
 
-def rounds(engines: dict[str, Engine], peer: Vllm | None, batch: int, vocabulary: int, new_tokens: int,
+def rounds(engine: Engine, peer: Vllm | None, batch: int, vocabulary: int, new_tokens: int,
            num_rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each engine, in turns. The first round is a short one that compiles kernels and captures graphs."""
-    rates: dict[str, list[float]] = {name: [] for name in (*engines, *(["vllm"] if peer is not None else []))}
+    rates: dict[str, list[float]] = {name: [] for name in ("paceline", *(["vllm"] if peer is not None else []))}
     for number in range(num_rounds + 1):
         prompts = random_prompts(batch, PROMPT_TOKENS, min(vocabulary, 150_000), 1000 * batch + number)
         count = new_tokens if number else 24
@@ -94,7 +90,7 @@ def rounds(engines: dict[str, Engine], peer: Vllm | None, batch: int, vocabulary
                 seconds = peer.seconds(prompts, [count] * batch)
             else:
                 began = time.perf_counter()
-                engines[name].generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
+                engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
                 seconds = time.perf_counter() - began
             if number:
                 found.append(batch * count / seconds)
@@ -113,8 +109,6 @@ def summary(shape: str, batch: int, rates: dict[str, list[float]], floor_ms: flo
     if "vllm" in found:
         found["ratio_to_vllm"] = statistics.median(a / b for a, b in zip(rates["paceline"], rates["vllm"], strict=True))
         found["goal"] = next(goal for most, goal in GOALS[shape] if batch <= most)
-    if "any bits" in found:
-        found["price_of_equal_bits"] = statistics.median(a / b for a, b in zip(rates["any bits"], rates["paceline"], strict=True))
     return found
 
 

@@ -27,7 +27,7 @@ from benchmarks.lib.models import QWEN_7B, TINY_TWIN
 from benchmarks.lib.prompts import chat
 from benchmarks.lib.results import Report
 from benchmarks.lib.setup import Budget, Setting, make_parser
-from benchmarks.lib.speculation import ANY_BITS, BatchBench, fixed_strategies, long_responses, show
+from benchmarks.lib.speculation import BatchBench, fixed_strategies, long_responses, show
 from benchmarks.lib.upscale import upscale, upscale_drafter
 from paceline import Engine
 from paceline.drafters.eagle import Eagle
@@ -43,7 +43,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes (default: 1 to 256)")
     parser.add_argument("--models", nargs="+", choices=["twin", "policy"], default=["twin", "policy"])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--price", action="store_true", help="also measure auto without equal bits (deterministic=False)")
     args = parser.parse_args()
     setting, budget = Setting.of(args), Budget(args.minutes)
     first, other = (args.batch, ()) if args.batch else ((2,), ()) if args.tiny else (FIRST_BATCHES, OTHER_BATCHES)
@@ -89,14 +88,12 @@ def make_bench(setting: Setting, name: str, policy: Decoder, drafter: Eagle, poo
         model = upscale(policy, TINY_TWIN if setting.tiny else QWEN_7B)
         drafter = upscale_drafter(drafter, model.config)
 
-    def engine(**options: Any) -> Engine:
-        made = setting.engine(model, drafter, max_batch, **options)
+    def engine() -> Engine:
+        made = setting.engine(model, drafter, max_batch)
         made.warm_up()
         return made
 
     others = {"no drafter": (setting.engine(model, None, max_batch, kv_gb=12), "off")}
-    if args.price:
-        others[ANY_BITS] = engine(deterministic=False), "auto"
     return BatchBench(engine, pool, warm, args.new_tokens, others)
 
 

@@ -2,8 +2,7 @@
 on and off in the same process.
 
     python benchmarks/gpu/step.py                           # milliseconds per step, kernels of a step, agreement with torch
-    python benchmarks/gpu/step.py --tune --out tune.json    # tile shapes of the matrix products, ready for TUNED
-    python benchmarks/gpu/step.py --tune --one-pass         # without split-K, ready for ONE_PASS
+    python benchmarks/gpu/step.py --tune --out tune.json    # tile shapes of the matrix products, ready for ONE_PASS
     python benchmarks/gpu/step.py --tiny                    # smoke run on a CPU
 
 Random weights in bfloat16, prompts of 256 tokens. Milliseconds are of the whole engine, with scheduling and outputs, next to the
@@ -25,7 +24,6 @@ if not __package__:  # run as a file: the repository's root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.lib.cuda_timing import COLD_BYTES, replay_us
 from benchmarks.lib.models import H200_BANDWIDTH, QWEN_SHAPES, TINY, bytes_read_per_step
@@ -46,11 +44,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "both": {"pdl": True, "fused": True},
     "both, nothing ahead": {"pdl": True, "fused": True, "ahead": 0},
     "both, 8 MB ahead": {"pdl": True, "fused": True, "ahead": 8 << 20},
-    "both, splits of 64": {"pdl": True, "fused": True, "min_chunk": 64},
     "both, 64 rows": {"pdl": True, "fused": True, "fused_rows": 64},
 }
 FEW = ["before", "pdl", "fused", "both"]
-CASES = {1: [*FEW, "both, nothing ahead", "both, 8 MB ahead", "both, splits of 64"], 8: FEW, 32: ["before", "both"],
+CASES = {1: [*FEW, "both, nothing ahead", "both, 8 MB ahead"], 8: FEW, 32: ["before", "both"],
          64: ["before", "both, 64 rows"], 256: ["before"]}
 PROFILED = [("7B", 1, "both"), ("1.5B", 1, "both"), ("7B", 256, "before"), ("1.5B", 256, "before")]
 
@@ -59,7 +56,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="smoke run: a tiny random model on the CPU, figures mean nothing")
     parser.add_argument("--tune", action="store_true", help="search tile shapes instead of timing steps")
-    parser.add_argument("--one-pass", action="store_true", help="with --tune: products without split-K, for equal bits")
     parser.add_argument("--shapes", nargs="+", default=list(QWEN_SHAPES), choices=list(QWEN_SHAPES))
     parser.add_argument("--budget", type=float, default=140.0, help="time budget in seconds: nothing further starts after it")
     add_result_arguments(parser, "gpu/step")
@@ -67,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.warm:
         with torch.inference_mode():
-            warm(args.warm, args.tune, args.one_pass)
+            warm(args.warm, args.tune)
         return
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; --tiny runs the script on a CPU")
@@ -80,12 +76,12 @@ def main() -> None:
     if args.tiny:
         torch.set_num_threads(1)
     else:
-        compile_all(args.shapes, args.tune, args.one_pass, left)
+        compile_all(args.shapes, args.tune, left)
         print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     shapes = ["tiny"] if args.tiny else args.shapes
     with torch.inference_mode():
         if args.tune:
-            tune(shapes, report, left, args.one_pass)
+            tune(shapes, report, left)
         else:
             steps(shapes, report, left)
     report.save()
@@ -95,12 +91,12 @@ def main() -> None:
 # -- compiling
 
 
-def compile_all(shapes: list[str], tuning: bool, one_pass: bool, left: Callable[[], float]) -> None:
+def compile_all(shapes: list[str], tuning: bool, left: Callable[[], float]) -> None:
     """Compiles the kernels of all variants, or of all products, in many processes, which fill Triton's cache."""
     parts = list(PRODUCTS) if tuning else [*VARIANTS]
-    rows = [0] if not tuning else ONE_PASS_ROWS if one_pass else TUNED_ROWS
+    rows = TUNED_ROWS if tuning else [0]
     waiting = [f"{shape}:{part}:{count}" for shape in shapes for part in parts for count in rows]
-    command = [sys.executable, __file__, *(["--tune"] if tuning else []), *(["--one-pass"] if one_pass else []), "--warm"]
+    command = [sys.executable, __file__, *(["--tune"] if tuning else []), "--warm"]
     running = [subprocess.Popen([*command, "|".join(waiting[i::14])], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                 text=True) for i in range(min(14, len(waiting)))]
     for process in running:
@@ -112,12 +108,12 @@ def compile_all(shapes: list[str], tuning: bool, one_pass: bool, left: Callable[
             process.kill()
 
 
-def warm(jobs: str, tuning: bool, one_pass: bool) -> None:
+def warm(jobs: str, tuning: bool) -> None:
     torch.cuda.set_per_process_memory_fraction(0.1)
     for job in jobs.split("|"):
         shape, part, rows = job.split(":")
         if tuning:
-            Product(shape, part, int(rows), one_pass, copies=1).compile()
+            Product(shape, part, int(rows), copies=1).compile()
             continue
         shallow = replace(QWEN_SHAPES[shape], num_layers=2)
         engine = make_engine(Decoder.random(shallow, dtype=torch.bfloat16, device="cuda"), kv_gb=2.0)
@@ -283,11 +279,8 @@ PRODUCTS: dict[str, tuple[str, Callable[[ModelConfig], Shape]]] = {
     "down": ("linear_norm", lambda c: Shape(c.hidden_size, c.intermediate_size)),
     "head": ("linear", lambda c: Shape(c.vocab_size, c.hidden_size)),
 }
-TUNED_ROWS = (8, 32, 64, 128, 256)
-ONE_PASS_ROWS = (8, 32, 64)
-
-
-ONE_PASS_FORMS = {
+TUNED_ROWS = (8, 32, 64)
+FORMS = {
     True: [(32, 128, 4, 5, False, False), (64, 128, 4, 4, True, False), (16, 256, 4, 4, False, False),
            (16, 128, 4, 6, False, False), (16, 256, 8, 4, False, False), (64, 64, 4, 6, True, True),
            (32, 64, 4, 6, False, False)],
@@ -299,59 +292,28 @@ ONE_PASS_FORMS = {
 """Whether two tiles are computed -> (block_n, block_k, warps, stages, swap, tma)."""
 
 
-def one_pass_candidates(kind: str, rows: int, half: int) -> list[Any]:
+def candidates(kind: str, rows: int, half: int) -> list[Any]:
     """Tile shapes without split-K."""
     from paceline.kernels.triton.linear import TileConfig
 
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     pair = kind in ("qkv", "gated")
     found = []
-    for block_n, block_k, warps, stages, swap, tma in ONE_PASS_FORMS[pair]:
+    for block_n, block_k, warps, stages, swap, tma in FORMS[pair]:
         stages = min(stages, 220_000 // ((block_n * (2 if pair else 1) + block_m) * block_k * 2))
         if stages >= 2 and not (half and half % block_n):
             found.append(TileConfig(block_m, block_n, block_k, 1, warps, stages, swap, tma))
     return found
 
 
-def candidates(kind: str, rows: int, shape: Shape, half: int) -> list[Any]:
-    """At most ten tile shapes, each with enough programs to fill the GPU."""
-    from paceline.kernels.triton.linear import PROCESSORS, TileConfig, first_guess
-
-    block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
-    pair = kind in ("qkv", "gated")
-    if rows > 64:
-        forms = [(64, 64, 8, 4, False, False), (32, 128, 8, 3, False, False), (128, 64, 8, 3, False, False)]
-        forms += [] if pair else [(64, 64, 4, 4, False, False)]
-    elif pair:
-        forms = [(32, 128, 4, 5, False, False), (64, 128, 4, 4, True, False), (64, 64, 4, 6, True, True),
-                 (16, 256, 4, 4, False, False), (64, 128, 8, 4, True, True), (32, 64, 4, 6, False, False)]
-    else:
-        forms = [(64, 128, 4, 5, True, False), (128, 128, 8, 4, True, True), (32, 256, 4, 4, False, False),
-                 (64, 128, 4, 5, True, True), (16, 256, 4, 5, False, False), (128, 64, 4, 6, True, True)]
-    found = [first_guess(kind, rows, *shape, half, 2)]
-    for block_n, block_k, warps, stages, swap, tma in forms:
-        if half and half % block_n:
-            continue
-        fetched = (block_n * (2 if pair else 1) + block_m) * block_k * 2
-        stages = min(stages, 220_000 // fetched)
-        if stages < 2:
-            continue
-        tiles = -(-shape.out_features // (block_n * (2 if pair else 1))) * -(-rows // block_m)
-        most = max(1, shape.in_features // block_k // 2)
-        splits = {1} if tiles >= 2 * PROCESSORS or kind == "linear" else {max(1, min(PROCESSORS // tiles, most, 12)),
-                                                                         max(1, min(2 * PROCESSORS // tiles, most, 12))}
-        found += [TileConfig(block_m, block_n, block_k, split, warps, stages, swap, tma) for split in sorted(splits)]
-    return list(dict.fromkeys(found))[: 10 if rows <= 64 else 6]
-
-
 class Product:
     """One matrix product of a shape, with several copies of its weight, so that none stays in the cache."""
 
-    def __init__(self, name: str, part: str, rows: int, one_pass: bool = False, copies: int = 0) -> None:
+    def __init__(self, name: str, part: str, rows: int, copies: int = 0) -> None:
         from paceline.kernels.triton.linear import MAX_TILES
         from paceline.kernels.triton.ops import TritonOps
 
-        self.config, self.rows, self.one_pass = QWEN_SHAPES[name], rows, one_pass
+        self.config, self.rows = QWEN_SHAPES[name], rows
         self.kind, shape_of = PRODUCTS[part]
         self.shape = shape_of(self.config)
         self.half = self.config.head_dim // 2 if self.kind == "qkv" else 0
@@ -361,12 +323,12 @@ class Product:
         self.x = torch.randn(rows, inputs, device=device).bfloat16()
         self.residual = torch.randn(rows, outputs if self.kind == "linear_norm" else 1, device=device).bfloat16()
         self.norm = torch.ones(outputs if self.kind == "linear_norm" else inputs, device=device).bfloat16()
-        squares = torch.ones(max(1, inputs // 64), rows, device=device).to(torch.int64 if one_pass else torch.float32)
+        squares = torch.ones(max(1, inputs // 64), rows, device=device, dtype=torch.int64)
         self.normed = Normed(self.x, squares, 1e-6)
         heads, dim = self.config.num_kv_heads, self.config.head_dim
         self.angle, self.write = torch.rand(rows, dim // 2, device=device), torch.arange(rows, device=device)
         self.cache = PagedCache(*(torch.zeros(512, heads, dim, device=device).bfloat16() for _ in "kv"), self.write, 16)
-        self.ops = TritonOps("cuda", deterministic=one_pass)
+        self.ops = TritonOps("cuda")
         self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def ours(self, config: Any, weight: torch.Tensor) -> Any:
@@ -375,7 +337,6 @@ class Product:
         options = {"config": config, "counters": self.counters, "pdl": True, "ahead": 16 << 20}
         if self.kind == "linear":
             return linear.linear(self.x, weight, None, **options)
-        options["exact"] = self.one_pass
         if self.kind == "linear_norm":
             return fused_linear.linear_norm(self.x, weight, None, self.residual, self.norm, 1e-6, **options)
         if self.kind == "gated":
@@ -387,7 +348,7 @@ class Product:
         """The product by cuBLAS, followed by the small kernel that the fused product makes unnecessary."""
         from paceline.kernels.triton.exact import library_linear
 
-        out = (library_linear if self.one_pass else F.linear)(self.x, weight)
+        out = library_linear(self.x, weight)
         if self.kind == "linear":
             return out
         if self.kind == "linear_norm":
@@ -397,9 +358,7 @@ class Product:
         return self.ops.rope_write(out, self.config.num_heads, None, None, 0.0, self.angle, self.angle, self.write, self.cache)
 
     def candidates(self) -> list[Any]:
-        if self.one_pass:
-            return one_pass_candidates(self.kind, self.rows, self.half)
-        return candidates(self.kind, self.rows, self.shape, self.half)
+        return candidates(self.kind, self.rows, self.half)
 
     def compile(self) -> None:
         for config in self.candidates():
@@ -424,10 +383,10 @@ class Product:
                 "all": {str(tuple(config)): us for config, us in times.items()}}
 
 
-def tune(shapes: list[str], report: Report, left: Callable[[], float], one_pass: bool) -> None:
+def tune(shapes: list[str], report: Report, left: Callable[[], float]) -> None:
     found: list[dict[str, Any]] = []
     report.content["tuned"] = found
-    for rows in ONE_PASS_ROWS if one_pass else TUNED_ROWS:
+    for rows in TUNED_ROWS:
         for shape in shapes:
             for part in PRODUCTS:
                 if shape == "tiny":
@@ -436,12 +395,12 @@ def tune(shapes: list[str], report: Report, left: Callable[[], float], one_pass:
                 if left() < 3:
                     print("no time left")
                     return
-                cell = {"shape": shape, "part": part} | Product(shape, part, rows, one_pass).measure()
+                cell = {"shape": shape, "part": part} | Product(shape, part, rows).measure()
                 found.append(cell)
                 print(f"{shape} {part} rows {rows}: {cell['us']:.1f} us {tuple(cell['best'])}, library {cell['library_us']:.1f}, "
                       f"floor {cell['floor_us']:.1f}", flush=True)
         report.save()
-    print(f"\nfor {'ONE_PASS' if one_pass else 'TUNED'} (only where faster than the library):")
+    print("\nfor ONE_PASS (only where faster than the library):")
     for cell in found:
         if cell["us"] < cell["library_us"]:
             padded = max(16, 1 << (cell["rows"] - 1).bit_length())

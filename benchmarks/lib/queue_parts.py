@@ -115,7 +115,7 @@ def measure_arrivals(bench: Bench) -> None:
 def arrivals(bench: Bench, engine: Engine, strategy: str, batch: int) -> dict[str, Any]:
     """Windows of steps with and without an arrival, in turns, while `batch` requests decode."""
     sizes = bench.sizes
-    engine.select = engine.selector(strategy)
+    engine.selector = engine.selector_of(strategy)
     forever = SamplingParams(temperature=1.0, max_new_tokens=10**6, seed=11, ignore_eos=True)
     running = [engine.add(prompt, forever)[0] for prompt in bench.prompts.take(batch)]
     advance(engine, running, 2 * sizes.window)

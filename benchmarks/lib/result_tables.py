@@ -110,9 +110,8 @@ def gpu_decode(content: Content, _: str) -> Table:
     for shape, cell in content["shapes"].items():
         found = [cell["batches"].get(batch) for batch in batches]
         ratios += [each["ratio_to_vllm"] for each in found if each and "ratio_to_vllm" in each]
-        for name, key in (("× vLLM", "ratio_to_vllm"), ("price of equal bits", "price_of_equal_bits")):
-            if any(each and key in each for each in found):
-                rows.append((f"{shape}: {name}", *(_times(each and each.get(key)) for each in found)))
+        if any(each and "ratio_to_vllm" in each for each in found):
+            rows.append((f"{shape}: × vLLM", *(_times(each and each.get("ratio_to_vllm")) for each in found)))
         rows.append((f"{shape}: ms per step", *(f"{each['paceline']['ms_per_step']:.2f}" if each else "–" for each in found)))
     return Table("Decoding without speculation on a GPU",
                  f"Random weights in bfloat16, {content['prompt_tokens']}-token prompts, {content['new_tokens']} new tokens: "
@@ -150,9 +149,6 @@ def speculate(content: Content, _: str) -> Table:
         rows.append((f"{name}: best fixed strategy", *(_times(cell and cell["best_fixed_ratio"]) for cell in cells)))
         rows.append((f"{name}: tokens/verification of auto",
                      *(f"{cell['tokens_per_verification']:.2f}" if cell else "–" for cell in found)))
-        prices = [cell and cell.get("price_of_equal_bits") for cell in found]
-        if any(prices):
-            rows.append((f"{name}: price of equal bits with auto", *map(_times, prices)))
     (worst, worst_at), (best, best_at) = min(autos), max(autos)
     return Table("Speculative decoding by batch size on a GPU",
                  f"Speedup of `auto` over off between {_times(worst)} ({worst_at}) and {_times(best)} ({best_at}); `policy` is "
@@ -160,14 +156,14 @@ def speculate(content: Content, _: str) -> Table:
                  ("speedup over off", *(f"batch {batch}" for batch in batches)), rows)
 
 
-def selection(content: Content, device: str) -> Table:
-    cells = [(model, name, cell) for model, found in content["models"].items() for name, cell in found["workloads"].items()]
-    rows = [(model, name, cell["best_fixed"], _times(cell["auto_vs_off"]), _times(cell["auto_vs_best_fixed"]),
-             f"{cell['overhead_share']:.1%}") for model, name, cell in cells]
-    return Table(f"Choosing strategies on a {device}, setting {content['setting']}",
-                 f"`auto` is {_range([cell['auto_vs_off'] for *_, cell in cells])} as fast as off and "
-                 f"{_range([cell['auto_vs_best_fixed'] for *_, cell in cells])} as fast as each workload's best fixed strategy.",
-                 ("model", "workload", "best fixed strategy", "auto × off", "auto × best fixed", "time spent choosing"), rows)
+def selection(content: Content, _: str) -> Table:
+    cells = content["models"]["h200"]["workloads"]
+    rows = [(name, cell["best_fixed"], _times(cell["auto_vs_off"]), _times(cell["auto_vs_best_fixed"]))
+            for name, cell in cells.items()]
+    to_off, to_best = (_range([cell[key] for cell in cells.values()]) for key in ("auto_vs_off", "auto_vs_best_fixed"))
+    return Table(f"Choosing strategies in simulation, setting {content['setting']}",
+                 f"`auto` is {to_off} as fast as off and {to_best} as fast as each workload's best fixed strategy.",
+                 ("workload", "best fixed strategy", "auto × off", "auto × best fixed"), rows)
 
 
 def suffix_vs_arctic(content: Content, _: str) -> Table:

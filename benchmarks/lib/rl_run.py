@@ -174,7 +174,7 @@ class StepRecorder(TrainerCallback):
         assert self.trainer is not None
         drafter = result.strategy.drafter
         if not self._runs or self._runs[-1][0] != drafter:
-            guard = getattr(self.trainer.engine.select, "guard", None)
+            guard = getattr(self.trainer.engine.selector, "guard", None)
             found = {} if guard is None else guard.accounts
             accounts = {f"{name} {size}": round(account.steps, 2) for (name, size), account in found.items()}
             self._runs.append([drafter, result.num_requests, 0, 0, 0.0, accounts])

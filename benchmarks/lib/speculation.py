@@ -14,19 +14,13 @@ from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, Setting, free_memory, freeze_memory
 from paceline import Engine, SamplingParams
 from paceline.models.decoder import Decoder
+from paceline.strategy.beg import arms_of, bucket_of
 from paceline.types import StepResult
-
-STRATEGIES = {
-    1: ("d8w4v48", "d6w4v16", "d4w2v8"), 4: ("d6w4v32", "d6w4v16", "d4w2v8"), 16: ("d6w4v16", "d4w2v8", "d4w1v4"),
-    32: ("d5w4v12", "d4w2v8", "d3w2v4"), 64: ("d4w2v8", "d3w2v4", "d2w1v2"), 128: ("d3w2v4", "d2w1v2", "d1w1v1"),
-    256: ("d2w1v2", "d1w1v1"),
-}
-"""Fixed strategies that are tried up to a batch size."""
 
 
 def fixed_strategies(batch: int) -> list[str]:
-    """Fixed strategies that suit a batch size."""
-    return [f"eagle:{shape}" for shape in STRATEGIES[next((size for size in STRATEGIES if batch <= size), 256)]]
+    """Fixed strategies of the learned drafter that suit a batch size: those of the bandit."""
+    return [str(arm) for arm in arms_of(bucket_of(batch), ("eagle",)) if arm.drafter == "eagle"]
 
 
 def num_parts(batch: int) -> int:
@@ -61,9 +55,6 @@ def sampling(new_tokens: int, ignore_eos: bool = True) -> SamplingParams:
 
 
 # --- one measurement
-
-ANY_BITS = "auto, any bits"
-"""`auto` in an engine with `deterministic=False`."""
 
 
 @dataclass(slots=True)
@@ -141,7 +132,7 @@ class Flips:
             count[1] += min(len(a), len(b)) if first is None else first + 1
 
     def summary(self) -> dict[str, Any]:
-        flips, tokens = (sum(count[i] for name, count in self.counts.items() if name != ANY_BITS) for i in (0, 1))
+        flips, tokens = (sum(count[i] for count in self.counts.values()) for i in (0, 1))
         each = {name: 1e6 * flipped / max(1, compared) for name, (flipped, compared) in self.counts.items()}
         return {"all": 1e6 * flips / max(1, tokens), "flips": flips, "tokens_compared": tokens, "by_strategy": each}
 
@@ -183,7 +174,7 @@ class BatchBench:
         """Responses have no known end, as if requests waited: what counts for a selector is then tokens per second, not when the
         last response is finished. They are broken off when the first one has its tokens."""
         engine, strategy = self._others.get(name, (self.engine, name))
-        own, engine.select = engine.select, engine.selector(strategy)
+        own, engine.selector = engine.selector, engine.selector_of(strategy)
         drawn, windows, params = [], [], sampling(4 * new_tokens, ignore_eos=False)
         for prompts in parts:
             window = Window(len(prompts), new_tokens)
@@ -195,14 +186,13 @@ class BatchBench:
             while engine.has_work:
                 engine.step()
             windows.append(window)
-        engine.select = own
+        engine.selector = own
         return drawn, windows
 
     def _warm_up(self, names: Sequence[str], batch: int) -> None:
         """Lets auto learn, and runs each strategy for a few tokens."""
         for name in names:
-            learns = name in ("auto", ANY_BITS)
-            self._run(name, [self._warm[:batch]], batch, self._new_tokens if learns else min(24, self._new_tokens))
+            self._run(name, [self._warm[:batch]], batch, self._new_tokens if name == "auto" else min(24, self._new_tokens))
         freeze_memory()
 
     def _take(self, names: Sequence[str], batch: int, parts: int) -> list[list[list[int]]]:
@@ -224,9 +214,6 @@ def _cell(found: dict[str, Measured], fixed: Sequence[str]) -> dict[str, Any]:
         record["ratio_to_off"] = statistics.median(rate / off for rate, off in pairs)
     best = max(fixed, key=lambda name: cell[name]["tokens_per_s"])
     cell["auto"]["steps"] = found["auto"].strategies
-    if ANY_BITS in found:
-        pairs = zip(found[ANY_BITS].rates, found["auto"].rates, strict=True)
-        cell["auto"]["price_of_equal_bits"] = statistics.median(loose / equal for loose, equal in pairs)
     return {"strategies": cell, "best_fixed": best, "best_fixed_ratio": cell[best]["ratio_to_off"],
             "auto_to_best": cell["auto"]["tokens_per_s"] / max(cell[best]["tokens_per_s"], cell["off"]["tokens_per_s"])}
 

@@ -82,7 +82,7 @@ def default_max_new_tokens(model: str) -> int:
     return _BUNDLED_TOKENS if model == "default" else _TOKENS
 
 
-class NewTokens(NamedTuple):
+class Piece(NamedTuple):
     """What a step has added to one answer."""
 
     token_ids: list[int]
@@ -98,7 +98,7 @@ class Racer(Protocol):
     def begin(self, prompt_ids: list[int], params: SamplingParams, n: int) -> None:
         """Starts the answers to a prompt."""
 
-    def step(self) -> dict[int, NewTokens] | None:
+    def step(self) -> dict[int, Piece] | None:
         """Makes a step and returns what it has added, by the answer's number; None if all answers are finished."""
 
 
@@ -112,11 +112,11 @@ class EngineRacer:
     def begin(self, prompt_ids: list[int], params: SamplingParams, n: int) -> None:
         self._numbers = {request: number for number, request in enumerate(self._requests.add(prompt_ids, params, range(n)))}
 
-    def step(self) -> dict[int, NewTokens] | None:
+    def step(self) -> dict[int, Piece] | None:
         if not self._requests:
             return None
         result = self._requests.step().result
-        return {self._numbers[request]: NewTokens(tokens, max(0, len(tokens) - 1), result.strategy.drafter)
+        return {self._numbers[request]: Piece(tokens, max(0, len(tokens) - 1), result.strategy.drafter)
                 for request, tokens in result.tokens.items()}
 
 
@@ -133,7 +133,7 @@ class Side:
     """Seconds of generation of the present prompt."""
     is_done: bool = True
     """Whether all answers to the present prompt are finished."""
-    pieces: list[list[NewTokens]] = field(default_factory=list)
+    pieces: list[list[Piece]] = field(default_factory=list)
     """What the steps have added to each answer to the present prompt."""
     answers: list[list[list[int]]] = field(default_factory=list)
     """Token ids of the answers to each prompt."""
@@ -183,7 +183,7 @@ class Side:
 def make_sides(model: Decoder, tokenizer: Any, options: DemoOptions) -> list[Side]:
     """The other side of the race, and an engine that selects its strategy."""
     device, dtype = model.norm.device, model.norm.dtype
-    deterministic = True if choose_backend(device, dtype).name != "torch" else None  # plain PyTorch cannot promise it
+    deterministic = choose_backend(device, dtype).name != "torch"  # plain PyTorch cannot promise it
     config = EngineConfig(max_batch=options.n, kv_memory_gb=0.5, deterministic=deterministic, suffix_scope="all")
 
     def engine_side(name: str, drafter: str) -> Side:

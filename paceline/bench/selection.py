@@ -251,7 +251,7 @@ def _cell(contender: Contender, off: Contender, batch: int) -> Cell:
 
 
 def _expected(auto: Contender, batch: int) -> Expected | None:
-    selector = auto.engine.select
+    selector = auto.engine.selector
     if not isinstance(selector, AutoSelector) or selector.decision is None:
         return None
     decision = selector.decision

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.demo import NewTokens
+from paceline.bench.demo import Piece
 from paceline.extras import install_command
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
@@ -59,14 +59,14 @@ class TrlRacer:
         self._settings.do_sample = params.temperature > 0
         if not self._settings.do_sample:
             self._settings.temperature = None
-        self._go, self._new = threading.Semaphore(0), queue.SimpleQueue[dict[int, NewTokens] | BaseException | None]()
+        self._go, self._new = threading.Semaphore(0), queue.SimpleQueue[dict[int, Piece] | BaseException | None]()
 
     def begin(self, prompt_ids: list[int], params: SamplingParams, n: int) -> None:
         self._settings.max_new_tokens = params.max_new_tokens
         torch.manual_seed(params.seed)
         threading.Thread(target=self._generate, args=(prompt_ids, n), daemon=True).start()
 
-    def step(self) -> dict[int, NewTokens] | None:
+    def step(self) -> dict[int, Piece] | None:
         self._go.release()
         found = self._new.get()
         if isinstance(found, BaseException):
@@ -81,7 +81,7 @@ class TrlRacer:
         def observe(ids: Tensor, scores: Any, **_: Any) -> Tensor:
             """Called by `generate` after every token; answers that have ended get padding."""
             last = ids[:, -1].tolist()
-            self._new.put({i: NewTokens([token], 0) for i, token in enumerate(last) if not finished[i]})
+            self._new.put({i: Piece([token], 0) for i, token in enumerate(last) if not finished[i]})
             finished[:] = [done or token in ends for done, token in zip(finished, last, strict=True)]
             self._go.acquire()
             return torch.zeros(n, dtype=torch.bool, device=ids.device)

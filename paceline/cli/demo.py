@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.demo import DemoOptions, NewTokens, Side, run_demo, summarize
+from paceline.bench.demo import DemoOptions, Piece, Side, run_demo, summarize
 from paceline.bench.trl_racer import check_trl
 from paceline.cli.log import clear_progress, say
 from paceline.files import atomic_write
@@ -123,7 +123,7 @@ class RaceView:
         return f"{before}identical: {'yes' if same else 'no'}"
 
 
-def coloured(pieces: list[NewTokens], tokenizer: Any) -> Text:
+def coloured(pieces: list[Piece], tokenizer: Any) -> Text:
     """The end of an answer; accepted draft tokens in their drafter's colour."""
     parts: list[tuple[list[int], str]] = []
     for piece in pieces:

@@ -67,7 +67,7 @@ class FiguresCollector:
         """The figures since the last call."""
         engine, self.has_steps = self._engine, False
         drafter, self._drafter = self._drafter, DrafterSums()
-        auto = engine.select
+        auto = engine.selector
         selection = (auto.cost_error, auto.progress_error, auto.credit) if isinstance(auto, AutoSelector) else None
         return WorkerFigures(self._trace.take_engine_steps(), drafter, self._profile.take(), predicted_costs(engine), selection,
                              engine.drafter_version, engine.drafter_mismatch is not None)

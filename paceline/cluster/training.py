@@ -25,7 +25,7 @@ from paceline.spot import FeatureBuffer, SpotConfig, SpotReport, SpotTrainer, dr
 from paceline.spot.buffer import MAX_AGE
 from paceline.spot.checkpoint import Snapshot
 from paceline.spot.initialization import is_untrained
-from paceline.spot.trainer import SCALE_RECORDS, StepPlan
+from paceline.spot.trainer import SCALE_RECORDS, BatchPlan
 from paceline.trainer.drafter import expected_accept_length, to_measure
 from paceline.types import FeatureRecord
 
@@ -238,7 +238,7 @@ class DrafterTraining:
     def _continue(self, trainer: SpotTrainer, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         """Take over another worker's training. A step that it had begun is dropped: its records are there."""
         restore(trainer, Snapshot(tensors, metadata))
-        trainer.progress.plan, trainer.progress.cursor = StepPlan(), 0
+        trainer.progress.plan, trainer.progress.cursor = BatchPlan(), 0
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.policy_changed()
 

@@ -208,10 +208,9 @@ class Wake:
 @dataclass(frozen=True, slots=True)
 class DummyStep:
     """Run a step of padding requests only, or of those in lent slots, which changes nothing, and capture it: for warm-up and
-    profiling. `padded`: pad to a row size."""
+    profiling."""
 
     command: StepCommand
-    padded: bool = True
     context: int | None = None
     """Number of tokens of context that every request has before the step, if its slots are lent."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -55,10 +55,9 @@ class DummySteps:
     def has_learned_drafter(self) -> bool:
         return self._executor.learned is not None
 
-    def run_step(self, num_requests: int, strategy: Strategy, padded: bool = True) -> None:
-        """Run the policy once for so many requests with draft trees of the strategy's size; nothing is drafted. `padded`: pad
-        to a row size."""
-        self._executor.execute(DummyStep(self._command([self._padding] * num_requests, strategy), padded))
+    def run_step(self, num_requests: int, strategy: Strategy) -> None:
+        """Run the policy once for so many requests with draft trees of the strategy's size; nothing is drafted."""
+        self._executor.execute(DummyStep(self._command([self._padding] * num_requests, strategy)))
 
     def run_forced(self, num_rows: int, num_requests: int, strategy: Strategy) -> None:
         """Run the policy once on so many rows of so many requests, all but one of which feed their last tokens, with draft trees
@@ -172,14 +171,6 @@ class DummySteps:
             self.run_drafter(1, strategy)
             self.run_step(1, strategy)
         self.run_catch_up(1, _CATCH_UP_ALL[0])
-
-    def capture(self, strategies: Iterable[Strategy], batches: Sequence[int], padded: bool = True) -> None:
-        """Capture the graphs that these strategies need at these batch sizes."""
-        if self._graphs.enabled:
-            for strategy in strategies:
-                for num_requests in batches:
-                    self.run_drafter(num_requests, strategy)
-                    self.run_step(num_requests, strategy, padded)
 
     def captures(self, max_requests: int) -> Sequence[Callable[[], None]]:
         """Return functions that each capture one of the graphs that `auto` may need for so many requests, if it is not captured

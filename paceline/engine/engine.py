@@ -256,11 +256,11 @@ class Engine:
         """Generate n answers of every prompt. A prompt that cannot be served gives rollouts with an error message; the others
         finish. `strategy` overrides the engine's own for this call."""
         if strategy is not None:
-            own, self.select = self.select, self.selector(strategy)
+            own, self.selector = self.selector, self.selector_of(strategy)
             try:
                 return self.generate(prompts, params, n, keys, on_step)
             finally:
-                self.select = own
+                self.selector = own
         return generate_groups(self, [prompts] if isinstance(prompts, str) else list(prompts), params, n, keys, on_step)
 
     def abort(self, request_ids: Iterable[int]) -> list[Rollout]:
@@ -311,18 +311,18 @@ class Engine:
     # -- strategy selection, profiling, warm-up
 
     @property
-    def select(self) -> Selector:
+    def selector(self) -> Selector:
         """The selector that `step` asks for strategies."""
         return self._control.current
 
-    @select.setter
-    def select(self, selector: Selector | Callable[[StepView], Strategy]) -> None:
+    @selector.setter
+    def selector(self, selector: Selector | Callable[[StepView], Strategy]) -> None:
         self._control.current = make_selector(selector)
 
-    def selector(self, strategy: AnyStrategy) -> Selector:
+    def selector_of(self, strategy: AnyStrategy) -> Selector:
         """Return the selector for a strategy. A name always gives the same selector, with all that it has learned on this
         engine."""
-        return self._control.selector(strategy)
+        return self._control.selector_of(strategy)
 
     def distrust(self, drafter: DrafterName | None) -> None:
         """Hide a drafter from the selectors until it is replaced by `update_drafter`; None makes all drafters visible again. A
@@ -421,11 +421,6 @@ class Engine:
         finally:
             self.planner.control, self._counters = own
             scheduler.num_preemptions, scheduler.num_cached_tokens = counts
-
-    def capture_graphs(self, strategies: Iterable[Strategy], batches: Sequence[int], exact: bool = False) -> GraphReport:
-        """Capture the graphs that these strategies need at these batch sizes. `exact`: without padding to row sizes."""
-        self.dummy_steps.capture(strategies, batches, padded=not exact)
-        return self.graph_report()
 
     def graph_report(self) -> GraphReport:
         """Return the number, memory and capture time of CUDA graphs; all zero where none are captured."""

@@ -167,7 +167,7 @@ class Executor:
 
     def dummy_rows(self, command: DummyStep) -> StepRows:
         """Lay out a step of padding requests."""
-        return self.rows.build(command.command, self._drafts(command.command), command.padded, keep=True)
+        return self.rows.build(command.command, self._drafts(command.command), keep=True)
 
     @torch.inference_mode()
     def _lend_slots(self, command: LendSlots) -> None:

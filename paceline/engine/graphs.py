@@ -74,11 +74,10 @@ class _CapturedStep(NamedTuple):
 
 
 class GraphPool:
-    """Captured graphs by key, least recently used first."""
+    """Captured graphs by key, least recently used first. All use the same memory one after the other."""
 
-    def __init__(self, device: torch.device, max_bytes: int = 4 << 30, shared: bool = True) -> None:
-        """With `shared`, all graphs use the same memory one after the other; otherwise each graph has memory of its own."""
-        self.device, self.max_bytes, self._shared = device, max_bytes, shared
+    def __init__(self, device: torch.device, max_bytes: int = 4 << 30) -> None:
+        self.device, self.max_bytes = device, max_bytes
         self.capture_seconds, self.num_irregular = 0.0, 0
         self._uncaptured_runs = Counter[Hashable]()
         self._graphs: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
@@ -127,10 +126,9 @@ class GraphPool:
         torch.cuda.empty_cache()  # Capturing does it anyway; doing it first makes the memory that the capture adds visible.
         reserved = torch.cuda.memory_reserved(self.device)  # of this process: others on the device come and go
         graph = torch.cuda.CUDAGraph()
-        memory = self._memory if self._shared else torch.cuda.graph_pool_handle()
         # If the garbage collector frees the graphs of an engine that is no longer used, a capture that is under way fails.
         # "thread_local": drafter training in another thread may allocate memory meanwhile.
-        with no_garbage_collection(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with no_garbage_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self.device)
         entry = _CapturedStep(graph, output, step, max(0, torch.cuda.memory_reserved(self.device) - reserved))

@@ -79,14 +79,14 @@ class RowBuilder:
         """On a CPU: memory for the integers of a step, and it as rows, by number of rows and of requests. A step's rows are no
         longer read when the next one is laid out, and making so many tensors takes longer than filling them."""
 
-    def build(self, command: StepCommand, drafts: Drafts | None, padded: bool = True, keep: bool = False) -> StepRows:
-        """Lay out a step. `drafts`: its draft trees, if there are any. `padded`: pad to a row size. `keep`: the rows are still
-        read after other steps have been laid out."""
+    def build(self, command: StepCommand, drafts: Drafts | None, keep: bool = False) -> StepRows:
+        """Lay out a step. `drafts`: its draft trees, if there are any. `keep`: the rows are still read after other
+        steps have been laid out."""
         with_trees = command.max_depth > 0
         num_rows = len(command.slots) + (int(command.num_nodes.sum()) if with_trees else 0)
         if command.num_forced_rows:
             num_rows += command.num_forced_rows - int((command.forced > 0).sum())
-        pad = self._graphs.num_padding_rows(num_rows, with_trees or command.num_forced_rows > 0) if padded else 0
+        pad = self._graphs.num_padding_rows(num_rows, with_trees or command.num_forced_rows > 0)
         if command.num_forced_rows and num_rows + pad > self._graphs.max_rows:
             pad = 0  # nothing is captured, and kernels for long prompts want the forced rows at the end
         if not with_trees and not command.num_forced_rows:

@@ -444,7 +444,7 @@ class Scheduler:
 
 def _chosen_requests(plan: StepPlan) -> set[int] | None:
     """Ids of the requests that are drafted for: as many as decided, those with the most tokens left. None: all."""
-    if plan.decision.num_requests is None or plan.decision.num_requests >= len(plan.decode):
+    if plan.decision.num_drafted_for is None or plan.decision.num_drafted_for >= len(plan.decode):
         return None
     longest = sorted(plan.decode, key=lambda request: len(request.tokens) - request.max_tokens)
-    return {request.id for request in longest[: plan.decision.num_requests]}
+    return {request.id for request in longest[: plan.decision.num_drafted_for]}

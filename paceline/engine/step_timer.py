@@ -15,7 +15,7 @@ from paceline.engine.graphs import CudaGraphs, Timestamp
 from paceline.engine.planner import PlannedStep
 
 
-class Launch(NamedTuple):
+class LaunchRecord(NamedTuple):
     """How a step was launched."""
 
     seconds: float
@@ -31,7 +31,7 @@ class InFlight(NamedTuple):
     step: PlannedStep
     pending: PendingStep
     began: Timestamp
-    launch: Launch
+    launch: LaunchRecord
 
 
 class StepTime(NamedTuple):
@@ -68,11 +68,11 @@ class StepTimer:
         """A step that began at that time has been planned, and is about to be launched."""
         self._plan_seconds = self._graphs.now().at - began.at
 
-    def launched(self, began: Timestamp) -> Launch:
+    def launched(self, began: Timestamp) -> LaunchRecord:
         """A step was launched."""
         now = self._graphs.now()
         self._idle_from = now.at
-        return Launch(now.at - max(self._resumed_at, self._processed.at), now.num_irregular != began.num_irregular)
+        return LaunchRecord(now.at - max(self._resumed_at, self._processed.at), now.num_irregular != began.num_irregular)
 
     def wait_for(self, step: InFlight, pipelined: bool) -> None:
         """Wait for the outputs of a step. `pipelined`: whether steps are launched before the outputs of the last one are read."""

@@ -33,14 +33,14 @@ class StrategyControl:
         self.costs = CostCurve.unknown()
         """Cost of a step by its size, measured by `Engine.profile`."""
         self._by_name: dict[str, Selector] = {}
-        self.current = self.selector(strategy)
+        self.current = self.selector_of(strategy)
         """The selector that decides the next step."""
         self.distrusted: DrafterName | None = None
         """A drafter that is hidden from the selectors."""
         self._share_cut = 0.0  # recent share of answers that ended at their limit
         self._num_speculated = 0
 
-    def selector(self, strategy: AnyStrategy) -> Selector:
+    def selector_of(self, strategy: AnyStrategy) -> Selector:
         """Return the selector for a strategy. A name always gives the same selector, with all that it has learned on this
         engine."""
         if not isinstance(strategy, str):

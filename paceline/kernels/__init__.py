@@ -80,21 +80,20 @@ def choose_backend(device: torch.device | str, dtype: torch.dtype, kernels: str 
     return Backend("cpu", f"{library.name} multiplies {str(dtype).removeprefix('torch.')} on this processor")
 
 
-def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool | None = False, max_context: int = 32768,
+def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768,
             kernels: str = "auto") -> Ops:
     """The kernels that `choose_backend` names. Ask once and hand them to the model. `deterministic`: sums are taken in an order
-    that depends neither on the batch nor on the strategy; only the reference cannot do that, and refuses. None: where that costs
-    almost nothing, which is on a GPU with Triton."""
+    that depends neither on the batch nor on the strategy. Triton's kernels always do that; the reference cannot, and refuses."""
     backend = choose_backend(device, dtype, kernels)
     if backend.name in ("cpu", "portable"):
         from paceline.kernels.cpu.ops import CpuOps
         from paceline.kernels.cpu.products import find_library
 
-        return CpuOps(bool(deterministic), find_library(dtype) if backend.name == "cpu" else None)
+        return CpuOps(deterministic, find_library(dtype) if backend.name == "cpu" else None)
     if backend.name == "triton":
         from paceline.kernels.triton.ops import TritonOps
 
-        return TritonOps(device, deterministic is not False, max_context)
+        return TritonOps(device, max_context)
     if deterministic:
         raise ValueError(f"deterministic: the torch kernels cannot promise it ({backend.reason}); use float32, float64 or "
                          "bfloat16 with kernels=auto")

@@ -138,15 +138,14 @@ class Normed(NamedTuple):
     then applies to its result."""
 
     rows: Tensor  # [R, H]
-    squares: Tensor | None = None  # [P, R] partial sums of squares of each row before the norm; None: rows are complete
+    squares: Tensor | None = None  # [P, R] int64 sums of squares before the norm, in units of 2⁻²⁶; None: rows are complete
     eps: float = 0.0
 
     def complete(self) -> Tensor:
         """The normalised rows [R, H] with the missing factor applied."""
         if self.squares is None:
             return self.rows
-        squares = self.squares.sum(dim=0) / (1.0 if self.squares.is_floating_point() else 2.0**26)
-        factor = (squares / self.rows.shape[1] + self.eps).rsqrt()
+        factor = (self.squares.sum(dim=0) / 2.0**26 / self.rows.shape[1] + self.eps).rsqrt()
         return (self.rows * factor[:, None]).to(self.rows.dtype)
 
 

@@ -86,7 +86,7 @@ class TrainView:
                 accept_length: float | None = None) -> None:
         """Reports how many answers of the current step are finished. Cheap: drawn at most eight times a second."""
         if self._live is not None:
-            self._progress.rollout = RolloutProgress(done, total, tokens_per_second, strategy, accept_length)
+            self._progress.rollout = RolloutFigures(done, total, tokens_per_second, strategy, accept_length)
             self._refresh_if_due()
 
     def phase(self, name: str) -> None:
@@ -160,7 +160,7 @@ class TrainView:
         return panel(self._progress, self.console, time.perf_counter())
 
 
-class RolloutProgress(NamedTuple):
+class RolloutFigures(NamedTuple):
     """Progress of a step's rollouts while they are generated."""
 
     done: int
@@ -187,7 +187,7 @@ class RunProgress:
     """Moment at which the last step ended."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of the last finished step."""
-    rollout: RolloutProgress | None = None
+    rollout: RolloutFigures | None = None
     """Progress of the current step's rollouts; None outside of generation."""
     phase: str = ""
     """Phase that the run is in; empty between steps."""
@@ -323,7 +323,7 @@ def _percent_and_eta(progress: RunProgress, now: float) -> str:
     return percent if eta is None or progress.step >= progress.total_steps else f"{percent}  eta {format_duration(eta)}"
 
 
-def _speed_rows(metrics: Mapping[str, Any], rollout: RolloutProgress | None) -> Iterable[tuple[str, Text]]:
+def _speed_rows(metrics: Mapping[str, Any], rollout: RolloutFigures | None) -> Iterable[tuple[str, Text]]:
     """Speed and strategy of the rollouts that are being generated, otherwise of the last step's."""
     rate, strategy = finite_value(metrics, "tokens_per_second"), metrics.get("strategy")
     accept_length = finite_value(metrics, "accept_length")

@@ -60,7 +60,7 @@ class Collect(Protocol):
         ...
 
 
-class TrainDrafter(Protocol):
+class DrafterPhase(Protocol):
     """Trains the drafter on a step's rollouts."""
 
     def __call__(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
@@ -70,7 +70,7 @@ class TrainDrafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepReport:
     """What listeners are told after a step."""
 
     state: RunState
@@ -84,8 +84,8 @@ class StepOutcome:
 
 
 def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: Collect,
-          publish: Callable[[Learner, int], None], on_step_end: Callable[[StepOutcome], None],
-          on_phase: Callable[[str], None] = lambda phase: None, train_drafter: TrainDrafter | None = None,
+          publish: Callable[[Learner, int], None], on_step_end: Callable[[StepReport], None],
+          on_phase: Callable[[str], None] = lambda phase: None, train_drafter: DrafterPhase | None = None,
           on_step_begin: Callable[[int], None] = lambda step: None) -> RunState:
     """Trains until `steps` steps are done or no prompts are left. Every step is a function of the weights and `state` alone."""
     while state.step < steps:
@@ -110,7 +110,7 @@ def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: 
         if len(trained) < len(samples):
             metrics["masked"] = 1 - len(trained) / len(samples)
         state = RunState(step, batch.cursor)
-        on_step_end(StepOutcome(state, batch.kept, batch.generated, {**metrics, **timer.metrics()}))
+        on_step_end(StepReport(state, batch.kept, batch.generated, {**metrics, **timer.metrics()}))
     return state
 
 

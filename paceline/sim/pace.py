@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.strategy import CostCurve
+from paceline.strategy.beg import arms_of, bucket_of
 from paceline.types import Strategy
 
 Floats = NDArray[np.float64]
 
-STRATEGIES = (Strategy.OFF, *map(Strategy.parse, (
-    "eagle:d1w1v1", "eagle:d2w1v2", "eagle:d3w2v4", "eagle:d4w1v4", "eagle:d4w2v8", "eagle:d6w4v16", "eagle:d6w4v32",
-    "eagle:d8w4v48")))
-"""Strategies that a simulated worker chooses from."""
+STRATEGIES = tuple(dict.fromkeys(arm for power in range(9) for arm in arms_of(bucket_of(2**power), ("eagle",))))
+"""Strategies that a simulated worker chooses from, off first: those of the bandit at any batch size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

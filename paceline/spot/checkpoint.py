@@ -22,7 +22,7 @@ from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.files import DamagedFile, damaged, save_tensors
 from paceline.spot.scaling import Scales, to_plain_scale
-from paceline.spot.trainer import SpotTrainer, StepPlan, TrainingProgress
+from paceline.spot.trainer import BatchPlan, SpotTrainer, TrainingProgress
 
 _FILE = "spot.safetensors"
 
@@ -114,7 +114,7 @@ def restore(trainer: SpotTrainer, found: Snapshot) -> None:
         trainer.set_policy_fingerprint(fingerprint)
     if metadata.get("buffer") == trainer.buffer.id and metadata.get("parts") == _division(trainer):
         micro_batches = tuple(tuple((key, part) for key, part in each) for each in plan["micro_batches"])
-        trainer.progress = TrainingProgress(**progress, plan=StepPlan(micro_batches, tuple(plan["shares"])))
+        trainer.progress = TrainingProgress(**progress, plan=BatchPlan(micro_batches, tuple(plan["shares"])))
     else:  # the plan names other records, or other parts of them: the optimizer step begins anew
         trainer.progress = TrainingProgress(**{**progress, "cursor": 0})
         trainer.optimizer.zero_grad(set_to_none=True)

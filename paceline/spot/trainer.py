@@ -35,7 +35,7 @@ _MAX_SKIPPED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class BatchPlan:
     """Micro-batches of one optimizer step."""
 
     micro_batches: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -52,7 +52,7 @@ class TrainingProgress:
     """Number of optimizer steps done."""
     cursor: int = 0
     """Number of micro-batches of the current plan done, whose gradients are accumulated."""
-    plan: StepPlan = StepPlan()
+    plan: BatchPlan = BatchPlan()
     """Micro-batches of the current optimizer step."""
     skipped: int = 0
     """Number of optimizer steps skipped because a gradient was not finite."""
@@ -205,7 +205,7 @@ class SpotTrainer:
         sizes = [(part.end - part.first, part.start - part.first) for _, _, part in parts]
         bins = first_fit_decreasing([num_rows(size) for size, _ in sizes], config.micro_batch_tokens)
         shares = self._loss.row_weights(sizes)
-        progress.plan = StepPlan(tuple(tuple(parts[i][:2] for i in members) for members in bins), tuple(shares))
+        progress.plan = BatchPlan(tuple(tuple(parts[i][:2] for i in members) for members in bins), tuple(shares))
         progress.cursor = 0
         return bool(bins)
 
@@ -256,7 +256,7 @@ class SpotTrainer:
             if self._skipped_in_a_row == _MAX_SKIPPED:
                 raise NonFiniteError(f"drafter: the gradients of {_MAX_SKIPPED} steps in a row are not finite")
         self.optimizer.zero_grad(set_to_none=True)
-        progress.plan, progress.cursor = StepPlan(), 0
+        progress.plan, progress.cursor = BatchPlan(), 0
 
     @torch.no_grad()
     def _update_average(self) -> None:

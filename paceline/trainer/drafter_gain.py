@@ -18,7 +18,7 @@ _MAX_DEPTH, _MAX_ROWS = 8, 512
 
 def predicted_costs(engine: Engine) -> CostCurve | None:
     """The cost curve by which the engine's selector chooses; None if a strategy is given, or if the curve is a guess."""
-    return engine.costs if isinstance(engine.select, AutoSelector) and engine.costs.profiled else None
+    return engine.costs if isinstance(engine.selector, AutoSelector) and engine.costs.profiled else None
 
 
 class RolloutProfile:

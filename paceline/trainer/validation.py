@@ -207,7 +207,7 @@ def _check_exact(config: TrainConfig) -> None:
     if backend.name == "torch":
         raise ValueError(f"the torch kernels ({backend.reason}) do not have the same bits in every batch; set engine.kernels = "
                          "auto and dtype = bfloat16 or float32")
-    if not (on_gpu if config.engine.deterministic is None else config.engine.deterministic):
+    if not (on_gpu or config.engine.deterministic):
         raise ValueError("it needs an engine whose bits do not depend on the batch; set engine.deterministic = true")
 
 

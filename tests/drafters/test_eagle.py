@@ -143,7 +143,7 @@ def test_drafts_equal_a_slow_reference_whatever_was_accepted_before(pipelined, s
             if not texts.keys() >= set(range(6)):
                 engine.step(Strategy.OFF)  # until everybody has a slot
                 continue
-            engine.select = Always(Decision(Strategy.parse(choice), rng.choice([None, 1, 2])))
+            engine.selector = Always(Decision(Strategy.parse(choice), rng.choice([None, 1, 2])))
             engine.step()
     assert engine.stats().accepted > 30 and len(made) > 20
     for tokens, guesses in rng.sample(made, min(30, len(made))):

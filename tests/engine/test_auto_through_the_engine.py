@@ -117,7 +117,7 @@ def test_a_good_learned_drafter_is_used_whatever_the_profile_says(answers, profi
 @pytest.mark.parametrize("liar", [*LIARS[:2], *(pytest.param(liar, marks=pytest.mark.slow) for liar in LIARS[2:])])
 def test_a_lying_predictor_costs_three_per_cent_at_most(answers, liar):
     off, auto = Simulated(0.02, answers, "off"), Simulated(0.02, answers)
-    selector = auto.engine.select
+    selector = auto.engine.selector
     assert isinstance(selector, AutoSelector)
     selector.predictor = liar(gpu_costs())
     seconds = [(off.generate(), auto.generate()) for _ in range(5)]

@@ -110,11 +110,11 @@ def test_drafts_for_the_requests_with_the_most_tokens_left(model):
         made.add(prompt, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
     for _ in range(4):
         made.step(Strategy.OFF)
-    plan = made.scheduler.schedule(Decision(Strategy("suffix", 4, 2, 6), num_requests=2))
+    plan = made.scheduler.schedule(Decision(Strategy("suffix", 4, 2, 6), num_drafted_for=2))
     assert [nodes > 0 for nodes in plan.num_nodes] == [False, True, True]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "beg", Observing("eagle:d3w2v5", num_requests=2)])
+@pytest.mark.parametrize("strategy", ["auto", "beg", Observing("eagle:d3w2v5", num_drafted_for=2)])
 def test_rollouts_are_those_of_off(model, strategy):
     plain = engine(model).generate(PROMPTS, PARAMS, n=3)
     other = engine(model, strategy).generate(PROMPTS, PARAMS, n=3)
@@ -126,7 +126,7 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
     costs = made.profile(0.2, tmp_path)
     assert costs.profiled and len(costs.policy.x) >= 2 and np.all(np.diff(costs.policy.y) >= 0) and costs.level.y.max() > 0
     file = next(tmp_path.iterdir())
-    assert isinstance(made.select, AutoSelector) and made.select.costs is costs
+    assert isinstance(made.selector, AutoSelector) and made.selector.costs is costs
     again = engine(model, "auto").profile(0.2, tmp_path)
     assert np.array_equal(again.policy.y, costs.policy.y) and np.array_equal(again.with_trees.y, costs.with_trees.y)
     assert np.array_equal(costs.with_trees.x, costs.policy.x) and np.all(costs.with_trees.y >= costs.policy.y - 1e-9)
@@ -136,24 +136,24 @@ def test_the_profile_is_kept_and_read_again(model, tmp_path):
 
 def test_what_was_learned_is_there_at_the_next_start(model, tmp_path):
     made = engine(model, "auto")
-    assert made.select.times == {} and made.selection_state()["times"] == []
+    assert made.selector.times == {} and made.selection_state()["times"] == []
     made.profile(0.2, tmp_path)
     made.generate(PROMPTS, PARAMS)
     made.remember_selection(tmp_path)
-    known, again = made.select.times, engine(model, "auto")
+    known, again = made.selector.times, engine(model, "auto")
     again.profile(0.2, tmp_path)
-    assert known and {key: time.log for key, time in again.select.times.items()} == {key: time.log for key, time in known.items()}
-    for name, acceptance in again.select.predictor.acceptance.items():
-        before = made.select.predictor.acceptance[name].expected()[1]
+    assert known and {k: time.log for k, time in again.selector.times.items()} == {k: time.log for k, time in known.items()}
+    for name, acceptance in again.selector.predictor.acceptance.items():
+        before = made.selector.predictor.acceptance[name].expected()[1]
         assert np.allclose(acceptance.expected()[1], before, atol=1e-3)
     resumed = engine(model, "auto")
     resumed.restore_selection({"acceptance": made.selection_state()["acceptance"], "times": [["none", 1, 0.5, 3.0]]})
     resumed.profile(0.2, tmp_path)
-    assert list(resumed.select.times) == [("none", 1)], "what the run itself has learned comes first"
+    assert list(resumed.selector.times) == [("none", 1)], "what the run itself has learned comes first"
     next(tmp_path.glob("*.learned.json")).write_text("{")  # damaged
     damaged = engine(model, "auto")
     damaged.profile(0.2, tmp_path)
-    assert damaged.select.times == {}
+    assert damaged.selector.times == {}
     assert engine(model, "off").selection_state() is None
 
 
@@ -165,17 +165,17 @@ def test_a_checkpoint_holds_what_was_learned(model, tmp_path, monkeypatch):
     save_selection(made, checkpoint)
     resumed = engine(model, "auto")
     restore_selection(resumed, checkpoint)
-    assert resumed.select.times.keys() == made.select.times.keys() != set()
+    assert resumed.selector.times.keys() == made.selector.times.keys() != set()
     (checkpoint / "selection.json").write_text('{"times": [[1]]}')  # damaged
     for state in (checkpoint, tmp_path, None):
         again = engine(model, "auto")
         restore_selection(again, state)
-        assert again.select.times == {}
+        assert again.selector.times == {}
 
 
 def test_a_named_selector_keeps_what_it_learned(model):
     made = engine(model)
-    assert made.selector("auto") is made.selector("auto") is not made.selector("beg")
+    assert made.selector_of("auto") is made.selector_of("auto") is not made.selector_of("beg")
 
 
 @pytest.mark.parametrize(("temperature", "tau"), [(1.0, 0.35), (1.3, 0.519), (2.0, 0.99), (2.5, 1.0)])

@@ -99,7 +99,7 @@ def test_no_page_leaks_after_ten_thousand_requests_with_aborts():
                 alive.append(request)
                 created += 1
         strategy = Strategy("suffix", 4, 2, rng.randrange(1, 9)) if rng.random() < 0.5 else Strategy.OFF
-        plan = scheduler.schedule(Decision(strategy, num_requests=rng.choice([None, 1, 3])))
+        plan = scheduler.schedule(Decision(strategy, num_drafted_for=rng.choice([None, 1, 3])))
         scheduler.on_launch(plan, plan.num_nodes)
         scheduler.on_complete(plan, plan.num_nodes)
         for request, nodes in zip(plan.decode, plan.num_nodes, strict=True):
@@ -297,8 +297,8 @@ def test_warming_up_teaches_nothing(drafter):
         made.warm_up()
     stats = made.stats()
     assert stats.steps == stats.cached_prompt_tokens == 0 and not stats.strategy_steps and not made.has_work
-    views, select = [], made.select.select
-    made.select.select = lambda view: (views.append(view), select(view))[1]
+    views, select = [], made.selector.select
+    made.selector.select = lambda view: (views.append(view), select(view))[1]
     expected = Engine(model(), None, "none", "off").generate([[1, 2, 3]], SamplingParams(max_new_tokens=6), 2)
     found = made.generate([[1, 2, 3]], SamplingParams(max_new_tokens=6), 2)
     assert [r.token_ids for r in found[0].rollouts] == [r.token_ids for r in expected[0].rollouts]
@@ -338,8 +338,8 @@ def test_trees_are_for_as_many_requests_as_they_were_chosen_for(monkeypatch):
     because their prompts are in the prefix cache: the step would have thousands of rows."""
     monkeypatch.setattr(AutoSelector, "_pay", lambda *of_step: None)  # on a busy machine it stops the drafters
     engine = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=32, max_context=128, page_size=4, profile=False))
-    chosen, real = [], engine.select._decide
-    engine.select._decide = lambda view: (chosen.append(view.num_running), real(view))[1]
+    chosen, real = [], engine.selector._decide
+    engine.selector._decide = lambda view: (chosen.append(view.num_running), real(view))[1]
     engine.generate([list(range(1, 30))], SamplingParams(max_new_tokens=30, ignore_eos=True), 1)
     params, drafted = SamplingParams(max_new_tokens=40, ignore_eos=True), []
     engine.add(list(range(1, 30)), params, 2)

@@ -22,7 +22,7 @@ def made(monkeypatch) -> Callable[[tuple[int, ...]], SimpleNamespace]:
     clock = [0.0]
     monkeypatch.setattr("paceline.engine.profile.time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
-    def run_step(num_requests, strategy, padded=True):
+    def run_step(num_requests, strategy):
         clock[0] += 5e-4 * -(-num_requests * (1 + strategy.budget) // 128)
 
     def run_with_context(slots, strategy, context):

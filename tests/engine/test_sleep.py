@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 from tiny import eagle, model
 
-from paceline import Engine, SamplingParams, Strategy
+from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.graphs import GraphReport
 from paceline.models.state_dict import export_state
@@ -86,4 +86,4 @@ def test_sleeping_twice_and_waking_twice_is_once():
 
 
 def test_without_graphs_there_is_nothing_to_report():
-    assert engine().capture_graphs([Strategy.OFF, Strategy.parse("eagle:d3w2v6")], [1, 4]) == GraphReport(0, 0, 0.0)
+    assert engine().graph_report() == GraphReport(0, 0, 0.0)

@@ -82,7 +82,7 @@ def answers(engine: Engine, shape: str, numbers: list[int], strategy: str, apart
             nap_after: int = 0) -> dict[int, Answer]:
     """The answers of these prompts. `apart`: a request arrives so many steps after the one before. `nap_after`: the engine sleeps
     once, after so many steps."""
-    own, engine.select = engine.select, engine.selector(strategy)
+    own, engine.selector = engine.selector, engine.selector_of(strategy)
     coming, ids, found, steps = list(numbers), {}, {}, 0
     try:
         while coming or engine.has_work:
@@ -99,7 +99,7 @@ def answers(engine: Engine, shape: str, numbers: list[int], strategy: str, apart
                 engine.sleep()
                 engine.wake()
     finally:
-        engine.select = own
+        engine.selector = own
     return found
 
 
@@ -206,7 +206,7 @@ def test_attention_of_a_position_has_the_same_bits_in_every_step(heads, kv_heads
     from paceline.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)
-    device, ops, length = "cuda", TritonOps("cuda", deterministic=True, max_context=6200), 6176
+    device, ops, length = "cuda", TritonOps("cuda", max_context=6200), 6176
     keys, values = (torch.randn(2 * length, kv_heads, dim, device=device).bfloat16() for _ in "kv")
     table = torch.randperm(2 * length // 16, device=device)[: length // 16].int()[None]
     cache_ = PagedCache(keys, values, table, 16)
@@ -251,7 +251,7 @@ def test_a_layer_has_the_same_bits_for_every_number_of_rows(hidden, inner, heads
     from paceline.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)
-    ops, device = TritonOps("cuda", deterministic=True, max_context=2048), "cuda"
+    ops, device = TritonOps("cuda", max_context=2048), "cuda"
 
     def weight(n: int, k: int) -> torch.Tensor:
         return (torch.randn(n, k, device=device) * k**-0.5).bfloat16()
@@ -285,7 +285,7 @@ def test_logits_have_the_same_bits_for_every_number_of_rows(vocabulary, hidden):
     """Libraries have other kernels for a vocabulary that is not a multiple of 8."""
     from paceline.kernels.triton.ops import TritonOps
 
-    ops = TritonOps("cuda", deterministic=True)
+    ops = TritonOps("cuda")
     weight, x = (torch.randn(rows, hidden, device="cuda").bfloat16() for rows in (vocabulary, 520))
     every = ops.linear(x, weight)
     for rows in (*range(1, 33, 5), *range(33, 300, 9), 300, 400, 519):

@@ -39,7 +39,7 @@ def test_products_have_the_bits_of_the_engine_whatever_the_number_of_rows(out_fe
     """With gradients, in the autocast of a learner whose weights are in float32."""
     x = normal(300, in_features, dtype=torch.float32, seed=1, device="cuda")
     weight = normal(out_features, in_features, dtype=torch.float32, seed=2, device="cuda").requires_grad_()
-    ours, engine = TritonTrainOps(), TritonOps(deterministic=True)
+    ours, engine = TritonTrainOps(), TritonOps()
     with torch.autocast("cuda", torch.bfloat16):
         found = ours.linear(x, weight)
         for rows in (1, 17, 64, 200):

@@ -69,8 +69,9 @@ def int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    tolerance = TOLERANCE[ours.dtype]
+def close(ours: torch.Tensor, theirs: torch.Tensor, factor: float = 1.0) -> None:
+    """Require equality up to the usual tolerance of the dtype, or so many times as much."""
+    tolerance = factor * TOLERANCE[ours.dtype]
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
 
 

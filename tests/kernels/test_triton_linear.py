@@ -58,7 +58,7 @@ def _half_normed(dtype: torch.dtype, rows: int, width: int) -> Normed:
     """As `linear_norm` leaves it, the sums of squares in three parts."""
     (value,) = _matrices(dtype, (rows, width))
     squares = torch.stack([part.double().square().sum(dim=1) for part in value.split(width // 2, dim=1)] + [torch.zeros(rows)])
-    return Normed(value, squares.float(), 1e-5)
+    return Normed(value, (squares * 2**26).round().long(), 1e-5)
 
 
 @EVERY_CONFIG
@@ -87,11 +87,10 @@ def test_qkv_rope(dtype: torch.dtype, config: linear.TileConfig) -> None:
         wide = Normed(Normed(x.rows.double(), x.squares, 1e-5).complete())
         expected = TORCH.qkv_rope(wide, weight.double(), bias.double(), heads, angles.cos(), angles.sin(), write, theirs)
         for a, b in ((q, expected), (ours.k, theirs.k), (ours.v, theirs.v)):
-            close(a, b)
+            close(a, b, 2)  # the product is rounded before it is rotated
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_decoder_of_fused_products_computes_the_same(deterministic: bool) -> None:
+def test_a_decoder_of_fused_products_computes_the_same() -> None:
     """Two requests, one row each, then a tree of four: hidden states, features, keys and values."""
     config = ModelConfig("qwen2", 96, 64, 96, 2, 4, 2, 32, qkv_bias=True, max_context=64)
     model = Decoder.random(config, std=0.2).to(DEVICE)
@@ -106,7 +105,7 @@ def test_a_decoder_of_fused_products_computes_the_same(deterministic: bool) -> N
     caches = [[PagedCache(c.k.clone(), c.v.clone(), before[0].page_table, 16) for c in before] for _ in "ab"]
     angles = torch.rand(5, 16)
     results = [model(torch.arange(5), PagedAttend(family, layers, angles.cos(), angles.sin(), write, segments), (0, 1, -1))
-               for family, layers in zip((TORCH, TritonOps(DEVICE, deterministic, 600)), caches, strict=True)]
+               for family, layers in zip((TORCH, TritonOps(DEVICE, 600)), caches, strict=True)]
     torch.testing.assert_close(results[1].final, results[0].final, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(results[1].features, results[0].features, rtol=1e-3, atol=1e-3)
     for a, b in zip(*caches, strict=True):
@@ -116,7 +115,7 @@ def test_a_decoder_of_fused_products_computes_the_same(deterministic: bool) -> N
 
 @DTYPES
 def test_a_product_in_one_pass_does_not_see_the_batch(dtype: torch.dtype) -> None:
-    ops = TritonOps(DEVICE, deterministic=True)
+    ops = TritonOps(DEVICE)
     x, weight, bias = ((torch.randn(*shape) / 4).to(dtype) for shape in ((300, 400), (70, 400), (70,)))
     every = ops.linear(x, weight, bias)
     close(every, torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
@@ -129,7 +128,7 @@ def test_a_product_in_one_pass_does_not_see_the_batch(dtype: torch.dtype) -> Non
 @DTYPES
 def test_fused_and_separate_products_round_alike(dtype: torch.dtype) -> None:
     """With and without the fused kernels: equal bits on a GPU. A product of the interpreter may depend on its shape."""
-    few, separate = TritonOps(DEVICE, deterministic=True), TritonOps(DEVICE, deterministic=True, fused_rows=0)
+    few, separate = TritonOps(DEVICE), TritonOps(DEVICE, fused_rows=0)
     width, heads, dim = 96, 4, 32
     assert linear.shares_of(width, 512) == 4
     x, residual, norm = torch.randn(5, 512).to(dtype), torch.randn(5, width).to(dtype), torch.rand(width).to(dtype)

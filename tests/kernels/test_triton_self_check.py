@@ -142,8 +142,8 @@ def products(monkeypatch):
 
 @pytest.fixture
 def ops(triton_device):
-    """As on a GPU: deterministic, and with the library for many rows."""
-    made = TritonOps(DEVICE, deterministic=True, max_context=64)
+    """As on a GPU, with the library for many rows."""
+    made = TritonOps(DEVICE, max_context=64)
     made._uses_library = True
     return made
 
@@ -203,10 +203,3 @@ def test_what_the_library_never_serves_gives_no_warning(products, ops, caplog, d
     products.bad.add((24, 16))
     ops.prepare([weight_of(24, 16).to(dtype)])
     assert not products.library and not caplog.records
-
-
-def test_nothing_is_checked_where_bits_may_differ(products, caplog):
-    ops = TritonOps(DEVICE, deterministic=False, max_context=64)
-    products.bad.add((24, 16))
-    ops.prepare([weight_of(24, 16)])
-    assert not products.library and not products.own and not caplog.records

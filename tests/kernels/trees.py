@@ -98,11 +98,11 @@ def _walk(family: TorchOps, of: SlotTensors, drafts: tuple[Tensor, Tensor, Tenso
           padded: bool, dtype: torch.dtype, with_raw: bool, forced: Forced) -> tuple[list[Tensor], int]:
     """All tensors it leaves, and the most tokens that a request drew."""
     state = SlotTensors(*(x.clone() if isinstance(x, Tensor) else x for x in of))
-    graphs = CudaGraphs((160,), _SLOTS - 1, of.context.device, INPUTS_PER_ROW, FakeGraphs() if padded else None)  # type: ignore[arg-type]
+    graphs = CudaGraphs((160,) if padded else (), _SLOTS - 1, of.context.device, INPUTS_PER_ROW, FakeGraphs() if padded else None)  # type: ignore[arg-type]
     builder = RowBuilder(graphs, family, _SLOTS - 1, of.context.device)
     command = step_command([3, 0, 7, 5, 1, 2, _SLOTS - 1, _SLOTS - 1], num_nodes, depth, forced)
     found = None if drafts is None else Drafts(*drafts, drafts[0].float())
-    step = builder.build(command, found, padded=padded)
+    step = builder.build(command, found)
     tree = DraftTree(*(None if x is None else x.clone() for x in step.tree))
     rows = family.build_rows(step.slots, tree, state)
     torch.manual_seed(1)

@@ -11,7 +11,7 @@ import torch
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.rl import Learner, make_algorithm
 from paceline.rl.checkpoint import RunState
-from paceline.rl.loop import OutOfPrompts, StepOutcome, train
+from paceline.rl.loop import OutOfPrompts, StepReport, train
 from paceline.types import Rollout, RolloutGroup
 
 
@@ -52,7 +52,7 @@ class Recorder:
     def begin(self, step):
         self.calls.append(f"begin {step}")
 
-    def end(self, outcome: StepOutcome):
+    def end(self, outcome: StepReport):
         self.calls.append(outcome)
 
 
@@ -61,7 +61,7 @@ def test_dynamic_sampling_trains_the_drafter_once_per_step():
     recorder = Recorder()
     state = train(make_learner("dapo"), RunState(), 2, 2, recorder.collect, recorder.publish, recorder.end,
                   train_drafter=recorder.train_drafter, on_step_begin=recorder.begin)
-    outcomes = [call for call in recorder.calls if isinstance(call, StepOutcome)]
+    outcomes = [call for call in recorder.calls if isinstance(call, StepReport)]
     assert [call for call in recorder.calls if isinstance(call, str)] == [
         "begin 1", "collect", "collect", "collect", "collect", "drafter 1", "publish 1",
         "begin 2", "collect", "collect", "collect", "collect", "drafter 2", "publish 2"]
@@ -98,7 +98,7 @@ def unequal_group(number: int, truncated: bool) -> RolloutGroup:
     return found
 
 
-def weights_after_a_step(groups, **options) -> tuple[dict[str, torch.Tensor], StepOutcome]:
+def weights_after_a_step(groups, **options) -> tuple[dict[str, torch.Tensor], StepReport]:
     learner, outcomes = make_learner("grpo", **options), []
     train(learner, RunState(), 1, len(groups), lambda cursor, count, timer: groups, lambda *_: None, outcomes.append)
     return dict(learner.weights()), outcomes[0]

@@ -85,7 +85,7 @@ def test_probes_are_trees_whose_graphs_a_warmed_up_engine_has():
     for costs in (gpu_costs(), cpu_costs()):
         for requests in range(1, 257):
             decision = AutoSelector(costs).predictor.probe("eagle", requests)
-            probe, drafted = decision.strategy, decision.num_requests or requests
+            probe, drafted = decision.strategy, decision.num_drafted_for or requests
             assert drafted <= min(requests, 16), "more trees would tell little more, and cost time"
             (shape,) = [s for s in drafts_at(drafted) if (s.depth, s.width) == (probe.depth, probe.width)]
             assert probe.budget <= shape.budget

@@ -73,6 +73,6 @@ def test_context_costs_by_row_and_by_request():
 
 
 def test_a_completed_step_is_priced_like_a_predicted_one():
-    eagle = StepOutcome(Decision(Strategy("eagle", 4, 2, 8), num_requests=2), 4, 0, 8, 1.0, 20, 100.0)
+    eagle = StepOutcome(Decision(Strategy("eagle", 4, 2, 8), num_drafted_for=2), 4, 0, 8, 1.0, 20, 100.0)
     assert curve().step_ms(eagle) == float(curve().ms("eagle", 4, 2, 4, 2, 20, 100.0))
     assert curve().step_ms(StepOutcome(Decision(Strategy.OFF), 4, 0, 4, 1.0, 8)) == float(curve().off_ms(4))

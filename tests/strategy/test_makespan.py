@@ -31,14 +31,14 @@ def test_a_long_tail_is_finished_sooner_than_with_any_fixed_strategy(costs, batc
             seconds[f"auto {known}"] += time_to_finish(world, selector, lengths, known) / 2
     assert seconds["auto True"] < 1.01 * min(seconds[name] for name in ("off", *FIXED))
     assert seconds["auto True"] < 1.01 * seconds["auto False"]
-    assert any(decision.num_requests is not None for decision in world.chosen), "some requests alone were drafted for"
+    assert any(decision.num_drafted_for is not None for decision in world.chosen), "some requests alone were drafted for"
 
 
 def test_equal_lengths_are_drafted_for_alike():
     world, selector = World(gpu_costs(), 16, {"eagle": 0.75}), AutoSelector(gpu_costs())
     time_to_finish(world, selector, [300] * 16)
     speculated = [decision for decision in world.chosen if decision.strategy.drafter == "eagle"]
-    assert sum(decision.num_requests >= 16 for decision in speculated[:40]) > 30
+    assert sum(decision.num_drafted_for >= 16 for decision in speculated[:40]) > 30
 
 
 def test_progress_is_that_of_the_request_that_finishes_last():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.interruptions import Interruptions
-from benchmarks.lib.selection.workloads import most_frequent
 from benchmarks.lib.setup import Budget, freeze_memory
 from benchmarks.lib.stages import Stages
 from paceline.models.decoder import Decoder
@@ -74,7 +73,8 @@ class StepWatch(TrainerCallback):
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         total = self._strategies.total()
         self.steps.append({**{name: float(metrics[key]) for key, name in _METRICS.items()}, "engine_steps": total,
-                           "share_off": self._strategies["off"] / max(1, total), "strategies": most_frequent(self._strategies),
+                           "share_off": self._strategies["off"] / max(1, total),
+                           "strategies": dict(self._strategies.most_common(8)),
                            "stages": self._stages.take(), "interruptions": self.interruptions.found})
         self._strategies.clear()
 

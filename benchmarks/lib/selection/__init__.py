@@ -1,1 +1,1 @@
-"""The measurement behind `benchmarks/cpu/selection.py` and `benchmarks/gpu/selection.py`: workloads, subjects, run, summary."""
+"""Simulated workloads on which `benchmarks/cpu/selection.py` judges strategy selectors."""

@@ -1,4 +1,4 @@
-"""The six workloads in simulation: an H200 with a 7B model, by its measured cost curve and the measured acceptance of a drafter;
+"""Six workloads in simulation: an H200 with a 7B model, by its measured cost curve and the measured acceptance of a drafter;
 and constant batches of a 1.5B model, whose steps are so short that every trial costs more of them.
 
 What disturbs a selector there is simulated, too, as it was seen in traces: outcomes arrive one step late, the first steps after
@@ -8,9 +8,8 @@ and some text is harder to draft than other. Responses have known lengths, and e
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.results import Report
 from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.summary import conclusions, show, workload_record
-from benchmarks.lib.selection.workloads import WORKLOADS, most_frequent
 from benchmarks.lib.selection.world import World
 from benchmarks.lib.speculation import fixed_strategies, num_parts
 from paceline.strategy import AutoSelector, CostCurve, FixedSelector, Points, Selector, make_selector
@@ -291,17 +289,16 @@ def cells(rounds: int = 2) -> dict[str, Cell]:
     return found | {f"liar {liar.__name__}": Cell(random, predictor=liar) for liar in LIARS}
 
 
-def measure(found_cells: dict[str, Cell], args: argparse.Namespace, report: Report) -> None:
-    """All strategies in all cells, once with each of `--rounds` seeds."""
-    record = report.content["models"]["h200"] = {"workloads": dict[str, Any]()}
+def measure(found_cells: dict[str, Cell], selectors: Sequence[str], seeds: int, report: Report) -> None:
+    """All strategies in all cells, once with each seed."""
+    workloads: dict[str, Any] = {}
+    report.content["models"]["h200"] = {"workloads": workloads}
     for name, cell in found_cells.items():
-        if name not in args.workloads and name in WORKLOADS:
-            continue
-        found = {strategy: figures(strategy, cell, args.rounds)
-                 for strategy in ("off", *fixed_strategies(cell.batch), SUFFIX, *args.selectors)}
-        record["workloads"][name] = workload_record(found)
-        show(name, record["workloads"][name])
-        report.content["conclusions"] = conclusions(report.content["models"])
+        found = {strategy: figures(strategy, cell, seeds)
+                 for strategy in ("off", *fixed_strategies(cell.batch), SUFFIX, *selectors)}
+        workloads[name] = workload_record(found)
+        show(name, workloads[name])
+        report.content["conclusions"] = conclusions(workloads)
         report.save()
 
 
@@ -321,5 +318,4 @@ def figures(name: str, cell: Cell, seeds: int) -> dict[str, Any]:
         each.append(sum(spent[-len(cell.rounds[cell.counted]) :]))
         used += gpu.used
         tokens, verifications = tokens + gpu.tokens, verifications + gpu.verifications
-    return {"each": each, "cpu_each": each, "overhead_share": 0.0, "steps": most_frequent(used),
-            "tokens_per_verification": tokens / verifications}
+    return {"each": each, "steps": dict(used.most_common(8)), "tokens_per_verification": tokens / verifications}

@@ -62,7 +62,7 @@ class World:
 
     def finish_step(self, decision: Decision, left: np.ndarray) -> np.ndarray:
         """What is left after a step has been played, in descending order, without the requests that are done."""
-        drafted = min(decision.num_requests or len(left), len(left))
+        drafted = min(decision.num_drafted_for or len(left), len(left))
         left = left - 1
         left[:drafted] -= self.accepted[:drafted]
         order = np.argsort(-left, kind="stable")
@@ -94,13 +94,13 @@ class World:
         self.chosen.append(decision)
         rows, tokens, self.accepted = self.batch, self.batch, np.zeros(self.batch, int)
         if strategy.drafter != "none":
-            nodes = self.drafts(strategy, min(decision.num_requests or self.batch, self.batch))
+            nodes = self.drafts(strategy, min(decision.num_drafted_for or self.batch, self.batch))
             rows, tokens = self.batch + len(nodes.request), self.batch + int(nodes.accepted.sum())
             drafts = nodes if decision.observe else None
             self.accepted = np.bincount(nodes.request[nodes.accepted], minlength=self.batch)
-        ms = self.true_ms(strategy, min(decision.num_requests or self.batch, self.batch), rows)
+        ms = self.true_ms(strategy, min(decision.num_drafted_for or self.batch, self.batch), rows)
         if strategy.drafter == "suffix":
-            ms += self.lookup_ms * min(decision.num_requests or self.batch, self.batch)
+            ms += self.lookup_ms * min(decision.num_drafted_for or self.batch, self.batch)
         ms *= float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
         return StepOutcome(decision, self.batch, 0, tokens, self.measured(ms), rows, 200.0, self.host_ms, drafts)

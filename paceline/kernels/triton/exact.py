@@ -33,6 +33,11 @@ def exact_options(pdl: bool) -> dict[str, bool]:
     return launch_options(pdl) | ({} if triton.knobs.runtime.interpret else {"enable_fp_fusion": False})
 
 
+def precision_of(x: Tensor) -> str:
+    """Input precision of `tl.dot`: float32 models use float32 products, not TF32."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
 @triton.jit
 def squares_of(value):
     """The squares of float32 values in units of 2⁻²⁶, as integers: their sum is exact, up to 10¹¹, and so has no order."""

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import Activation
-from paceline.kernels.triton.attention import precision_of
-from paceline.kernels.triton.exact import exact_options
+from paceline.kernels.triton.exact import exact_options, precision_of
 
 FEW, MANY = 16, 64
 """Rows of a tile: for few rows per expert, and for many."""

@@ -25,12 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import PagedCache, Segments
-from paceline.kernels.triton.attention import AHEAD_ROWS, LOG2_E, precision_of
-from paceline.kernels.triton.attention_plan import MASK_BITS, MULTIPROCESSORS
-from paceline.kernels.triton.exact import exact_options
-from paceline.kernels.triton.fixed_plan import BLOCKS, COLUMNS, WHOLE, FixedPlan, Limits, make_plan
+from paceline.kernels.triton.exact import exact_options, precision_of
+from paceline.kernels.triton.fixed_plan import BLOCKS, COLUMNS, MASK_BITS, WHOLE, FixedPlan, Limits, make_plan
 from paceline.kernels.triton.pdl import fetch_ahead, let_next_begin, wait_for_previous
 
+LOG2_E = 1.4426950408889634
+MULTIPROCESSORS = 132
+"""Number of multiprocessors of an H200."""
+AHEAD_ROWS = 32
+"""Keys are prefetched only up to this number of rows; with more, memory is busy anyway."""
 TILED_BLOCK_M, BLOCK_M = 64, 16
 """Queries per tile of the rows of prompts and draft trees, and of single rows."""
 MOST_AHEAD = 112 << 10

@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.base import Segments
-from paceline.kernels.triton.attention_plan import MASK_BITS, padded_segments
 
+MASK_BITS = 128
+"""Bits of an attention mask, and so the most positions a step can add to a request."""
 COLUMNS = 16
 """Integers per task and per row."""
 MAX_UNITS = 512
@@ -102,6 +103,12 @@ def make_plan(segments: Segments, num_rows: int, num_heads: int, num_kv_heads: i
             SEGMENTS=padded_segments(num_segments), TREES=trees, BITS=MASK_BITS, BLOCK=block, SPAN=group, MAX_UNITS=MAX_UNITS,
             COLUMNS=COLUMNS, num_warps=4)
     return FixedPlan(tasks, record, path, tile_rows, block_m, tiles, stored, limits.blocks_per_task, trees, block, group)
+
+
+def padded_segments(count: int) -> int:
+    """Pad the number of segments, which is a compile-time constant of the kernel, to one of few sizes. Steps with prompts are
+    not captured in advance, so each further size would be compiled in the middle of a run."""
+    return 64 if count <= 64 else max(512, triton.next_power_of_2(count))
 
 
 @triton.jit

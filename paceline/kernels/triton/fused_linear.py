@@ -7,8 +7,8 @@
 - `gated_linear` and `qkv_rope`: products whose columns are used in pairs, so a program computes two tiles: gate and up (followed
   by the activation), or the two halves of a head (followed by the rotary embedding and the KV-cache write).
 
-Split-K works as in `linear`. `exact` computes the same bits as the separate kernels (`elementwise`, with a product in one pass):
-the product is rounded where they round it, and sums of squares are exact. Its shares of K must be `shares_of` the weight.
+Split-K works as in `linear`. The bits are those of the separate kernels (`elementwise`, with a product in one pass): the product
+is rounded where they round it, and sums of squares are exact. The shares of K must be `shares_of` the weight.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels.base import Normed, PagedCache
-from paceline.kernels.triton.attention import precision_of
-from paceline.kernels.triton.exact import exact_options, norm_factor, squares_of
+from paceline.kernels.triton.exact import exact_options, norm_factor, precision_of, squares_of
 from paceline.kernels.triton.linear import TileConfig, add_parts, is_last, leave_part, share_of_sum, weight_ahead
-from paceline.kernels.triton.pdl import fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
+from paceline.kernels.triton.pdl import fetch_weights_ahead, let_next_begin, wait_for_previous
 
 
 def linear_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float, config: TileConfig,
-                counters: Tensor, pdl: bool = False, ahead: int = 0, exact: bool = False) -> tuple[Normed, Tensor]:
+                counters: Tensor, pdl: bool = False, ahead: int = 0) -> tuple[Normed, Tensor]:
     """See `base.Ops.linear_norm`. x [R, K], weight [N, K], residual [R, N], norm [N]; counters, pdl, ahead as in
     `linear.linear`."""
     x, residual, (rows, in_features), width = x.contiguous(), residual.contiguous(), x.shape, weight.shape[0]
@@ -37,38 +36,37 @@ def linear_norm(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     tiles = triton.cdiv(rows, config.block_m) * tiles_n
     assert tiles <= counters.numel(), f"{tiles} tiles need as many counters"
     scaled, total = torch.empty_like(residual), torch.empty_like(residual)
-    squares = torch.empty(tiles_n, rows, dtype=torch.int64 if exact else torch.float32, device=x.device)
+    squares = torch.empty(tiles_n, rows, dtype=torch.int64, device=x.device)
     w = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
     _linear_norm_kernel[(tiles, config.split_k)](
         x, w, weight, weight if bias is None else bias, residual, norm, scaled, total, squares, _scratch(tiles, config, 1, x),
         counters, rows, width, in_features, weight.stride(0), BIAS=bias is not None,
-        **_launch_arguments(x, weight, config, tiles, 1, pdl, ahead, exact))
+        **_launch_arguments(x, weight, config, tiles, 1, pdl, ahead))
     return Normed(scaled, squares, eps), total
 
 
 def gated_linear(x: Normed, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, pdl: bool = False,
-                 ahead: int = 0, exact: bool = False) -> Tensor:
+                 ahead: int = 0) -> Tensor:
     """See `base.Ops.gated_linear`. x [R, K], weight [2 I, K] -> [R, I]."""
     rows, half = x.rows.shape[0], weight.shape[0] // 2
     out = x.rows.new_empty(rows, half)
-    _pair(x, weight, bias, config, counters, pdl, ahead, exact, half, (out, out, out, out, out, out, 0, 0), 0, 0, 0)
+    _pair(x, weight, bias, config, counters, pdl, ahead, half, (out, out, out, out, out, out, 0, 0), 0, 0, 0)
     return out
 
 
 def qkv_rope(x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
-             cache: PagedCache, config: TileConfig, counters: Tensor, pdl: bool = False, ahead: int = 0,
-             exact: bool = False) -> Tensor:
+             cache: PagedCache, config: TileConfig, counters: Tensor, pdl: bool = False, ahead: int = 0) -> Tensor:
     """See `base.Ops.qkv_rope`. x [R, K], weight [(H + 2 Hkv) D, K] -> q [R, H, D]. `config.block_n` must divide D/2."""
     rows, (_, num_kv_heads, dim) = x.rows.shape[0], cache.k.shape
     assert dim // 2 % config.block_n == 0, f"a tile of {config.block_n} does not divide half a head of {dim}"
     q = x.rows.new_empty(rows, num_heads, dim)
     to = (q, cos.contiguous(), sin.contiguous(), write, cache.k, cache.v, cache.k.stride(0), cache.v.stride(0))
-    _pair(x, weight, bias, config, counters, pdl, ahead, exact, weight.shape[0] // 2, to, dim // 2, num_heads, num_kv_heads)
+    _pair(x, weight, bias, config, counters, pdl, ahead, weight.shape[0] // 2, to, dim // 2, num_heads, num_kv_heads)
     return q
 
 
 def _pair(x: Normed, weight: Tensor, bias: Tensor | None, config: TileConfig, counters: Tensor, pdl: bool, ahead: int,
-          exact: bool, pairs: int, to: tuple[Tensor | int, ...], half: int, heads: int, kv_heads: int) -> None:
+          pairs: int, to: tuple[Tensor | int, ...], half: int, heads: int, kv_heads: int) -> None:
     rows, in_features = x.rows.shape
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(pairs, config.block_n)
     assert tiles <= counters.numel(), f"{tiles} tiles need as many counters"
@@ -78,7 +76,7 @@ def _pair(x: Normed, weight: Tensor, bias: Tensor | None, config: TileConfig, co
         x.rows.contiguous(), x.rows if x.squares is None else x.squares, w, weight, weight if bias is None else bias, *to,
         _scratch(tiles, config, 2, x.rows), counters, rows, pairs, in_features, weight.stride(0), num_parts, x.eps, HALF=half,
         HEADS=heads, KV_HEADS=kv_heads, BIAS=bias is not None, PARTS=triton.next_power_of_2(num_parts) if num_parts else 0,
-        **_launch_arguments(x.rows, weight, config, tiles, 2, pdl, ahead, exact))
+        **_launch_arguments(x.rows, weight, config, tiles, 2, pdl, ahead))
 
 
 def _scratch(tiles: int, config: TileConfig, each: int, x: Tensor) -> Tensor:
@@ -87,20 +85,20 @@ def _scratch(tiles: int, config: TileConfig, each: int, x: Tensor) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def _launch_arguments(x: Tensor, weight: Tensor, config: TileConfig, tiles: int, each: int, pdl: bool, ahead: int,
-                      exact: bool) -> dict[str, Any]:
+def _launch_arguments(x: Tensor, weight: Tensor, config: TileConfig, tiles: int, each: int, pdl: bool,
+                      ahead: int) -> dict[str, Any]:
     return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SHARES": config.split_k,
             "SWAP": config.swap, "TMA": config.tma, "EVEN_K": x.shape[1] % config.block_k == 0, "PRECISION": precision_of(x),
-            "PDL": pdl, "EXACT": exact, "AHEAD": weight_ahead(weight, config, tiles * config.split_k, ahead, each) if pdl else 0,
+            "PDL": pdl, "AHEAD": weight_ahead(weight, config, tiles * config.split_k, ahead, each) if pdl else 0,
             "THREADS": 32 * config.num_warps, "num_warps": config.num_warps, "num_stages": config.num_stages,
-            **(exact_options(pdl) if exact else launch_options(pdl))}
+            **exact_options(pdl)}
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_norm_kernel(x, w, base, bias, residual, norm, scaled, total_out, squares, part, counter, rows, width, in_features,
                         w_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
                         SWAP: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-                        PRECISION: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
+                        PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
                         THREADS: tl.constexpr):
     tile, share = tl.program_id(0), tl.program_id(1)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -131,16 +129,12 @@ def _linear_norm_kernel(x, w, base, bias, residual, norm, scaled, total_out, squ
             value = total
         if BIAS:
             value += tl.load(bias + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
-        if EXACT:
-            value = value.to(total_out.dtype.element_ty).to(tl.float32)
+        value = value.to(total_out.dtype.element_ty).to(tl.float32)
         rounded = (value + stream.to(tl.float32)).to(total_out.dtype.element_ty)  # the stream is stored in the model's precision
         tl.store(total_out + place, rounded, mask=inside)
         value = tl.where(inside, rounded.to(tl.float32), 0.0)  # columns beyond the edge repeat others: they must not count
         tl.store(scaled + place, (value * scale).to(scaled.dtype.element_ty), mask=inside)
-        if EXACT:
-            tl.store(squares + tile_n * rows + m, tl.sum(squares_of(value), axis=1), mask=m < rows)
-        else:
-            tl.store(squares + tile_n * rows + m, tl.sum(value * value, axis=1), mask=m < rows)
+        tl.store(squares + tile_n * rows + m, tl.sum(squares_of(value), axis=1), mask=m < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -148,7 +142,7 @@ def _pair_kernel(x, squares, w, base, bias, out, cos, sin, write, k_cache, v_cac
                  pairs, in_features, w_stride, num_parts, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_K: tl.constexpr, SHARES: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                  PARTS: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-                 PRECISION: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
+                 PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
                  THREADS: tl.constexpr):
     """HALF: half the head dimension, which is the distance of the two elements of a pair that is rotated; 0: gate and up
     projection. PARTS: padded number of partial sums of squares per row; 0: the rows are normalised already."""
@@ -189,14 +183,10 @@ def _pair_kernel(x, squares, w, base, bias, out, cos, sin, write, k_cache, v_cac
             left, right = tl.trans(a), tl.trans(b)
         else:
             left, right = a, b
-        if EXACT:
-            left = left.to(out.dtype.element_ty).to(tl.float32)
-            right = right.to(out.dtype.element_ty).to(tl.float32)
+        left = left.to(out.dtype.element_ty).to(tl.float32)
+        right = right.to(out.dtype.element_ty).to(tl.float32)
         if PARTS > 0:
-            if EXACT:
-                factor = norm_factor(tl.sum(square, axis=0), in_features, eps)[:, None]
-            else:
-                factor = tl.rsqrt(tl.sum(square, axis=0) / in_features + eps)[:, None]
+            factor = norm_factor(tl.sum(square, axis=0), in_features, eps)[:, None]
             left, right = left * factor, right * factor
         if BIAS:
             left += tl.load(bias + first + j, mask=pair + j < pairs, other=0.0).to(tl.float32)[None, :]

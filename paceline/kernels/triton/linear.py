@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.kernels.triton.attention import precision_of
+from paceline.kernels.triton.exact import precision_of
 from paceline.kernels.triton.pdl import columns_ahead, fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
 
 PROCESSORS = 132
@@ -40,86 +40,6 @@ class TileConfig(NamedTuple):
 
 Key = tuple[str, int, int, int]
 """(kind of product, padded number of rows, N, K)"""
-
-TUNED: dict[Key, TileConfig] = {
-    ("linear", 16, 896, 4864): TileConfig(16, 32, 256, 4), ("linear", 64, 896, 4864): TileConfig(64, 32, 256, 4),
-    ("linear", 16, 1536, 8960): TileConfig(16, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 32, 1536, 8960): TileConfig(32, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 16, 3584, 3584): TileConfig(16, 128, 128, 4, 8, 4, swap=True, tma=True),
-    ("linear", 32, 3584, 3584): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
-    ("linear", 16, 3584, 18944): TileConfig(16, 128, 128, 4, 8, 4, swap=True, tma=True),
-    ("linear", 32, 3584, 18944): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
-    ("linear", 64, 3584, 18944): TileConfig(64, 64, 128, 2, 4, 5),
-    ("qkv", 16, 4608, 3584): TileConfig(16, 64, 64, 7, 4, 6, swap=True, tma=True),
-    ("linear_norm", 16, 3584, 3584): TileConfig(16, 64, 128, 4, 4, 5, swap=True),
-    ("gated", 16, 37888, 3584): TileConfig(16, 64, 128, 1, 4, 4, swap=True),
-    ("linear_norm", 16, 3584, 18944): TileConfig(16, 128, 128, 4, 8, 4, swap=True, tma=True),
-    ("linear", 16, 152064, 3584): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
-    ("qkv", 16, 2048, 1536): TileConfig(16, 32, 128, 4, 4, 5),
-    ("linear_norm", 16, 1536, 1536): TileConfig(16, 64, 128, 5, 4, 5, swap=True, tma=True),
-    ("gated", 16, 17920, 1536): TileConfig(16, 32, 128, 1, 4, 5),
-    ("linear_norm", 16, 1536, 8960): TileConfig(16, 64, 128, 11, 4, 5, swap=True, tma=True),
-    ("linear", 16, 151936, 1536): TileConfig(16, 64, 128, 1, 4, 5, swap=True, tma=True),
-    ("qkv", 16, 1152, 896): TileConfig(16, 32, 128, 3, 4, 5),
-    ("linear_norm", 16, 896, 896): TileConfig(16, 64, 128, 3, 4, 5, swap=True, tma=True),
-    ("gated", 16, 9728, 896): TileConfig(16, 64, 64, 1, 4, 6, swap=True, tma=True),
-    ("linear_norm", 16, 896, 4864): TileConfig(16, 64, 128, 12, 4, 5, swap=True),
-    ("linear", 16, 151936, 896): TileConfig(16, 128, 64, 1, 4, 6, swap=True, tma=True),
-    ("qkv", 32, 4608, 3584): TileConfig(32, 64, 128, 3, 8, 4, swap=True, tma=True),
-    ("linear_norm", 32, 3584, 3584): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
-    ("gated", 32, 37888, 3584): TileConfig(32, 64, 128, 1, 4, 4, swap=True),
-    ("linear_norm", 32, 3584, 18944): TileConfig(32, 64, 128, 2, 4, 5, swap=True),
-    ("linear", 32, 152064, 3584): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 32, 2048, 1536): TileConfig(32, 64, 128, 6, 8, 4, swap=True, tma=True),
-    ("linear_norm", 32, 1536, 1536): TileConfig(32, 64, 128, 5, 4, 5, swap=True),
-    ("gated", 32, 17920, 1536): TileConfig(32, 32, 128, 1, 4, 4),
-    ("linear_norm", 32, 1536, 8960): TileConfig(32, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 32, 151936, 1536): TileConfig(32, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 32, 1152, 896): TileConfig(32, 16, 256, 1, 4, 4),
-    ("linear_norm", 32, 896, 896): TileConfig(32, 64, 128, 3, 4, 5, swap=True),
-    ("gated", 32, 9728, 896): TileConfig(32, 64, 64, 1, 4, 6, swap=True, tma=True),
-    ("linear_norm", 32, 896, 4864): TileConfig(32, 64, 128, 9, 4, 5, swap=True),
-    ("linear_norm", 64, 3584, 18944): TileConfig(64, 64, 128, 2, 4, 5, swap=True, tma=True),
-    ("linear", 64, 152064, 3584): TileConfig(64, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 64, 2048, 1536): TileConfig(64, 16, 256, 2, 4, 4),
-    ("linear_norm", 64, 1536, 1536): TileConfig(64, 16, 256, 1, 4, 5),
-    ("linear_norm", 64, 1536, 8960): TileConfig(64, 64, 128, 5, 4, 5, swap=True),
-    ("linear", 64, 151936, 1536): TileConfig(64, 128, 128, 1, 8, 4, swap=True, tma=True),
-    ("qkv", 64, 1152, 896): TileConfig(64, 16, 256, 1, 4, 4),
-    ("linear_norm", 64, 896, 896): TileConfig(64, 32, 256, 1, 4, 4),
-    ("gated", 64, 9728, 896): TileConfig(64, 64, 128, 1, 4, 4, swap=True),
-    ("linear_norm", 64, 896, 4864): TileConfig(64, 32, 256, 4, 4, 4),
-}
-"""The fastest configurations on an H200 (benchmarks/gpu/step.py --tune). For shapes that are not listed, "linear" uses the
-product of torch and the fused kinds ("linear_norm", "gated", "qkv") use `first_guess`."""
-
-
-def tuned_config(kind: str, x: Tensor, weight: Tensor) -> TileConfig | None:
-    """The tuned configuration for these shapes, or None."""
-    if x.element_size() != 2:
-        return None  # tuned for half precision: float32 tiles would not fit into shared memory
-    return TUNED.get((kind, max(16, triton.next_power_of_2(x.shape[0])), weight.shape[0], weight.shape[1]))
-
-
-def fused_config(kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig:
-    """The configuration of a fused product. half: Half the head dimension, for "qkv"."""
-    return tuned_config(kind, x, weight) or first_guess(kind, x.shape[0], weight.shape[0], weight.shape[1], half,
-                                                        x.element_size())
-
-
-def first_guess(kind: str, rows: int, out_features: int, in_features: int, half: int, element: int) -> TileConfig:
-    """Configuration for shapes that were not tuned: 64 weight rows of 256 bytes per load, and K split until there are about two
-    programs per multiprocessor."""
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
-    pair = kind != "linear_norm"
-    block_n = min(32, half) if kind == "qkv" else 32 if pair else 64
-    lines, block_k = block_n * (2 if pair else 1), 256 // element
-    tiles = triton.cdiv(out_features, lines) * triton.cdiv(rows, block_m)
-    steps = triton.cdiv(in_features, block_k)
-    split_k = 1 if tiles >= PROCESSORS else min(max(1, 2 * PROCESSORS // tiles), max(1, steps // 2), 8)
-    stages = min(5, 110_000 // ((lines + block_m) * 256))
-    return TileConfig(block_m, block_n, block_k, split_k, 4, stages, swap=not pair)
-
 
 ONE_PASS: dict[Key, TileConfig | None] = {
     ("gated", 16, 37888, 3584): TileConfig(16, 64, 64, 1, 4, 6, swap=True, tma=True),

@@ -35,8 +35,6 @@ from paceline.kernels.base import (
 from paceline.kernels.reference.drafting import draft_topk
 from paceline.kernels.reference.ops import TorchOps
 from paceline.kernels.triton import (
-    attention,
-    attention_plan,
     drafting,
     elementwise,
     exact,
@@ -48,7 +46,6 @@ from paceline.kernels.triton import (
     sampling,
 )
 from paceline.kernels.triton import tree as tree_kernels
-from paceline.kernels.triton.attention_plan import AttentionPlan, Prefill
 from paceline.kernels.triton.fixed_plan import FixedPlan
 from paceline.kernels.triton.linear import TileConfig
 from paceline.kernels.triton.pdl import supports_pdl
@@ -67,24 +64,20 @@ class TritonOps(TorchOps):
 
     name = "triton"
 
-    def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False, max_context: int = 32768,
-                 pdl: bool = True, fused: bool = True, ahead: int = 2 << 20,
-                 min_chunk: int = attention_plan.MIN_CHUNK, fused_rows: int = 32) -> None:
+    def __init__(self, device: torch.device | str = "cuda", max_context: int = 32768, pdl: bool = True, fused: bool = True,
+                 ahead: int = 2 << 20, fused_rows: int = 32) -> None:
         """
         Args:
             device: A CUDA device (the CPU under Triton's interpreter).
-            deterministic: The bits of a row's result do not depend on the other rows of the step (see `exact`).
             max_context: The longest context of any request.
             pdl: Use programmatic dependent launch for steps of up to 2 * `fused_rows` rows, where it is supported.
             fused: Fuse products with the norm, activation or rotary embedding next to them, for steps of few rows.
             ahead: Bytes of the weight that a product prefetches under programmatic dependent launch.
-            min_chunk: Keys of the smallest split of a context.
             fused_rows: Steps of up to this many rows use the fused products (twice as many if the hidden size is small).
         """
-        self.deterministic, self.min_chunk = deterministic, min_chunk
         self.pdl, self._max_context = pdl and supports_pdl(device), max_context
         self.fused, self.fused_rows, self._ahead = fused, fused_rows, ahead if self.pdl else 0
-        self._uses_library = deterministic and torch.device(device).type == "cuda"
+        self._uses_library = torch.device(device).type == "cuda"
         self._checked: set[tuple[torch.dtype, torch.Size]] = set()
         self._without_library: set[tuple[torch.dtype, torch.Size]] = set()
         self._small_tiles: set[tuple[torch.dtype, torch.Size]] = set()
@@ -128,14 +121,9 @@ class TritonOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _supported(x, weight) or x.dim() != 2:
-            assert not self.deterministic or _needs_grad(x, weight) or x.dtype == torch.float64, (x.shape, x.dtype)
+            assert _needs_grad(x, weight) or x.dtype == torch.float64, (x.shape, x.dtype)
             return F.linear(x, weight, bias)
-        if self.deterministic:
-            return self._one_pass(x, weight, bias)
-        config = linear.tuned_config("linear", x, weight)
-        if config is None:
-            return F.linear(x, weight, bias)
-        return linear.linear(x, weight, bias, config, self._counters, pdl=self._uses_pdl(x), ahead=self._ahead)
+        return self._one_pass(x, weight, bias)
 
     def _one_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._is_for_library(x, weight):
@@ -195,9 +183,8 @@ class TritonOps(TorchOps):
     # -- fused products
 
     def should_fuse(self, num_rows: int, hidden: int, head_dim: int) -> bool:
-        """In deterministic mode always, because many rows have to round like few (`_fused_config`)."""
-        most = num_rows if self.deterministic else self._most_fused_rows(hidden)
-        return self.fused and 0 < num_rows <= most and _halves_evenly(head_dim)
+        """For any number of rows, because many have to round like few (`_fused_config`)."""
+        return self.fused and num_rows > 0 and _halves_evenly(head_dim)
 
     def linear_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor,
                     eps: float) -> tuple[Normed, Tensor]:
@@ -209,7 +196,7 @@ class TritonOps(TorchOps):
                 return elementwise.add_norm(exact.library_parts(x, weight, shares), residual, norm, eps, bias)
             return elementwise.add_norm(self._one_pass(x, weight, bias), residual, norm, eps)
         return fused_linear.linear_norm(x, weight, bias, residual, norm, eps, config, self._counters, self._uses_pdl(x),
-                                        self._ahead, self.deterministic)
+                                        self._ahead)
 
     def gated_linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.fused or not _supported(x.rows, weight):
@@ -217,8 +204,7 @@ class TritonOps(TorchOps):
         config = self._fused_config("gated", x.rows, weight)
         if config is None:
             return elementwise.silu_mul(self._one_pass(x.rows, weight), self._uses_pdl(x.rows), x, bias)
-        return fused_linear.gated_linear(x, weight, bias, config, self._counters, self._uses_pdl(x.rows), self._ahead,
-                                         self.deterministic)
+        return fused_linear.gated_linear(x, weight, bias, config, self._counters, self._uses_pdl(x.rows), self._ahead)
 
     def qkv_rope(self, x: Normed, weight: Tensor, bias: Tensor | None, num_heads: int, cos: Tensor, sin: Tensor, write: Tensor,
                  cache: PagedCache) -> Tensor:
@@ -230,12 +216,10 @@ class TritonOps(TorchOps):
             return elementwise.rope_write(self._one_pass(x.rows, weight), num_heads, None, None, 0.0, cos, sin, write, cache,
                                           self._uses_pdl(x.rows), x, bias)
         return fused_linear.qkv_rope(x, weight, bias, num_heads, cos, sin, write, cache, config, self._counters,
-                                     self._uses_pdl(x.rows), self._ahead, self.deterministic)
+                                     self._uses_pdl(x.rows), self._ahead)
 
     def _fused_config(self, kind: str, x: Tensor, weight: Tensor, half: int = 0) -> TileConfig | None:
         """None: compute a product and the operation next to it separately, with the same bits."""
-        if not self.deterministic:
-            return linear.fused_config(kind, x, weight, half)
         hidden = weight.shape[0] if kind == "linear_norm" else weight.shape[1]
         return linear.one_pass_config(kind, x, weight, half) if x.shape[0] <= self._most_fused_rows(hidden) else None
 
@@ -244,69 +228,35 @@ class TritonOps(TorchOps):
 
     # -- attention
 
-    def plan(self, segments: Segments, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
-             prefill: Prefill | None = None, trees: bool = True) -> AttentionPlan | FixedPlan:
-        """The metadata that `attention` reads in every layer of a step; made once per step, inside the captured graph. prefill:
-        The rows from `prefill.first_row` on are prompt chunks (see `attention_plan.prefill_chunks`); such steps are never
-        captured. Deterministic attention has plans of its own (`_fixed_plan`)."""
-        if self.deterministic:
-            return self._fixed_plan(segments, num_rows, num_rows, (num_heads, num_kv_heads, head_dim), trees)
-        rows = num_rows if prefill is None else prefill.first_row
-        splits = attention_plan.default_splits(max(rows, 1), num_kv_heads)
-        plan = attention_plan.make_plan(segments, rows, num_heads, num_kv_heads, attention_plan.tile_size(rows, trees), splits,
-                                     min_chunk=self.min_chunk)
-        return plan._replace(prefill=prefill, launch=attention_plan.launch_for(rows, num_kv_heads, head_dim, trees))
-
-    def _fixed_plan(self, segments: Segments, rows: int, all_rows: int, heads: tuple[int, int, int], trees: bool,
-                    forced: bool = False) -> FixedPlan:
-        """A plan for `fixed_attention`: of the rows before the prompt chunks, and one of the chunks' own rows."""
-        plan = fixed_attention.fixed_plan(segments, rows, *heads, self._max_context, trees, forced)
-        if rows == all_rows:
-            return plan
-        prompts = fixed_attention.fixed_plan(segments, all_rows - rows, *heads, self._max_context, False, prompts_from=rows)
-        return plan._replace(prompts=prompts, first_prompt=rows)
-
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
-                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False
-                  ) -> AttentionPlan | FixedPlan | None:
+                  chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> FixedPlan | None:
+        """The metadata that `attention` reads in every layer of a step; made once per step, inside the captured graph. Steps with
+        prompt chunks are never captured: they have a plan of the rows before the chunks, and one of the chunks' own rows."""
         if cache.k.dtype not in _DTYPES:
             return None
-        first = num_rows - sum(count for _, _, count in chunks)
-        if self.deterministic:
-            return self._fixed_plan(segments, first, num_rows, (num_heads, *cache.k.shape[1:]), trees, forced)
-        prefill = attention_plan.prefill_chunks(first, chunks, cache) if chunks else None
-        return self.plan(segments, num_rows, num_heads, cache.k.shape[1], cache.k.shape[2], prefill, trees or forced)
+        _, num_kv_heads, head_dim = cache.k.shape
+        heads, first = (num_heads, num_kv_heads, head_dim), num_rows - sum(count for _, _, count in chunks)
+        plan = fixed_attention.fixed_plan(segments, first, *heads, self._max_context, trees, forced)
+        if first == num_rows:
+            return plan
+        prompts = fixed_attention.fixed_plan(segments, num_rows - first, *heads, self._max_context, False, prompts_from=first)
+        return plan._replace(prompts=prompts, first_prompt=first)
 
-    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float,
-                  plan: AttentionPlan | FixedPlan | None = None, form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
+    def attention(self, q: Tensor, cache: PagedCache, segments: Segments, scale: float, plan: FixedPlan | None = None,
+                  form: AttentionForm = PLAIN_ATTENTION) -> Tensor:
         if not _supported(q, cache.k):
             return super().attention(q, cache, segments, scale, plan, form)
         assert form is PLAIN_ATTENTION, "no Triton kernel has windows, sinks or caps; `engine.build` refuses such a policy"
         if plan is None:
-            plan = self.plan(segments, q.shape[0], q.shape[1], cache.k.shape[1], cache.k.shape[2])
-        if isinstance(plan, FixedPlan):
-            return self._fixed_attention(q, cache, plan, scale)
-        if plan.prefill is None:
-            return attention.attention(q, cache, segments, plan, scale, pdl=self._uses_pdl(q))
-        first = plan.prefill.first_row
-        prompts = self.prefill_attention(q[first:], cache, plan.prefill, scale)
-        if first == 0:
-            return prompts
-        return torch.cat([attention.attention(q[:first], cache, segments, plan, scale), prompts])
-
-    def _fixed_attention(self, q: Tensor, cache: PagedCache, plan: FixedPlan, scale: float) -> Tensor:
+            plan = self.plan_step(segments, q.shape[0], q.shape[1], cache, [], trees=True)
+            assert plan is not None
         if plan.prompts is None:
             return fixed_attention.fixed_attention(q, cache, plan, scale, self._uses_pdl(q))
         first = plan.first_prompt
         prompts = fixed_attention.fixed_attention(q[first:], cache, plan.prompts, scale)
         if first == 0:
             return prompts
-        rows = fixed_attention.fixed_attention(q[:first], cache, plan, scale)
-        return torch.cat([rows, prompts])
-
-    def prefill_attention(self, q: Tensor, cache: PagedCache, prefill: Prefill, scale: float) -> Tensor:
-        """Attention of the prompt chunks of a step; q holds their rows only."""
-        return attention.prefill_attention(q, cache, prefill, scale)
+        return torch.cat([fixed_attention.fixed_attention(q[:first], cache, plan, scale), prompts])
 
     # -- draft trees
 

@@ -98,6 +98,17 @@ def test_fixed_attention_does_not_see_the_tree(dtype: torch.dtype, context: int,
     assert same(_fixed(chunk, cache, segments, mode, 64)[before:], tree[path])
 
 
+def test_rows_between_segments_are_finite() -> None:
+    """A learned drafter has a row for each request, also for those that it has nothing to read of."""
+    segments = Segments(int32([0, 2, 2]), int32([1, 0, 1]), int32([0, 1, 2]), int32([40, 0, 33]),
+                        torch.zeros(3, dtype=torch.bool), torch.tensor([[1, 0]] * 6))
+    q, cache = torch.randn(6, 2, 16), random_cache(8, 3, 1, 16)
+    for mode in MODES:
+        found = _fixed(q, cache, segments, mode)
+        close(found[[0, 2]], TORCH.attention(q, cache, segments, 0.25)[[0, 2]])
+        assert bool(found[[1, 3, 4, 5]].eq(0).all())
+
+
 def test_chains_are_computed_by_one_kernel() -> None:
     """A chain attends like forced rows, and a row of a drafter's chain like one with a longer context; both beside a tree."""
     chain = [[(2 << node) - 1, 0] for node in range(5)]

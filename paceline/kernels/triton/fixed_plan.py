@@ -159,8 +159,8 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, tasks,
     tiles = (length + TILE_ROWS - 1) // TILE_ROWS
     most = tl.where(length > 0, tl.where(causal, known + length, known // BLOCK * BLOCK), 0)  # keys that a segment's tiles read
     blocks, groups = (most + BLOCK - 1) // BLOCK, (most + SPAN - 1) // SPAN
-    ends = tl.max(tl.where(length > 0, first_row + length, offset), axis=0)
-    padding = tl.maximum(offset + num_rows - ends, 0)  # rows that follow, which are tasks of their own
+    padding = num_rows - tl.sum(length, axis=0)  # rows that belong to no segment, which are tasks of their own
+    padding_before = index - tl.sum(tl.minimum(tl.maximum(row - first_row, 0), length), axis=0)
     each = most_each * 0  # blocks per task: the fewest of which there are not too many
     for i in tl.static_range(MOST_EACH):
         parts = (blocks + MOST_EACH - i - 1) // (MOST_EACH - i)
@@ -176,7 +176,7 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, tasks,
     my_units = tl.sum(tl.where(mine, units, 0), axis=0)
     before = first_row < start
     at = tl.sum(tl.where(before, tiles * parts, 0), axis=0) + j // TILE_ROWS * my_parts
-    at = tl.where(found < 0, num_parts + row - ends, at)
+    at = tl.where(found < 0, num_parts + padding_before, at)
     base = tl.sum(tl.where(before, tiles * units, 0), axis=0) + j // TILE_ROWS * my_units
     # The tile's keys, and whether its only task can write the result.
     stop = tl.where(found < 0, 0, tl.where(ends_here != 0, context + first + led, context // BLOCK * BLOCK))
@@ -187,7 +187,7 @@ def _plan_kernel(row_of, length_of, slot_of, context_of, causal_of, mask, tasks,
         tl.store(tasks + 1, kind)
     part = tl.arange(0, MAX_UNITS)
     size = tl.where(kind == 0, each * BLOCK, tl.where(kind == 1, SPAN, 1 << 30))
-    leads = tl.where(found < 0, row >= ends, j == first) & (part < my_parts)
+    leads = ((found < 0) | (j == first)) & (part < my_parts)
     task = tasks + (1 + at + part) * COLUMNS
     begin = tl.where(kind == 2, 0, part * size)
     end = tl.where(kind == 2, stop, tl.minimum(begin + size, stop))

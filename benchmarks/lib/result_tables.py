@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from benchmarks.lib.cluster_tables import cluster_reallocation, cluster_rollout, cluster_train
@@ -117,22 +117,6 @@ def gpu_decode(content: Content, _: str) -> Table:
                  f"Random weights in bfloat16, {content['prompt_tokens']}-token prompts, {content['new_tokens']} new tokens: "
                  + (f"Paceline's tokens per second are {_range(ratios)} those of vLLM." if ratios else "Paceline alone."),
                  ("shape", *(f"batch {batch}" for batch in batches)), rows)
-
-
-def long_tail(content: Content, _: str) -> Table:
-    rollout, theirs = content["rollout"], content.get("vllm", {}).get("seconds")
-    rows = [(name, f"{cell['seconds']:.2f}", _times(content.get("ratio_to_off", {}).get(name)),
-             _times(content.get("ratio_to_vllm", {}).get(name)), f"{cell['tokens_per_verification']:.2f}")
-            for name, cell in rollout.items()]
-    if theirs:
-        rows.append(("vLLM", f"{median(theirs):.2f}", "", "", ""))
-    sentence = (f"{content['requests']} responses with long-tailed lengths up to {content['max_length']:,} tokens at the cost "
-                f"of a 7B model: `auto` takes {rollout['auto']['seconds']:.1f} s, {_times(content['ratio_to_off']['auto'])} as "
-                "fast as off")
-    if theirs:
-        sentence += f" and {_times(content['ratio_to_vllm']['auto'])} as fast as vLLM"
-    return Table("A whole rollout with a long tail on a GPU", sentence + ".",
-                 ("strategy", "seconds", "× off", "× vLLM", "tokens/verification"), rows)
 
 
 # --- speculation
@@ -260,7 +244,7 @@ def cpu_speculation(content: Content, _: str) -> Table:
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
-    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/rl_step": gpu_rl_step, "gpu/long_tail": long_tail,
+    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/rl_step": gpu_rl_step,
     "gpu/speculate": speculate, "selection": selection, "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "cluster/rollout": cluster_rollout, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,

@@ -15,22 +15,26 @@ from paceline.cli.deploy import add_deploy_commands
 from paceline.cli.init import add_init_command
 from paceline.cli.log import clear_progress, report_start, say, stderr_log
 from paceline.cli.options import (
-    DEVICE,
-    DRAFTER,
-    KV_MEMORY,
-    MAX_BATCH,
-    MAX_THREADS,
+    DEFAULT_PARAMS,
+    HELP_OPTIONS,
     MODEL,
-    THREADS,
+    Device,
+    Drafter,
+    Dtype,
+    JsonFile,
+    KvMemory,
+    MaxBatch,
+    Model,
+    Threads,
+    check_outputs,
     check_positive,
     complete_setting,
+    numbers,
 )
 from paceline.cli.stop_signal import INTERRUPTED, InterruptHandler
 from paceline.cli.supervisor import Supervisor
 from paceline.cli.usage import usage_message
 from paceline.types import EngineStalledError, SamplingParams, WorkersLost
-
-_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _Commands(TyperGroup):
@@ -44,13 +48,13 @@ class _Commands(TyperGroup):
             raise
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS,
                   help="Fast rollouts for reinforcement learning of language models; tokens never depend on the drafter.")
 
-drafter_app = typer.Typer(no_args_is_help=True, context_settings=_HELP,
+drafter_app = typer.Typer(no_args_is_help=True, context_settings=HELP_OPTIONS,
                           help="Learned drafters: train one for a policy, or evaluate one.")
 app.add_typer(drafter_app, name="drafter")
-bench_app = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Measurements on this machine.")
+bench_app = typer.Typer(no_args_is_help=True, context_settings=HELP_OPTIONS, help="Measurements on this machine.")
 app.add_typer(bench_app, name="bench")
 add_deploy_commands(app)
 add_init_command(app)
@@ -59,7 +63,6 @@ _DEFECT = 1
 """Exit code of a command that ends with a traceback."""
 WRONG_INPUT = 2
 """Exit code of a command that cannot do what it was asked to."""
-_DEFAULT = SamplingParams()
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # its module differs between versions of typer
 
 
@@ -129,7 +132,7 @@ def _common(version: Annotated[bool, typer.Option("--version", callback=_show_ve
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help=MODEL)],
+    model: Model,
     prompts: Annotated[str | None, typer.Option(
         help="JSON lines with prompt, messages or token_ids, and optionally id and seed; a file .txt with a prompt per line; "
              "- is stdin.")] = None,
@@ -139,13 +142,13 @@ def generate(
         help="A prompt as text, instead of --prompts and --out: its answers are printed; may be given several times.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 1,
     seed: Annotated[int, typer.Option(
-        help="The seeds of rollouts derive from this, the id or prompt, and the sample.")] = _DEFAULT.seed,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps all tokens.")] = _DEFAULT.top_p,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 keeps all.")] = _DEFAULT.top_k,
+        help="The seeds of rollouts derive from this, the id or prompt, and the sample.")] = DEFAULT_PARAMS.seed,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULT_PARAMS.temperature,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps all tokens.")] = DEFAULT_PARAMS.top_p,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 keeps all.")] = DEFAULT_PARAMS.top_k,
     min_p: Annotated[float, typer.Option(
-        help="Least probability relative to the most likely token; 0 keeps all.")] = _DEFAULT.min_p,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = _DEFAULT.max_new_tokens,
+        help="Least probability relative to the most likely token; 0 keeps all.")] = DEFAULT_PARAMS.min_p,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = DEFAULT_PARAMS.max_new_tokens,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end-of-text tokens.")] = False,
     raw_logprobs: Annotated[bool, typer.Option(
@@ -153,12 +156,12 @@ def generate(
     strategy: Annotated[str, typer.Option(
         help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32: depth, children per "
              "node, nodes verified. Changes no token.")] = "auto",
-    drafter: Annotated[str, typer.Option(help=DRAFTER)] = "suffix",
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
-    kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
+    drafter: Drafter = "suffix",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_batch: MaxBatch = None,
+    kv_memory_gb: KvMemory = None,
+    threads: Threads = None,
 ) -> int:
     """Generate rollouts for a file of prompts, or print answers to a prompt."""
     report_start()
@@ -246,7 +249,7 @@ def report(
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help=MODEL)] = "default",
+    model: Model = "default",
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
     against: Annotated[str, typer.Option(help="off: the same engine without speculation; trl: TRL's generation by "
                                               "transformers.")] = "off",
@@ -258,9 +261,9 @@ def demo(
     max_new_tokens: Annotated[int | None, typer.Option(
         help="Maximum number of tokens per answer (default: 400 with the bundled policy, otherwise 96).")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="No prompt begins after so many seconds.")] = 50.0,
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
 ) -> int:
     """Race the same prompts with and without speculation, side by side, and compare tokens and time."""
     report_start()
@@ -294,14 +297,14 @@ def drafter_train(
     n: Annotated[int, typer.Option(min=1, help="Number of answers to a prompt before the next prompt is used.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 1024,
     temperature: Annotated[float, typer.Option(
-        help="Sampling temperature that the drafter will be used at.")] = _DEFAULT.temperature,
+        help="Sampling temperature that the drafter will be used at.")] = DEFAULT_PARAMS.temperature,
     draft_vocab: Annotated[int | None, typer.Option(
         min=0, help="Number of tokens that it can predict, the most frequent ones; 0: all (default: 32768 if the policy has more "
                     "than twice as many).")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the answers and of training.")] = DEFAULT_PARAMS.seed,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
     report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
@@ -347,28 +350,28 @@ def drafter_eval(
                                                       "of generating.")] = None,
     answers: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of the answers.")] = _DEFAULT.temperature,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the answers.")] = DEFAULT_PARAMS.temperature,
     tau: Annotated[str, typer.Option(
         help="Temperature of the drafter with the shared noise, one or several like 0,0.35,1.")] = "0.35",
     depth: Annotated[int, typer.Option(min=1, max=16, help="Number of tokens drafted ahead.")] = 6,
     widths: Annotated[str, typer.Option(help="Numbers of draft tokens per position, like 1,2,4.")] = "1,2,4",
     strategy: Annotated[str, typer.Option(help="Strategy that answers are generated with.")] = "eagle:d6w4v32",
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 1,
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write charts to this file.")] = None,
 ) -> int:
     """Measure how often a drafter's tokens are accepted: by depth, along the answer, by policy version."""
     report_start()
-    _check_outputs(json_file, html_file)
+    check_outputs(json_file, html_file)
     from paceline.cli.drafter import eval_drafter
     from paceline.trainer.drafter_eval import DrafterEvalOptions
 
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    taus = tuple(_numbers("--tau", tau, float, 0.0, 1.0))
-    chosen = tuple(sorted({int(k) for k in _numbers("--widths", widths, int, 1, 64)}))
+    taus = tuple(numbers("--tau", tau, float, 0.0, 1.0))
+    chosen = tuple(sorted({int(k) for k in numbers("--widths", widths, int, 1, 64)}))
     return eval_drafter(DrafterEvalOptions(model, drafter, prompts, records, answers, params, taus, depth, chosen, strategy,
                                            device, dtype, threads), json_file, html_file)
 
@@ -390,10 +393,10 @@ def simulate(
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests that a worker runs at the same time.")] = 64,
     kv_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens that a worker's KV cache holds.")] = 1_500_000,
     seed: Annotated[int, typer.Option(help="Seed of the lengths.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Simulate a rollout batch on many workers, with the scheduling policy of a real cluster."""
-    _check_outputs(json_file)
+    check_outputs(json_file)
     from paceline.bundled import simulation_file
     from paceline.cli.simulate import simulate as run
     from paceline.sim import SimConfig, read_lengths, sample_workload
@@ -425,44 +428,27 @@ def _bench() -> None:
 
 @bench_app.command("selection")
 def bench_selection(
-    model: Annotated[str, typer.Option(help=MODEL)],
-    drafter: Annotated[str, typer.Option(help=DRAFTER)] = "suffix",
+    model: Model,
+    drafter: Drafter = "suffix",
     prompts: Annotated[str | None, typer.Option(help="JSON lines with prompt, messages, token_ids or question; or task:NAME "
                                                      "(default: a dozen built-in prompts, or task:collatz for the default "
                                                      "policy).")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, like 1,4,16.")] = "1,4,16",
     new_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer, and tokens measured per request.")] = 72,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULT.temperature,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULT_PARAMS.temperature,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; in each, every strategy runs once.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the answers.")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the answers.")] = DEFAULT_PARAMS.seed,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Compare off, fixed strategies and auto at several batch sizes, and say why speculation pays or does not."""
     report_start()
-    _check_outputs(json_file)
+    check_outputs(json_file)
     from paceline.bench.selection import SelectionOptions
     from paceline.cli.bench import bench_selection as run
 
     params = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed)
-    batches = tuple(sorted({int(size) for size in _numbers("--batch", batch, int, 1, 1024)}))
+    batches = tuple(sorted({int(size) for size in numbers("--batch", batch, int, 1, 1024)}))
     return run(SelectionOptions(model, drafter, prompts, batches, params, rounds, device, dtype, threads), json_file)
-
-
-def _check_outputs(*files: Path | None) -> None:
-    """Files that are written at the end: nobody should wait for a result that cannot be kept."""
-    for file in files:
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ValueError(f"{file}: " + ("is a folder, not a file" if file.is_dir() else f"there is no folder {file.parent}"))
-
-
-def _numbers(name: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[float]:
-    try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} {text}: not a comma-separated list of numbers") from None
-    if not all(low <= value <= high for value in found):
-        raise ValueError(f"{name} {text}: not all in {low:g}..{high:g}")
-    return list(found)

@@ -8,17 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.log import report_start
-from paceline.cli.options import (
-    DEVICE,
-    DRAFTER,
-    KV_MEMORY,
-    MAX_BATCH,
-    MAX_THREADS,
-    MODEL,
-    SUFFIX_MEMORY,
-    THREADS,
-    check_positive,
-)
+from paceline.cli.options import Device, Drafter, Dtype, KvMemory, MaxBatch, Model, Threads, check_positive
 
 
 def add_deploy_commands(app: typer.Typer) -> None:
@@ -29,8 +19,8 @@ def add_deploy_commands(app: typer.Typer) -> None:
 
 
 def serve(
-    model: Annotated[str, typer.Option(help=MODEL)],
-    drafter: Annotated[str, typer.Option(help=DRAFTER)] = "suffix",
+    model: Model,
+    drafter: Drafter = "suffix",
     strategy: Annotated[str, typer.Option(
         help="off, auto, beg, or a fixed one like suffix:d8w2v16 or eagle:d6w4v32. Changes no token.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -48,16 +38,17 @@ def serve(
                                                              "(default: none).")] = None,
     logprobs_mode: Annotated[str | None, typer.Option(help="raw_logprobs (plain softmax) or processed_logprobs (the distribution "
                                                            "that was sampled from; default with --rl).")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    max_batch: Annotated[int | None, typer.Option(min=1, help=MAX_BATCH)] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_batch: MaxBatch = None,
     max_context: Annotated[int | None, typer.Option(
         min=2, help="Maximum number of prompt and answer tokens of one request (default: the model's).")] = None,
-    kv_memory_gb: Annotated[float | None, typer.Option(help=KV_MEMORY)] = None,
-    suffix_memory_gb: Annotated[float | None, typer.Option(help=SUFFIX_MEMORY)] = None,
+    kv_memory_gb: KvMemory = None,
+    suffix_memory_gb: Annotated[float | None, typer.Option(
+        help="Memory for the history of the suffix drafter in GiB (default: 0.25).")] = None,
     warm_up: Annotated[bool, typer.Option(help="Measure step times and capture CUDA graphs while there is no request; otherwise "
                                                "the first requests wait for it.")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help=THREADS)] = None,
+    threads: Threads = None,
 ) -> int:
     """Serve a policy with the OpenAI API."""
     report_start()
@@ -86,7 +77,7 @@ def export(
         "--merge-lora", help="With hf, write the whole policy instead of its LoRA adapters.")] = False,
     force: Annotated[bool, typer.Option(
         "--force", help="Export the drafter although it was trained for other weights of the policy's shape.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")] = "auto",
+    dtype: Dtype = "auto",
 ) -> int:
     """Write a learned drafter or a policy in the format of another engine."""
     from paceline.cli.export import ExportOptions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from paceline.server.config import LogprobsMode
+from paceline.server.messages import Message, at_most, check_fields
 from paceline.server.templates import Conversation
 from paceline.server.tools import MAX_GRAMMAR_CHARS, NamedTool, ResponseFormat, Tool, forced_calls
 from paceline.structured_outputs import StructuredOutputs
@@ -27,12 +27,11 @@ from paceline.tool_calls import ToolCallFormat
 from paceline.types import SamplingParams
 
 _MAX_TOP = 20
-_MAX_FIELDS = 100
 _MAX_ITEMS = 300
 """Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
 reports errors of all entries."""
 _MAX_STOPS, _MAX_STOP_CHARS = 32, 256
-_MAX_PARTS, _MAX_MESSAGES, _MAX_TOOLS = 1000, 4096, 128
+_MAX_MESSAGES, _MAX_TOOLS = 4096, 128
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
@@ -42,30 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},), "include_reasoning": (True,), "guided_decoding_backend": (), "user": (), "metadata": (),
     "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (), "prompt_cache_retention": ()}
 """Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
-
-
-def _at_most(limit: int) -> BeforeValidator:
-    """Checks the size of a list or mapping before anything is done with its entries."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise ValueError(f"more than {limit} entries")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        raise ValueError("messages: the arguments of a tool call are not JSON") from None
-
-
-def _check_fields(raw: Any) -> Any:
-    if isinstance(raw, dict) and len(raw) > _MAX_FIELDS:
-        raise ValueError(f"more than {_MAX_FIELDS} fields")
-    return raw
 
 
 def _check_stop(value: Any) -> Any:
@@ -90,7 +65,7 @@ def _check_form(raw: Any) -> Any:
     return found
 
 
-TokenIds = Annotated[list[int], _at_most(_MAX_ITEMS)]
+TokenIds = Annotated[list[int], at_most(_MAX_ITEMS)]
 
 
 class StreamOptions(BaseModel):
@@ -123,7 +98,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], _at_most(_MAX_ITEMS)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], at_most(_MAX_ITEMS)] = Field(default_factory=dict)
     allowed_token_ids: TokenIds = Field(default_factory=list)
     min_tokens: int = 0
     bad_words: Annotated[list[str], BeforeValidator(_check_stop)] = Field(default_factory=list)
@@ -145,7 +120,7 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _drop_neutral(cls, raw: Any) -> Any:
         """Drop fields that are null, and known ones whose value changes nothing."""
-        if not isinstance(_check_fields(raw), dict):
+        if not isinstance(check_fields(raw), dict):
             return raw
         kept = {key: value for key, value in raw.items() if value is not None}
         for key in (kept.keys() & _NEUTRAL.keys()) - cls.model_fields.keys():
@@ -254,79 +229,10 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class ContentPart(BaseModel):
-    """A part of a message."""
-
-    model_config = ConfigDict(extra="forbid")
-    _fields = model_validator(mode="before")(_check_fields)
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(BaseModel):
-    """A function that an earlier answer called."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class MessageCall(BaseModel):
-    """A call in an earlier answer."""
-
-    model_config = ConfigDict(extra="forbid")
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
-    """What streamed answers have; the order of the calls says the same."""
-    function: CalledFunction
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="forbid")
-    _fields = model_validator(mode="before")(_check_fields)
-
-    role: str
-    content: str | Annotated[list[ContentPart], _at_most(_MAX_PARTS)] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[MessageCall], _at_most(_MAX_PARTS)] | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, raw: Any) -> Any:
-        """Drop what answers contain without saying anything: nulls, and empty lists."""
-        if not isinstance(raw, dict):
-            return raw
-        return {key: value for key, value in raw.items() if value is not None and (key == "content" or value != [])}
-
-    @model_validator(mode="after")
-    def _check_content(self) -> Message:
-        if self.content is None and self.tool_calls is None:
-            raise ValueError("content: missing")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
-        found = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            found["content"] = "".join(part.text for part in self.content)
-        for call in found.get("tool_calls", ()):  # templates write arguments as JSON themselves
-            call.pop("index", None)
-            function = call["function"]
-            if isinstance(function["arguments"], str):
-                function["arguments"] = _parsed(function["arguments"])
-        return found
-
-
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast(), _at_most(_MAX_MESSAGES)] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), at_most(_MAX_MESSAGES)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -337,7 +243,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     """Whether the answer goes on with the last message instead of beginning one."""
     add_special_tokens: bool = False
-    tools: Annotated[list[Tool], _at_most(_MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], at_most(_MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """None: auto, if there are tools."""
     parallel_tool_calls: bool = True
@@ -415,11 +321,11 @@ class TokenizeRequest(BaseModel):
     """Body of `POST /tokenize`: a text, or a conversation."""
 
     model_config = ConfigDict(extra="forbid")
-    _fields = model_validator(mode="before")(_check_fields)
+    _fields = model_validator(mode="before")(check_fields)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast(), _at_most(_MAX_MESSAGES)] = Field(default_factory=list)
+    messages: Annotated[list[Message], FailFast(), at_most(_MAX_MESSAGES)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -443,7 +349,7 @@ class DetokenizeRequest(BaseModel):
     """Body of `POST /detokenize`."""
 
     model_config = ConfigDict(extra="forbid")
-    _fields = model_validator(mode="before")(_check_fields)
+    _fields = model_validator(mode="before")(check_fields)
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]

@@ -136,7 +136,7 @@ class GpuCheck:
             if found["batches"] and budget.left <= 0:
                 self._skip("decode", batch)
                 continue
-            rates = decode.rounds({"paceline": engine}, None, batch, policy.config.vocab_size, sizes.new_tokens, sizes.rounds)
+            rates = decode.rounds(engine, None, batch, policy.config.vocab_size, sizes.new_tokens, sizes.rounds)
             found["batches"][str(batch)] = decode.medians(batch, rates["paceline"])
         del engine
         self._setting.free()

@@ -46,7 +46,7 @@ class Compiler:
         self.names, self.threads = [], set()
 
     def __call__(self, source, **options):
-        self.names.append((source.name, str(source.signature), str(source.constants), str(options["options"])))
+        self.names.append((source.name, str(source.signature), str(source.constants), str(source.attrs), str(options["options"])))
         self.threads.add(threading.current_thread().name)
         return object()
 

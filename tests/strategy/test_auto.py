@@ -98,7 +98,7 @@ def test_a_step_has_no_more_rows_than_are_captured():
     world, selector = World(costs, 128, {"suffix": 0.9}), AutoSelector(costs)
     world.run(selector, 60)
     assert any(strategy.drafter == "suffix" for strategy in world.strategies[-20:])
-    assert all(128 + min(d.num_requests or 128, 128) * d.strategy.budget <= 512 for d in world.chosen)
+    assert all(128 + min(d.num_drafted_for or 128, 128) * d.strategy.budget <= 512 for d in world.chosen)
 
 
 def test_a_growing_batch_meets_drafters_that_were_never_tried():

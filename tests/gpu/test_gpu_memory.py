@@ -83,7 +83,7 @@ def test_a_resumed_8bit_optimizer_continues_bit_for_bit(tmp_path, checkpointing)
         for mine, theirs in zip(resumed.policy.parameters(), learner.policy.parameters(), strict=True):
             mine.copy_(theirs)
     restore(resumed, saved)
-    found, wanted = (checkpoint._optimizer_tensors(one) for one in (resumed, learner))
+    found, wanted = (checkpoint._trainer_tensors(one) for one in (resumed, learner))
     assert found.keys() == wanted.keys() and any(key.endswith(".codes") for key in found)
     assert all(torch.equal(found[key].cpu(), wanted[key].cpu()) for key in found)
     train(resumed, steps=1)

@@ -12,10 +12,11 @@ from paceline.cluster.lengths import LengthModel
 from paceline.cluster.messages import NewTokens, Outputs, Progress
 from paceline.cluster.types import NOWHERE, RequestTable
 from paceline.engine.migration import RequestState
+from paceline.types import FinishReason
 
 Ints = NDArray[np.int64]
-_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "epoch", "crashes")
-_GENERATED, _EPOCH = _COLUMNS.index("generated"), _COLUMNS.index("epoch")
+_COLUMNS = ("worker", "target", "group", "sample", "prompt", "generated", "limit", "epoch", "crashes", "paused")
+_GENERATED, _EPOCH, _PAUSED = _COLUMNS.index("generated"), _COLUMNS.index("epoch"), _COLUMNS.index("paused")
 _TRIM = 1024
 """Finished requests are forgotten in batches of at least this size."""
 _SUSPECT = 2
@@ -52,7 +53,7 @@ class RequestBook:
         for state in states:
             state.group = group
         new = np.array([(NOWHERE, NOWHERE, group, state.sample, len(state.prompt_ids), len(state.output_ids),
-                         state.params.max_new_tokens, 0, 0) for state in states]).T
+                         state.params.max_new_tokens, 0, 0, 0) for state in states]).T
         rows = np.arange(first, first + len(states))
         self._states += states
         self._columns = np.concatenate([self._columns, new], axis=1)
@@ -71,13 +72,25 @@ class RequestBook:
             self._new = {row - done: new for row, new in self._new.items()}
 
     def table(self, now: float) -> RequestTable:
-        """The unfinished requests as the scheduling policy sees them."""
-        rows = self._left
-        worker, target, group, sample, prompt, generated, limit, _, crashes = self._columns[:, rows]
+        """The unfinished requests that do not wait for an environment, as the scheduling policy sees them."""
+        rows = self._left[self._columns[_PAUSED, self._left] == 0]
+        worker, target, group, sample, prompt, generated, limit, _, crashes, _ = self._columns[:, rows]
         remaining = self.lengths.remaining(group, generated, limit - generated)
         probe = (sample == 0) & ~self.lengths.is_known(group)
         return RequestTable(self._first + rows, worker, target, group, probe, prompt + generated, remaining,
                             now - self._submitted[rows], crashes >= _SUSPECT)
+
+    @property
+    def paused_remaining(self) -> float:
+        """Expected number of tokens that the longest of the paused requests still has to generate; 0 if there is none."""
+        rows = self._left[self._columns[_PAUSED, self._left] != 0]
+        generated, limit, group = (self._columns[_COLUMNS.index(name), rows] for name in ("generated", "limit", "group"))
+        return float(self.lengths.remaining(group, generated, limit - generated).max(initial=0.0)) if len(rows) else 0.0
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether a request waits for an environment."""
+        return bool(self._columns[_PAUSED, self._left].any())
 
     def progress(self) -> list[tuple[int, int, int]]:
         """Id, number of tokens and worker of every unfinished request. May be called from another thread: a request that is just
@@ -114,6 +127,26 @@ class RequestBook:
 
     def epoch(self, request: int) -> int:
         return self._get("epoch", request)
+
+    def is_paused(self, request: int) -> bool:
+        return bool(self._get("paused", request))
+
+    def pause(self, request: int, start: int, turn: Outputs, reason: FinishReason) -> bool:
+        """A turn of the request has ended; it began at position `start` of the answer. Returns whether this is news: what comes
+        after the turn may be known already."""
+        state = self.state(request)
+        _append(state, start, turn)
+        if self.is_paused(request) or len(state.output_ids) != start + len(turn[0]):
+            return False
+        state.paused = reason
+        self._set(request, paused=1, generated=len(state.output_ids))
+        return True
+
+    def resume(self, request: int, token_ids: Sequence[int], version: int) -> None:
+        """A paused request goes on behind the tokens of a reply. `version`: the policy's."""
+        state = self.state(request)
+        state.append_reply(token_ids, version)
+        self._set(request, paused=0, generated=len(state.output_ids))
 
     def place(self, request: int, worker: int, epoch: int) -> None:
         """The request is on a worker now."""

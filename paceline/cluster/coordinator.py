@@ -27,6 +27,7 @@ from paceline.cluster.messages import (
     LearnText,
     Lost,
     Message,
+    Paused,
     Report,
     SetDrafter,
     SetPolicy,
@@ -58,7 +59,7 @@ from paceline.cluster.types import (
     WorkerView,
 )
 from paceline.engine.migration import RequestState
-from paceline.types import Rollout
+from paceline.types import FinishReason, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ _QUIET_S = 1.0
 _MAX_SHARE, _BURST_S, _MAX_PAUSE_S, _MAX_PAUSE_SHARE = 0.01, 0.1, 2.0, 0.25
 """Share of a core that the coordinator may use, beyond a burst of so many seconds. Then it pauses, up to so many seconds and up
 to a share of the time that running answers are expected to take: workers must not run out of requests."""
+_TURN_S = 0.02
+"""Longest round while a request waits for an environment, whose reply may come at any time."""
 _MOVE_TOKEN_S = 1e-5
 """Guess of the seconds that copying the KV cache of one token takes."""
 
@@ -120,6 +123,24 @@ class Coordinator:
         if not self._is_baseline:
             self.drafter.submit(ids)
         return ids
+
+    def resume(self, request: int, token_ids: Sequence[int], version: int) -> bool:
+        """Continue a request whose turn has ended behind these tokens. `version`: the policy's. Returns False, without a change,
+        if they leave no room for a further token."""
+        state = self.book.state(request)
+        most = min(len(state.prompt_ids) + state.params.max_new_tokens, self.max_length)
+        if len(state.prompt_ids) + len(state.output_ids) + len(token_ids) >= most:
+            return False
+        self._has_changed = True
+        self.placement.resume(request, token_ids, version)
+        return True
+
+    def end(self, request: int, reason: FinishReason | None) -> Rollout:
+        """End a request whose turn has ended and return its rollout, without its text."""
+        worker, self._has_changed = self.book.worker(request), True
+        rollout = self.placement.end(request, reason)
+        self._learn(request, rollout, worker)
+        return rollout
 
     def publish_policy(self, weights: Any, version: int) -> None:
         """Replace the policy's weights on every worker before it generates again. `weights`: a safetensors file as bytes."""
@@ -234,7 +255,8 @@ class Coordinator:
     def _round(self, timeout_s: float | None) -> None:
         if timeout_s is None:
             time.sleep(max(0.0, self._decided_at + self._collect_s - self._clock()))
-            timeout_s = 0.0 if self._has_changed else self._pause_s
+            longest = min(self._pause_s, _TURN_S) if self.book.has_paused else self._pause_s
+            timeout_s = 0.0 if self._has_changed else longest
         found = self.runtime.poll(timeout_s)
         for news in found:
             if isinstance(news, Lost):
@@ -261,7 +283,8 @@ class Coordinator:
     @property
     def _collect_s(self) -> float:
         """Seconds that news may wait. Not while the last answers are generated: whoever wants the batch waits for them."""
-        return self._pause_s if self.interval_s and len(self.book) > self.num_workers else 0.0
+        found = self._pause_s if self.interval_s and len(self.book) > self.num_workers else 0.0
+        return min(found, _TURN_S) if self.book.has_paused else found
 
     def cancel(self, requests: Sequence[int]) -> None:
         """Give requests up, wherever they are."""
@@ -293,6 +316,8 @@ class Coordinator:
             match event:
                 case Finished():
                     self._finish(event, w)
+                case Paused():
+                    self.placement.pause(event, w)
                 case Arrived():
                     self.placement.arrive(event, w)
                 case Stayed():
@@ -315,13 +340,18 @@ class Coordinator:
         self.drafter.owing = self.drafter.owing | {w} if report.owes_drafter else self.drafter.owing - {w}
 
     def _finish(self, event: Finished, worker: int) -> None:
-        if not self.placement.finish(event) or self._is_baseline:  # in the baseline nobody drafts
+        if self.placement.finish(event):
+            self._learn(event.request, event.rollout, worker)
+
+    def _learn(self, request: int, rollout: Rollout, worker: int) -> None:
+        """Tell the drafters about an answer that a worker has finished. In the baseline nobody drafts."""
+        if self._is_baseline:
             return
         if self.drafter_version < 0 and self.drafter.settings.keeps_answers:
-            self.drafter.tokens.update(event.rollout.token_ids)
-        for other in self.book.sibling_workers(event.request):
+            self.drafter.tokens.update(rollout.token_ids)
+        for other in self.book.sibling_workers(request):
             if other != worker:
-                self._texts.setdefault(other, []).append((event.rollout.prompt_ids, event.rollout.token_ids))
+                self._texts.setdefault(other, []).append((rollout.prompt_ids, rollout.token_ids))
 
     def _lose(self, lost: Lost) -> None:
         logger.warning("worker %d is lost (%s); %d requests continue elsewhere", lost.worker, lost.reason,
@@ -345,7 +375,7 @@ class Coordinator:
                         for w, view in self._workers.items())
         return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self._pause_s,
                            self.placement.move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version,
-                           self.drafter.is_awaited)
+                           self.book.paused_remaining, self.drafter.is_awaited)
 
     def _act(self, action: Action) -> None:
         match action:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,8 +15,11 @@ from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.figures import WorkerFigures
 from paceline.cluster.messages import DistrustDrafter, StepSums, to_payload
 from paceline.engine.migration import RequestState
-from paceline.engine.prompts import Prompt, check, derive_seed, encode
-from paceline.types import DrafterName, EngineStats, Rollout, SamplingParams, StepResult, Strategy, WorkersLost
+from paceline.engine.outputs import stop_ids
+from paceline.engine.prompts import Prompt, check, check_reply, derive_seed, encode
+from paceline.engine.replies import encode_reply
+from paceline.models.config import ModelConfig
+from paceline.types import DrafterName, EngineStats, FinishReason, Rollout, SamplingParams, StepResult, Strategy, WorkersLost
 
 _START_S = 600.0
 """Seconds that the first worker may take to start."""
@@ -34,10 +37,10 @@ class ClusterEngine:
     select = None
     """Each worker's engine has a selector of its own."""
 
-    def __init__(self, coordinator: Coordinator, tokenizer: Any, vocab_size: int, is_baseline: bool = False) -> None:
-        """`is_baseline`: generate with the workers' second engines, which do not speculate."""
-        self._is_baseline = is_baseline
-        self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, vocab_size
+    def __init__(self, coordinator: Coordinator, tokenizer: Any, shape: ModelConfig, is_baseline: bool = False) -> None:
+        """`shape`: the policy's. `is_baseline`: generate with the workers' second engines, which do not speculate."""
+        self._is_baseline, self._eos = is_baseline, frozenset(shape.eos_token_ids)
+        self.coordinator, self.tokenizer, self._vocab_size = coordinator, tokenizer, shape.vocab_size
         self.version, self._steps, self._seconds = 0, 0, 0.0
         self.drafter_version = 0
         """Version of the policy that the workers' drafter was trained for."""
@@ -86,12 +89,28 @@ class ClusterEngine:
         return self.coordinator.submit(states, hashlib.blake2b(repr(prompt_ids).encode(), digest_size=12).hexdigest())
 
     def step(self) -> StepResult:
-        """One round of the coordinator. The result has the rollouts that finished in it; tokens are not listed."""
+        """One round of the coordinator. The result has the rollouts and turns that ended in it; tokens are not listed."""
         began = time.perf_counter()
         finished = [replace(rollout, request_id=request) for request, rollout in self.coordinator.step()]
         seconds = time.perf_counter() - began
         self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        return StepResult(self._steps, Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds)
+        return StepResult(self._steps, Strategy.OFF, 0, 0, 0, 0, 0, {}, finished, 1e3 * seconds,
+                          paused=self.coordinator.placement.take_turns())
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return stop_ids(params, self._eos)
+
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], turn_ids: Sequence[int], stop_ids: Collection[int] = (),
+                     chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        return encode_reply(messages, turn_ids, self.tokenizer, self._eos.union(stop_ids), chat_template_kwargs)
+
+    def resume(self, request_id: int, token_ids: Sequence[int]) -> bool:
+        return self.coordinator.resume(request_id, check_reply(token_ids, self._vocab_size), self.version)
+
+    def end(self, request_id: int, reason: FinishReason | None = None) -> Rollout:
+        rollout = self.coordinator.end(request_id, reason)
+        rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        return rollout
 
     @property
     def has_work(self) -> bool:

@@ -16,17 +16,21 @@ from paceline.cluster.messages import (
     Arrive,
     Arrived,
     Cancel,
+    End,
     Event,
     FirstPages,
     Message,
     MoveOut,
     NewTokens,
     PagesReady,
+    Paused,
     Progress,
+    Resume,
     Stayed,
 )
 from paceline.engine import Engine
 from paceline.engine.migration import Reservation
+from paceline.types import Rollout
 
 _RESERVED_S = 60.0
 """Seconds that room is kept for a request that is on its way."""
@@ -66,6 +70,7 @@ class HeldRequests:
         self._told_at, self._tell_s = clock(), tell_s
         self._held: dict[int, Held] = {}
         self._by_local: dict[int, int] = {}
+        self._paused: set[int] = set()
         self._reserved: dict[int, _Reserved] = {}
         self.policy_version = -1
         """Version of the policy that the worker has; -1: none yet."""
@@ -73,8 +78,8 @@ class HeldRequests:
         """Called with the engine's id of every request that begins here, and with the number of answer tokens that it has."""
 
     def __len__(self) -> int:
-        """Number of requests that are generated here."""
-        return len(self._held)
+        """Number of requests that are generated here; those that wait for an environment do not count."""
+        return len(self._held) - len(self._paused)
 
     @property
     def num_reserved(self) -> int:
@@ -134,6 +139,7 @@ class HeldRequests:
     def _drop(self, request: int) -> None:
         held = self._held.pop(request, None)
         if held is not None:
+            self._paused.discard(request)
             del self._by_local[held.local]
             self.engine.abort([held.local])
 
@@ -150,6 +156,37 @@ class HeldRequests:
         pages = self._reserved.pop(request).pages
         if pages is not None:
             self.engine.migration.release(pages)
+
+    # -- turns
+
+    def pause(self, local: int) -> None:
+        """The turn of a request of the engine has ended, or the request has come from another worker after its turn."""
+        request, turn = self._by_local.get(local), self.engine.migration.turn(local)
+        if request is None or turn is None:  # it was cancelled while its last step was in flight
+            return
+        held, (start, reason) = self._held[request], turn
+        outputs = self.engine.migration.outputs(local, start)
+        assert outputs is not None, "it has not ended"
+        self._paused.add(request)
+        self._tell(Paused(request, held.epoch, start, outputs, reason))
+
+    def resume(self, message: Resume) -> None:
+        """Continue a paused request. A reply that comes twice, or whose request has left, changes nothing."""
+        held = self._held.get(message.request)
+        if (held is not None and message.request in self._paused
+                and self.engine.migration.num_outputs(held.local) == message.num_tokens):
+            has_room = self.engine.resume(held.local, message.token_ids)
+            assert has_room, "the coordinator knows the limits"
+            self._paused.remove(message.request)
+
+    def end(self, message: End) -> tuple[Held, Rollout] | None:
+        """End a paused request; None if it is not here."""
+        if message.request not in self._paused:
+            return None
+        self._paused.remove(message.request)
+        held = self._held.pop(message.request)
+        del self._by_local[held.local]
+        return held, self.engine.end(held.local)
 
     def expire_reservations(self) -> None:
         """Free the room for requests that never came, because their worker died."""
@@ -199,6 +236,7 @@ class HeldRequests:
         if state is None:
             self._send(message.target, Cancel(message.request, message.epoch))
             return
+        self._paused.discard(message.request)
         del self._held[message.request], self._by_local[held.local]
         self._send(message.target, Arrive(message.request, message.epoch, state, self._clock(), held.is_held_out))
 
@@ -218,3 +256,5 @@ class HeldRequests:
         self._hold(message.request, message.epoch, local, len(state.output_ids), message.is_held_out)
         prefilled = not self.engine.migration.is_running(local)
         self._tell(Arrived(message.request, message.epoch, self._clock() - message.sent_at, prefilled))
+        if state.paused is not None:
+            self.pause(local)

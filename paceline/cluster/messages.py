@@ -18,7 +18,7 @@ from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.types import WorkerState
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine.migration import KvPages, RequestState
-from paceline.types import Rollout
+from paceline.types import FinishReason, Rollout
 
 Ints = NDArray[np.int64]
 Outputs = tuple[Sequence[int], Sequence[float], Sequence[float], Sequence[int]]
@@ -54,6 +54,23 @@ class Cancel:
 
     request: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Continue a request behind the reply to its last turn. Without effect unless it is paused with so many tokens."""
+
+    request: int
+    num_tokens: int
+    """Number of tokens of the answer before the reply."""
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End a paused request, whose rollout the coordinator has."""
+
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +184,8 @@ class Arrive:
     """Whether the drafter is measured on the answer before it is trained on it (`Add.is_held_out`)."""
 
 
-Message = (Add | MoveOut | Cancel | SetPolicy | SetDrafter | StartTraining | EndTraining | DrafterSettings | MeasureDrafter
-           | DistrustDrafter | LearnText | UseEngine | FirstPages | PagesReady | Arrive)
+Message = (Add | MoveOut | Cancel | Resume | End | SetPolicy | SetDrafter | StartTraining | EndTraining | DrafterSettings
+           | MeasureDrafter | DistrustDrafter | LearnText | UseEngine | FirstPages | PagesReady | Arrive)
 
 
 # -- worker to coordinator
@@ -252,6 +269,19 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """A turn has ended, and the request waits for a `Resume` or `End`. Also reported of one that has moved here meanwhile."""
+
+    request: int
+    epoch: int
+    start: int
+    """Position in the answer of the turn's first token."""
+    outputs: Outputs
+    """The turn."""
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """A request that was moved continues here. `pause_s`: time between its last step there and its first here."""
 
@@ -302,7 +332,7 @@ class TrainingFailed:
     reason: str
 
 
-Event = Finished | Arrived | Stayed | DrafterTrained | TrainingPreempted | DrafterMeasured | TrainingFailed
+Event = Finished | Paused | Arrived | Stayed | DrafterTrained | TrainingPreempted | DrafterMeasured | TrainingFailed
 
 
 @dataclass(slots=True)

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Collection, Sequence
 
 from paceline.cluster.book import RequestBook
-from paceline.cluster.messages import Add, Arrived, Cancel, Finished, MoveOut, Progress, Stayed
+from paceline.cluster.messages import Add, Arrived, Cancel, End, Finished, MoveOut, Paused, Progress, Resume, Stayed
 from paceline.cluster.runtime import Runtime
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import NOWHERE
-from paceline.types import Rollout
+from paceline.types import FinishReason, Rollout, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,54 @@ class RequestPlacement:
         self.move_pause_s = 0.0
         """Seconds that a request waits while it is moved: average of recent moves."""
         self._finished: list[tuple[int, Rollout]] = []
+        self._turns: list[Turn] = []
 
     def take_finished(self) -> list[tuple[int, Rollout]]:
         """Ids and rollouts of the requests that have finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
+
+    def take_turns(self) -> list[Turn]:
+        """The turns that have ended since the last call."""
+        turns, self._turns = self._turns, []
+        return turns
+
+    # -- turns
+
+    def pause(self, event: Paused, worker: int) -> None:
+        """A turn has ended. A worker to which the request has moved as it was paused may have missed the reply."""
+        request = event.request
+        if not self._book.is_open(request) or self._book.epoch(request) != event.epoch:
+            return
+        if self._book.pause(request, event.start, event.outputs, event.reason):
+            self._turns.append(Turn(request, list(event.outputs[0]), event.reason))
+        elif not self._book.is_paused(request):
+            self._post_reply(request, worker, event.start + len(event.outputs[0]))
+
+    def resume(self, request: int, token_ids: Sequence[int], version: int) -> None:
+        """Continue a paused request, wherever it is. If it is nowhere, because its worker was lost, it waits for a worker."""
+        num_tokens = len(self._book.state(request).output_ids)
+        self._book.resume(request, token_ids, version)
+        if self._book.worker(request) != NOWHERE:
+            self._post_reply(request, self._book.worker(request), num_tokens)
+
+    def end(self, request: int, reason: FinishReason | None) -> Rollout:
+        """End a paused request and return its rollout, without its text. `reason`: None is why its last turn ended."""
+        state = self._book.state(request)
+        if self._book.target(request) >= 0:
+            self._cancel_everywhere(request)
+        elif self._book.worker(request) != NOWHERE:
+            self._runtime.post(self._book.worker(request), End(request))
+        self._book.finish(request, len(state.output_ids))
+        return state.rollout(request, reason or state.paused or "stop")
+
+    def _post_reply(self, request: int, worker: int, num_tokens: int) -> None:
+        """Send a worker the reply that follows so many tokens of the answer."""
+        state = self._book.state(request)
+        first = num_tokens + len(state.prompt_ids)
+        end = next((end for start, end in state.replies if start == first), None)
+        if end is not None:
+            self._runtime.post(worker, Resume(request, num_tokens, state.output_ids[num_tokens : end - len(state.prompt_ids)]))
 
     # -- what the coordinator decides
 
@@ -104,10 +147,8 @@ class RequestPlacement:
         state, error = self._book.state(request), f"{_MAX_CRASHES} workers died that had this request"
         logger.error("request %d is given up: %s", request, error)
         self._timeline.record("given up", request=request)
-        rollout = Rollout(request, state.sample, state.prompt_ids, state.output_ids, state.logprobs, "", "crash", state.versions,
-                          state.params.seed, error=error)
         self._book.finish(request, max(1, len(state.output_ids)))
-        self._finished.append((request, rollout))
+        self._finished.append((request, state.rollout(request, "crash", error=error)))
 
     def _cancel_everywhere(self, request: int) -> None:
         """Whatever stay of a request there is or is about to begin, it ends."""

@@ -252,7 +252,7 @@ def _train(load: _Load, config: PolicyConfig, work: list[Action]) -> list[Action
     """Stop training where work arrives or its time is over, and start it on workers that stay idle. Stops come first."""
     view = load.view
     training = {worker.id for worker in load.alive if worker.state is WorkerState.TRAINING}
-    is_time = (len(view.requests) > 0 or view.waits_for_drafter) and config.max_trainers > 0
+    is_time = (len(view.requests) > 0 or view.paused_remaining > 0 or view.waits_for_drafter) and config.max_trainers > 0
     stops: list[Action] = [StopTraining(w) for w in sorted(training) if not is_time or load.tokens[w]]
     if not is_time or load.num_waiting:
         return stops + work
@@ -266,8 +266,8 @@ def _train(load: _Load, config: PolicyConfig, work: list[Action]) -> list[Action
 
 
 def _left_s(load: _Load) -> float:
-    """A lower bound on the seconds until all running requests are finished: the longest one, on a worker of its own.
+    """A lower bound on the seconds until all requests are finished: the longest one, on a worker of its own.
     While the run waits for the drafter, it decides itself when training ends."""
     if load.view.waits_for_drafter:
         return math.inf
-    return float(load.view.requests.remaining.max() * load.view.token_s[1])
+    return float(max(load.view.requests.remaining.max(initial=0.0), load.view.paused_remaining) * load.view.token_s[1])

@@ -116,8 +116,8 @@ class ClusterTrainer(Trainer):
 
     def _make_cluster_engine(self, is_baseline: bool) -> ClusterEngine:
         assert self._coordinator is not None
-        vocab_size = open_checkpoint(resolve_model(self.config.model)).config.vocab_size
-        return ClusterEngine(self._coordinator, self.tokenizer, vocab_size, is_baseline)
+        shape = open_checkpoint(resolve_model(self.config.model)).config
+        return ClusterEngine(self._coordinator, self.tokenizer, shape, is_baseline)
 
     def _make_baseline(self) -> Engine | None:
         """Generate the same answers on the same workers without speculation, for `compare_off`."""

@@ -49,7 +49,8 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestTable:
-    """All unfinished requests, one array [N] per column: at 16,384 requests objects would be too slow."""
+    """All unfinished requests that do not wait for an environment, one array [N] per column: at 16,384 requests objects would be
+    too slow."""
 
     id: NDArray[np.int64]
     worker: NDArray[np.int64]
@@ -98,6 +99,9 @@ class ClusterView:
     """Newest version of the policy. A worker with an older one must not generate."""
     drafter_version: int = 0
     """Newest version of the drafter."""
+    paused_remaining: float = 0.0
+    """Expected number of tokens that the longest of the requests that wait for an environment, which `requests` leaves out, still
+    has to generate."""
     waits_for_drafter: bool = False
     """Whether the run waits for the drafter's training, after generation and before the policy's update."""
 

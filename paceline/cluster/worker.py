@@ -20,7 +20,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from paceline.cluster.figures import FiguresCollector, WorkerFigures
-from paceline.cluster.held_requests import HeldRequests, Send
+from paceline.cluster.held_requests import Held, HeldRequests, Send
 from paceline.cluster.learning import RankLearner
 from paceline.cluster.messages import (
     Add,
@@ -29,6 +29,7 @@ from paceline.cluster.messages import (
     DistrustDrafter,
     DrafterSettings,
     DrafterTrained,
+    End,
     EndTraining,
     Event,
     Finished,
@@ -39,6 +40,7 @@ from paceline.cluster.messages import (
     MoveOut,
     PagesReady,
     Report,
+    Resume,
     SetDrafter,
     SetPolicy,
     StartTraining,
@@ -51,7 +53,7 @@ from paceline.cluster.messages import (
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import WorkerState
 from paceline.engine import Engine
-from paceline.types import StepResult
+from paceline.types import Rollout, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +167,19 @@ class Worker:
             if found is None:
                 continue
             request, held = found
-            if self.training is not None and rollout.features is not None:
-                self.training.add(rollout.features, self.policy_version, held.is_held_out)
+            self._learn(held, rollout)
             if not len(self.requests):
                 self._take_figures()  # before the coordinator hears that the last request is finished
             self._events.append(Finished(request, held.epoch, replace(rollout, features=None)))
+        for turn in result.paused:
+            self.requests.pause(turn.request_id)
+        if result.paused and not len(self.requests):
+            self._take_figures()
+
+    def _learn(self, held: Held, rollout: Rollout) -> None:
+        """Keep what was captured of a finished answer for the drafter's training."""
+        if self.training is not None and rollout.features is not None:
+            self.training.add(rollout.features, self.policy_version, held.is_held_out)
 
     def _take_figures(self) -> None:
         if self._figures is not None and self._figures.has_steps:
@@ -220,6 +230,13 @@ class Worker:
                 self.requests.arrive(message)
             case Cancel():
                 self.requests.cancel(message)
+            case Resume():
+                self._stop_training(posted_at)
+                self.requests.resume(message)
+            case End():
+                ended = self.requests.end(message)
+                if ended is not None:
+                    self._learn(*ended)
             case SetPolicy(version):
                 weights = load(bytes(payload))
                 self._set_policy(lambda: weights, version)

@@ -268,7 +268,7 @@ class Engine:
         found = [self.planner.requests[i] for i in request_ids if i in self.planner.requests]
         return [self._abort(request) for request in found]
 
-    def encode_reply(self, messages: Sequence[Mapping[str, Any]], turn_ids: Sequence[int], stop_ids: Sequence[int] = (),
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], turn_ids: Sequence[int], stop_ids: Collection[int] = (),
                      chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids that continue a conversation behind a turn (`Turn.token_ids`): the reply's messages as the chat
         template formats them, and the beginning of the next turn. No earlier token is encoded again. `stop_ids`: token ids beside
@@ -276,6 +276,10 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("reply: the model came without a tokenizer; pass token ids to resume")
         return encode_reply(messages, turn_ids, self.tokenizer, {*self.planner.eos, *stop_ids}, chat_template_kwargs)
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return the token ids that end an answer, or a turn of it."""
+        return self.planner.stop_ids(params)
 
     def resume(self, request_id: int, token_ids: Sequence[int]) -> bool:
         """Continue a paused request (`SamplingParams.pauses`) behind these tokens, such as an environment's reply. Its next

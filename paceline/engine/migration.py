@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from paceline.engine.command import ExportPages, ImportPages
 from paceline.engine.executor import Executor
 from paceline.engine.planner import Planner
-from paceline.engine.request import Request, Status
-from paceline.types import FinishReason, SamplingParams
+from paceline.engine.request import Request, Status, loss_mask
+from paceline.types import FinishReason, Rollout, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,23 @@ class RequestState:
     """First token and end of every reply, counted from the beginning of the prompt."""
     paused: FinishReason | None = None
     """Why its last turn ended, if the request is paused."""
+
+    def append_reply(self, token_ids: Sequence[int], version: int) -> None:
+        """Append the tokens of a reply. `version`: the policy's."""
+        first, count = len(self.prompt_ids) + len(self.output_ids), len(token_ids)
+        self.replies.append((first, first + count))
+        self.output_ids += token_ids
+        for values in (self.logprobs, self.raw_logprobs if self.params.raw_logprobs else []):
+            values += [0.0] * count
+        self.versions += [version] * count
+        self.paused = None
+
+    def rollout(self, request_id: int, reason: FinishReason, text: str = "", error: str | None = None) -> Rollout:
+        """The rollout of the request if it ends here."""
+        num_tokens = len(self.prompt_ids) + len(self.output_ids)
+        return Rollout(request_id, self.sample, self.prompt_ids, self.output_ids, self.logprobs, text, reason, self.versions,
+                       self.params.seed, self.raw_logprobs if self.params.raw_logprobs else None,
+                       loss_mask(len(self.prompt_ids), num_tokens, self.replies), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +220,16 @@ class Migration:
             lag = max(lag, num_computed - reservation.num_drafted)
         self._drafting.adopt(request, lag)
         return True
+
+    # -- turns
+
+    def turn(self, request_id: int) -> tuple[int, FinishReason] | None:
+        """Position in the answer of the first token of a paused request's last turn, and why the turn ended; None if the request
+        is not paused."""
+        request = self._requests.get(request_id)
+        if request is None or request.status is not Status.PAUSED or request.finish_reason is None:
+            return None
+        return request.turn_start - len(request.prompt_ids), request.finish_reason
 
     # -- following requests
 

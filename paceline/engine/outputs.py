@@ -12,13 +12,18 @@ import numpy as np
 
 from paceline.engine.command import StepOutputs
 from paceline.engine.request import Request, Status
-from paceline.types import FeatureRecord, FinishReason, Rollout
+from paceline.types import FeatureRecord, FinishReason, Rollout, SamplingParams
 
 NOT_A_NUMBER = -1
 """Token id that is sampled where the policy's logits are not numbers. It is one of every request's `stop_ids`."""
 _FEW = 256
 """Outputs of steps with no more places for tokens than this are converted to Python numbers as a whole, which takes less time
 than finding out which of them were sampled."""
+
+
+def stop_ids(params: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """Return the token ids that end an answer, or a turn of it. `eos`: the policy's end-of-text ids."""
+    return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else eos)
 
 
 class Appended(NamedTuple):

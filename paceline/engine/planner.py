@@ -31,7 +31,7 @@ from paceline.engine.command import (
 from paceline.engine.drafting import Drafting
 from paceline.engine.failures import end_broken_requests
 from paceline.engine.grammar import Grammars
-from paceline.engine.outputs import NOT_A_NUMBER, Appended, Tokenizer, append_outputs
+from paceline.engine.outputs import Appended, Tokenizer, append_outputs, stop_ids
 from paceline.engine.prompts import answer_seeds, bad_word_ids, check
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Admitted, Scheduler, StepPlan
@@ -90,12 +90,12 @@ class Planner:
         if params.structured_outputs is not None:
             self.grammars.check(params.structured_outputs.as_grammar())
         own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
-        stop_ids, group = self.stop_ids(params), next(self._groups)
-        if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or range(self._vocabulary)):
+        ends, group = self.stop_ids(params), next(self._groups)
+        if params.min_tokens and ends.issuperset(params.allowed_token_ids or range(self._vocabulary)):
             raise ValueError("min_tokens: every token that is allowed would end the answer, so that none may be sampled")
         ids = []
         for sample, seed in enumerate(own_seeds):
-            request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), stop_ids)
+            request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), ends)
             self.register(request)
             self.scheduler.add(request)
             ids.append(request.id)
@@ -113,7 +113,7 @@ class Planner:
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the token ids that end an answer."""
-        return frozenset({NOT_A_NUMBER, *params.stop_token_ids}) | (frozenset() if params.ignore_eos else self.eos)
+        return stop_ids(params, self.eos)
 
     def may_pause(self, request: Request, reason: FinishReason) -> bool:
         """Whether a request whose turn has ended for this reason is paused. It ends if nothing can follow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -96,9 +97,14 @@ class Request:
     @property
     def loss_mask(self) -> list[int] | None:
         """1 for each token of the answer that was sampled, 0 for each token of a reply; None if there was no reply."""
-        if not self.replies:
-            return None
-        mask = [1] * len(self.tokens)
-        for start, end in self.replies:
-            mask[start:end] = [0] * (end - start)
-        return mask[len(self.prompt_ids) :]
+        return loss_mask(len(self.prompt_ids), len(self.tokens), self.replies)
+
+
+def loss_mask(num_prompt: int, num_tokens: int, replies: Sequence[tuple[int, int]]) -> list[int] | None:
+    """The loss mask of an answer whose prompt has `num_prompt` of its `num_tokens` tokens (`Request.loss_mask`)."""
+    if not replies:
+        return None
+    mask = [1] * num_tokens
+    for start, end in replies:
+        mask[start:end] = [0] * (end - start)
+    return mask[num_prompt:]

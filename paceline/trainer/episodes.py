@@ -77,11 +77,21 @@ class EpisodeCollector(RolloutCollector):
         return iter(())
 
     def _generate(self, requests: RequestPool[OpenGroup], *arguments: Any) -> list[OpenGroup]:
-        self._episodes[requests] = _Episodes()
+        episodes = self._episodes.setdefault(requests, _Episodes())
         try:
-            return super()._generate(requests, *arguments)
-        finally:
+            groups = super()._generate(requests, *arguments)
+        except BaseException:
             del self._episodes[requests]
+            raise
+        if not requests and not episodes.resets:
+            del self._episodes[requests]
+        return groups
+
+    @property
+    def open_groups(self) -> list[OpenGroup]:
+        """Unfinished groups, also those whose opening is being computed."""
+        episodes = self._episodes.get(self._requests)
+        return list(dict.fromkeys([*super().open_groups, *(episodes.resets.values() if episodes else ())]))
 
     def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, number: int) -> OpenGroup:
         """Ask for a problem's opening. Its requests are added when it is there."""
@@ -105,7 +115,10 @@ class EpisodeCollector(RolloutCollector):
 
     def _read_environments(self, requests: RequestPool[OpenGroup], episodes: _Episodes,
                            ended: list[tuple[OpenGroup, Rollout]], waits: bool) -> None:
-        self.pool.poll(episodes.pending, waits)
+        pending = episodes.pending
+        if waits and self.on_idle is not None and requests is self._requests:
+            self.on_idle(lambda: self.pool.has_news(pending))
+        self.pool.poll(pending, waits)
         for handle, group in list(episodes.resets.items()):
             if handle.graded is not None:
                 del episodes.resets[handle]
@@ -163,12 +176,14 @@ class EpisodeCollector(RolloutCollector):
 
     @property
     def _stop_ids(self) -> frozenset[int]:
-        return self.engine.planner.stop_ids(self.params)
+        return self.engine.stop_ids(self.params)
 
     def _take_reply(self, requests: RequestPool[OpenGroup], episodes: _Episodes, request: int, found: Graded,
                     ended: list[tuple[OpenGroup, Rollout]]) -> None:
         """Continue an episode behind the environment's reply, or end it."""
-        episode = episodes.by_request[request]
+        episode = episodes.by_request.get(request)
+        if episode is None:  # a cluster gave it up meanwhile
+            return
         episode.record.environment_s += found.seconds
         if found.error is not None:
             episode.record.error = f"environment: {found.error}"
@@ -182,7 +197,7 @@ class EpisodeCollector(RolloutCollector):
             self._end(requests, episodes, request, "time", ended)
             return
         try:
-            ids = requests.engine.encode_reply(shown, episode.last_turn, tuple(self._stop_ids), self.chat_template_kwargs)
+            ids = requests.engine.encode_reply(shown, episode.last_turn, self._stop_ids, self.chat_template_kwargs)
             has_room = requests.resume(request, ids)
         except ValueError as error:
             episode.record.error = str(error)

@@ -76,13 +76,10 @@ def decide_by_known_times(view: ClusterView, config: PolicyConfig | None = None)
 def submit(coordinator: Coordinator, params: SamplingParams = PARAMS) -> list[int]:
     ids = []
     for number, prompt in enumerate(PROMPTS):
-        states = [RequestState(prompt, _seeded(params, prompt, sample), 0, sample) for sample in range(GROUP)]
+        states = [RequestState(prompt, replace(params, seed=derive_seed(params.seed, prompt, sample)), 0, sample)
+                  for sample in range(GROUP)]
         ids += coordinator.submit(states, str(number))
     return ids
-
-
-def _seeded(params: SamplingParams, prompt: list[int], sample: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=params.max_new_tokens, seed=derive_seed(params.seed, prompt, sample))
 
 
 @cache

@@ -263,6 +263,8 @@ class Rollout:
     """Reward of the answer; None if it was not graded, or the grader failed on it."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Named parts that the reward is the sum of, if it has any."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """What each turn of an episode has earned, if its environment says so; the reward is their sum."""
     episode: EpisodeRecord | None = None
     """The conversation with an environment that the answer is, if it is one."""
 

@@ -83,11 +83,15 @@ class GRPO(Config):
         return not (self.mask_truncated and sample.truncated)
 
     def compute_advantages(self, samples: list[Sample]) -> None:
-        """Fills `advantages` of every sample."""
+        """Fills `advantages` of every sample. A turn's tokens get no credit for what earlier turns have earned: their advantages
+        are the group's with the rewards from this turn on."""
         for members in _groups(samples):
             rewards = torch.tensor([self.shaped_reward(s) for s in members], dtype=members[0].sampled.dtype)
-            for sample, advantage in zip(members, self.group_advantages(rewards), strict=True):
-                sample.advantages = advantage.repeat(sample.num_answer)
+            num_turns = max(1, *(len(s.turn_rewards) for s in members))
+            earned = rewards.new_tensor([[sum(s.turn_rewards[:turn]) for s in members] for turn in range(num_turns)])
+            by_turn = torch.stack([self.group_advantages(rewards - before) for before in earned])  # [turns, G]
+            for sample, advantages in zip(members, by_turn.T, strict=True):
+                sample.advantages = advantages[sample.turns()]
 
     def shaped_reward(self, sample: Sample) -> float:
         """Reward of an answer including the penalty for overlong answers."""
@@ -191,8 +195,8 @@ class RLOO(GRPO):
 
 
 class PPO(GRPO):
-    """Proximal policy optimisation with a critic. The reward is assigned to the last token and the KL penalty to every token;
-    generalised advantage estimation turns them into advantages."""
+    """Proximal policy optimisation with a critic. The reward is assigned to the last token, or each turn's to the last token of
+    the turn, and the KL penalty to every token; generalised advantage estimation turns them into advantages."""
 
     kl: float = Field(0.05, ge=0)
     aggregation: Aggregation = "token"
@@ -215,7 +219,9 @@ class PPO(GRPO):
             rewards = torch.zeros_like(sample.sampled)
             if sample.reference is not None:
                 rewards -= self.kl * (_known(sample.old) - sample.reference)
-            rewards[-1] += self.shaped_reward(sample)
+            rewards[-1] += self.shaped_reward(sample) - sum(sample.turn_rewards)
+            last_tokens = torch.searchsorted(sample.turns(), torch.arange(len(sample.turn_rewards)), right=True) - 1
+            rewards.index_add_(0, last_tokens, rewards.new_tensor(sample.turn_rewards))
             sample.advantages, sample.returns = gae(rewards, sample.values, self.gamma, self.lam)
         trained = [sample for sample in samples if self.trains_on(sample)]
         if self.whiten:

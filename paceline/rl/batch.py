@@ -47,6 +47,8 @@ class Sample:
     """The answer as text."""
     loss_mask: Tensor | None = None
     """[answer tokens] bool: whether each was sampled; None: all were."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of the turns, which are parts of `reward`; empty if the answer is rewarded as a whole."""
 
     @property
     def num_answer(self) -> int:
@@ -63,6 +65,13 @@ class Sample:
         rows = torch.arange(start + self.prompt_length, start + len(self.tokens))
         return rows if self.loss_mask is None else rows[self.loss_mask]
 
+    def turns(self) -> Tensor:
+        """Number of the turn of every token that the policy sampled."""
+        if self.loss_mask is None or not self.turn_rewards:
+            return torch.zeros(self.num_answer, dtype=torch.int64)
+        begins = torch.cat([self.loss_mask[:1], self.loss_mask[1:] & ~self.loss_mask[:-1]])
+        return (begins.cumsum(0) - 1)[self.loss_mask].clamp(max=len(self.turn_rewards) - 1)
+
 
 def samples_of(groups: Sequence[RolloutGroup], dtype: torch.dtype) -> list[Sample]:
     """Samples of all rollouts that have at least one token, did not fail and were graded. An answer whose grader failed is not
@@ -78,7 +87,7 @@ def sample_of(group: RolloutGroup, index: int, rollout: Rollout, dtype: torch.dt
     mask = None if rollout.loss_mask is None else torch.tensor(rollout.loss_mask, dtype=torch.bool)
     return Sample(rollout.prompt_ids + rollout.token_ids, len(rollout.prompt_ids), index, rollout.reward,
                   rollout.finish_reason == "length", sampled if mask is None else sampled[mask], prompt=group.prompt,
-                  text=rollout.text, loss_mask=mask)
+                  text=rollout.text, loss_mask=mask, turn_rewards=tuple(rollout.turn_rewards))
 
 
 class MicroBatch(NamedTuple):

@@ -64,8 +64,8 @@ class Environment(Problems, Protocol):
         """The messages that answer the policy's last turn; None ends the episode."""
         ...
 
-    def reward(self, transcript: Transcript) -> Reward:
-        """The reward for a conversation that has ended."""
+    def reward(self, transcript: Transcript) -> Reward | Sequence[float]:
+        """The reward for a conversation that has ended; a list has the reward of each of the policy's turns."""
         ...
 
 

@@ -49,6 +49,8 @@ class Graded:
     """Where the grader raised, if it did: file, line and code of the last three calls, innermost first."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts that the reward is the sum of, if the grader returned any."""
+    turns: list[float] = field(default_factory=list)
+    """Rewards of an episode's turns, if the environment returned them; the reward is their sum."""
     messages: list[Message] | None = None
     """What an environment returned, if it was asked for messages; None ends the episode."""
 
@@ -141,6 +143,10 @@ class RewardPool:
         waiting = {handle for handle in handles if handle.graded is None}
         if waiting and (not waits or len(waiting) == len(handles)):
             self._advance(waiting, self.timeout_s + _STALLED_S if waits else None)
+
+    def has_news(self, handles: Collection[Pending]) -> bool:
+        """Whether one of these calls has ended, or the workers have to be asked again."""
+        return any(handle.graded is not None or handle.future is None or handle.future.done() for handle in handles)
 
     def _begin(self, handle: Pending) -> Pending:
         if self.workers:

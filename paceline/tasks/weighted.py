@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from paceline.tasks.base import Problem, Reward, Task, UsesSandbox
@@ -49,7 +49,11 @@ class WeightedRewards(UsesSandbox):
             own = grade()
             named = own if isinstance(own, Mapping) else {TASK_PART: own}
             parts = {name: self.task_weight * value for name, value in named.items()}
-        row = _row(problem)
+        return parts | self._functions(problem, answer)
+
+    def _functions(self, problem: Problem, answer: str) -> dict[str, float]:
+        """The weighted values of the user's reward functions."""
+        parts, row = {}, _row(problem)
         for part, (where, weight) in self.functions.items():
             found = load_function(where)(dict(row), answer)
             if isinstance(found, Mapping):
@@ -73,8 +77,15 @@ class WeightedEnvironment(WeightedRewards, UsesTools):
     def reply(self, transcript: Transcript) -> list[Message] | None:
         return self.task.reply(transcript)
 
-    def reward(self, transcript: Transcript) -> Reward:
-        return self._weighted(transcript.problem, transcript.answer, lambda: self.task.reward(transcript))
+    def reward(self, transcript: Transcript) -> Reward | Sequence[float]:
+        """Weighted parts; of an environment that rewards turns, the weighted rewards of its turns, the last of them with what the
+        functions add."""
+        own = self.task.reward(transcript) if self.task_weight else 0.0
+        if not isinstance(own, list | tuple):
+            return self._weighted(transcript.problem, transcript.answer, lambda: cast(Reward, own))
+        added = sum(self._functions(transcript.problem, transcript.answer).values())
+        turns = [self.task_weight * value for value in own]
+        return [*turns[:-1], turns[-1] + added] if turns else []
 
 
 def weighted(task: AnyTask, functions: Mapping[str, float], task_weight: float) -> WeightedRewards:

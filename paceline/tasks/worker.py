@@ -63,6 +63,8 @@ class Outcome(NamedTuple):
     """Where the grader raised, if it did."""
     parts: dict[str, float]
     """Named parts of the reward, if the grader returned any."""
+    turns: list[float]
+    """Rewards of an episode's turns, if the environment returned them."""
 
 
 class Acted(NamedTuple):
@@ -103,7 +105,10 @@ def grade_here(load: Callable[[], Task], problem: Problem, answer: str) -> Outco
 
 def reward_here(load: Callable[[], Environment], transcript: Transcript) -> Outcome:
     """Asks the environment for the reward of an episode."""
-    return _as_outcome(*_attempt(lambda: load().reward(transcript)))
+    value, error, seconds, trace = _attempt(lambda: load().reward(transcript))
+    if error is None and isinstance(value, list | tuple):
+        return _turn_rewards(list(value), len(transcript.turns), seconds)
+    return _as_outcome(value, error, seconds, trace)
 
 
 def act_here(load: Callable[[], Environment], action: Action, transcript: Transcript) -> Acted:
@@ -143,9 +148,20 @@ def _as_outcome(value: Any, error: str | None, seconds: float, trace: str) -> Ou
     if error is None:
         error = next(filter(None, map(_no_reward, parts.values() if parts else [value])), None)
     if error is not None:
-        return Outcome(0.0, error, seconds, trace, {})
+        return Outcome(0.0, error, seconds, trace, {}, [])
     parts = {str(name): float(part) for name, part in parts.items()}
-    return Outcome(sum(parts.values()) if parts else float(value), None, seconds, trace, parts)
+    return Outcome(sum(parts.values()) if parts else float(value), None, seconds, trace, parts, [])
+
+
+def _turn_rewards(values: list[Any], num_turns: int, seconds: float) -> Outcome:
+    """The outcome of an environment that rewards each turn."""
+    error = next(filter(None, map(_no_reward, values)), None)
+    if error is None and len(values) != num_turns:
+        error = f"the environment returned {len(values)} rewards for {num_turns} turns"
+    if error is not None:
+        return Outcome(0.0, error, seconds, "", {}, [])
+    turns = [float(value) for value in values]
+    return Outcome(sum(turns), None, seconds, "", {}, turns)
 
 
 def _no_reward(value: Any) -> str | None:

@@ -112,6 +112,8 @@ class RolloutCollector:
         """Seconds of generation by `engine` since `begin_step`."""
         self.max_open = 0
         """Largest number of groups that may be unfinished when a step ends. 0: every step finishes all of its groups."""
+        self.on_idle: Callable[[Callable[[], bool]], None] | None = None
+        """Called while all requests wait for environments, with a function that says when one has answered."""
         self._requests = RequestPool[OpenGroup](engine)
         self._step_problems: set[str] = set()
         """Ids of the problems that were collected since `begin_step`."""
@@ -236,6 +238,7 @@ class RolloutCollector:
         rollouts, grades = [r for r, _ in handles], self.pool.collect([h for _, h in handles])
         for rollout, graded in zip(rollouts, grades, strict=True):
             rollout.reward, rollout.reward_parts = None if graded.error is not None else graded.value, graded.parts
+            rollout.turn_rewards = graded.turns
         self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
 
     def answers_ahead(self, cursor: int, most: int, stopped: Callable[[], bool]) -> Iterator[Rollout]:

@@ -57,14 +57,56 @@ def plain_logprobs(policy, rollout: Rollout) -> torch.Tensor:
     return policy.logits(rows, OPS).log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def plain_advantages(name: str, groups: list[RolloutGroup], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Advantages of the sampled tokens of each answer. `values`: the critic's, of the same tokens, for PPO."""
+    found = []
+    for group in groups:
+        rewards = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
+        others = (rewards.sum() - rewards) / (len(rewards) - 1)
+        each = {"dr_grpo": rewards - rewards.mean(), "rloo": rewards - others}.get(
+            name, (rewards - rewards.mean()) / (rewards.std() + 1e-4))
+        found += [advantage.repeat(sum(rollout.loss_mask)) for advantage, rollout in zip(each, group.rollouts, strict=True)]
+    if name != "ppo":
+        return found
+    answers = [rollout for group in groups for rollout in group.rollouts]
+    for i, (rollout, value) in enumerate(zip(answers, values, strict=True)):
+        advantage, after = torch.zeros_like(value), 0.0
+        for t in reversed(range(len(value))):  # only sampled tokens are steps: the reward comes at the last of them
+            delta = (rollout.reward if t == len(value) - 1 else float(value[t + 1])) - float(value[t])
+            advantage[t] = after = delta + 0.95 * after
+        found[i] = advantage
+    every = torch.cat(found)
+    return [(advantage - every.mean()) / (every.std() + 1e-8) for advantage in found]
+
+
+def plain_loss(name: str, new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """The losses of one answer's sampled tokens."""
+    log_ratio = new - old
+    if name == "gspo":
+        log_ratio = log_ratio.mean().expand(len(new))
+    if name == "rloo":
+        log_ratio = log_ratio.sum().expand(len(new))
+    ratio = log_ratio.exp()
+    if name == "cispo":
+        return -ratio.detach().clamp(0, 5) * advantage * new
+    low, high = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2))
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_loss_and_gradient_equal_a_plain_reference(name):
-    """The formulas are written out over whole answers with a mask: sums over mask * token loss."""
+    """The formulas are written out for one answer at a time, whose masked tokens are left out; some ratios are clipped."""
     groups = rollouts()
     ours = learner(name, kl=0.0, overlong_cache=0, dynamic_sampling=False)
     samples = samples_of(groups, torch.float64)
     ours.infer(samples)
+    draw = torch.Generator().manual_seed(0)
+    for sample in samples:  # as if the policy had changed since
+        sample.old = sample.sampled + 0.2 * torch.randn(sample.num_answer, generator=draw, dtype=torch.float64)
     ours.algorithm.compute_advantages(samples)
+    expected_advantages = plain_advantages(name, groups, [sample.values for sample in samples])
+    for sample, advantages in zip(samples, expected_advantages, strict=True):
+        torch.testing.assert_close(sample.advantages, advantages, rtol=1e-6, atol=1e-9)
     weights = ours.algorithm.weights([sample.num_answer for sample in samples])
     total = torch.zeros((), dtype=torch.float64)
     for batch in pack(samples, 70, weights):
@@ -77,17 +119,11 @@ def test_loss_and_gradient_equal_a_plain_reference(name):
     masks = [torch.tensor(rollout.loss_mask, dtype=torch.float64) for rollout in answers]
     assert all(0 < mask.sum() < len(mask) for mask in masks)
     expected = torch.zeros((), dtype=torch.float64)
-    for group in groups:
-        rewards = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
-        for rollout, reward in zip(group.rollouts, rewards, strict=True):
-            advantage = reward - rewards.mean()
-            if name != "dr_grpo":
-                advantage = advantage / (rewards.std() + 1e-4)
-            mask = torch.tensor(rollout.loss_mask, dtype=torch.float64)
-            new = plain_logprobs(theirs, rollout)
-            per_token = -(new - new.detach()).exp() * advantage * mask
-            length = {"grpo": mask.sum() * len(answers), "dr_grpo": MOST * len(answers), "dapo": sum(map(sum, masks))}[name]
-            expected = expected + per_token.sum() / length
+    for rollout, sample, advantages, mask in zip(answers, samples, expected_advantages, masks, strict=True):
+        losses = plain_loss(name, plain_logprobs(theirs, rollout)[mask.bool()], sample.old, advantages)
+        num_tokens = {"dr_grpo": MOST * len(answers), "dapo": sum(map(sum, masks)), "cispo": sum(map(sum, masks)),
+                      "ppo": sum(map(sum, masks))}.get(name, mask.sum() * len(answers))
+        expected = expected + losses.sum() / num_tokens
     expected.backward()
     assert float(total) == pytest.approx(float(expected.detach()), abs=1e-9)
     for (key, ours_), (_, theirs_) in zip(ours.policy.model.named_parameters(), theirs.named_parameters(), strict=True):
@@ -126,13 +162,54 @@ def test_adapters_and_exact_logprobs():
     assert ours.update(samples, 0)["logprob_difference/max"] == 0.0
 
 
-@pytest.mark.parametrize(("name", "loss_type"), [("grpo", "grpo"), ("dapo", "dapo"), ("dr_grpo", "dr_grpo")])
-def test_losses_equal_trl_with_its_tool_mask(name, loss_type):
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_rewards_of_turns(name):
+    """A turn's tokens get no credit for what was earned before it; rewards of 0 change nothing."""
+    groups, found = rollouts(), []
+    for earned in (None, [0.0, 0.0, 0.0], [1.0, 0.0, 0.5]):
+        for group in groups:
+            for rollout in group.rollouts:
+                num_turns = 1 + sum(a < b for a, b in zip(rollout.loss_mask, rollout.loss_mask[1:], strict=False))
+                rollout.turn_rewards = [] if earned is None else earned[:num_turns]
+        ours = learner(name, kl=0.0, overlong_cache=0, **({"whiten": False} if name == "ppo" else {}))
+        samples = samples_of(groups, torch.float64)
+        ours.infer(samples)
+        ours.algorithm.compute_advantages(samples)
+        found.append((samples, [sample.advantages for sample in samples]))
+    for plain, zero in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(plain, zero, rtol=0, atol=1e-12)
+    samples, advantages = found[2]
+    assert [sample.turns().unique().tolist() for sample in samples[:3]] == [[0, 1], [0, 1, 2], [0, 1, 2]]
+    if name == "ppo":
+        values, sample = samples[1].values, samples[1]
+        turns, rewards = sample.turns().tolist(), [0.0] * sample.num_answer
+        for turn, value in enumerate(sample.turn_rewards):
+            rewards[len(turns) - 1 - turns[::-1].index(turn)] += value
+        rewards[-1] += sample.reward - sum(sample.turn_rewards)
+        after, expected = 0.0, []
+        for t in reversed(range(len(rewards))):
+            coming = float(values[t + 1]) if t + 1 < len(rewards) else 0.0
+            expected.insert(0, after := rewards[t] + coming - float(values[t]) + 0.95 * after)
+        torch.testing.assert_close(advantages[1], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+        return
+    for first in (0, 3):
+        members = samples[first : first + 3]
+        for turn, before in enumerate(([0, 0, 0], [1, 1, 1], [1, 1, 1])):
+            returns = torch.tensor([s.reward - b for s, b in zip(members, before, strict=True)], dtype=torch.float64)
+            wanted = ours.algorithm.group_advantages(returns)
+            for sample, found_, each in zip(members, advantages[first:], wanted, strict=False):
+                assert all(torch.isclose(value, each) for value in found_[sample.turns() == turn])
+
+
+@pytest.mark.parametrize(("name", "loss_type", "clip_high"), [
+    ("grpo", "grpo", 0.2), ("dapo", "dapo", 0.28), ("dr_grpo", "dr_grpo", 0.2), ("gspo", "grpo", 0.3), ("cispo", "cispo", 5.0)])
+def test_losses_equal_trl_with_its_tool_mask(name, loss_type, clip_high):
     pytest.importorskip("trl")
     from test_trl import LONGEST, stand_in
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    algorithm = make_algorithm(name, LONGEST, overlong_cache=0, dynamic_sampling=False)
+    options = {"gspo": {"clip_low": 0.2, "clip_high": 0.3}}.get(name, {})
+    algorithm = make_algorithm(name, LONGEST, overlong_cache=0, dynamic_sampling=False, **options)
     draw, samples, news, masks = torch.Generator().manual_seed(1), [], [], []
     for number in range(6):
         mask = torch.rand(5 + number, generator=draw) < 0.6
@@ -151,7 +228,9 @@ def test_losses_equal_trl_with_its_tool_mask(name, loss_type):
     inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ones, "tool_mask": tool_mask,
               "advantages": torch.stack([s.advantages[0] for s in samples]), "num_items_in_batch": tool_mask.sum(),
               "old_per_token_logps": spread([s.old for s in samples])}
-    theirs = GRPOTrainer._compute_loss(stand_in(spread(news), loss_type, 0.0, algorithm.clip_high), None, inputs)
+    trainer = stand_in(spread(news), loss_type, 0.0, clip_high)
+    trainer.importance_sampling_level = "sequence" if name == "gspo" else "token"
+    theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
     ours = 0.0
     for batch in pack(samples, 30, algorithm.weights([s.num_answer for s in samples])):
         ours += float(algorithm.loss(torch.cat([news[i] for i in batch.members]), batch).total)

@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
-.PHONY: test test-slow test-integrations test-trl test-verl test-vllm test-server test-rl-clients train lint docs results settings gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl test-environments test-vllm test-server test-rl-clients train lint docs results settings gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -20,13 +20,17 @@ test-slow: $(READY_DEV)
 	$(BIN)/python -m pytest -m slow
 
 # With the other library installed in an environment of its own.
-test-integrations: test-trl test-verl test-vllm test-server test-rl-clients
+test-integrations: test-trl test-verl test-environments test-vllm test-server test-rl-clients
 
 test-trl: .venvs/trl/.ready
 	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py
 
 test-verl: .venvs/verl/.ready
 	.venvs/verl/bin/python -m pytest -m integration tests/integrations/test_verl_plugin.py
+
+test-environments: .venvs/verifiers/.ready .venvs/openenv/.ready
+	.venvs/verifiers/bin/python -m pytest -m integration tests/integrations/test_package_environments.py
+	.venvs/openenv/bin/python -m pytest -m integration tests/integrations/test_package_environments.py
 
 # VLLM_PYTHON=… uses an environment that is there already.
 VLLM_PYTHON ?= .venvs/vllm/bin/python

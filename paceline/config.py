@@ -274,7 +274,8 @@ class TrainConfig(Config):
     model: str = "default"
     """Policy to train: a Hugging Face folder, hub id or GGUF file, or `default` for the small policy bundled with the package."""
     task: str = "collatz"
-    """Name of the task (docs/tasks.md). `reasoning-gym:NAME` is any generator of reasoning-gym."""
+    """Name of the task (docs/tasks.md). `reasoning-gym:NAME` is any generator of reasoning-gym, `verifiers:NAME` and
+    `openenv:NAME` are environments of these packages."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
     algorithm: str = "grpo"

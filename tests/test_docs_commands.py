@@ -31,6 +31,8 @@ ELSEWHERE = {
     "get_smollm2": "downloads a model", "verl.trainer": "has an environment of its own (make test-verl)",
     "paceline push": "uploads to the hub",
     "make test-integrations": "has environments of its own",
+    "task=verifiers:": "has an environment of its own (make test-environments)",
+    "task=openenv:": "has an environment of its own (make test-environments)",
 }
 """Parts of commands that cannot be executed on two CPU cores without a network, and why."""
 

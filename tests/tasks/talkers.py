@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import string
 import time
 from pathlib import Path
 from typing import Any
 
 from paceline.tasks import Problem, Transcript
+from paceline.tasks.sessions import SessionEnvironment
 
 
 def brevity(row: dict[str, Any], answer: str) -> float:
@@ -96,4 +98,68 @@ class Late(Echo):
 
     def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
         time.sleep(0.05)
+        return super().reply(transcript)
+
+
+class CountingSession:
+    """Adds up the numbers that it is told, until it is told something else."""
+
+    def __init__(self, start: int) -> None:
+        Counting.num_opened += 1
+        self.sum, self.rewards = start, list[float]()
+
+    def start(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"begin at {self.sum}"}]
+
+    def advance(self, turn: dict[str, Any]) -> list[dict[str, Any]] | None:
+        self.rewards.append(float(turn["content"]) if turn["content"].isdigit() else 0.0)
+        self.sum += int(self.rewards[-1])
+        return [{"role": "user", "content": str(self.sum)}] if turn["content"].isdigit() else None
+
+    def finish(self) -> list[float]:
+        return self.rewards
+
+    def close(self) -> None:
+        Counting.num_closed += 1
+
+
+class Counting(SessionEnvironment):
+    """An environment that holds a state."""
+
+    name = "counting"
+    num_opened = num_closed = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Problem:
+        return Problem(f"counting-{index}", "", index)
+
+    def open(self, problem: Problem) -> CountingSession:
+        return CountingSession(problem.truth)
+
+
+class Forgetful(Counting):
+    """Begins somewhere else each time."""
+
+    def open(self, problem: Problem) -> CountingSession:
+        return CountingSession(random.randrange(10**9))
+
+
+class Mortal(Echo):
+    """Fails before its second reply to one problem: once, if there is a file to remember it by, otherwise always."""
+
+    def __init__(self, problem: str, how: str, file: str) -> None:
+        self.problem, self.how, self.file = problem, how, file
+
+    def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
+        if transcript.problem.id == self.problem and len(transcript.turns) == 2 and not (self.file and Path(self.file).exists()):
+            if self.file:
+                Path(self.file).touch()
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                time.sleep(1000)
+            if self.how == "raise":
+                raise RuntimeError("broken")
         return super().reply(transcript)

@@ -82,14 +82,34 @@ class PacelineRollout:
         else:
             self.sync_weights()
         params = sampling_params(trainer)
-        prompt_ids = encode_prompts(prompts, trainer)
-        mode = "train" if trainer.model.training else "eval"
+        encoded, images, _ = trainer._tokenize_prompts(list(prompts))  # with the tools of each prompt
+        if images is not None:
+            raise ValueError("PacelineRollout: images are not supported")
+        prompt_ids = [list(ids) for ids in encoded]
+        mode = self._mode
         self.engine.wake()
         rollouts = self._generate(prompt_ids, params, self._next_seeds(mode, params.seed, len(prompts)), mode)
-        if self._sleep or (self._sleep is None and self.engine.device.type == "cuda"):
-            self.engine.sleep()
+        self._rest()
         return {"prompt_ids": prompt_ids, "completion_ids": [rollout.token_ids for rollout in rollouts],
                 "logprobs": [rollout.logprobs for rollout in rollouts]}
+
+    def continue_answers(self, texts: list[list[int]]) -> list[Rollout]:
+        """Generate what follows the results of tools. `texts`: prompts, answers so far, and results. The KV cache of what was
+        generated before is used again, unless the engine has slept."""
+        params = sampling_params(self._trainer)
+        self.engine.wake()
+        rollouts = generate(self.engine, texts, params, self._next_seeds(self._mode, params.seed, len(texts)))
+        self._rest()
+        return rollouts
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self._trainer.model.training else "eval"
+
+    def _rest(self) -> None:
+        """Free the KV cache while the trainer trains, if it is to be freed."""
+        if self._sleep or (self._sleep is None and self.engine.device.type == "cuda"):
+            self.engine.sleep()
 
     def sync_weights(self) -> bool:
         """Give the engine the trainer's weights if any of them differs from the engine's. Returns whether one did.
@@ -119,8 +139,6 @@ class PacelineRollout:
         """Make the engine and what belongs to it, and let the trainer use the log-probabilities."""
         if DistributedBackend(trainer.accelerator).fsdp_version == 1:
             raise ValueError("PacelineRollout: FSDP1 is not supported; set fsdp_version: 2 in accelerate's configuration")
-        if trainer.tools:
-            raise ValueError("PacelineRollout: tools are not supported")
         params, state = sampling_params(trainer), trainer.state
         config = TrainConfig(**self._settings, seed=params.seed, steps=max(1, state.max_steps), out=trainer.args.output_dir,
                              rollout={"max_new_tokens": params.max_new_tokens, "temperature": params.temperature})
@@ -131,7 +149,8 @@ class PacelineRollout:
         trainer.add_callback(_TrainerEvents(self))
         self.engine.warm_up(trainer.args.generation_batch_size)
         # TRL computes its correction and metrics for log-probabilities of the sampler only if the sampler is vLLM's.
-        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _SyncedByItself(), state.global_step
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _Generation(self), state.global_step
+        trainer.vllm_mode = "server"  # it has no vLLM to ask for its context
 
     def _make_engine(self, trainer: Any, config: TrainConfig) -> Engine:
         policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -214,11 +233,22 @@ class PacelineRollout:
         return metrics
 
 
-class _SyncedByItself:
-    """Takes the place of TRL's `VLLMGeneration`: the engine follows the weights without being asked."""
+class _Generation:
+    """Takes the place of TRL's `VLLMGeneration`. The trainer calls tools and environments itself, and has this generate each turn
+    after the first."""
+
+    def __init__(self, rollout: PacelineRollout) -> None:
+        self._rollout = rollout
 
     def sync_weights(self) -> None:
         """TRL calls this when its step has changed. `PacelineRollout` compares the weights before every generation."""
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int,
+                 profiler: Any) -> tuple[None, list[list[int]], list[list[list[float]]], None]:
+        """Return token ids and, for each of them, a list with its log-probability."""
+        assert images is None and num_generations == 1, "turns of text, each of its own conversation"
+        rollouts = self._rollout.continue_answers(prompts)
+        return None, [r.token_ids for r in rollouts], [[[value] for value in r.logprobs] for r in rollouts], None
 
 
 class _TrainerEvents(TrainerCallback):
@@ -256,17 +286,6 @@ def sampling_params(trainer: Any) -> SamplingParams:
            "repetition_penalty": trainer.repetition_penalty or 1.0, "max_new_tokens": trainer.max_completion_length,
            "seed": trainer.args.seed}
     return SamplingParams(**{**own, **(trainer.args.generation_kwargs or {})})
-
-
-def encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """The token ids of prompts (texts or conversations), encoded as `GRPOTrainer` does it for its own generation."""
-    tokenizer = trainer.processing_class
-    if isinstance(prompts[0], str):
-        return [list(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
-    encoded = tokenizer.apply_chat_template(
-        conversation=list(prompts), chat_template=trainer.chat_template, add_generation_prompt=True, tokenize=True,
-        return_dict=True, **trainer.chat_template_kwargs)
-    return [list(ids) for ids in encoded["input_ids"]]
 
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int],

@@ -44,6 +44,62 @@ def test_three_steps(folder, tmp_path, drafter, lora):
         assert rollout.drafter_trainer is None  # it ends with the trainer's training
 
 
+def double(number: int) -> str:
+    """Double a number.
+
+    Args:
+        number: what to double
+    """
+    return str(2 * number)
+
+
+class Doubling:
+    """An environment with that tool, which counts its calls."""
+
+    num_calls = 0
+
+    def reset(self, **row) -> str:
+        return "7"
+
+    def double(self, number: int) -> str:
+        """Double a number.
+
+        Args:
+            number: what to double
+        """
+        Doubling.num_calls += 1
+        return double(number)
+
+
+@pytest.mark.parametrize("kind", ["tools", "environment"])
+def test_tools_and_environments(folder, tmp_path, monkeypatch, kind):
+    """The trainer calls them, and each further turn comes from the engine: what was sampled is what is trained on. The policy
+    speaks no format of tools, so an answer that begins with an even digit counts as a call."""
+    from trl.trainer import grpo_trainer
+
+    def parse(tokenizer, ids, prefix=None, tools=None):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        calls = [{"type": "function", "function": {"name": "double", "arguments": {"number": int(text[0])}}}]
+        return {"role": "assistant", "content": text, **({"tool_calls": calls} if text[:1] in tuple("02468") else {})}
+
+    monkeypatch.setattr(grpo_trainer, "parse_response", parse)
+    monkeypatch.setattr(grpo_trainer, "add_response_schema", lambda tokenizer: tokenizer)
+    rollout = Recorded(engine=ENGINE)
+    own = {"tools": [double]} if kind == "tools" else {"environment_factory": Doubling}
+    trainer = make_trainer(folder, tmp_path, rollout, prompts=[[{"role": "user", "content": f"{n}:"}] for n in range(3, 40)],
+                           max_completion_length=40, max_tool_calling_iterations=3, **own)
+    trainer._tokenizer.response_schema = {"type": "object"}
+    turns, answer = [], rollout.continue_answers
+    rollout.continue_answers = lambda texts: turns.append(len(texts)) or answer(texts)
+    trainer.train()
+    assert max(logged(trainer, "tools/call_frequency")) > 0 and sum(turns) > 0
+    assert max(logged(trainer, AGREEMENT)) < 1e-4 and len(rollout.calls) == 3
+    assert max(logged(trainer, "tools/failure_frequency")) == 0 and (kind == "tools" or Doubling.num_calls > 0)
+    if kind == "environment":
+        prompts = {tuple(ids) for output, _ in rollout.calls for ids in output["prompt_ids"]}
+        assert all(trainer._tokenizer.decode(list(ids)).endswith("7") for ids in prompts), "what reset says is read"
+
+
 def test_the_kv_cache_is_planned_for_the_parameters_that_are_trained(folder, tmp_path, monkeypatch):
     """With adapters all others are frozen: they have no gradients and no moments."""
     planned = []

@@ -21,7 +21,7 @@ def reward_twos(completions, **kwargs):
     return [text.count("2") / max(1, len(text)) for text in texts]
 
 
-def make_trainer(folder, out, rollout, prompts=None, lora=False, evaluate=0, **options):
+def make_trainer(folder, out, rollout, prompts=None, lora=False, evaluate=0, tools=None, environment_factory=None, **options):
     """A trainer that learns to write twos. `evaluate`: number of batches of an evaluation."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -37,6 +37,7 @@ def make_trainer(folder, out, rollout, prompts=None, lora=False, evaluate=0, **o
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), reward_funcs=reward_twos, train_dataset=data,
         eval_dataset=data.select(range(evaluate)) if evaluate else None,
         processing_class=AutoTokenizer.from_pretrained(folder), rollout_func=rollout, peft_config=adapters,
+        tools=tools, environment_factory=environment_factory,
         args=GRPOConfig(output_dir=str(out), **{**settings, **options}))
 
 

@@ -91,6 +91,10 @@ class Vllm:
         max_num_seqs; None: as many as it was started for)."""
         return self._ask({"prompts": prompts, "new_tokens": list(new_tokens), "max_batch": max_batch}, timeout)["seconds"]
 
+    def episodes(self, jobs: Sequence[dict[str, Any]], live: int, timeout: float = 600) -> float:
+        """Seconds that vLLM takes for episodes (`lib.episodes.Drawn.as_job`), of which `live` are under way at once."""
+        return self._ask({"episodes": list(jobs), "live": live}, timeout)["seconds"]
+
     def _ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
         assert self._connection is not None, "call wait() first"
         self._connection.send(job)

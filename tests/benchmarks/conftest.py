@@ -22,17 +22,18 @@ class Engine:
     def __init__(self, max_num_seqs):
         scheduler = SimpleNamespace(max_num_running_reqs=max_num_seqs)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
-        self.scheduler, self.left = scheduler, {}
+        self.scheduler, self.left, self.wanted = scheduler, {}, {}
 
     def add_request(self, request_id, prompt, params):
-        self.left[request_id] = params.max_tokens
+        self.left[request_id] = self.wanted[request_id] = params.max_tokens
 
     def step(self):
         time.sleep(0.01)
         running = list(self.left)[: self.scheduler.max_num_running_reqs]
         for request in running:
             self.left[request] -= 1
-        done = [SimpleNamespace(request_id=request, finished=self.left[request] == 0) for request in running]
+        done = [SimpleNamespace(request_id=request, finished=self.left[request] == 0,
+                                outputs=[SimpleNamespace(token_ids=[0] * self.wanted[request])]) for request in running]
         self.left = {request: left for request, left in self.left.items() if left}
         return done
 

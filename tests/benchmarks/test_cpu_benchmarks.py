@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.cpu import decode
+from benchmarks.cpu import decode, episodes
+from benchmarks.lib.result_tables import make_table
 
 
 def runs_of(runs: dict[str, list[float]]) -> dict[str, list[dict]]:
@@ -55,3 +56,11 @@ def test_decoding_is_compared_with_every_other_engine(tmp_path, monkeypatch):
 def test_an_unknown_backend_is_an_error_before_anything_runs():
     with pytest.raises(ValueError, match="kernels"):
         decode.parse(["--kernels", "auto,quick"])
+
+
+def test_an_environment_that_does_nothing_is_measured(tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [episodes.__file__, "--quick", "--allow-dirty", "--out", str(file)])
+    episodes.main()
+    found = json.loads(file.read_text())
+    assert found["runs"][0]["step_s"] > found["runs"][0]["plain_s"] > 0 and len(make_table(found).rows) == 1

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.gpu import (
     cold_start,
     decode,
+    episodes,
     exact_logprobs,
     memory,
     queue,
@@ -17,6 +18,7 @@ from benchmarks.gpu import (
     speculate,
     step,
 )
+from benchmarks.lib.episodes import draw_episodes
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.result_tables import make_table
 from benchmarks.lib.speculation import Flips, Window
@@ -89,6 +91,27 @@ def test_no_two_prompts_of_a_queue_begin_alike():
     prompts = queue.Prompts(None, ["the same text"])
     found = [tuple(prompt[:4]) for prompt in prompts.take(6) + prompts.take(6)]
     assert len(set(found)) == len(found)
+
+
+def test_episodes_are_compared_with_vllm(vllm_site, tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [episodes.__file__, "--tiny", "--allow-dirty", "--out", str(file), "--vllm-path",
+                                      str(vllm_site)])
+    episodes.main()
+    found = json.loads(file.read_text())
+    assert found["runs"].keys() == {"off", "auto", "vllm"} and found["differing_episodes"] == 0
+    for runs in found["runs"].values():
+        assert all(run["tokens_per_s"] * run["seconds"] == pytest.approx(6 * 3 * 5) for run in runs)
+    assert [goal["what"] for goal in found["goals"]][:1] == ["episodes: best of ours / vLLM"]
+    assert len(make_table(found).rows) == 3
+
+
+def test_all_engines_have_the_same_environment():
+    numbers = iter(range(10**6))
+    drawn = draw_episodes(lambda count: [[next(numbers)] for _ in range(count)], 50, 4, 300, 2.0)
+    latencies = [turn.latency_s for episode in drawn for turn in episode.turns[:-1]]
+    assert all(len(episode.turns) == 4 and not episode.turns[-1].reply for episode in drawn)
+    assert 0 < sorted(latencies)[75] < 0.35 and max(latencies) == 2.0, "most are quick, some are not"
 
 
 def one_step(tokens: dict[int, list[int]], finished: int = 0, prefill: int = 0) -> StepResult:

@@ -24,7 +24,8 @@ _SMOOTH_FROM, _SMOOTH_REWARD_FROM = 300, 20
 _IN_MAIN_CHARTS = {"reward/mean", "length/p50", "length/p99", "length/max", "accept_length", "tokens_per_second", "time/step",
                    "time/generate_off", "step", "time", "compare/rollouts", "compare/differing", "generated_tokens",
                    "verifications", "eval/reward", "eval/prompts", "eval/standard_error", "reward/prompts",
-                   "reward/standard_error", "time/evaluate", *(f"time/{phase}" for phase in PHASES)}
+                   "reward/standard_error", "time/evaluate", "episode/turns", "episode/tool_calls", "episode/tool_errors",
+                   "episode/environment_s", "episode/errors", *(f"time/{phase}" for phase in PHASES)}
 
 
 class FurtherCharts(NamedTuple):
@@ -80,6 +81,21 @@ def length_chart(records: Sequence[Record], limit: float | None = None) -> Chart
         note += " No answer was cut at the limit."
     return line_chart("Answer length", lines, "step", "tokens", from_zero=True, note=note.strip(),
                       limit=None if limit is None else (limit, f"limit {format_value(limit)}"))
+
+
+def episode_chart(records: Sequence[Record]) -> Chart | None:
+    """The policy's turns, its calls of tools and those that failed, per episode with an environment."""
+    wanted = (("turns", "turns", "blue"), ("tool_calls", "calls of tools", "purple"), ("tool_errors", "failed calls", "red"))
+    series = [Series(name, colour, *steps_and_values(records, f"episode/{metric}")) for metric, name, colour in wanted]
+    series = [line for line in series if len(line.x) and line.y.any()]
+    if not series:
+        return None
+    lines, note = with_moving_mean(series)
+    seconds = [value for record in records if (value := finite_value(record, "episode/environment_s")) is not None]
+    failed = sum(int(finite_value(record, "episode/errors") or 0) for record in records)
+    note += f" The environment took {format_time(_mean(seconds))} per episode." if seconds else ""
+    note += f" It failed in {failed} episodes." if failed else ""
+    return line_chart("Turns per episode", lines, "step", "per episode", from_zero=True, note=note.strip())
 
 
 def speed_chart(records: Sequence[Record]) -> Chart | None:

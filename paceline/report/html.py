@@ -16,7 +16,15 @@ import jinja2
 from markupsafe import Markup
 
 from paceline.files import atomic_write
-from paceline.report.charts import further_charts, length_chart, reward_chart, speculation_chart, speed_chart, time_chart
+from paceline.report.charts import (
+    episode_chart,
+    further_charts,
+    length_chart,
+    reward_chart,
+    speculation_chart,
+    speed_chart,
+    time_chart,
+)
 from paceline.report.comparison import comparison_charts, differing_settings, figure_rows, headline
 from paceline.report.examples import pick_examples
 from paceline.report.figures import RunFigures
@@ -112,7 +120,8 @@ def sections(run: Run) -> list[Section]:
     records, traces = run.records, run.traces
     speed, by_version = speed_chart(records), drafter_version_chart(traces)
     found: list[tuple[str, list[Chart | None]]] = [
-        ("Is it learning?", [reward_chart(records, run.evaluations), length_chart(records, run.length_limit)]),
+        ("Is it learning?", [reward_chart(records, run.evaluations), length_chart(records, run.length_limit),
+                                episode_chart(records)]),
         ("Where does speculation set in?", [*_courses(run), strategy_chart(traces), accept_length_chart(records, traces),
                                             accept_position_chart(traces), by_version or speed]),
         ("Where does the time go?", [time_chart(records), speculation_chart(records), speed if by_version else None,

@@ -227,6 +227,7 @@ def plain_line(progress: RunProgress) -> str:
     lengths = [finite_value(metrics, f"length/{name}") for name in ("p50", "p99", "max")]
     if any(value is not None for value in lengths):
         parts.append("length p50/p99/max " + "/".join("-" if v is None else format_value(round(v)) for v in lengths))
+    parts += _episode_parts(metrics)
     parts += _labelled("{} tokens/s", metrics, "tokens_per_second")
     parts += [str(metrics["strategy"])] if metrics.get("strategy") is not None else []
     parts += _labelled("accept length {}", metrics, "accept_length")
@@ -295,6 +296,9 @@ def _rows(progress: RunProgress, width: int, now: float, ascii_only: bool, no_co
                if (value := finite_value(metrics, f"length/{name}")) is not None]
     if lengths:
         yield "length", Text("   ".join(lengths) + " tokens")
+    episodes = _episode_parts(metrics)
+    if episodes:
+        yield "episode", Text("   ".join(episodes))
     yield from _speed_rows(metrics, rollout)
     seconds = phase_seconds(metrics)
     if seconds:
@@ -321,6 +325,16 @@ def _percent_and_eta(progress: RunProgress, now: float) -> str:
     percent = f"{100 * progress.step / max(1, progress.total_steps):.0f} %"
     eta = progress.eta(now)
     return percent if eta is None or progress.step >= progress.total_steps else f"{percent}  eta {format_duration(eta)}"
+
+
+def _episode_parts(metrics: Mapping[str, Any]) -> list[str]:
+    """Figures of the last step's episodes, if the task is an environment."""
+    parts = _labelled("{} turns", metrics, "episode/turns")
+    if finite_value(metrics, "episode/tool_calls"):
+        parts += _labelled("{} tool calls", metrics, "episode/tool_calls")
+        parts += _labelled("{} of them failed", metrics, "episode/tool_errors")
+    parts += _labelled("environment {} s", metrics, "episode/environment_s")
+    return parts + (_labelled("environment errors {}", metrics, "episode/errors") if metrics.get("episode/errors") else [])
 
 
 def _speed_rows(metrics: Mapping[str, Any], rollout: RolloutFigures | None) -> Iterable[tuple[str, Text]]:

@@ -86,6 +86,7 @@ class OnlineDrafterTrainer:
         self._start, self._usual_generation_s = engine.eagle.module, 0.0
         self._generation_s: dict[int, float] = {}  # by step
         self._waited_s = 0.0  # for the features of this step's answers
+        self._idle_s = 0.0  # of training in this step while the engine had nothing to do
         self._downloads = FeatureDownloads()
         self._held_out: list[FeatureRecord] = []
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
@@ -114,6 +115,18 @@ class OnlineDrafterTrainer:
         self._profile.on_engine_step(result)
         self._take_features(result.finished, self._step)
         self._downloads.poll()
+
+    def train_idle(self, until: Callable[[], bool]) -> None:
+        """Train on the answers that there are, while all requests wait for their environments. The engine's drafter is replaced
+        by the next `train`, whose time this counts as."""
+        if self.failure is not None or self._is_new or not len(self.buffer) or not self.budget.wants_answers:
+            return
+        try:
+            trainer = self._spot_trainer()
+            trainer.policy_changed()
+            self._idle_s += trainer.run(until).seconds
+        except NonFiniteError as error:
+            self.failure = str(error)
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
         """Called once per training step, after generation and before the policy changes: the captured features and the policy's
@@ -206,21 +219,23 @@ class OnlineDrafterTrainer:
             trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
             self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
             self._generate_ahead()
-        seconds = self._next_seconds() - (time.perf_counter() - began)
+        idle_s, self._idle_s = self._idle_s, 0.0
+        seconds = self._next_seconds() - idle_s - (time.perf_counter() - began)
         if seconds <= 0:
             self.budget.end_warm_up("its time is over")
-        if seconds <= 0 or not len(self.buffer):
+        if (seconds <= 0 and not idle_s) or not len(self.buffer):
             return {}
         trainer = self._spot_trainer()
         trainer.policy_changed()
         enough = self.budget.config.warm_up_passes * trainer.rows_per_pass() if self.budget.warming_up else math.inf
         until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
         report = trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
-        if not report.micro_batches:  # the buffer is full: new answers replace old ones, and do not add to a pass
+        if not report.micro_batches and not idle_s:  # the buffer is full: new answers replace old ones, and do not add to a pass
             self.budget.end_warm_up("it has had its passes over the answers")
             return {}
         metrics = self._replace_drafter(trainer.drafter(), held_out, began)
         return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
+                "drafter/idle_seconds": idle_s,
                 "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
 
     def _generate_ahead(self) -> None:

@@ -234,6 +234,7 @@ class Trainer:
             num_answers = config.rollout.prompts * config.rollout.group_size
             drafter_trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(
                 self._next_problem, num_answers, stopped)
+            self.collector.on_idle = drafter_trainer.train_idle
         elif learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.state.step)
         return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)

@@ -306,6 +306,42 @@ def test_the_suffix_drafter_drafts_from_a_reply():
     assert drafts.tokens[0].tolist()[:4] == [50, 51, 52, 53]
 
 
+def second_turn(engine: Engine, request: int, reply: list[int]) -> list[int]:
+    """The tokens of a paused request's next turn."""
+    assert engine.resume(request, reply)
+    first = len(engine.planner.requests[request].tokens)
+    while engine.has_work:
+        engine.step()
+    return engine.planner.requests[request].tokens[first:]
+
+
+@pytest.mark.parametrize("earlier", ["sibling", "epoch", "prompt"])
+def test_the_suffix_drafter_learns_from_earlier_episodes(earlier):
+    """What the policy said to a tool's output before is what is drafted behind the same output: in another answer of the group,
+    in an earlier epoch, and, with a history for all prompts, to another problem."""
+    strategy, reply = Strategy.parse("suffix:d6w1v6"), [50, 51, 52, 53, 54, 55]
+    config = EngineConfig(suffix_scope="all" if earlier == "prompt" else "prompt")
+    engine = Engine(model(), drafter="suffix", strategy=strategy, config=config)
+    params = SamplingParams(max_new_tokens=80, max_turn_tokens=12, pauses=True, ignore_eos=True)
+    if earlier == "sibling":
+        one, two = engine.add(PROMPTS[3], params, 2, seeds=[1, 2])
+    else:
+        (one,) = engine.add(PROMPTS[3], params, seeds=[1])
+    while engine.has_work:
+        engine.step()
+    said = second_turn(engine, one, reply)
+    if earlier != "sibling":
+        engine.end(one)
+        (two,) = engine.add(PROMPTS[3 if earlier == "epoch" else 1], params, seeds=[2])
+        while engine.has_work:
+            engine.step()
+    assert engine.resume(two, reply)
+    request = engine.planner.requests[two]
+    drafts = engine.drafting.draft_suffix([request], [6], strategy)
+    drafted = drafts.tokens[0].tolist()[: int(drafts.num_nodes[0])]
+    assert len(drafted) >= 2 and drafted == said[: len(drafted)]
+
+
 def test_wrong_calls_say_what_is_wrong():
     engine = Engine(model(), drafter="none", strategy="off")
     params = SamplingParams(max_new_tokens=20, max_turn_tokens=4, pauses=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import tiny
@@ -14,12 +15,12 @@ from tasks.talkers import Echo, Late
 from transformers import PreTrainedTokenizerFast
 
 from paceline import Engine, SamplingParams
-from paceline.config import ConfigError, EngineConfig, RolloutConfig, TrainConfig
+from paceline.config import EngineConfig, RolloutConfig
 from paceline.rl.loop import PhaseTimer
 from paceline.tasks import Problem, RewardPool, Tool, Transcript, UsesTools, make_task
+from paceline.trainer import Trainer, load_config
 from paceline.trainer.episodes import EpisodeCollector, make_collector, run_episodes
 from paceline.trainer.rollouts import PromptStream, RolloutCollector
-from paceline.trainer.validation import check_config
 from paceline.types import Rollout
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
@@ -94,11 +95,26 @@ def test_failures_of_the_environment_cost_their_episode_only(tokens):
     assert len(rollouts) == 9 and collector.refused == [f"{task.fails}: environment: RuntimeError: no opening"]
 
 
+SHAPES = given(strategy=st.sampled_from(["off", "suffix:d4w2v8", "eagle:d3w2v6"]), max_batch=st.integers(1, 12),
+               kv_tokens=st.sampled_from([200, 4096]), page_size=st.integers(1, 16), late=st.booleans())
+
+
 @given_settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(strategy=st.sampled_from(["off", "suffix:d4w2v8", "eagle:d3w2v6"]), max_batch=st.integers(1, 12),
-       kv_tokens=st.sampled_from([200, 4096]), page_size=st.integers(1, 16), late=st.booleans())
+@SHAPES
 def test_episodes_depend_on_the_seed_alone(tokens, strategy, max_batch, kv_tokens, page_size, late):
-    """float64: speculation, batch, pre-emption, and when the environment answers change no token."""
+    check_episodes(tokens, strategy, max_batch, kv_tokens, page_size, late)
+
+
+@pytest.mark.slow
+@given_settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@SHAPES
+def test_episodes_depend_on_the_seed_alone_thoroughly(tokens, strategy, max_batch, kv_tokens, page_size, late):
+    check_episodes(tokens, strategy, max_batch, kv_tokens, page_size, late)
+
+
+def check_episodes(tokens, strategy, max_batch, kv_tokens, page_size, late) -> None:
+    """float64: speculation, batch, pre-emption, and when the environment answers change no token. Workers are another matter:
+    tests/cluster/test_cluster_turns.py."""
     config = EngineConfig(max_batch=max_batch, kv_tokens=kv_tokens, page_size=page_size)
     drafter = tiny.eagle() if strategy.startswith("eagle") else "suffix"
     rollouts, _ = collect(tokens, Late() if late else None, Engine(tiny.model(), tokens, drafter, strategy, config),
@@ -114,6 +130,39 @@ def test_the_engine_goes_on_while_an_environment_answers(tokens):
     rollouts, _ = collect(tokens, Late(), engine, workers=2, count=6)
     total = sum(sum(rollout.loss_mask or [1] * len(rollout.token_ids)) for rollout in rollouts)
     assert engine.stats().steps < total and sum(rollout.episode.environment_s for rollout in rollouts) > 0.05
+
+
+def test_the_drafter_is_trained_while_all_wait_for_the_environment(tokens):
+    """Only then, and until the first reply: what is called then is told when there is one."""
+    engine, calls = Engine(tiny.model(), tokens, "none", "off"), []
+    config = RolloutConfig(group_size=3, max_new_tokens=90, max_turn_tokens=7, max_turns=5)
+
+    def on_idle(has_reply) -> None:
+        assert not engine.has_work
+        number = 0
+        while not has_reply():
+            number += 1
+            time.sleep(0.002)
+        calls.append(number)
+
+    with RewardPool(Late(), 2, 20.0) as pool:
+        collector = make_collector(engine, None, PromptStream(Late(), 0, None), pool, config, 3, lambda *_: None)
+        collector.on_idle = on_idle
+        collector.begin_step()
+        groups = collector(0, 2, PhaseTimer())
+    assert sum(calls) > 0 and all(rollout.reward is not None for group in groups for rollout in group.rollouts)
+
+
+def test_a_run_trains_its_drafter_in_idle_time(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    arguments = settings(tmp_path, "run", **{
+        "task": "collatz", "steps": 3, "rollout.max_turn_tokens": 7, "rollout.max_new_tokens": 60, "reward.workers": 1,
+        "drafter": "learned", "strategy": "eagle:d2w2v3", "spot.form": "eagle"})
+    config = load_config(None, [value for value in arguments[3::2] if not value.startswith("task_options")])
+    Trainer(config, task=Late()).run()
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(record.get("drafter/idle_seconds", 0.0) for record in metrics) > 0
 
 
 class Shout(UsesTools):
@@ -207,14 +256,6 @@ def test_a_run_is_resumed_token_for_token(tmp_path):
     assert all(record["compare/differing"] == 0 and record["compare/rollouts"] == 12 for record in metrics)
     assert all(1 <= record["episode/turns"] <= 3 and record["episode/errors"] == 0 for record in metrics)
     assert "eval/reward" in metrics[-1] and all(record["logprob_difference/max"] < 1e-6 for record in metrics)
-
-
-def test_what_several_workers_cannot_do_is_said_before_anything_starts(tmp_path):
-    config = TrainConfig(task="words", out=str(tmp_path / "run"))
-    check_config(config)
-    several = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": 2})})
-    with pytest.raises(ConfigError, match="task: words has several turns, which several workers cannot generate yet"):
-        check_config(several)
 
 
 def test_a_small_policy_learns_to_guess_words(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from paceline.config import Config
+from paceline.extras import install_command
 from paceline.tasks.base import Problem
 from paceline.tasks.environment import Message
 from paceline.tasks.sessions import Session, SessionEnvironment
@@ -43,7 +44,7 @@ class OpenEnv(SessionEnvironment):
         if not config.environment:
             raise ValueError("task: openenv needs the environment's name, as in openenv:my-environment")
         if importlib.util.find_spec("openenv") is None:
-            raise ValueError("task: openenv is not installed; pip install 'paceline[openenv]'")
+            raise ValueError(f"task: openenv is not installed: {install_command('openenv')}")
         self.config, self.name = config, f"openenv:{config.environment}"
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from paceline.config import Config
+from paceline.extras import install_command
 from paceline.tasks.base import Problem, Reward
 from paceline.tasks.environment import Message
 from paceline.tasks.sessions import Session, SessionEnvironment
@@ -44,7 +45,7 @@ class Verifiers(SessionEnvironment):
         if not config.environment:
             raise ValueError("task: verifiers needs the environment's name, as in verifiers:my-environment")
         if importlib.util.find_spec("verifiers") is None:
-            raise ValueError("task: verifiers is not installed; pip install 'paceline[verifiers]'")
+            raise ValueError(f"task: verifiers is not installed: {install_command('verifiers')}")
         self.config, self.name = config, f"verifiers:{config.environment}"
         self._load()
 

@@ -58,6 +58,7 @@ def test_an_unknown_backend_is_an_error_before_anything_runs():
         decode.parse(["--kernels", "auto,quick"])
 
 
+@pytest.mark.slow
 def test_an_environment_that_does_nothing_is_measured(tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [episodes.__file__, "--quick", "--allow-dirty", "--out", str(file)])

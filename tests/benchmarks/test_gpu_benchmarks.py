@@ -93,6 +93,7 @@ def test_no_two_prompts_of_a_queue_begin_alike():
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.slow
 def test_episodes_are_compared_with_vllm(vllm_site, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [episodes.__file__, "--tiny", "--allow-dirty", "--out", str(file), "--vllm-path",

@@ -45,6 +45,7 @@ def test_workers_may_die_at_any_moment_of_an_episode_thoroughly(seed):
     survive(2 + seed % 3, ["off", "suffix:d3w2v5", "eagle:d2w2v4"][seed % 3], deaths=seed % 7, seed=seed)
 
 
+@pytest.mark.slow
 def test_episodes_on_ray_with_a_worker_killed(monkeypatch):
     pytest.importorskip("ray")
     from paceline.cluster.ray_runtime import RayRuntime

@@ -23,6 +23,7 @@ def records(folder, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_episodes_do_not_depend_on_the_number_of_workers(tmp_path):
     several = {"workers": 2, "shard_training": False}
     Trainer(config(tmp_path / "one", **GAME)).run()
@@ -40,6 +41,7 @@ def test_episodes_do_not_depend_on_the_number_of_workers(tmp_path):
     assert one == pytest.approx(two)
 
 
+@pytest.mark.slow
 def test_unfinished_episodes_continue_in_the_next_step(tmp_path):
     """Partial rollouts: an episode goes on with the next policy, and each prompt is trained on once."""
     game = {**GAME, "evaluation": {}, "steps": 4}

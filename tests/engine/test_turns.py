@@ -315,6 +315,7 @@ def second_turn(engine: Engine, request: int, reply: list[int]) -> list[int]:
     return engine.planner.requests[request].tokens[first:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("earlier", ["sibling", "epoch", "prompt"])
 def test_the_suffix_drafter_learns_from_earlier_episodes(earlier):
     """What the policy said to a tool's output before is what is drafted behind the same output: in another answer of the group,

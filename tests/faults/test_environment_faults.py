@@ -43,6 +43,7 @@ def told(rollouts: list) -> list:
     return [(r.token_ids, r.loss_mask, r.reward, r.episode.messages, r.episode.error) for r in rollouts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "hang", "raise"])
 def test_an_environment_that_fails_once_is_asked_again(tokens, tmp_path, how):
     expected, _ = collect(tokens, Mortal("echo-1", "", ""), 0)
@@ -51,6 +52,7 @@ def test_an_environment_that_fails_once_is_asked_again(tokens, tmp_path, how):
     assert (pool.num_errors, pool.num_timeouts, pool.num_crashes) == (0, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "says"), [("kill", "ended with code -9"), ("raise", "RuntimeError: broken")])
 def test_an_environment_that_fails_always_costs_its_episodes(tokens, how, says):
     expected, _ = collect(tokens, Mortal("echo-1", "", ""), 0)

@@ -132,6 +132,7 @@ def test_the_engine_goes_on_while_an_environment_answers(tokens):
     assert engine.stats().steps < total and sum(rollout.episode.environment_s for rollout in rollouts) > 0.05
 
 
+@pytest.mark.slow
 def test_the_drafter_is_trained_while_all_wait_for_the_environment(tokens):
     """Only then, and until the first reply: what is called then is told when there is one."""
     engine, calls = Engine(tiny.model(), tokens, "none", "off"), []
@@ -153,6 +154,7 @@ def test_the_drafter_is_trained_while_all_wait_for_the_environment(tokens):
     assert sum(calls) > 0 and all(rollout.reward is not None for group in groups for rollout in group.rollouts)
 
 
+@pytest.mark.slow
 def test_a_run_trains_its_drafter_in_idle_time(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)

@@ -3,14 +3,15 @@
 time, and its drafter, one layer that is trained on the policy's answers.
 
 It is trained from random weights on correct paths with label smoothing, so that it learns every step and is not too sure of
-itself. Then it is trained on paths with one kind of mistake: sometimes a number that is divisible by 4 is halved twice at once.
+itself. Then it is trained on paths with one kind of mistake: sometimes a number that is divisible by 4 is halved twice at once;
+first on short pieces, and at last on many whole paths and with hardly any smoothing, until it makes hardly any other mistakes.
 So it knows every step, and often makes a mistake that reinforcement learning can find and mend: each path has such numbers, and
 what is learned on short paths helps on long ones. (Mistakes that are spread over all tokens give hardly any signal: one token
 of an answer is wrong, and all are blamed. A policy whose training was stopped early would know some steps and not others, and
 far fewer groups would contain both right and wrong answers.)
 
 The policy has many layers because a large model does: a step takes about as long for a few tokens as for one, and many times as
-long as the drafter's layer. The same seed gives the same policy and drafter up to rounding. This takes about five minutes on two
+long as the drafter's layer. The same seed gives the same policy and drafter up to rounding. This takes about six minutes on two
 idle cores, and one more for the sampled accuracy that is printed at the end. `--drafter-only` trains the drafter alone, for the
 policy that is there.
 """
@@ -55,7 +56,7 @@ CONFIG = ModelConfig(
     "qwen3", vocab_size=len(CHARACTERS) + 1, hidden_size=64, intermediate_size=128, num_layers=48, num_heads=2, num_kv_heads=1,
     head_dim=32, qk_norm=True, tie_embeddings=True, max_context=1024, eos_token_ids=(len(CHARACTERS),),
 )
-DRAFTER_ANSWERS, DRAFTER_STEPS = 512, 500  # with twice as many steps its drafts are accepted hardly more often
+DRAFTER_ANSWERS, DRAFTER_STEPS = 512, 400
 OPS, ROPE = TorchOps(), Rope(CONFIG, CONFIG.max_context, torch.float32, "cpu")
 
 
@@ -74,6 +75,7 @@ class Part(NamedTuple):
 
 RIGHT = Part(300, 30, 3e-3, 0.016, 0.0, 2048, 48, 0.1)
 MISTAKEN = Part(40, 5, 1.5e-3, 0.002, 0.1, 1024, 32, 0.03)
+SURE = Part(100, 5, 1e-3, 0.0005, 0.1, 1536, 48, 0.3)
 
 
 def main() -> None:
@@ -97,6 +99,7 @@ def make_policy(task: Collatz, folder: Path, seed: int, steps: int) -> None:
     tokenizer, model = make_tokenizer(), initial_model(seed)
     train(model, tokenizer, task.starts, seed, RIGHT._replace(steps=steps))
     train(model, tokenizer, task.starts, seed + 1, MISTAKEN)
+    train(model, tokenizer, task.starts, seed + 2, SURE)
     save_model(model.bfloat16(), tokenizer, folder, overwrite=True)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
 

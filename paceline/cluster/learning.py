@@ -67,7 +67,11 @@ class Meeting:
             dist.destroy_process_group()
         store = open_store(self.place, self.size)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size)
-        return DeviceMesh(self.device, list(range(self.size)))
+        # A mesh makes a group of its own where the default one is gloo's and there is a GPU: of NCCL in some versions of torch,
+        # which refuses ranks that share a GPU.
+        group = dist.group.WORLD
+        assert group is not None, "it was initialized"
+        return DeviceMesh.from_group(group, self.device)
 
 
 class RankLearner:

@@ -36,7 +36,7 @@ def test_free_rows_save_verifications_and_dear_ones_nothing():
 
 def test_a_profile_counts_steps_without_speculation():
     """Two tokens per request in one step would have taken two steps."""
-    profile = RolloutProfile(partial(predicted_costs, SimpleNamespace(select=None, costs=curve(0.0, 0.0))))
+    profile = RolloutProfile(partial(predicted_costs, SimpleNamespace(selector=None, costs=curve(0.0, 0.0))))
     assert profile.relative_time(2.0, 6) == 0.5, "a fixed strategy always speculates"
     for strategy, size, tokens in ((Strategy.OFF, 8, 1), (Strategy("eagle", 4, 1, 4), 2, 2)):
         profile.on_engine_step(StepResult(0, strategy, size, size, 0, 0, 0, {i: [0] * tokens for i in range(size)}, [], 1.0))

@@ -111,6 +111,19 @@ class RolloutConfig(Config):
     episode_timeout_s: float | None = Field(None, gt=0)
     """Maximum number of seconds of an episode, looked at when a turn or a reply ends. None: no limit. With a limit, rollouts
     depend on the machine's speed."""
+    max_staleness: int = Field(0, ge=0)
+    """Asynchronous training: largest number of updates by which a token may be older than the policy that is trained on it. The
+    answers of so many further steps are under way while a step waits for its own, and go on during the update and after it
+    (docs/asynchronous.md). 0: every step generates its answers with the newest weights, and a run can be repeated bit for bit."""
+    stale_groups: Literal["wait", "drop"] = "wait"
+    """What happens to a group that would become older than `max_staleness`: the step waits for its last answer (`wait`), so that
+    long answers are trained on as often as others; or steps train on the groups that finish first, and a group that has become
+    too old is ended, left out and counted (`drop`)."""
+
+    @property
+    def max_live(self) -> int:
+        """Largest number of answers that are under way at the same time, unless dynamic sampling asks for further ones."""
+        return self.prompts * self.group_size * (1 + self.max_staleness)
 
 
 class OptimizerConfig(Config):
@@ -153,10 +166,10 @@ class LearnerConfig(Config):
     (`trainer`: the update does not depend on the engine's rounding), or those that the engine sampled with (`engine`: exact
     importance weights)."""
     importance_correction: Literal["truncate", "mask", "off"] = "truncate"
-    """Correction for the engine sampling from a slightly different distribution than the trainer computes, for example in
-    bfloat16: each token's loss is multiplied by the ratio of the two probabilities, limited to `importance_cap` (`truncate`,
-    TIS), or 0 outside 1 / importance_cap .. importance_cap (`mask`). Where they agree, nothing changes. Only with
-    `old_logprobs` `trainer`."""
+    """Importance weights of tokens that were sampled from another distribution than the trainer computes, because weights were
+    older (`rollout.max_staleness`) or rounding differs (bfloat16): each token's loss is multiplied by the ratio of the trainer's
+    probability before the update and the one it was sampled with, limited to `importance_cap` (`truncate`, TIS), or 0 outside
+    1 / importance_cap .. importance_cap (`mask`). Where they agree, nothing changes. Only with `old_logprobs` `trainer`."""
     importance_cap: float = Field(2.0, gt=1)
     """Largest importance weight of a token in `importance_correction`."""
     deterministic: bool = False
@@ -236,7 +249,8 @@ class EvaluationConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Rollouts on several workers. Nothing in this class but `carry_over` changes a generated token."""
+    """Rollouts on several workers. Nothing in this class changes a generated token, unless training is asynchronous
+    (`rollout.max_staleness`)."""
 
     workers: int = Field(1, ge=1)
     """Number of workers that generate, each in a process of its own. More than 1 needs Ray (`pip install '.[cluster]'`)."""
@@ -253,11 +267,9 @@ class ClusterConfig(Config):
     spot_training: bool = True
     """Train the learned drafter on workers that have nothing to generate while others do. False: only after generation, on all of
     them, as one worker does."""
-    carry_over: float = Field(0.0, ge=0, lt=1)
-    """Partial rollouts: share of a step's prompts whose answers may be unfinished when the step ends. They continue in the next
-    step, with the new policy. 0: every step waits for its last answer."""
     shard_training: bool = True
-    """Train the policy on all workers, each with a shard of it (FSDP2). False: train it in the process that was started."""
+    """Train the policy on all workers, each with a shard of it (FSDP2). False: train it in the process that was started; with
+    `rollout.max_staleness` the workers generate meanwhile."""
     interval_s: float = Field(0.1, gt=0)
     """Least time between two decisions of the coordinator, in seconds. In large clusters it takes longer, so that the coordinator
     uses no more than a hundredth of a core."""

@@ -35,7 +35,8 @@ ALIASES = {
     "dataset_name": "task", "train_dataset": "task", "train_files": "task_options.data", "reward_funcs": "functions task",
     "reward_fn": "functions task", "eval_steps": "evaluation.every",
     "test_freq": "evaluation.every", "mask_truncated_completions": "algorithm_options.mask_truncated",
-     "num_workers": "workers", "num_proc": "workers",
+     "num_workers": "workers", "num_proc": "workers", "carry_over": "max_staleness", "max_head_offpolicyness": "max_staleness",
+    "max_off_policy_steps": "max_staleness", "async_level": "max_staleness", "staleness_threshold": "max_staleness",
     # the engine
     "max_num_seqs": "max_batch", "max_running_requests": "max_batch", "batch_size": "max_batch batch",
     "max_num_batched_tokens": "max_rows", "chunked_prefill_size": "max_rows", "gpu_memory_utilization": "kv_memory_gb",

@@ -78,3 +78,54 @@ def reallocation_rows(content: Content) -> list[tuple[object, ...]]:
 
     return [(*key, gain(found.get(False)), gain(found.get(True)), " / ".join(f"{found[on]['moves']:.0f}" for on in sorted(found)))
             for key, found in rows.items()]
+
+
+ASYNC_COLUMNS = ("variant", "step, s", "to synchronous", "tokens/s", "to synchronous", "rollouts waited for, s", "update, s",
+                 "of it overlapped", "workers generate", "staleness")
+
+
+def cluster_asynchronous(content: Content, _: str) -> Table:
+    found, first = content["variants"], _fastest_synchronous(content)
+    stale = found.get("staleness 1")
+    sentence = (f"Measured from end to end: {content['workers']} worker processes on {content['cores']} cores, the bundled "
+                "policy, one answer in eight many times as long as the others.")
+    if stale is not None:
+        sentence += (f" With staleness 1 a step takes {stale['step_s']:.2f} s instead of {first['step_s']:.2f} s, the faster of "
+                     f"the two synchronous ways: {times(first['step_s'] / stale['step_s'])} as fast.")
+    return Table("RL steps with rollouts that may be stale", sentence, ASYNC_COLUMNS, async_rows(content))
+
+
+def async_rows(content: Content) -> list[tuple[object, ...]]:
+    first = _fastest_synchronous(content)
+
+    def speed(cell: Content) -> float:
+        return cell["tokens"] / cell["step_s"]
+
+    return [(name, f"{cell['step_s']:.2f}", times(first["step_s"] / cell["step_s"]), number(speed(cell)),
+             times(speed(cell) / speed(first)), f"{cell['generate_s']:.2f}", f"{cell['update_s']:.2f}",
+             f"{cell['overlap_s'] / cell['update_s']:.0%}", f"{cell['busy']:.0%}",
+             f"{cell['staleness']:.2f} (at most {cell['staleness_max']:.0f})") for name, cell in content["variants"].items()]
+
+
+def _fastest_synchronous(content: Content) -> Content:
+    """The synchronous variant with the shortest steps; the first variant if none was measured."""
+    cells = [cell for name, cell in content["variants"].items() if name.startswith("synchronous")]
+    return min(cells or list(content["variants"].values())[:1], key=lambda cell: cell["step_s"])
+
+
+STALENESS_COLUMNS = ("answer lengths", "workers", "updates", "synchronous, s", "staleness 1", "staleness 2", "speculation alone",
+                     "with staleness 1", "with staleness 2")
+
+
+def cluster_staleness(content: Content, _: str) -> Table:
+    gains = [row["plain"]["0"] / row["plain"]["1"] for row in content["cases"]]
+    sentence = (f"Simulated: whole steps without speculation are {range_of(gains)} as fast with staleness 1 as without, by the "
+                "distribution of answer lengths, the number of workers, and where updates are computed.")
+    return Table("Whole steps by staleness and speculation", sentence, STALENESS_COLUMNS, staleness_rows(content))
+
+
+def staleness_rows(content: Content) -> list[tuple[object, ...]]:
+    return [(row["lengths"], row["workers"], row["updates"], f"{row['plain']['0']:.0f}",
+             *(times(row["plain"]["0"] / row[kind][allowed]) for kind, allowed in (
+                 ("plain", "1"), ("plain", "2"), ("speculative", "0"), ("speculative", "1"), ("speculative", "2"))))
+            for row in content["cases"]]

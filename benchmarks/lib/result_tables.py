@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.lib.cluster_tables import cluster_reallocation, cluster_rollout, cluster_train
+from benchmarks.lib.cluster_tables import (
+    cluster_asynchronous,
+    cluster_reallocation,
+    cluster_rollout,
+    cluster_staleness,
+    cluster_train,
+)
 from benchmarks.lib.episode_tables import cpu_episodes, gpu_episodes
 from benchmarks.lib.gpu_check.verdict import ratios
 from benchmarks.lib.queue_tables import gpu_queue
@@ -249,6 +255,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/speculate": speculate, "selection": selection, "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "cluster/rollout": cluster_rollout, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
+    "cluster/asynchronous": cluster_asynchronous, "cluster/staleness": cluster_staleness,
     "cpu/host_overhead": host_overhead, "cpu/episodes": cpu_episodes, "gpu/episodes": gpu_episodes,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }

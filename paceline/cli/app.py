@@ -393,9 +393,14 @@ def simulate(
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests that a worker runs at the same time.")] = 64,
     kv_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens that a worker's KV cache holds.")] = 1_500_000,
     seed: Annotated[int, typer.Option(help="Seed of the lengths.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps, each with so many answers. With several, whole "
+                                                   "steps are compared by rollout.max_staleness.")] = 1,
+    update_s: Annotated[float, typer.Option(min=0, help="Seconds of an update of the policy, with several steps.")] = 30.0,
+    updates_on_workers: Annotated[bool, typer.Option(help="Whether the workers compute the updates, and generate nothing "
+                                                          "meanwhile.")] = False,
     json_file: JsonFile = None,
 ) -> int:
-    """Simulate a rollout batch on many workers, with the scheduling policy of a real cluster."""
+    """Simulate a rollout batch on many workers, or several training steps, with the scheduling policy of a real cluster."""
     check_outputs(json_file)
     from paceline.bundled import simulation_file
     from paceline.cli.simulate import simulate as run
@@ -403,8 +408,10 @@ def simulate(
 
     if curve is None:
         curve, drafter = simulation_file("h200-7b.json"), drafter or simulation_file("h200-drafter.json")
-    workload = sample_workload(*read_lengths(lengths or simulation_file("lengths.csv")), requests, group_size, correlation, seed)
-    config = SimConfig(workers, max_batch=max_batch, kv_tokens=kv_tokens, trained_s=trained_s)
+    distribution = read_lengths(lengths or simulation_file("lengths.csv"))
+    workload = sample_workload(*distribution, steps * requests, group_size, correlation, seed)
+    config = SimConfig(workers, max_batch=max_batch, kv_tokens=kv_tokens, trained_s=trained_s, steps=steps,
+                       update_s=update_s if steps > 1 else 0.0, updates_on_workers=updates_on_workers)
     return run(workload, curve, drafter, config, trainers, json_file)
 
 

@@ -74,6 +74,7 @@ class HeldRequests:
         self._reserved: dict[int, _Reserved] = {}
         self.policy_version = -1
         """Version of the policy that the worker has; -1: none yet."""
+        self._early: list[Arrive] = []  # requests of newer weights than the worker has
         self.on_begin: Callable[[int, int], None] = lambda local, num_tokens: None
         """Called with the engine's id of every request that begins here, and with the number of answer tokens that it has."""
 
@@ -194,6 +195,13 @@ class HeldRequests:
             if self._clock() - reserved.since > _RESERVED_S:
                 self._release(request)
 
+    def policy_changed(self, version: int) -> None:
+        """The engine has weights of this version."""
+        self.policy_version = version
+        early, self._early = self._early, []
+        for message in early:
+            self.arrive(message)
+
     # -- migration: MoveOut → FirstPages → PagesReady → Arrive
 
     def offer(self, message: MoveOut) -> None:
@@ -220,8 +228,8 @@ class HeldRequests:
             self.cancel(Cancel(message.request, message.epoch - 1))
             self._reserved[message.request] = _Reserved(message.epoch, reservation, self._clock())
         num_tokens = 0 if reservation is None else reservation.num_tokens
-        self._send(message.source, PagesReady(message.request, message.epoch, self._worker, num_tokens, accepted,
-                                              message.shares_gpu))
+        self._send(message.source, PagesReady(message.request, message.epoch, self._worker, message.policy_version, num_tokens,
+                                              accepted, message.shares_gpu))
 
     def follow(self, message: PagesReady) -> None:
         """Send the request itself to where there is room for it; it ends here."""
@@ -229,7 +237,9 @@ class HeldRequests:
         if held is None or held.epoch >= message.epoch:
             self._send(message.target, Cancel(message.request, message.epoch))  # it has ended meanwhile
             return
-        if not message.accepted:
+        if message.accepted and message.policy_version != self.policy_version:
+            self._send(message.target, Cancel(message.request, message.epoch))  # what it has sent is of older weights
+        if not message.accepted or message.policy_version != self.policy_version:
             self._tell(Stayed(message.request, message.epoch))
             return
         state = self.engine.migration.export_request(held.local, self.engine.version, message.num_tokens, message.shares_gpu)
@@ -241,13 +251,17 @@ class HeldRequests:
         self._send(message.target, Arrive(message.request, message.epoch, state, self._clock(), held.is_held_out))
 
     def arrive(self, message: Arrive) -> None:
-        """The request continues here, unless this worker has it for a later stay, or was started again and lacks its policy. If
-        the coordinator has given this stay up, it cancels it when it hears of it."""
+        """The request continues here, unless this worker has it for a later stay. If the worker lacks the request's weights, as
+        they are on their way or it was started again, it waits for them. If the coordinator has given this stay up, it cancels it
+        when it hears of it."""
         reserved, state = self._reserved.get(message.request), message.state
         expected = reserved is not None and reserved.epoch == message.epoch
-        if self._has_newer(message.request, message.epoch) or state.version != self.policy_version:
+        if self._has_newer(message.request, message.epoch):
             if expected:
                 self._release(message.request)
+            return
+        if state.version > self.policy_version:
+            self._early.append(message)
             return
         pages = self._reserved.pop(message.request).pages if expected else None
         if not expected:

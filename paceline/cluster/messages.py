@@ -166,6 +166,8 @@ class PagesReady:
     request: int
     epoch: int
     target: int
+    policy_version: int
+    """As in `FirstPages`: pages of older weights do not fit to what follows them."""
     num_tokens: int
     accepted: bool
     shares_gpu: bool

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from paceline.bundled import resolve_model
+from paceline.cluster.background_learner import BackgroundLearner
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.drafter import ClusterDrafterTrainer, drafter_config, why_unusable
 from paceline.cluster.engine import ClusterEngine
@@ -33,7 +35,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
 from paceline.models.weights import load_model, open_checkpoint
 from paceline.report.snapshot import AnswerProgress, WorkerStatus
-from paceline.rl.checkpoint import drafter_folder, policy_folder
+from paceline.rl.checkpoint import drafter_folder, policy_folder, save_learner
 from paceline.rl.learner import Learner
 from paceline.rl.loop import PhaseTimer
 from paceline.spot import drafter_of, load_snapshot
@@ -66,7 +68,7 @@ class TrainWorkerSpec:
             engine.distrust("eagle")
         for each in (engine, baseline):
             if each is not None:
-                each.warm_up(config.rollout.prompts * config.rollout.group_size)
+                each.warm_up(config.rollout.max_live)
         if eagle is not None and config.train_drafter:
             training = DrafterTraining(engine, training_config(config, eagle.module), int(config.drafter_buffer_gb * 2**30))
         learner = RankLearner(config, worker_id) if config.cluster.shard_training else None
@@ -96,10 +98,6 @@ class ClusterTrainer(Trainer):
         if self._coordinator is not None:
             self._coordinator.close()
 
-    def _load(self) -> None:
-        super()._load()
-        self.collector.max_open = int(self.config.cluster.carry_over * self.config.rollout.prompts)
-
     def _make_coordinator(self) -> Coordinator:
         cluster = self.config.cluster
         return Coordinator(self._make_runtime(), policy_config(cluster), cluster.interval_s, Timeline(self.folder.path))
@@ -109,10 +107,20 @@ class ClusterTrainer(Trainer):
         if self._coordinator is None:
             self._coordinator = self._make_coordinator()
         if not self.config.cluster.shard_training:
-            return super()._make_learner(checkpoint)
+            return self._make_own_learner(checkpoint)
         learner = ShardedLearner(self.config, self._coordinator, cast(LearnerRuntime, self._coordinator.runtime))
         self.checkpoints.write = lambda _learner, folder, _tokenizer: learner.save(folder)
         return cast(Learner, learner), learner.load(checkpoint)  # what the trainer uses of a learner, this has as well
+
+    def _make_own_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
+        """A learner in this process; in asynchronous training it computes while the workers generate."""
+        learner, tokenizer = super()._make_learner(checkpoint)
+        if not self._is_asynchronous:
+            return learner, tokenizer
+        assert self._coordinator is not None
+        base = self.checkpoints.base_model
+        self.checkpoints.write = lambda _learner, folder, tokenizer: save_learner(learner, folder, tokenizer, base)
+        return cast(Learner, BackgroundLearner(learner, self._coordinator)), tokenizer  # it has what the trainer uses
 
     def _make_cluster_engine(self, is_baseline: bool) -> ClusterEngine:
         assert self._coordinator is not None
@@ -174,32 +182,44 @@ class ClusterTrainer(Trainer):
         trainer = ClusterDrafterTrainer(config, self.engine.coordinator, self._drafter_folder)
         trainer.budget.on_note = self._note
         num_answers = config.rollout.prompts * config.rollout.group_size
-        if not config.cluster.carry_over:  # otherwise answers are still being generated
-            trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(self._next_problem, num_answers, stopped)
+        trainer.answers_ahead = lambda stopped: self.collector.answers_ahead(self._next_problem, num_answers, stopped)
         return cast(OnlineDrafterTrainer, trainer), monitor  # what the trainer uses of one, this has as well
 
     def _warm_up(self) -> None:
         self.engine.wait_until_ready()
         gc.collect()
         gc.freeze()  # what exists by now stays, and looking at it takes a quarter of the coordinator's time
+        self._since = self.engine.coordinator.timeline.now
 
     def _collect(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         groups = super()._collect(cursor, count, timer)
         self._add_figures()
         coordinator = self.engine.coordinator
         coordinator.use_baseline(False)
-        coordinator.step(0.0)  # generation has ended: drafter training stops now, not when the next step begins
+        coordinator.advance(0.0)  # if generation has ended, drafter training stops now, not when the next step begins
         return groups
 
     def _on_step_begin(self, step: int) -> None:
-        self.engine.coordinator.figures.take()  # those of evaluations
+        if not self._is_asynchronous:
+            self.engine.coordinator.figures.take()  # those of answers that the policy is not trained on
+        if isinstance(self.learner, BackgroundLearner):
+            self.learner.overlap_s = 0.0
         self._figures: list[WorkerFigures] = []
         super()._on_step_begin(step)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        found = super()._evaluate(step)
+        if found:
+            self.engine.coordinator.figures.take()
+        return found
 
     def live_answers(self) -> list[AnswerProgress]:
         """The answers that are not finished. How many of their tokens were drafted is known to their workers only."""
         book = self.engine.coordinator.book
         return [AnswerProgress(request, num_tokens, 0, True) for request, num_tokens, _ in book.progress() if num_tokens]
+
+    def _tokens_under_way(self) -> dict[int, int]:
+        return {}  # the workers' figures have them
 
     def live_tokens(self, most: int, tail: int) -> list[tuple[int, list[int]]]:
         return []  # the workers have them
@@ -226,15 +246,21 @@ class ClusterTrainer(Trainer):
         timeline = self.engine.coordinator.timeline
         if self._phase == "generate":  # it has ended; comparing and grading are other phases
             self._shares = {f"cluster/{state}": share for state, share in timeline.shares(self._since, timeline.now).items()}
-        self._phase, self._since = phase, timeline.now
+        if not self._is_asynchronous or self._phase == "generate":  # then workers generate from one batch to the next
+            self._since = timeline.now
+        self._phase = phase
         timeline.record("phase", name=phase)
 
     def _engine_metrics(self, phase_metrics: dict[str, float]) -> dict[str, Any]:
         self._strategy_steps = Counter(self.engine.strategy_steps())
-        if self.config.cluster.carry_over:
-            self._shares["cluster/carried_over"] = len(self.collector.open_groups)
+        if self._is_asynchronous:  # tokens of the whole step are counted
+            phase_metrics = {**phase_metrics, "time/generate": phase_metrics["time/step"]}
         published = {"cluster/publish_s": self.learner.publish_s} if isinstance(self.learner, ShardedLearner) else {}
         return {**super()._engine_metrics(phase_metrics), **selection_metrics(self._figures), **self._shares, **published}
+
+    def _async_metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
+        overlap = {"async/update_overlap_s": self.learner.overlap_s} if isinstance(self.learner, BackgroundLearner) else {}
+        return {**super()._async_metrics(groups, version), **overlap}
 
     def _save_drafter(self, checkpoint: Path) -> None:
         trained, config = self.engine.coordinator.trained, self.config
@@ -247,6 +273,10 @@ class ClusterTrainer(Trainer):
         else:
             drafter = drafter_of(unpack_drafter(trained), drafter_config(config, policy.config), policy.norm.dtype)
         save_eagle(drafter, drafter_folder(checkpoint), policy, is_descendant=trained is not None)  # the workers have trained it
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return self.config.rollout.max_staleness > 0
 
     @property
     def _drafter_folder(self) -> Path:

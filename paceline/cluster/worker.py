@@ -276,7 +276,8 @@ class Worker:
             self._take_figures()  # those of the step that has ended; the requests go on in the next one
         for engine in self._engines:
             engine.update_weights(weights(), version)
-        self.policy_version = self.requests.policy_version = version
+        self.policy_version = version
+        self.requests.policy_changed(version)
         self._lacks_weights = False
         if self.training is not None:
             self.training.policy_changed()

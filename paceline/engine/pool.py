@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from paceline.engine.prompts import Prompt
 from paceline.types import FinishReason, Rollout, SamplingParams, StepResult, Turn
@@ -34,13 +35,18 @@ class RequestPool(Generic[Owner]):
 
     Leaving the `with` block aborts what is not finished, whether by an exception or not. A step that raises leaves the pool as it
     is: requests that the engine has ended because of it are finished, with an error, by the next step. Rollouts of requests that
-    are not the pool's are ignored.
+    are neither the pool's nor those of a pool `beside` it are ignored.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, beside: RequestPool[Any] | None = None) -> None:
+        """`beside`: another pool of the same engine whose requests go on while this one runs steps. What finishes in a step of
+        one of the two is returned by the other's next step."""
         self.engine = engine
         self.owners: dict[int, Owner] = {}
         """Owners of the unfinished requests by request id, in the order in which they were added."""
+        self._finished: list[tuple[Owner, Rollout]] = []  # in steps of other pools
+        self._pools: WeakSet[RequestPool[Any]] = WeakSet() if beside is None else beside._pools
+        self._pools.add(self)
 
     def __enter__(self) -> RequestPool[Owner]:
         return self
@@ -62,11 +68,15 @@ class RequestPool(Generic[Owner]):
     def step(self) -> PoolStep[Owner]:
         """Run one engine step."""
         result = self.engine.step()
-        return PoolStep(result, self._pop(result.finished))
+        if result.finished:
+            for pool in self._pools:
+                pool._finished += pool._pop(result.finished)
+        finished, self._finished = self._finished, []
+        return PoolStep(result, finished)
 
     def steps(self) -> Iterator[PoolStep[Owner]]:
         """Run engine steps until no request is unfinished. Requests may be added between two steps."""
-        while self.owners:
+        while self.owners or self._finished:
             yield self.step()
 
     def turns(self, result: StepResult) -> list[tuple[Owner, Turn]]:
@@ -90,6 +100,8 @@ class RequestPool(Generic[Owner]):
         ended = self._pop(self.engine.abort(ids))
         for i in ids:  # a cluster drops what an aborted request has generated
             self.owners.pop(i, None)
+        if request_ids is None:
+            self._finished.clear()
         return ended
 
     def num_to_add(self, max_live: int) -> int:

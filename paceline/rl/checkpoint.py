@@ -40,10 +40,10 @@ class RunState:
     step: int = 0
     """Number of steps done."""
     cursor: int = 0
-    """Number of prompts used: those whose answers are finished."""
+    """Number of prompts used: those whose groups were trained on, or left out."""
     unfinished: tuple[int, ...] = ()
-    """Numbers of further prompts whose answers were begun (partial rollouts), in ascending order. The first prompt that was never
-    begun has the number `cursor + len(unfinished)`."""
+    """Numbers of further prompts whose answers were begun (asynchronous training), in ascending order. The first prompt that was
+    never begun has the number `cursor + len(unfinished)`."""
 
 
 WriteLearner = Callable[[Learner, Path, Any], dict[str, FileDigest]]

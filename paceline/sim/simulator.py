@@ -1,8 +1,11 @@
-"""The simulator: one rollout batch on many workers, in rounds of the coordinator.
+"""The simulator: rollout batches on many workers, in rounds of the coordinator.
 
 Between two rounds every worker generates with continuous batching: with n requests, each of them gets a token in `table[n]`
 seconds, finished ones leave and queued ones follow. Every round the coordinator's own code decides: expected lengths from
 `cluster.lengths`, actions from `cluster.policy.decide`. Nothing of the true lengths is known to it before an answer is finished.
+
+With several training steps, an update of the policy follows the last answer of every step. Answers of later steps are requested
+when the policy's version allows it (`max_staleness`), as `trainer.rollouts.RolloutCollector` does.
 """
 
 from __future__ import annotations
@@ -60,6 +63,14 @@ class SimConfig:
     """How many times as long the steps of each worker take; those that are not listed take as long as the curve says."""
     joins_s: tuple[float, ...] = ()
     """Seconds after which each worker joins; those that are not listed are there from the beginning."""
+    steps: int = 1
+    """Number of training steps. The requests are divided evenly among them, in order."""
+    max_staleness: int = 0
+    """Number of further steps whose answers are under way (`rollout.max_staleness`)."""
+    update_s: float = 0.0
+    """Seconds that an update of the policy takes."""
+    updates_on_workers: bool = False
+    """Whether the workers compute updates, and generate nothing meanwhile."""
 
 
 @dataclass(slots=True)
@@ -80,7 +91,7 @@ class SimResult:
     """What a simulated rollout took."""
 
     seconds: float
-    """From the start to the last answer."""
+    """From the start to the last answer, or to the end of the last update."""
     tokens: int
     generating_share: float
     """Share of the workers' time in which they generate."""
@@ -94,6 +105,8 @@ class SimResult:
     """Processor seconds that the coordinator's code took on this machine."""
     trained_s: float
     """Seconds of drafter training in the end, earlier ones included."""
+    staleness: float = 0.0
+    """Mean number of updates by which a token is older than the policy that is trained on it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -110,7 +123,7 @@ class SimResult:
 
 
 def simulate(workload: Workload, pace: Pace, config: SimConfig) -> SimResult:
-    """Simulate one rollout batch."""
+    """Simulate the rollouts of all steps, and the updates between them."""
     return _Simulation(workload, pace, config).run()
 
 
@@ -130,20 +143,28 @@ class _Simulation:
         self.lengths = LengthModel(config.typical_length)
         self.lengths.begin([str(g) for g in range(int(workload.groups[-1]) + 1)])
         self.is_first = np.r_[True, workload.groups[1:] != workload.groups[:-1]]
-        self.left = np.arange(count)
-        """Unfinished requests."""
+        self.step_of = np.arange(count) * config.steps // max(1, count)
+        """The step that trains on each request."""
+        self.version, self.updated_at, self.update_ends, self.aged = 0, 0.0, np.inf, 0.0
+        self.left = self._requested()
+        """Requests that are under way."""
+
+    def _requested(self) -> NDArray[np.int64]:
+        """Unfinished requests of the steps that the policy's version allows."""
+        return np.flatnonzero((self.step_of <= self.version + self.config.max_staleness) & np.isnan(self.finished_at))
 
     def run(self) -> SimResult:
         decide_s, rounds = 0.0, 0
-        while len(self.left):
+        while self.version < self.config.steps:
             began = time.thread_time()  # of the processor: others may use this machine, too
             actions = decide(self._view(), self.config.policy)
             decide_s += time.thread_time() - began
             for action in actions:
                 self._act(action)
             self._advance(self.now + self.config.interval_s)
+            self._update()
             rounds += 1
-        seconds = float(np.nanmax(self.finished_at))
+        seconds = self.updated_at
         total = seconds * len(self.workers)
         ends = np.sort(self.finished_at)
         for worker in self.workers:
@@ -151,8 +172,23 @@ class _Simulation:
                 worker.training_s += seconds - worker.training_since
         trained = sum(worker.training_s for worker in self.workers)
         return SimResult(seconds, int(self.work.lengths.sum()), sum(worker.busy_s for worker in self.workers) / total,
-                         trained / total, seconds - float(ends[int(_TAIL * len(ends)) - 1]), self.num_moves, rounds, decide_s,
-                         self.trained_s)
+                         trained / total, float(ends[-1] - ends[int(_TAIL * len(ends)) - 1]), self.num_moves, rounds, decide_s,
+                         self.trained_s, self.aged / self.work.lengths.sum())
+
+    def _update(self) -> None:
+        """Begin the update of a step whose answers are finished, and end it when its time is over."""
+        while self.version < self.config.steps:
+            if self.update_ends == np.inf:
+                ends = self.finished_at[self.step_of == self.version]
+                if np.isnan(ends).any():
+                    return
+                self.update_ends = max(float(ends.max()), self.updated_at) + self.config.update_s
+                for worker in self.workers if self.config.updates_on_workers else ():
+                    worker.clock = max(worker.clock, self.update_ends)
+            if self.update_ends > self.now:
+                return
+            self.updated_at, self.update_ends, self.version = self.update_ends, np.inf, self.version + 1
+            self.left = self._requested()
 
     def _view(self) -> ClusterView:
         left, config, groups = self.left, self.config, self.work.groups
@@ -224,6 +260,7 @@ class _Simulation:
             missing = float((lengths - self.generated[worker.running]).min())
             seconds = min(end - worker.clock, missing * table[count]) if worker.clock < end else 0.0
             self.generated[worker.running] += seconds / table[count]
+            self.aged += seconds / table[count] * float((self.step_of[worker.running] - self.version).sum())
             worker.clock += seconds
             worker.busy_s += seconds
             done = self.generated[worker.running] >= lengths - 1e-6

@@ -1,7 +1,9 @@
-"""The variants that `paceline simulate` compares: from static assignment to everything at once, each with one thing more."""
+"""The variants that `paceline simulate` compares: from static assignment to everything at once, each with one thing more; and
+whole training steps by how stale rollouts may be."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,3 +45,14 @@ def compare(workload: Workload, curve: CostCurve, quality: DrafterQuality | None
     plain, speculating = Pace(curve, config.max_batch, context), Pace(curve, config.max_batch, context, quality)
     return {name: simulate(workload, speculating if speculates else plain, replace(config, policy=policy))
             for name, policy, speculates in variants(max_trainers) if quality is not None or not speculates}
+
+
+def compare_staleness(workload: Workload, curve: CostCurve, quality: DrafterQuality | None, config: SimConfig,
+                      allowed: Sequence[int] = (0, 1, 2)) -> dict[tuple[bool, int], SimResult]:
+    """Simulate the training steps of a workload by whether rollouts are speculative, and by how stale they may be."""
+    context, policy = mean_context(workload), PolicyConfig(max_trainers=0)
+    paces = {False: Pace(curve, config.max_batch, context)}
+    if quality is not None:
+        paces[True] = Pace(curve, config.max_batch, context, quality)
+    return {(speculates, staleness): simulate(workload, pace, replace(config, policy=policy, max_staleness=staleness))
+            for speculates, pace in paces.items() for staleness in allowed}

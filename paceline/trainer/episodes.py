@@ -87,12 +87,6 @@ class EpisodeCollector(RolloutCollector):
             del self._episodes[requests]
         return groups
 
-    @property
-    def open_groups(self) -> list[OpenGroup]:
-        """Unfinished groups, also those whose opening is being computed."""
-        episodes = self._episodes.get(self._requests)
-        return list(dict.fromkeys([*super().open_groups, *(episodes.resets.values() if episodes else ())]))
-
     def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, number: int) -> OpenGroup:
         """Ask for a problem's opening. Its requests are added when it is there."""
         group = OpenGroup(problem, number, RolloutGroup([], key=problem.id, prompt=problem.prompt), self.group_size)

@@ -18,7 +18,7 @@ from paceline.rl.reward_model import ScoresAnswers, add_scores
 from paceline.tasks import Problem, RewardPool, make_task
 from paceline.tasks.environment import AnyTask
 from paceline.trainer.episodes import make_collector
-from paceline.trainer.rollouts import PromptStream
+from paceline.trainer.rollouts import PromptStream, RolloutCollector
 from paceline.trainer.summary import noise_metrics
 from paceline.types import RolloutGroup
 
@@ -82,6 +82,10 @@ class Evaluator:
     def __exit__(self, *_: object) -> None:
         if self._own:
             self._pool.close()
+
+    def share_engine(self, training: RolloutCollector) -> None:
+        """Evaluate while answers for training are under way on the same engine (asynchronous training)."""
+        self._collector.share_engine(training)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to evaluate after `step` of `last` steps: before the first one, every so many, and after the last one."""

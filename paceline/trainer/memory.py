@@ -66,7 +66,7 @@ class MemoryPlan(NamedTuple):
     kv_bytes_per_token: int
     """Bytes of a token in the KV caches of all engines."""
     kv_tokens: int
-    """Number of tokens that all answers of a step can have together; with several workers, a worker's share of them."""
+    """Number of tokens that all answers that are under way can have together; with several workers, a worker's share of them."""
     capacity: int | None
     """Memory of the device in bytes, or what a worker may use of it; None if it is not known."""
     sleeps: bool
@@ -190,7 +190,7 @@ def plan_for(config: TrainConfig, shape: ModelConfig, capacity: int | None = Non
 
 def _plan(config: TrainConfig, shape: ModelConfig, capacity: int | None, num_trained: int | None = None) -> MemoryPlan:
     workers = config.cluster.workers
-    answers = math.ceil(config.rollout.prompts * config.rollout.group_size / workers) * config.rollout.max_new_tokens
+    answers = math.ceil(config.rollout.max_live / workers) * config.rollout.max_new_tokens
     width, adapters = _dtype(config).itemsize, config.learner.lora_rank > 0 or (num_trained or math.inf) < num_parameters(shape)
     items = (*_learner_items(config, shape, width, num_trained), *_engine_items(config, shape, width, adapters),
              *_drafter_items(config, shape, answers))

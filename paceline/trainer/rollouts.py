@@ -85,20 +85,23 @@ class OpenGroup:
     """Number of answers that are not finished."""
     graded: list[tuple[Rollout, Any]] = field(default_factory=list)
     """Finished answers, and where their grades will be."""
+    version: int = 0
+    """Version of the policy when the answers were requested: none of their tokens is older."""
 
 
 class RolloutCollector:
     """Implements `rl.loop.Collect` with an engine and a reward pool. With a second engine, `baseline`, every batch is generated a
     second time for comparison.
 
-    With `max_open` rollouts are partial: a step ends while up to so many groups are unfinished, and these continue in the next
-    step, which takes so many fewer new prompts. An answer that continues keeps its tokens; each has the version of the policy
-    that generated it (`Rollout.versions`), and its log-probability is that policy's. Whether its KV cache is kept or computed
-    again with the new weights is `engine.on_update`."""
+    It is also the source of rollouts of asynchronous training. With `max_staleness` k, `next_batch` leaves the groups of k
+    further steps under way, which go on while the policy is updated. An answer that goes on keeps its tokens; each has the
+    version of the policy that generated it (`Rollout.versions`), and its log-probability is that policy's. Whether its KV cache
+    is kept or computed again with the new weights is `engine.on_update`."""
 
     def __init__(self, engine: Engine, baseline: Engine | None, prompts: PromptStream, pool: RewardPool, rollout: RolloutConfig,
                  seed: int, on_engine_step: Callable[[Engine, StepResult, int, int], None]) -> None:
-        """`on_engine_step` receives the engine, its step's result, and how many of how many rollouts are finished."""
+        """`on_engine_step` receives the engine, its step's result, and how many of how many rollouts that were requested and not
+        returned are finished."""
         self.engine, self.baseline, self.prompts, self.pool = engine, baseline, prompts, pool
         self.group_size, self.chat_template_kwargs = rollout.group_size, rollout.chat_template_kwargs
         self.params = SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p,
@@ -110,8 +113,11 @@ class RolloutCollector:
         """Messages about problems that the engine refused."""
         self.generation_s = 0.0
         """Seconds of generation by `engine` since `begin_step`."""
-        self.max_open = 0
-        """Largest number of groups that may be unfinished when a step ends. 0: every step finishes all of its groups."""
+        self.open_groups: list[OpenGroup] = []
+        """Groups that were requested and not returned, in the order of their prompts; some may be finished."""
+        self.num_dropped = 0
+        """Number of groups that were dropped since `begin_step` because they were too old."""
+        self._prompts_per_step, self._drops = rollout.prompts, rollout.stale_groups == "drop"
         self.on_idle: Callable[[Callable[[], bool]], None] | None = None
         """Called while all requests wait for environments, with a function that says when one has answered."""
         self._requests = RequestPool[OpenGroup](engine)
@@ -121,79 +127,105 @@ class RolloutCollector:
 
     def begin_step(self) -> None:
         """A training step begins; it may collect several times (dynamic sampling)."""
-        self.generation_s, self.comparison = 0.0, SpeculationComparison()
+        self.generation_s, self.num_dropped, self.comparison = 0.0, 0, SpeculationComparison()
         self._step_problems.clear()
 
-    @property
-    def open_groups(self) -> list[OpenGroup]:
-        """Unfinished groups, in the order of their prompts."""
-        return list(dict.fromkeys(self._requests.owners.values()))
+    def share_engine(self, other: RolloutCollector) -> None:
+        """Generate on the engine of another collector while answers of that one are under way there."""
+        self._requests = RequestPool(self.engine, beside=other._requests)
 
     def live_requests(self) -> list[int]:
         """Ids of the requests that are not finished. May be called from another thread."""
         return list(self._requests.owners)
 
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
-        """Return the groups that have finished, those that began in earlier steps first. All prompts before `cursor` plus the
-        number of unfinished groups have been used, and as many groups as `count` are under way; all of them finish if there are
-        no more prompts. Raises OutOfPrompts if there is neither a prompt nor an unfinished group."""
-        carried = self.open_groups
-        problems, is_end = self._take(cursor + len(carried), count - len(carried))
-        if not carried and not problems:
+        """Return the groups of the `count` prompts from number `cursor` on, generated with the newest weights."""
+        return self.next_batch(cursor, count, timer)
+
+    def next_batch(self, cursor: int, count: int, timer: PhaseTimer, max_staleness: int = 0) -> list[RolloutGroup]:
+        """Return the next `count` groups, fewer if there are no more prompts, as soon as they are finished. None of their tokens
+        is more than `max_staleness` policy versions old. `cursor`: number of prompts whose groups were returned; those of
+        `open_groups` come next. Groups that were dropped are returned without rollouts. Raises OutOfPrompts if there is neither a
+        prompt nor an open group.
+
+        The groups of `max_staleness` steps are requested beyond this batch. Since every step returns at least as many groups as
+        it has prompts, the oldest first, a group has so many steps' time to finish before anybody waits for it. If stale groups
+        are dropped, those that finish first are returned instead, and those that have become too old are dropped."""
+        dropped = self._drop_stale(max_staleness)
+        begun = cursor + len(dropped) + len(self.open_groups)
+        problems = self._take(begun, count + max_staleness * self._prompts_per_step - len(self.open_groups))
+        if not self.open_groups and not problems:
             raise OutOfPrompts
         self._step_problems.update(problem.id for problem in problems)
-        numbers = [self.prompts.number(cursor + len(carried) + i) for i in range(len(problems))]
+        numbers = [self.prompts.number(begun + i) for i in range(len(problems))]
         # The two engines take turns in going first, so that a changing machine affects both alike.
         baseline_first = self.baseline is not None and cursor // max(1, count) % 2 == 1
         others = self._generate_baseline(problems, numbers, timer) if baseline_first else []
         began = time.perf_counter()
         with timer("generate"):
-            groups = self._generate(self._requests, carried, problems, numbers, 0 if is_end else self.max_open)
+            finished = self._generate(self._requests, self.open_groups, problems, numbers, count)
         self.generation_s += time.perf_counter() - began
-        finished = [group for group in groups if not group.num_left]
         with timer("reward"):
             self._collect_grades([pair for group in finished for pair in group.graded])
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, numbers, timer)
             self._count_differences(finished, others)
-        return [group.group for group in finished]
+        return [group.group for group in (*dropped, *finished)]
 
-    def _take(self, cursor: int, count: int) -> tuple[list[Problem], bool]:
-        """New problems, and whether there are no more after them."""
-        if count <= 0:
-            return [], False
+    def _drop_stale(self, max_staleness: int) -> list[OpenGroup]:
+        """End the open groups that are too old to be trained on, and return them without their rollouts. There are none unless
+        stale groups are dropped instead of waited for."""
+        dropped = [group for group in self.open_groups if self.engine.version - group.version > max_staleness]
+        if dropped:
+            self._requests.abort([request for request, group in self._requests.owners.items() if group in dropped])
+            self.open_groups[:] = [group for group in self.open_groups if group not in dropped]
+            self.num_dropped += len(dropped)
+        for group in dropped:
+            group.group = RolloutGroup([], key=group.problem.id, prompt=group.problem.prompt)
+        return dropped
+
+    def _take(self, begun: int, count: int) -> list[Problem]:
+        """The next `count` problems, where `begun` were begun before; fewer if there are no more."""
         try:
-            found = self.prompts.take(cursor, count)
+            return self.prompts.take(begun, count) if count > 0 else []
         except OutOfPrompts:
-            return [], True
-        return found, len(found) < count
+            return []
 
-    def _generate(self, requests: RequestPool[OpenGroup], carried: list[OpenGroup], problems: list[Problem], numbers: list[int],
-                  max_open: int) -> list[OpenGroup]:
-        """Generate answers to the problems, and those of the `carried` groups that are missing, until at most `max_open` groups
-        are unfinished and at least one is finished. Answers of the collector's own engine are submitted to the reward pool as
-        soon as they are finished. Whatever this raises ends all requests.
+    def _generate(self, requests: RequestPool[OpenGroup], groups: list[OpenGroup], problems: list[Problem], numbers: list[int],
+                  count: int) -> list[OpenGroup]:
+        """Request answers to the problems, which adds their groups to `groups`, and generate until the batch of `count` groups is
+        finished, or of as many as there are. It is removed from `groups` and returned. Answers of the collector's own engine are
+        submitted to the reward pool as soon as they are finished. Whatever this raises ends all requests.
 
         Python's garbage collector is disabled meanwhile: engine steps leave nothing to collect, and a collection delays one by
         tens of milliseconds."""
         graded = requests is self._requests
-        groups = list(carried)
         try:
             with no_garbage_collection():
                 for problem, number in zip(problems, numbers, strict=True):
                     groups.append(self._submit(requests, problem, number))
-                max_open, total = min(max_open, len(groups) - 1), sum(g.num_left + len(g.group.rollouts) for g in groups)
-                while sum(group.num_left > 0 for group in groups) > max_open:
+                    groups[-1].version = requests.engine.version
+                count, total = min(count, len(groups)), sum(group.num_left + len(group.group.rollouts) for group in groups)
+                while not self._is_finished(groups, count):
                     result, finished = self._step(requests)
                     for group, rollout in finished:
                         self._take_rollout(group, rollout, graded)
                     self._on_engine_step(requests.engine, result, total - len(requests), total)
         except BaseException:
             requests.abort()
+            groups.clear()
             raise
-        for group in groups:
+        batch = [group for group in groups if not group.num_left][:count] if self._drops else groups[:count]
+        groups[:] = [group for group in groups if group not in batch]
+        for group in batch:
             group.group.rollouts.sort(key=lambda rollout: rollout.sample)
-        return groups
+        return batch
+
+    def _is_finished(self, groups: list[OpenGroup], count: int) -> bool:
+        """Whether the batch is: its `count` groups are the oldest ones, or those that finish first if stale ones are dropped."""
+        if self._drops:
+            return sum(not group.num_left for group in groups) >= count
+        return not any(group.num_left for group in groups[:count])
 
     def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, number: int) -> OpenGroup:
         """Request the answers of a group. The group of a problem that the engine refuses stays empty, the others go on."""
@@ -246,9 +278,9 @@ class RolloutCollector:
         until `stopped` or until there is none left; answers that are unfinished then are cut. They are for the drafter: they are
         not graded, and the policy is not trained on them."""
         most = min(most, self.engine.scheduler.max_batch)
-        with RequestPool[None](self.engine) as requests:
+        with RequestPool[None](self.engine, beside=self._requests) as requests:
             while not stopped() and len(self._step_problems) < len(self.prompts.task):
-                problems, _ = self._take(cursor, requests.num_to_add(most))
+                problems = self._take(cursor, requests.num_to_add(most))
                 for number, problem in enumerate(problems, cursor):
                     if problem.id not in self._step_problems:
                         with suppress(ValueError):  # a problem that is refused is reported when its turn comes
@@ -263,7 +295,7 @@ class RolloutCollector:
     def _generate_baseline(self, problems: list[Problem], numbers: list[int], timer: PhaseTimer) -> list[OpenGroup]:
         assert self.baseline is not None
         with timer("generate_off"):
-            return self._generate(RequestPool(self.baseline), [], problems, numbers, 0)
+            return self._generate(RequestPool(self.baseline), [], problems, numbers, len(problems))
 
     def _count_differences(self, groups: list[OpenGroup], others: list[OpenGroup]) -> None:
         for a, b in zip(groups, others, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -31,6 +32,18 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return {**metrics, "reward/mixed_groups": sum(group.has_signal for group in groups) / len(groups),
             "truncated": fmean(r.finish_reason == "length" for r in rollouts), **episode_metrics(rollouts),
             **length_metrics([len(r.token_ids) for r in rollouts])}
+
+
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
+    """By how many updates the tokens that policy `version` is trained on are older than it."""
+    counts: Counter[int] = Counter()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        mask = rollout.loss_mask
+        counts.update(rollout.versions if mask is None else compress(rollout.versions, mask))
+    if not counts:
+        return {}
+    mean = sum((version - found) * count for found, count in counts.items()) / counts.total()
+    return {"async/staleness_mean": mean, "async/staleness_max": version - min(counts)}
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from paceline.models.weights import check_model, parse_dtype
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import make_task
-from paceline.tasks.environment import AnyTask
+from paceline.tasks.environment import AnyTask, is_environment
 from paceline.tasks.weighted import weighted
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.device import check_run_device, check_worker_gpus, cluster_address, run_device
@@ -63,6 +63,10 @@ def setting_problems(config: TrainConfig) -> list[ConfigProblem]:
 def _task_problems(config: TrainConfig, task: AnyTask) -> list[ConfigProblem]:
     if not len(task):
         return [ConfigProblem("task", f"{task.name} has no problems")]
+    if is_environment(task) and config.rollout.max_staleness and (
+            config.evaluation.every or config.rollout.stale_groups == "drop"):
+        return [ConfigProblem("rollout.max_staleness", f"episodes of {task.name} that are under way allow neither "
+                              "evaluation.every nor rollout.stale_groups = drop yet")]
     rewards = config.reward
     return [*_problems("reward.functions", lambda: weighted(task, rewards.functions, rewards.task_weight)),
             *_problems("evaluation", lambda: split_task(config, task))]
@@ -100,12 +104,10 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "wandb", lambda: _check_package("wandb", "wandb") if config.wandb else _refuse("the project's name is empty")
     if config.push_to_hub is not None:
         yield "push_to_hub", lambda: check_push_to_hub(config.push_to_hub or "")
-    yield from _worker_checks(config) if config.cluster.needs_ray else _one_worker_checks(config)
-
-
-def _one_worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
-    if config.cluster.carry_over:
-        yield "cluster.carry_over", lambda: _refuse("partial rollouts need several workers (cluster.workers)")
+    if config.rollout.max_staleness:
+        yield "rollout.max_staleness", lambda: _check_asynchronous(config)
+    if config.cluster.needs_ray:
+        yield from _worker_checks(config)
 
 
 def _worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -118,14 +120,16 @@ def _worker_checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]
     yield "cluster.cpus_per_worker", lambda: _check_worker_cpus(config)
     if config.drafter_disk_gb not in (0, TrainConfig.model_fields["drafter_disk_gb"].default):
         yield "drafter_disk_gb", lambda: _refuse("several workers keep captured answers in memory only (drafter_buffer_gb)")
-    if config.sleep_during_update and not cluster.shard_training:
+    if config.sleep_during_update and not cluster.shard_training and not config.rollout.max_staleness:
         yield "sleep_during_update", lambda: _refuse("the process that trains has no engine (cluster.shard_training = false)")
-    if cluster.carry_over:
-        others = {"compare_off": config.compare_off, "evaluation.every": config.evaluation.every > 0,
-                  "sleep_during_update": config.sleep_during_update}
-        given = " and ".join(name for name, is_given in others.items() if is_given)
-        if given:
-            yield "cluster.carry_over", lambda: _refuse(f"the engines hold unfinished answers, which {given} cannot have")
+
+
+def _check_asynchronous(config: TrainConfig) -> None:
+    """Engines hold unfinished answers whenever the policy is updated."""
+    others = {"compare_off": config.compare_off, "sleep_during_update": config.sleep_during_update}
+    given = " and ".join(name for name, is_given in others.items() if is_given)
+    if given:
+        raise ValueError(f"answers are under way during updates, which {given} cannot have")
 
 
 def _check_worker_cpus(config: TrainConfig) -> None:

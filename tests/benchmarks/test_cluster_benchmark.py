@@ -75,6 +75,19 @@ def test_results_of_real_steps_have_a_table():
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
+def test_results_of_asynchronous_steps_have_a_table():
+    """They are compared with the faster of the two synchronous ways."""
+    cell = {"step_s": 9.0, "generate_s": 6.0, "update_s": 2.0, "overlap_s": 0.0, "tokens": 9000.0, "busy": 0.5, "staleness": 0.0,
+            "staleness_max": 0}
+    stale = {**cell, "step_s": 5.0, "overlap_s": 1.5, "tokens": 8000.0, "staleness": 0.9, "staleness_max": 1}
+    content = {"benchmark": "cluster/asynchronous", "workers": 2, "cores": 2,
+               "variants": {"synchronous": cell, "synchronous, sharded": {**cell, "step_s": 7.5}, "staleness 1": stale}}
+    table = make_table(content)
+    assert "5.00 s instead of 7.50 s" in table.sentence and "1.50× as fast" in table.sentence
+    assert table.rows[2] == ("staleness 1", "5.00", "1.50×", "1,600", "1.33×", "6.00", "2.00", "75%", "50%", "0.90 (at most 1)")
+    assert all(len(row) == len(table.columns) for row in table.rows)
+
+
 def test_a_slow_worker_is_what_reallocation_is_for(tmp_path):
     """Simulated: with all workers alike it moves nothing, with a slow one it pays."""
     args = SimpleNamespace(lengths=long_tailed(tmp_path), min_gain=PolicyConfig().min_gain)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainer.test_asynchronous import Recorder, check_versions
 
 pytest.importorskip("ray")
 
@@ -93,36 +94,42 @@ def test_what_ended_a_run_is_what_is_said(tmp_path, exists):
     assert out.exists() == exists and not any(out.glob("*")), "nothing is left of it"
 
 
-def test_unfinished_answers_continue_in_the_next_step(tmp_path):
-    cluster = {"workers": 2, "shard_training": False, "carry_over": 0.5}
-    rollout = {"prompts": 4, "group_size": 2, "max_new_tokens": 48}
-    trainer = LocalTrainer(config(tmp_path / "run", cluster=cluster, rollout=rollout, steps=4))
+@pytest.mark.parametrize("workers", [{"workers": 2, "shard_training": False}, {"workers": 1, "address": "here"}])
+def test_generation_goes_on_while_the_policy_is_updated(tmp_path, monkeypatch, workers):
+    """In another process, or between the updates of the workers themselves. Tokens are as old as they may be, and have the
+    log-probabilities of the policies that sampled them; evaluations run meanwhile."""
+    monkeypatch.setattr("paceline.trainer.validation.cluster_address", lambda address: address)
+    rollout = {"prompts": 2, "group_size": 2, "max_new_tokens": 48, "max_staleness": 1}
+    recorder = Recorder()
+    settings = config(tmp_path / "run", cluster=workers, rollout=rollout, steps=4, evaluation={"every": 2, "problems": 2},
+                      engine={"max_batch": 2, "on_update": "recompute"}, device="cpu")
+    trainer = LocalTrainer(settings, callbacks=[] if "address" in workers else [recorder])
     assert trainer.run().num_steps == 4
-    lines = [json.loads(line) for file in sorted((tmp_path / "run").glob("rollouts-*.jsonl"))
-             for line in file.read_text().splitlines()]
-    groups: dict[tuple[int, str], list] = {}
-    for line in lines:
-        groups.setdefault((line["step"], line["id"]), []).append(line)
-    assert all(len(group) == 2 for group in groups.values()), "a group is trained on when all of its answers are finished"
-    assert all(2 <= sum(key[0] == step for key in groups) <= 4 for step in range(1, 5))
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    carried = [line["cluster/carried_over"] for line in metrics]
-    assert max(carried) > 0 and max(carried) <= 2
-    assert len({name for _, name in groups}) == len(groups) == trainer.state.cursor, "every prompt is used once"
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     assert trainer.mixed, "some answers were written by two versions of the policy"
+    if recorder.trained:
+        assert check_versions(recorder, 1) == {0, 1}
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["async/staleness_max"] for line in metrics) == 1 and metrics[-1]["async/open_groups"] == 2
+    assert all(line["async/update_overlap_s"] > 0 for line in metrics) or "address" in workers
+    assert len((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()) == 3
+    groups = list(dict.fromkeys((step, name) for step, name, *_ in tokens(tmp_path / "run")))
+    assert len({name for _, name in groups}) == len(groups) == trainer.state.cursor == 8, "every prompt is used once"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_resumed_run_loses_no_prompt_and_trains_on_none_twice(tmp_path, workers):
-    """Unfinished prompts are begun anew, also where the rest of the run finishes every step's."""
-    cluster = {"workers": 2, "shard_training": False, "carry_over": 0.5}
-    fields = {"rollout": {"prompts": 8, "group_size": 2, "max_new_tokens": 64}, "dtype": "float32"}
-    first = LocalTrainer(config(tmp_path / "run", cluster=cluster, steps=1, **fields))
+    """Unfinished prompts are begun anew, also where the rest of the run is synchronous."""
+    cluster = {"workers": 2, "shard_training": False}
+    rollout = {"prompts": 4, "group_size": 2, "max_new_tokens": 64, "max_staleness": 2, "stale_groups": "drop"}
+    first = LocalTrainer(config(tmp_path / "run", cluster=cluster, steps=1, rollout=rollout, dtype="float32"))
     first.run()
     state = read_state(tmp_path / "run" / "checkpoints" / "step-000001")
-    assert state.unfinished and max(state.unfinished) < state.cursor + len(state.unfinished)
+    assert len(state.unfinished) == 8 and max(state.unfinished) < state.cursor + len(state.unfinished)
     assert state.unfinished[0] < state.cursor, "a group was overtaken: its number says which, a count would not"
-    settings = config(tmp_path / "run", cluster=cluster if workers > 1 else {}, steps=3, **fields)
+    later = rollout if workers > 1 else {**rollout, "max_staleness": 0}
+    settings = config(tmp_path / "run", cluster=cluster if workers > 1 else {}, steps=3, rollout=later, dtype="float32")
     more = (LocalTrainer if workers > 1 else Trainer)(settings, resume=True)
     assert more.run().num_steps == 3
     trained = [name for _, name in dict.fromkeys((step, name) for step, name, *_ in tokens(tmp_path / "run"))]

@@ -43,9 +43,9 @@ def test_episodes_do_not_depend_on_the_number_of_workers(tmp_path):
 
 @pytest.mark.slow
 def test_unfinished_episodes_continue_in_the_next_step(tmp_path):
-    """Partial rollouts: an episode goes on with the next policy, and each prompt is trained on once."""
-    game = {**GAME, "evaluation": {}, "steps": 4}
-    trainer = LocalTrainer(config(tmp_path / "run", cluster={"workers": 2, "shard_training": False, "carry_over": 0.5}, **game))
+    """Asynchronous training: an episode goes on with the next policy, and each prompt is trained on once."""
+    game = {**GAME, "evaluation": {}, "steps": 4, "rollout": {**GAME["rollout"], "max_staleness": 1}}
+    trainer = LocalTrainer(config(tmp_path / "run", cluster={"workers": 2, "shard_training": False}, **game))
     trainer.run()
     groups = [(line["step"], line["id"]) for file in sorted((tmp_path / "run").glob("rollouts-*.jsonl"))
               for line in map(json.loads, file.read_text().splitlines())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from paceline.cli.app import app
 from paceline.cluster.types import PolicyConfig
 from paceline.sim import DrafterQuality, Pace, SimConfig, Workload, read_lengths, sample_workload, simulate
 from paceline.sim.simulator import _Simulation
-from paceline.sim.variants import compare
+from paceline.sim.variants import compare, compare_staleness
 from paceline.strategy import CostCurve, Points
 from paceline.types import Strategy
 
@@ -139,3 +140,31 @@ def test_the_coordinator_takes_less_than_a_hundredth_of_the_time_of_a_large_clus
     config = SimConfig(64, max_batch=256, trained_s=30.0)
     found = compare(work, costs, DrafterQuality.load(simulation_file("h200-drafter.json")), config, 8)
     assert found["+ spot training"].coordinator_share < 0.01
+
+
+def test_synchronous_steps_take_their_rollouts_and_updates_one_after_the_other():
+    """Two steps of one answer each: without staleness 100 + 300 tokens and two updates; with it the second answer is generated
+    beside the first one and during the first update."""
+    pace = Pace(curve(), 8, 0.0)
+    one, two = pace.table(0.0)[1], pace.table(0.0)[2]
+    work = Workload(np.array([100, 300]), np.array([0, 1]), 0, 4096)
+    config = SimConfig(1, STATIC, max_batch=8, steps=2, update_s=0.3, interval_s=0.01)
+    synchronous, ahead = (simulate(work, pace, replace(config, max_staleness=allowed)) for allowed in (0, 1))
+    assert synchronous.seconds == pytest.approx(400 * one + 0.6, abs=0.03) and synchronous.staleness == 0
+    assert ahead.seconds == pytest.approx(100 * two + 200 * one + 0.3, abs=0.03)
+    stale = 100 + 0.3 / one  # tokens of the second answer before the first update has ended
+    assert ahead.staleness == pytest.approx(stale / 400, rel=0.02)
+    waiting = simulate(work, pace, replace(config, max_staleness=1, updates_on_workers=True))
+    assert waiting.seconds == pytest.approx(100 * two + 200 * one + 0.6, abs=0.03)
+
+
+def test_staleness_hides_tails_and_updates_and_speculation_adds_to_it():
+    work = long_tail(1024)
+    config = SimConfig(4, max_batch=16, trained_s=30.0, steps=8, update_s=2.0)
+    found = compare_staleness(work, curve(), QUALITY, config)
+    for speculates in (False, True):
+        seconds = [found[speculates, allowed].seconds for allowed in (0, 1, 2)]
+        assert seconds[0] > 1.2 * seconds[1] > 1.1 * seconds[2]
+        assert all(found[speculates, allowed].tokens == work.lengths.sum() for allowed in (0, 1, 2))
+        assert all(found[speculates, allowed].staleness <= allowed for allowed in (0, 1, 2))
+    assert found[True, 1].seconds < found[False, 1].seconds

@@ -137,31 +137,69 @@ class Graded(Numbers):
         return float(len(answer))
 
 
-def a_collector(engine: Engine, pool: RewardPool, epochs: int | None = None, on_step=lambda *_: None) -> RolloutCollector:
-    config = RolloutConfig(group_size=3, max_new_tokens=6)
-    return RolloutCollector(engine, None, PromptStream(Graded(), 0, epochs), pool, config, 0, on_step)
+def a_collector(engine: Engine, pool: RewardPool, epochs: int | None = None) -> RolloutCollector:
+    return RolloutCollector(engine, None, PromptStream(Graded(), 0, epochs), pool, config(8), 0, lambda *_: None)
 
 
-def test_groups_that_are_carried_over_finish_in_the_next_step_with_the_same_answers():
+def config(prompts: int, **options) -> RolloutConfig:
+    return RolloutConfig(prompts=prompts, group_size=3, max_new_tokens=6, **options)
+
+
+def test_further_groups_are_under_way_while_a_batch_finishes_and_come_next_with_the_same_answers():
     """Three slots, so that one group after the other is generated; the policy does not change."""
     engine, task, progress = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=3)), Graded(), []
     with RewardPool(task, 0, 1.0) as pool:
         wanted = {group.key: [r.token_ids for r in group.rollouts] for group in a_collector(engine, pool, 1)(0, 5, PhaseTimer())}
-        partial = a_collector(engine, pool, 1, lambda _engine, _result, done, total: progress.append((done, total)))
-        partial.max_open = 2
-        first = partial(0, 4, PhaseTimer())
-        assert len(first) == 2 and len(partial.open_groups) == 2 and progress[-1] == (6, 12)
-        second = partial(2, 4, PhaseTimer())
-        assert [len(group.rollouts) for group in second] == [3, 3, 3], "one is new, and the end of the prompts finishes all"
-        assert not partial.open_groups and not engine.scheduler.has_work and progress[-1] == (9, 9)
+        ahead = RolloutCollector(engine, None, PromptStream(task, 0, 1), pool, config(2), 0,
+                                 lambda _engine, _result, done, total: progress.append((done, total)))
+        first = ahead.next_batch(0, 2, PhaseTimer(), max_staleness=1)
+        assert len(first) == 2 and len(ahead.open_groups) == 2 and progress[-1] == (6, 12)
+        second = ahead.next_batch(2, 2, PhaseTimer(), max_staleness=1)
+        assert len(second) == 2 and len(ahead.open_groups) == 1, "there are five prompts"
+        last = ahead.next_batch(4, 2, PhaseTimer(), max_staleness=1)
+        assert not ahead.open_groups and not engine.scheduler.has_work and progress[-1] == (3, 3)
         with pytest.raises(OutOfPrompts):
-            partial(5, 4, PhaseTimer())
-    assert {group.key: [r.token_ids for r in group.rollouts] for group in first + second} == wanted
-    assert all(rollout.reward is not None for group in first + second for rollout in group.rollouts)
+            ahead.next_batch(5, 2, PhaseTimer(), max_staleness=1)
+    assert {group.key: [r.token_ids for r in group.rollouts] for group in first + second + last} == wanted
+    assert [group.key for group in first + second + last] == list(wanted), "in the order of a synchronous run"
+    assert all(rollout.reward is not None for group in first + second + last for rollout in group.rollouts)
 
 
-@pytest.mark.parametrize("max_open", [0, 1])
-def test_whatever_interrupts_collecting_leaves_no_request_behind(max_open):
+def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_used():
+    """The first group has the last slots: answers to later prompts overtake it until it is two versions old."""
+    engine = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=64))
+    with RewardPool(Graded(), 0, 1.0) as pool:
+        collector = RolloutCollector(engine, None, PromptStream(Graded(), 0, 3), pool, config(1, stale_groups="drop"), 0,
+                                     lambda *_: None)
+        add, slow = collector._add, iter([True])
+
+        def add_slowly(requests, problem, key, owners):
+            """The first prompt's answers are long."""
+            params, collector.params = collector.params, collector.params
+            if next(slow, False):
+                collector.params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+            add(requests, problem, key, owners)
+            collector.params = params
+
+        collector._add = add_slowly
+        batches, cursor = [], 0
+        for version in range(4):
+            engine.version = version
+            collector.begin_step()
+            batches.append(collector.next_batch(cursor, 1, PhaseTimer(), max_staleness=1))
+            cursor += len(batches[-1])
+            if version < 2:
+                assert collector.num_dropped == 0 and len(collector._requests) >= 3
+        assert collector.num_dropped == 0 and [len(batch) for batch in batches] == [1, 1, 2, 1]
+        assert [len(group.rollouts) for group in batches[2]] == [0, 3], "the dropped one has none"
+        first = PromptStream(Graded(), 0, 3).take(0, 1)[0].id
+        assert batches[2][0].key == first and first not in {batch[-1].key for batch in batches[:2]}
+        assert all(v >= version - 1 for version, batch in enumerate(batches) for r in batch[-1].rollouts for v in r.versions)
+        collector._requests.abort()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_whatever_interrupts_collecting_leaves_no_request_behind(max_staleness):
     engine, steps = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=3)), iter(range(100))
 
     def interrupt(*_: object) -> None:
@@ -169,12 +207,27 @@ def test_whatever_interrupts_collecting_leaves_no_request_behind(max_open):
             raise KeyboardInterrupt
 
     with RewardPool(Graded(), 0, 1.0) as pool:
-        collector = a_collector(engine, pool, on_step=interrupt)
-        collector.max_open = max_open
+        collector = RolloutCollector(engine, None, PromptStream(Graded(), 0, None), pool, config(2), 0, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            collector(0, 3, PhaseTimer())
+            collector.next_batch(0, 2, PhaseTimer(), max_staleness)
         assert not collector.open_groups and not engine.scheduler.has_work
-        assert len(collector(0, 2, PhaseTimer())) == 2 - max_open
+        assert len(collector.next_batch(0, 2, PhaseTimer(), max_staleness)) == 2
+
+
+def test_answers_that_finish_while_another_collector_generates_are_not_lost():
+    """The second collector is an evaluation, or answers ahead for a drafter."""
+    engine, task = Engine(tiny.model(), chat_tokenizer(), "none", "off", EngineConfig(max_batch=64)), Graded()
+    with RewardPool(task, 0, 1.0) as pool:
+        training, other = (RolloutCollector(engine, None, PromptStream(task, seed, None), pool, config(2), seed, lambda *_: None)
+                           for seed in (0, 1))
+        other.share_engine(training)
+        alone = other(0, 2, PhaseTimer())
+        first = training.next_batch(0, 2, PhaseTimer(), max_staleness=2)
+        assert len(training.open_groups) == 4
+        beside = other(0, 2, PhaseTimer())
+        assert [[r.token_ids for r in group.rollouts] for group in beside] == [[r.token_ids for r in g.rollouts] for g in alone]
+        later = training.next_batch(2, 2, PhaseTimer(), max_staleness=2) + training.next_batch(4, 2, PhaseTimer())
+        assert [len(group.rollouts) for group in first + later] == [3] * 6 and len(training.open_groups) == 2
 
 
 def test_no_garbage_is_collected_while_answers_are_generated():

@@ -13,6 +13,7 @@ import torch
 from e2e import toy
 
 from paceline import Engine, SamplingParams
+from paceline.bundled import resolve_model
 from paceline.config import EngineConfig, LearnerConfig, OptimizerConfig, TrainConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
@@ -84,12 +85,12 @@ class Recorder(TrainerCallback):
 
     def _keep(self) -> None:
         weights = {name: tensor.detach().clone() for name, tensor in self._trainer.learner.weights()}
-        policy = load_model(self._trainer.config.model, "cpu", "float64")[0].requires_grad_(False)
+        policy = load_model(resolve_model(self._trainer.config.model), "cpu", "float64")[0].requires_grad_(False)
         policy.load_state_dict(weights, strict=False)
         self.policies.append(policy)
 
 
-def check_versions(recorder: Recorder, max_staleness: int) -> set[int]:
+def check_versions(recorder: Recorder, max_staleness: int, tolerance: float = 1e-9) -> set[int]:
     """Every trained token is at most so old and has the log-probability that the policy of its version gives. Returns the ages
     of tokens, by number of updates."""
     ages = set()
@@ -99,7 +100,7 @@ def check_versions(recorder: Recorder, max_staleness: int) -> set[int]:
             for each in set(rollout.versions):
                 expected = logprobs_of(recorder.policies[each], rollout)
                 mine = [i for i, found in enumerate(rollout.versions) if found == each]
-                assert all(abs(rollout.logprobs[i] - expected[i]) < 1e-9 for i in mine)
+                assert all(abs(rollout.logprobs[i] - expected[i]) < tolerance for i in mine)
     assert ages and min(ages) >= 0 and max(ages) <= max_staleness
     return ages
 

@@ -28,7 +28,8 @@ from paceline.spot.config import SpotConfig  # noqa: E402
 DOCS = ROOT / "docs"
 FREE_TABLES: dict[str, type[Config]] = {"spot": SpotConfig, "drafter_budget": TrainingBudgetConfig, "drafter_alarms": AlarmConfig}
 """Tables of `TrainConfig` that are dictionaries there, and the classes that check them."""
-_PAGES = {"engine": ("Settings of engine, workers, rewards and evaluation", ("engine", "cluster", "reward", "evaluation")),
+_PAGES = {"engine": ("Settings of rollouts, engine, workers, rewards and evaluation",
+                     ("rollout", "engine", "cluster", "reward", "evaluation")),
           "drafter": ("Settings of drafter training", tuple(FREE_TABLES))}
 """Tables that are on pages of their own: end of the page's name → its title and its tables."""
 _HEAD = """# Settings
@@ -43,7 +44,7 @@ The defaults below are the only ones: of the command line, of files and of `Trai
 file, too, which sets what the small bundled policy needs, such as a higher learning rate. `paceline init` prints that file,
 `paceline init FILE` writes it, and in Python `load_config()` returns it.
 
-More settings: [engine, workers, rewards and evaluation](settings-engine.md), [drafter training](settings-drafter.md),
+More settings: [rollouts, engine, workers, rewards and evaluation](settings-engine.md), [drafter training](settings-drafter.md),
 [algorithms](settings-algorithms.md).
 """
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

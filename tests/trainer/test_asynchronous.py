@@ -126,7 +126,7 @@ def test_an_interrupted_run_that_is_resumed_trains_on_every_prompt_once(tmp_path
 @pytest.mark.parametrize(("change", "said"), [
     ({"compare_off": True}, "answers are under way during updates, which compare_off cannot have"),
     ({"sleep_during_update": True}, "answers are under way during updates, which sleep_during_update cannot have"),
-    ({"task": "calculation"}, "have several turns, which cannot go on during updates yet")])
+    ({"task": "calculation", "evaluation": {"every": 1}}, "calculation that are under way allow neither evaluation.every")])
 def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path, change, said):
     config = make_config(tmp_path, rollout={"max_staleness": 1}, engine=EngineConfig(), **({"task_options": {}} | change))
     if "task" not in change:

@@ -148,7 +148,7 @@ class FakeEngine:
     version, drafter_version, drafter_mismatch = 1, 0, None
 
     def __init__(self, output_weight: float = 1.0):
-        self.distrusted, self.select = [], None
+        self.distrusted, self.selector = [], None
         attention = SimpleNamespace(o=SimpleNamespace(weight=torch.full((1,), output_weight)))
         self.eagle = SimpleNamespace(module=SimpleNamespace(attention=attention))
 

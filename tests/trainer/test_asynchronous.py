@@ -3,23 +3,28 @@ log-probability of the policy that sampled it, and importance weights correct fo
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from e2e import toy
 
+from paceline import Engine, SamplingParams
 from paceline.bundled import resolve_model
-from paceline.config import EngineConfig, TrainConfig
+from paceline.config import EngineConfig, LearnerConfig, OptimizerConfig, TrainConfig
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_model
 from paceline.report import read_metrics
-from paceline.rl import pack
-from paceline.rl.batch import Sample
+from paceline.rl import Learner, make_algorithm, pack
+from paceline.rl.batch import Sample, samples_of
 from paceline.rl.checkpoint import read_state
 from paceline.rl.models import Policy
+from paceline.tasks import make_task
 from paceline.trainer import RunStatus, Trainer, TrainerCallback
+from paceline.trainer.rollouts import PromptStream
 from paceline.types import Rollout, RolloutGroup
 
 
@@ -32,6 +37,35 @@ def make_config(path: Path, **changes: Any) -> TrainConfig:
               "strategy": "suffix:d4w2v8", "out": str(path / "run"), "optimizer": {"lr": 0.01}, "reward": {"workers": 0},
               "rollout": rollout, "engine": {"kv_tokens": 2048, "max_batch": 4, "on_update": "recompute"}}
     return TrainConfig(**{**fields, **changes})
+
+
+def test_without_staleness_a_run_is_a_plain_synchronous_loop(tmp_path):
+    """Rollouts and weights, bit for bit."""
+    config, recorder = make_config(tmp_path, checkpoint_every=4, strategy="off"), Recorder()
+    assert Trainer(config, callbacks=[recorder], progress=False).run().status is RunStatus.COMPLETED
+    source, tokenizer = load_model(config.model, "cpu", "float64")
+    learner = Learner(source, make_algorithm("grpo", 12), LearnerConfig(), OptimizerConfig(lr=0.01), 4, 1.0, torch.float64, 3)
+    engine = Engine(deepcopy(source).requires_grad_(False), tokenizer, "none", "off", config.engine)
+    task, params = make_task(config.task, **config.task_options), SamplingParams(max_new_tokens=12, seed=3)
+    prompts, expected = PromptStream(task, 3, None), []
+    for step in range(4):
+        problems = prompts.take(2 * step, 2)
+        keys = [f"{2 * step + i}/{problem.id}" for i, problem in enumerate(problems)]
+        groups = engine.generate([problem.prompt for problem in problems], params, 3, keys)
+        for problem, group in zip(problems, groups, strict=True):
+            for rollout in group.rollouts:
+                rollout.reward = task.grade(problem, rollout.text)
+                expected.append((step, problem.id, rollout.token_ids, rollout.logprobs, rollout.versions, rollout.reward))
+        samples = samples_of(groups, torch.float64)
+        learner.infer(samples)
+        learner.algorithm.compute_advantages(samples)
+        learner.update(samples, step)
+        engine.update_weights(learner.weights(), step + 1)
+    assert expected == [(step, group.key, r.token_ids, r.logprobs, r.versions, r.reward)
+                        for step, groups in recorder.trained for group in groups for r in group.rollouts]
+    final, _ = load_model(tmp_path / "run" / "checkpoints" / "step-000004" / "policy", "cpu", "float64")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(final.parameters(), source.parameters(), strict=True))
+    assert not any(name.startswith("async/") for name in read_metrics(tmp_path / "run")[0])
 
 
 class Recorder(TrainerCallback):
@@ -121,6 +155,41 @@ def test_an_interrupted_run_that_is_resumed_trains_on_every_prompt_once(tmp_path
     groups = dict.fromkeys((line["step"], line["id"]) for line in toy.rollouts(tmp_path / "run"))
     assert sorted(name for _, name in groups) == sorted(f"p{i}" for i in range(12))
     assert read_state(tmp_path / "run" / "checkpoints" / "step-000006").unfinished == ()
+
+
+@pytest.mark.parametrize("correction", ["truncate", "off"])
+def test_the_gradient_is_that_of_truncated_importance_weights(correction):
+    """Beside plain PyTorch: sum over tokens of weight · min(pi / mu, cap) · A · grad log pi, where mu is what the tokens were
+    sampled with."""
+    model, draw = deepcopy(tiny.model("llama")), torch.Generator().manual_seed(0)
+    samples = []
+    for i in range(6):
+        tokens = torch.randint(0, tiny.VOCAB, (9,), generator=draw).tolist()
+        own = logprobs_of(model, Rollout(0, 0, tokens[:3], tokens[3:], [], "", "stop", []))
+        away = 0.6 * torch.randn(6, generator=draw, dtype=torch.float64)
+        behaviour = torch.tensor(own, dtype=torch.float64) + away + 0.01 * away.sign()  # not mere rounding
+        samples.append(Sample(tokens, 3, i // 3, float(i % 3), False, behaviour))
+    settings = LearnerConfig(importance_correction=correction, importance_cap=1.5)
+    learner = Learner(deepcopy(model), make_algorithm("grpo", 16), settings, OptimizerConfig(max_grad_norm=1e9), 10, 1.0,
+                      torch.float64)
+    learner.algorithm.compute_advantages(samples)
+    gradients: dict[str, torch.Tensor] = {}
+    learner._apply = lambda losses: gradients.update(  # type: ignore[method-assign]
+        {name: p.grad.clone() for name, p in learner.policy.model.named_parameters()}) or {}
+    learner.infer(samples)
+    learner.update(samples, 0)
+
+    policy, loss, capped = Policy(model.requires_grad_(True), torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
+        logprobs = policy.logprobs(pack([sample], 100)[0], 1.0)[0]
+        ratio = (logprobs.detach() - sample.sampled).exp()
+        capped += int((ratio > 1.5).sum())
+        weight = ratio.clamp(max=1.5) if correction == "truncate" else torch.ones_like(ratio)
+        loss = loss - (weight * sample.advantages * logprobs).mean() / len(samples)
+    assert 2 < capped < 34, "some weights are cut, and some are not"
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
 @pytest.mark.parametrize(("change", "said"), [

@@ -34,7 +34,7 @@ class _Scheduler(NamedTuple):
 class ClusterEngine:
     """Generates on the workers of a coordinator. Its methods are those of `Engine` of the same names."""
 
-    select = None
+    selector = None
     """Each worker's engine has a selector of its own."""
 
     def __init__(self, coordinator: Coordinator, tokenizer: Any, shape: ModelConfig, is_baseline: bool = False) -> None:

@@ -99,7 +99,7 @@ def run_case(case: Case, args: argparse.Namespace, setting: Setting, budget: Bud
                              "savings": {what: saved / GIB for what, saved in plan.savings}}
     peaks = PhasePeaks(setting.device, plan)
     task = make_task(case, args)
-    found["longest_generated"] = max(max(problem.truth) for problem in task.problems)
+    found["longest_generated"] = max(max(problem.truth.lengths) for problem in task.problems)
     trainer = RandomTrainer(config, callbacks=[peaks], task=task)
     try:
         found["steps"] = run_steps(trainer, args.steps, budget).steps

@@ -16,7 +16,7 @@ from benchmarks.lib.cluster_tables import (
 from benchmarks.lib.episode_tables import cpu_episodes, gpu_episodes
 from benchmarks.lib.gpu_check.verdict import ratios
 from benchmarks.lib.queue_tables import gpu_queue
-from benchmarks.lib.rl_tables import gpu_exact_logprobs, gpu_memory, gpu_rl_step
+from benchmarks.lib.rl_tables import gpu_exact_logprobs, gpu_headline, gpu_memory
 from benchmarks.lib.table import Content, Table
 from benchmarks.lib.table import number as _number
 from benchmarks.lib.table import range_of as _range
@@ -251,7 +251,7 @@ def cpu_speculation(content: Content, _: str) -> Table:
 
 TABLES: dict[str, Callable[[Content, str], Table]] = {
     "gpu/check": gpu_check,
-    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/rl_step": gpu_rl_step,
+    "cpu/decode": cpu_decode, "gpu/decode": gpu_decode, "gpu/headline": gpu_headline,
     "gpu/speculate": speculate, "selection": selection, "cpu/speculation": cpu_speculation,
     "cpu/suffix_vs_arctic": suffix_vs_arctic, "drafter_training": drafter_training, "frozen_vs_adaptive": frozen_vs_adaptive,
     "cluster/rollout": cluster_rollout, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,

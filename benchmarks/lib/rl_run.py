@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.lib.answer_hashes import answer_hashes
 from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, freeze_memory
 from benchmarks.lib.stages import Stages
@@ -24,15 +26,26 @@ from paceline.trainer.rollouts import OpenGroup, PromptStream, RolloutCollector
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
 
+class Given(NamedTuple):
+    """What a benchmark knows of a prompt beforehand (`Problem.truth`)."""
+
+    lengths: list[int]
+    """Lengths of its answers."""
+    results: list[str]
+    """The right result of every problem in it. Empty: there is nothing to grade."""
+
+
 class GivenLengthsTask:
-    """Prompts and the lengths of their answers (`Problem.truth`), in the order in which a run uses them."""
+    """Prompts, the lengths of their answers and the results that are right, in the order in which a run uses them."""
 
     name = "given lengths"
 
-    def __init__(self, prompts: Sequence[str | list[dict[str, str]]], lengths: Sequence[Sequence[int]]) -> None:
-        """`lengths[i]` are the lengths of the answers to `prompts[i]`."""
-        pairs = enumerate(zip(prompts, lengths, strict=True))
-        self.problems = [Problem(f"p{i}", prompt, list(each)) for i, (prompt, each) in pairs]
+    def __init__(self, prompts: Sequence[str | list[dict[str, str]]], lengths: Sequence[Sequence[int]],
+                 results: Sequence[Sequence[str]] = ()) -> None:
+        """`lengths[i]` are the lengths of the answers to `prompts[i]`, `results[i]` what is right in them."""
+        right = results or [()] * len(prompts)
+        self.problems = [Problem(f"p{i}", prompt, Given(list(each), list(found)))
+                         for i, (prompt, each, found) in enumerate(zip(prompts, lengths, right, strict=True))]
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -41,20 +54,25 @@ class GivenLengthsTask:
         return self.problems[index]
 
     def grade(self, problem: Problem, answer: str) -> float:
-        """Never called, because the trainer of this benchmark sets the rewards itself."""
-        raise AssertionError("the rewards of this task are given")
+        """Share of the prompt's problems of which the answer names the right result."""
+        results: list[str] = problem.truth.results
+        said = named_results(answer)
+        return sum(said.get(number) == float(right) for number, right in enumerate(results, 1)) / len(results)
 
 
-class InOrder(PromptStream):
-    """The problems of a task in their own order, so that every step has the lengths that were drawn for it."""
+_NAMED = re.compile(r"answer\s*#?(\d{1,3})\s*[:=]([^\n]{0,200})", re.IGNORECASE)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        return list(range(len(self.task)))
+
+def named_results(answer: str) -> dict[int, float]:
+    """The last number of the last line "Answer N: …" for every N."""
+    found = {int(number): _NUMBER.findall(line) for number, line in _NAMED.findall(answer)}
+    return {number: float(values[-1].replace(",", "")) for number, values in found.items() if values}
 
 
 class GivenLengths(RolloutCollector):
-    """Ends every answer at its given length, which the engine does not know: it is told the longest for all. Rewards alternate
-    within a group, so that every answer has an advantage and is trained on."""
+    """Ends every answer at its given length, which the engine does not know: it is told the longest for all. Where nothing can be
+    graded, rewards alternate within a group, so that every answer has an advantage."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -65,7 +83,7 @@ class GivenLengths(RolloutCollector):
         params = SamplingParams(temperature=self.params.temperature, max_new_tokens=self.params.max_new_tokens,
                                 seed=self.params.seed)
         ids = requests.add(requests.engine.encode(problem.prompt), params, owners, key)
-        self._lengths.update(zip(ids, problem.truth, strict=False))  # answers ahead are fewer
+        self._lengths.update(zip(ids, problem.truth.lengths, strict=False))  # answers ahead are fewer
         return ids
 
     def _step(self, requests: RequestPool[OpenGroup]) -> PoolStep[OpenGroup]:
@@ -75,36 +93,47 @@ class GivenLengths(RolloutCollector):
         finished += requests.abort([i for i in result.tokens if i in requests.owners and self._drawn[i] >= self._lengths[i]])
         for _, rollout in finished:
             if rollout.finish_reason != "error":
-                _cut(rollout, self._lengths[rollout.request_id])
+                self._cut(rollout, self._lengths[rollout.request_id])
         return PoolStep(result, finished)
 
-    def _grade(self, problem: Problem, rollout: Rollout) -> None:
-        """`_cut` has set the reward."""
+    def _cut(self, rollout: Rollout, length: int) -> None:
+        """Remove the tokens that a draft added beyond a rollout's length."""
+        assert len(rollout.token_ids) >= length, "an answer does not have its length"
+        if len(rollout.token_ids) > length:
+            rollout.token_ids, rollout.logprobs, rollout.versions = (
+                values[:length] for values in (rollout.token_ids, rollout.logprobs, rollout.versions))
+            if self.engine.tokenizer is not None:
+                rollout.text = self.engine.tokenizer.decode(rollout.token_ids)
+
+    def _grade(self, problem: Problem, rollout: Rollout) -> Any:
+        if problem.truth.results:
+            return super()._grade(problem, rollout)
+        rollout.reward = float(rollout.sample % 2)
+        return None
 
     def _collect_grades(self, handles: list[tuple[Rollout, Any]]) -> None:
-        """Rewards are set already: there are no grades to wait for."""
+        super()._collect_grades([(rollout, handle) for rollout, handle in handles if handle is not None])
 
 
-def _cut(rollout: Rollout, length: int) -> None:
-    """Removes the tokens that a draft added beyond a rollout's length, and sets its reward."""
-    rollout.token_ids, rollout.logprobs, rollout.versions = (
-        values[:length] for values in (rollout.token_ids, rollout.logprobs, rollout.versions))
-    assert len(rollout.token_ids) == length, "an answer does not have its length"
-    rollout.reward = float(rollout.sample % 2)
-
-
-class GivenLengthsTrainer(Trainer):
-    """A `Trainer` whose answers have given lengths. Its task is a `GivenLengthsTask`."""
+class MeasuredTrainer(Trainer):
+    """A `Trainer` that measures what is not a phase of a step."""
 
     publish_s = 0.0
     """Seconds that the last step took to hand the new weights to the engine."""
+    warm_up_s = 0.0
+    """Seconds of warm-up before the first step: kernels compiled, engine steps captured and timed, memory planned."""
 
-    def _load(self) -> None:
-        super()._load()
-        self.engine.planner.eos = frozenset()  # with `ignore_eos`, `auto` would take the limit for the length of every answer
-        assert self._task is not None
-        self.collector = GivenLengths(self.engine, None, InOrder(self._task, 0, None), self.pool, self.config.rollout,
-                                      self.config.seed, self._on_engine_step)
+    def _warm_up_learner(self, learner: Learner) -> None:
+        began = time.perf_counter()
+        super()._warm_up_learner(learner)
+        synchronize(learner.device)
+        self.warm_up_s += time.perf_counter() - began
+
+    def _warm_up(self) -> None:
+        began = time.perf_counter()
+        super()._warm_up()
+        synchronize(self.learner.device)
+        self.warm_up_s += time.perf_counter() - began
 
     def _publish(self, learner: Learner, version: int) -> None:
         synchronize(learner.device)
@@ -113,6 +142,17 @@ class GivenLengthsTrainer(Trainer):
         super()._publish(learner, version)
         synchronize(learner.device)
         self.publish_s = time.perf_counter() - began
+
+
+class GivenLengthsTrainer(MeasuredTrainer):
+    """A `Trainer` whose answers have given lengths. Its task is a `GivenLengthsTask`."""
+
+    def _load(self) -> None:
+        super()._load()
+        self.engine.planner.eos = frozenset()  # with `ignore_eos`, `auto` would take the limit for the length of every answer
+        assert self._task is not None
+        self.collector = GivenLengths(self.engine, None, PromptStream(self._task, 0, None, shuffle=False), self.pool,
+                                      self.config.rollout, self.config.seed, self._on_engine_step)
 
 
 class EndlessTrainer(GivenLengthsTrainer):
@@ -142,76 +182,67 @@ class StepRecorder(TrainerCallback):
     num_steps: int
     budget: Budget
     steps: list[dict[str, Any]] = field(default_factory=list)
-    first_answers: list[list[int]] = field(default_factory=list)
-    """Tokens of the answers of the first step."""
-    trainer: GivenLengthsTrainer | None = None
+    warm_up_s: float = 0.0
+    """Seconds of warm-up before the first step."""
+    notes: list[str] = field(default_factory=list)
+    """What the run said, with the step in which it did."""
+    trainer: MeasuredTrainer | None = None
     """The run, while it lasts."""
     _strategies: Counter[str] = field(default_factory=Counter)
     _stages: Stages = field(default_factory=Stages)
-    _runs: list[list[Any]] = field(default_factory=list)
-    """What was used from engine step to engine step: drafter, requests at the beginning, steps, tokens, seconds, and what the
-    guard's accounts had at the beginning."""
+    _step: int = 0
     interruptions: Interruptions = field(default_factory=Interruptions)
 
     def on_run_begin(self, trainer: Trainer) -> None:
-        assert isinstance(trainer, GivenLengthsTrainer)
+        assert isinstance(trainer, MeasuredTrainer)
         self.trainer = trainer
 
+    def on_note(self, message: str) -> None:
+        self.notes.append(f"step {self._step}: {message}" if self._step else message)
+
     def on_step_begin(self, step: int) -> None:
+        assert self.trainer is not None
+        self._step = step
         if not self.steps:  # the engines are warm
+            self.warm_up_s = self.trainer.warm_up_s
             freeze_memory()
         longest = max((found["seconds"] for found in self.steps), default=0.0)
         if step > self.num_steps or (self.steps and self.budget.left < longest):
             raise KeyboardInterrupt
 
     def on_engine_step(self, result: StepResult, progress: RolloutProgress) -> None:
-        seconds = self._stages.add(result)
+        self._stages.add(result)
         if result.num_requests:
             self._strategies[str(result.strategy)] += 1
-            self._add_to_run(result, seconds)
-
-    def _add_to_run(self, result: StepResult, seconds: float) -> None:
-        assert self.trainer is not None
-        drafter = result.strategy.drafter
-        if not self._runs or self._runs[-1][0] != drafter:
-            guard = getattr(self.trainer.engine.selector, "guard", None)
-            found = {} if guard is None else guard.accounts
-            accounts = {f"{name} {size}": round(account.steps, 2) for (name, size), account in found.items()}
-            self._runs.append([drafter, result.num_requests, 0, 0, 0.0, accounts])
-        last = self._runs[-1]
-        last[2:5] = last[2] + 1, last[3] + sum(map(len, result.tokens.values())), last[4] + seconds
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[RolloutGroup]) -> None:
         assert self.trainer is not None
         answers = [rollout for group in groups for rollout in group.rollouts]
         publish, shape = self.trainer.publish_s, self.trainer.learner.policy.model.config
         rollout, steps = metrics["time/generate"], self._strategies.total()
+        parts = {"rollout_seconds": rollout, "reward_seconds": metrics["time/reward"],
+                 "update_seconds": metrics["time/infer"] + metrics["time/train"] - publish,
+                 "drafter_seconds": metrics.get("time/drafter", 0.0), "publish_seconds": publish}
         self.steps.append({
-            "seconds": metrics["time/step"], "rollout_seconds": rollout, "publish_seconds": publish,
-            "update_seconds": metrics["time/infer"] + metrics["time/train"] - publish,
-            "drafter_seconds": metrics.get("time/drafter", 0.0), "drafter_training_seconds": metrics.get("drafter/seconds", 0.0),
+            **parts, "seconds": metrics["time/step"], "other_seconds": metrics["time/step"] - sum(parts.values()),
+            "drafter_training_seconds": metrics.get("drafter/seconds", 0.0),
             "drafter_wait_seconds": metrics.get("drafter/wait_seconds", 0.0),
             "drafter_measure_seconds": metrics.get("drafter/measure_seconds", 0.0),
             "drafter_expected": metrics.get("drafter/expected_after", 0.0),
-            "tokens": sum(len(answer.token_ids) for answer in answers),
+            "tokens": sum(len(answer.token_ids) for answer in answers), "reward": metrics["reward/mean"],
             "accept_length": metrics["accept_length"], "preemptions": metrics["preemptions"],
             "grad_norm": metrics["grad_norm"], "share_past_end": share_past_end(answers, shape.eos_token_ids),
-            "share_repeated": share_repeated(answers),
-            "share_off": self._strategies["off"] / max(1, steps),
+            "share_repeated": share_repeated(answers), "share_off": self._strategies["off"] / max(1, steps),
             "update_flops": update_flops(shape, [(len(a.prompt_ids), len(a.token_ids)) for a in answers]),
-            "nats_by_position": nats_by_position(answers),
-            "stages": self._stages.take(),
-            "runs": self._runs, "interruptions": self.interruptions.found})
-        if step == 1:
-            self.first_answers = [answer.token_ids for answer in answers]
+            "nats_by_position": nats_by_position(answers), "stages": self._stages.take(),
+            "answer_hashes": answer_hashes(answer.token_ids for answer in answers), "interruptions": self.interruptions.found})
         self._strategies.clear()
-        self._runs = []
         self.interruptions.found = []
         print(f"step {step}: {metrics['time/step']:.2f} s, rollout {rollout:.2f} s, accept length "
               f"{metrics['accept_length']:.2f}", flush=True)
 
 
-def run_steps(trainer: GivenLengthsTrainer, num_steps: int, budget: Budget) -> StepRecorder:
+def run_steps(trainer: MeasuredTrainer, num_steps: int, budget: Budget) -> StepRecorder:
     """Figures of the first `num_steps` steps, or of as many as the time allows. The run is then interrupted, so that it writes no
     checkpoint. A RuntimeError says why a run failed."""
     recorder = StepRecorder(num_steps, budget)

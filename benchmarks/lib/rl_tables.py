@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean
 
+from benchmarks.lib.headline_figures import PARTS
 from benchmarks.lib.table import Content, Table, times
 
 
@@ -37,22 +38,54 @@ def gpu_exact_logprobs(content: Content, _: str) -> Table:
                   "largest difference"), rows)
 
 
-def gpu_rl_step(content: Content, _: str) -> Table:
-    rows: list[Sequence[object]] = [
-        (name, f"{side['rollout_seconds']:.1f}", f"{side['update_seconds']:.1f}", f"{side['seconds']:.1f}",
-         f"{side['steps'][0]['seconds']:.1f}", f"{side['accept_length']:.2f}") for name, side in content["sides"].items()]
-    if "vllm_step_seconds" in content:
-        rows.append(("vLLM", f"{content['vllm']['rollout_seconds']:.1f}", "", f"{content['vllm_step_seconds']:.1f}", "", ""))
-    faster = " and ".join(f"{times(ratio['rollout'])} the rollout and {times(ratio['step'])} the whole step of "
-                          f"{'vLLM with the same trainer' if name == 'vllm' else name}"
-                          for name, ratio in content["auto_over"].items())
-    sentence = f"{content['answers']} answers of up to {content['max_length']:,} tokens with long-tailed lengths"
-    repeated = [step["share_repeated"] for step in content["sides"]["auto"]["steps"] if "share_repeated" in step]
-    if repeated:
-        sentence += f" ({median(repeated):.0%} of the tokens repeat 32 of the same answer)"
-    sentence += f": `auto` has {faster}" if faster else ""
-    sentence += f". The update runs at {content['training_share']:.0%} of the measured rate of a large matrix product"
-    if "first_over_later" in content:
-        sentence += f"; the first step takes {times(content['first_over_later'])} the time of a later one"
-    return Table("Whole GRPO steps on a GPU", sentence + ".",
-                 ("generation", "rollout s", "update s", "step s", "first step s", "accept length"), rows)
+def gpu_headline(content: Content, _: str) -> Table:
+    found, against = content["conclusions"], [(other, what) for other in ("off", "vllm") for what in ("rollout", "step", "run")]
+    rows: list[Sequence[object]] = []
+    for name, totals in found["totals"].items():
+        over = found["over"].get(name, {})
+        lengths = [step["accept_length"] for step in content["sides"][name].get("steps", [])[: found["steps"]]]
+        rows.append((_SIDES[name], *(f"{totals[part]:.1f}" for part in PARTS), f"{sum(totals.values()):.1f}",
+                     f"{fmean(lengths):.2f}" if lengths else "–",
+                     *(times(over[other][what]) if other in over else "–" for other, what in against)))
+    cost = content["cost"] + (" cost" if content["cost"] != "1.5B" else "")
+    return Table(f"GRPO on one GPU, everything counted, {cost}", _headline_sentence(content),
+                 ("drafter", *(f"{part.replace('_', '-')} s" for part in PARTS), "in all s", "accept length",
+                  *(f"{what}s × {other.replace('vllm', 'vLLM')}" for other, what in against)), rows,
+                 _domains_table(content["domains"]) if content["domains"] else None)
+
+
+_SIDES = {"new": "from nothing", "ready": "trained before", "off": "none", "vllm": "vLLM, our trainer"}
+
+
+def _headline_sentence(content: Content) -> str:
+    """What is imposed, then what was found."""
+    found, prepared = content["conclusions"], content.get("drafter", {})
+    said = [f"{found['steps']} steps with {content['answers']} answers of up to {content['max_length']:,} tokens; imposed: "
+            "answers end at drawn, long-tailed lengths, which the engine does not know, and end tokens are not sampled. The "
+            "reward is the share of right results"]
+    if content["cost"] != "1.5B":
+        said.append(f"The policy of 1.5B runs as its twin at {content['cost']} cost, with 8-bit AdamW")
+    said += [f"A drafter {_SIDES[name]} gives {times(ratio['rollout'])} the rollouts and {times(ratio['step'])} the steps of "
+             f"{'vLLM with the same trainer' if other == 'vllm' else 'no speculation'}"
+             for name, over in found["over"].items() for other, ratio in over.items()]
+    if "overtakes_after" in found:
+        when = f"after {found['overtakes_after']} steps" if found["overtakes_after"] else "not yet"
+        said.append(f"With its warm-up and training counted, the run from nothing has overtaken one without speculation {when}; "
+                    f"its last rollouts are {times(found['last_rollouts'])} as fast")
+    if "identical_answers" in found:
+        said.append(f"{found['identical_answers']:.1%} of the answers are the same with and without speculation, and so is the "
+                    f"reward of {found['identical_rewards']:.0%} of the steps")
+    if "train_seconds" in prepared:
+        seconds = prepared["capture_seconds"] + prepared["train_seconds"]
+        said.append(f"Training the drafter before took {seconds:.0f} s, which are not part of its run")
+    return ". ".join([*said, "vLLM's start and its weight updates count nothing"]) + "."
+
+
+def _domains_table(domains: Content) -> Table:
+    names = {"code": "code (HumanEval)", "choice": "multiple choice"}
+    rows = [(names[name] + (" (made of grade-school problems)" if cell["is_made"] else ""), f"{cell['accept_length']:.2f}",
+             times(cell["rollout_over_off"]), f"{cell['tokens_per_answer']:.0f}", f"{cell['reward']:.2f}")
+            for name, cell in domains.items()]
+    return Table("Other kinds of prompts",
+                 "Natural ends, the task's own reward, a drafter that was trained on grade-school problems.",
+                 ("prompts", "accept length", "rollouts × off", "tokens per answer", "reward"), rows)

@@ -12,9 +12,9 @@ from benchmarks.gpu import (
     decode,
     episodes,
     exact_logprobs,
+    headline,
     memory,
     queue,
-    rl_step,
     speculate,
     step,
 )
@@ -27,7 +27,7 @@ from paceline.types import Rollout, StepResult
 
 
 @pytest.mark.parametrize("script", [decode, step, exact_logprobs, *(
-    pytest.param(script, marks=pytest.mark.slow) for script in (speculate, rl_step, memory, cold_start))])
+    pytest.param(script, marks=pytest.mark.slow) for script in (speculate, headline, memory, cold_start))])
 def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
     file = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", [script.__file__, "--tiny", "--allow-dirty", "--out", str(file)])
@@ -42,13 +42,14 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
             assert twin[name]["tokens_per_verification"] == policy[name]["tokens_per_verification"]
         assert found["models"]["twin"]["flips_per_million"]["tokens_compared"] > 0
         assert all(each["longest_step_ms"] > 0 for each in policy.values())
-    elif script is rl_step:
-        assert found["identical_answers"] == 1 and set(found["sides"]) == {"auto", "off"} and found["training_share"] > 0
-        assert [step["tokens"] for step in found["sides"]["auto"]["steps"]] == [found["tokens"]] * 2
+    elif script is headline:
+        totals = found["conclusions"]["totals"]
+        assert set(totals) == {"new", "ready", "off"} and found["conclusions"]["identical_answers"] == 1
+        assert [step["tokens"] for step in found["sides"]["ready"]["steps"]] == [found["tokens_per_step"]] * 2
         step = found["sides"]["off"]["steps"][0]
         assert {stage["tokens_per_step"] for stage in step["stages"].values()} == {1.0} == {step["accept_length"]}
         assert sum(stage["seconds"] for stage in step["stages"].values()) <= step["rollout_seconds"]
-        assert make_table(found).rows
+        assert totals["new"]["drafter"] > totals["off"]["drafter"] == 0 and len(make_table(found).rows) == 3
     elif script is memory:
         assert [len(case["steps"]) for case in found["cases"].values()] == [2, 2] and make_table(found).rows
         assert found["cases"]["LoRA"]["plan"]["gradients"] < found["cases"]["full weights"]["plan"]["gradients"]
@@ -60,6 +61,25 @@ def test_a_tiny_run_writes_its_results(script, tmp_path, monkeypatch):
         assert found["shapes"]["1.5B"]["filled caches"]["warm"] > 0
     else:
         assert found["shapes"]["tiny"]["batches"].keys() == {"1", "2"}
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_headline_are_put_together(tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", [headline.__file__, "--tiny", "--allow-dirty", "--out", str(file), *options])
+        headline.main()
+        return json.loads(file.read_text())
+
+    run("--cost", "7B", "--sides", "off")
+    found = run("--cost", "7B", "--sides", "ready", "code", "choice", "--continue", str(file))
+    assert set(found["conclusions"]["totals"]) == {"ready", "off"} and len(found["commands"]) == 2
+    assert found["conclusions"]["identical_answers"] == 1 and found["conclusions"]["identical_rewards"] == 1
+    assert found["domains"]["code"]["accept_length"] >= 1 and found["domains"]["choice"]["is_made"]
+    assert len(make_table(found).more.rows) == 2 and "7B cost" in make_table(found).title
+    with pytest.raises(SystemExit, match=r"cost was 7B, and is 1\.5B now"):
+        run("--sides", "off", "--continue", str(file))
 
 
 @pytest.mark.slow

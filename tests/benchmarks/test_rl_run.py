@@ -12,35 +12,71 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu import memory, rl_step
+from benchmarks.gpu import headline, memory
+from benchmarks.lib.headline import GradedProblem, compose_graded, write_choices
+from benchmarks.lib.headline_figures import conclusions, overtakes_after
 from benchmarks.lib.results import Report
-from benchmarks.lib.rl_run import nats_by_position, share_past_end, share_repeated, silence_ends, update_flops
-from benchmarks.lib.rl_tables import gpu_rl_step
+from benchmarks.lib.rl_run import GivenLengthsTask, nats_by_position, share_past_end, share_repeated, silence_ends, update_flops
+from benchmarks.lib.rl_tables import gpu_headline
 from benchmarks.lib.setup import Budget, Setting, free_memory
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.engine.strategy_control import StrategyControl
 from paceline.models.decoder import Decoder
 from paceline.rl import Learner, make_algorithm
 from paceline.rl.batch import Sample
+from paceline.tasks import make_task
 from paceline.types import Rollout
 
 
-def side(seconds: float, rollout: float, **more) -> dict:
-    return {"seconds": seconds, "rollout_seconds": rollout, "publish_seconds": 0.5, "update_seconds": seconds - rollout - 0.5,
-            "drafter_seconds": 0.0, "update_flops": 4e14, "accept_length": 2.0, **more}
+def step(rollout: float, drafter: float = 0.0, reward: float = 0.5, answers: str = "aaaaaaaabbbbbbbb") -> dict:
+    parts = {"rollout": rollout, "reward": 0.1, "update": 5.0, "drafter": drafter, "publish": 0.3, "other": 0.1}
+    return {**{f"{name}_seconds": value for name, value in parts.items()}, "seconds": sum(parts.values()), "accept_length": 2.0,
+            "reward": reward, "answer_hashes": answers, "tokens": 1000}
 
 
-def test_ratios_of_a_step():
-    content = {"matrix_tflops": 500.0, "vllm": {"rollout_seconds": 20.0}, "answers": 256, "max_length": 8192,
-               "sides": {"auto": {"steps": [side(9, 6), side(6.5, 4)]}, "off": {"steps": [side(12.5, 10)]}}}
-    content |= rl_step.conclusions(content)
-    assert content["first_over_later"] == pytest.approx(9 / 6.5)
-    assert content["training_share"] == pytest.approx(4e14 / 2 / 500e12)
-    assert content["vllm_step_seconds"] == 22  # no time for new weights
-    assert content["auto_over"] == {"off": {"rollout": 2.5, "step": pytest.approx(12.5 / 6.5)},
-                                    "vllm": {"rollout": 5.0, "step": pytest.approx(22 / 6.5)}}
-    table = gpu_rl_step(content, "GPU")
-    assert [row[0] for row in table.rows] == ["auto", "off", "vLLM"] and "5.00×" in table.sentence and "40%" in table.sentence
+def test_a_run_from_nothing_pays_for_its_warm_up():
+    new = {"warm_up_seconds": 3.0, "notes": [], "steps": [step(10, drafter=6), step(6), step(5), step(5)]}
+    off = {"warm_up_seconds": 1.0, "notes": [], "steps": [step(10), step(10), step(10, answers="aaaaaaaacccccccc"),
+                                                        step(10, reward=0.25), step(10)]}
+    found = conclusions({"new": new, "off": off, "vllm": {"rollout_seconds": [12.0, 14.0]}})
+    assert found["steps"] == 4 and found["totals"]["off"]["rollout"] == 40 and found["totals"]["new"]["warm_up"] == 3
+    assert found["totals"]["vllm"]["rollout"] == 52 and found["totals"]["vllm"]["warm_up"] == 0
+    assert found["over"]["new"]["off"]["rollout"] == pytest.approx(40 / 26)
+    assert found["over"]["new"]["off"]["run"] == pytest.approx((1 + 62) / (3 + 54))
+    assert found["overtakes_after"] == 3  # behind by 2 + 6 s at first: ahead once 4 + 5 s of it are saved
+    assert found["identical_answers"] == 7 / 8 and found["identical_rewards"] == 0.75
+    assert overtakes_after({**new, "warm_up_seconds": 30.0}, off) is None
+
+
+def test_a_headline_says_what_is_imposed():
+    sides = {"off": {"warm_up_seconds": 1.0, "steps": [step(10)]}, "ready": {"warm_up_seconds": 2.0, "steps": [step(5)]},
+             "vllm": {"rollout_seconds": [12.0]}}
+    domain = {"accept_length": 3.0, "rollout_over_off": 1.5, "tokens_per_answer": 200.0, "reward": 0.4, "is_made": True}
+    table = gpu_headline({"cost": "1.5B", "answers": 256, "max_length": 8192, "sides": sides, "domains": {"choice": domain},
+                          "conclusions": conclusions(sides)}, "GPU")
+    assert [row[0] for row in table.rows] == ["trained before", "none", "vLLM, our trainer"]
+    assert "end tokens are not sampled" in table.sentence and "2.00× the rollouts" in table.sentence
+    assert all(len(row) == len(table.columns) for row in table.rows) and table.more.rows[0][2] == "1.50×"
+
+
+def test_the_reward_is_the_share_of_right_results():
+    task = GivenLengthsTask(["two problems"], [[5, 6]], [["42", "1000"]])
+    problem = task[0]
+    for answer, reward in (("Answer 1: 42\nso\nAnswer 2: $1,000.", 1.0), ("answer 1: 6 * 7 = 42", 0.5), ("42, 1000", 0.0),
+                           ("Answer 1: 42\nwait\nAnswer 1: 41\nAnswer 2 = 1000.0", 0.5)):
+        assert task.grade(problem, answer) == reward
+
+
+def test_prompts_have_room_for_their_problems_and_choices_have_one_right_answer(tmp_path):
+    problems = [GradedProblem(f"question {i}?", str(i)) for i in range(20)]
+    short, long = compose_graded(problems, [10, 2000], 0)
+    assert len(short.results) == 1 and len(long.results) == 12 and "12. question" in long.text
+    write_choices(problems, tmp_path / "choice.jsonl")
+    task = make_task("arc", data=str(tmp_path / "choice.jsonl"))
+    for number in range(len(task)):
+        grades = [task.grade(task[number], f"Answer: {label}") for label in "ABCD"]
+        assert sorted(grades) == [0, 0, 0, 1]
+        assert task[number].truth["choices"]["ABCD"[grades.index(1)]] == str(number)
 
 
 def test_the_operations_of_an_update_are_those_of_its_products():
@@ -133,11 +169,12 @@ class Peer:
         self.is_closed = True
 
 
-def test_the_peer_generates_every_answer_of_the_first_step_and_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_step, "open_checkpoint", lambda model: Namespace(tokenizer=lambda: None))
-    report = Report(Namespace(benchmark="gpu/rl_step", out=tmp_path / "x.json", revision="1", allow_dirty=True))
-    peer, steps = Peer(), [(["a", "bb"], [[3, 4], [5, 600]]), (["c", "dd"], [[5, 600], [3, 4]])]
-    rl_step.measure_vllm(peer, Namespace(model="m"), steps, report, Budget(1.0))
-    prompts, lengths = peer.asked[-1]
+def test_the_peer_generates_every_answer_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(headline, "open_checkpoint", lambda model: Namespace(tokenizer=lambda: None))
+    report = Report(Namespace(benchmark="gpu/headline", out=tmp_path / "x.json", revision="1", allow_dirty=True), sides={})
+    peer, none = Peer(), [[], []]
+    steps = [headline.StepInput(["a", "bb"], [[3, 4], [5, 600]], none), headline.StepInput(["c", "dd"], [[5, 600], [3, 4]], none)]
+    headline.measure_vllm(peer, Namespace(model="m"), steps, report, Budget(1.0))
+    prompts, lengths = peer.asked[1]
     assert lengths == [3, 4, 5, 600] and prompts[0] == prompts[1] != prompts[2] == prompts[3]
-    assert max(peer.asked[0][1]) < 600 and peer.is_closed and report.content["vllm"]["rollout_seconds"] == 7.0
+    assert max(peer.asked[0][1]) < 600 and peer.is_closed and report.content["sides"]["vllm"]["rollout_seconds"] == [7.0, 7.0]

@@ -74,7 +74,7 @@ def test_the_step_after_prompts_is_timed_like_others():
 
     engine = Engine(moved("qwen3", torch.bfloat16), drafter=eagle("qwen3", "eagle"), strategy=Recorder(),
                     config=EngineConfig(max_batch=16, kv_memory_gb=0.5, profile=False))  # with known costs prompts are left out
-    for first in (1, 2):  # other prompts the second time, when every step has been captured
+    for first in range(1, 6):  # other prompts every time; the last time every step has been captured
         outcomes.clear()
         engine.generate([[first, *range(3, 3 + length)] for length in (4, 20, 40)], PARAMS, 3)
     assert outcomes[0].num_prefill_rows > 0

@@ -55,6 +55,15 @@ class EngineConfig(Config):
     """Reduce in an order that depends neither on the batch nor on the strategy: tokens are then identical in any dtype. Without
     it a rare near-tie between two tokens may be decided differently. GPU kernels always do so; on a CPU it matters in bfloat16
     only."""
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """Number of processes that the policy is split over, each on a GPU of its own where there are as many; a power of two. For
+    policies that do not fit on one GPU (docs/tensor-parallel.md)."""
+    reduction_shares: int | None = Field(None, ge=1, le=64)
+    """Number of shares of sums over ranks, a power of two: they are added up in one binary tree, so that tokens have the same
+    bits for every `tensor_parallel` up to this number. None: 1 without tensor parallelism, otherwise at
+    least 8."""
+    rank_timeout_s: float = Field(600.0, gt=0)
+    """Seconds that a rank waits for another one before the engine ends. A rank that has died is noticed at once."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs and replay them (GPU only)."""
     pack_weights: bool = True
@@ -71,6 +80,22 @@ class EngineConfig(Config):
     suffix_scope: Literal["prompt", "all"] = "prompt"
     """Text that the suffix drafter searches: the prompt and its answers, including earlier ones (`prompt`), or the last 262,144
     tokens of all answers to all prompts (`all`), for tasks whose answers resemble each other."""
+
+    @property
+    def num_shares(self) -> int:
+        """Number of shares of sums over ranks."""
+        if self.reduction_shares is not None:
+            return self.reduction_shares
+        return 1 if self.tensor_parallel == 1 else max(8, self.tensor_parallel)
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        for name, value in (("tensor_parallel", self.tensor_parallel), ("reduction_shares", self.num_shares)):
+            if value & (value - 1):
+                raise ValueError(f"{name}: {value} is not a power of two")
+        if self.num_shares < self.tensor_parallel:
+            raise ValueError(f"reduction_shares: {self.num_shares} is less than one for each of {self.tensor_parallel} ranks")
+        return self
 
     @field_validator("row_sizes")
     @classmethod

@@ -222,6 +222,16 @@ def host_overhead(content: Content, _: str) -> Table:
     return Table("Host overhead of a step", sentence, ("drafter, strategy", *(f"{batch} requests" for batch in batches)), rows)
 
 
+def cpu_tensor_parallel(content: Content, _: str) -> Table:
+    found = content["tokens_per_s"]
+    rows = [(batch, *(f"{cell[name]:.2f}" for name in ("one process", "shares", "ranks")),
+             _times(cell["ranks"] / cell["one process"])) for batch, cell in found.items()]
+    gains = ", ".join(f"{_times(cell['ranks'] / cell['one process'])} at batch {batch}" for batch, cell in found.items())
+    return Table("Tensor parallelism on a CPU", f"Two ranks of one thread generate {gains} as fast as one process with two "
+                 f"threads ({content['shape']} shape, float32).",
+                 ("batch", "one process, tokens/s", "with the ranks' sums", "two ranks", "ranks × one process"), rows)
+
+
 def cold_start(content: Content, _: str) -> Table:
     rows = [(shape, name, *(f"{found[key]:.1f}" for key in ("imports", "engine", "first_token", "warm")),
              f"{found['tokens_per_s_1'] / found['tokens_per_s_2']:.2f}×")
@@ -257,6 +267,7 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "cluster/rollout": cluster_rollout, "cluster/train": cluster_train, "cluster/reallocation": cluster_reallocation,
     "cluster/asynchronous": cluster_asynchronous, "cluster/staleness": cluster_staleness,
     "cpu/host_overhead": host_overhead, "cpu/episodes": cpu_episodes, "gpu/episodes": gpu_episodes,
+    "cpu/tensor_parallel": cpu_tensor_parallel,
     "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
 }
 

@@ -25,6 +25,7 @@ from paceline.cli.options import (
     KvMemory,
     MaxBatch,
     Model,
+    TensorParallel,
     Threads,
     check_outputs,
     check_positive,
@@ -161,6 +162,7 @@ def generate(
     device: Device = "auto",
     max_batch: MaxBatch = None,
     kv_memory_gb: KvMemory = None,
+    tensor_parallel: TensorParallel = None,
     threads: Threads = None,
 ) -> int:
     """Generate rollouts for a file of prompts, or print answers to a prompt."""
@@ -174,7 +176,7 @@ def generate(
                          "rollouts (--prompts and --out)")
 
     check_positive("--kv-memory-gb", kv_memory_gb)
-    sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb}
+    sizes = {"max_batch": max_batch, "kv_memory_gb": kv_memory_gb, "tensor_parallel": tensor_parallel}
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=max_new_tokens,
                             seed=seed, stop=tuple(stop or ()), ignore_eos=ignore_eos, raw_logprobs=raw_logprobs)
     options = GenerationOptions(model, prompts or "", out or Path(), n, params, strategy, drafter, dtype, device, threads,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.log import report_start
-from paceline.cli.options import Device, Drafter, Dtype, KvMemory, MaxBatch, Model, Threads, check_positive
+from paceline.cli.options import Device, Drafter, Dtype, KvMemory, MaxBatch, Model, TensorParallel, Threads, check_positive
 
 
 def add_deploy_commands(app: typer.Typer) -> None:
@@ -44,6 +44,7 @@ def serve(
     max_context: Annotated[int | None, typer.Option(
         min=2, help="Maximum number of prompt and answer tokens of one request (default: the model's).")] = None,
     kv_memory_gb: KvMemory = None,
+    tensor_parallel: TensorParallel = None,
     suffix_memory_gb: Annotated[float | None, typer.Option(
         help="Memory for the history of the suffix drafter in GiB (default: 0.25).")] = None,
     warm_up: Annotated[bool, typer.Option(help="Measure step times and capture CUDA graphs while there is no request; otherwise "
@@ -58,7 +59,7 @@ def serve(
     for option, value in (("--kv-memory-gb", kv_memory_gb), ("--suffix-memory-gb", suffix_memory_gb), ("--timeout-s", timeout_s)):
         check_positive(option, value)
     sizes = {"max_batch": max_batch, "max_context": max_context, "kv_memory_gb": kv_memory_gb,
-             "suffix_memory_gb": suffix_memory_gb}
+             "suffix_memory_gb": suffix_memory_gb, "tensor_parallel": tensor_parallel}
     limits = {"model_name": served_name, "api_key": api_key, "max_pending": max_pending, "timeout_s": timeout_s,
               "max_body_bytes": max_body_bytes, "max_connections": max_connections, "warm_up": warm_up, "rl": rl,
               "rl_weights_dir": rl_weights_dir, "logprobs_mode": logprobs_mode}

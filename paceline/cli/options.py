@@ -23,6 +23,8 @@ MaxBatch = Annotated[int | None, typer.Option(
     min=1, help="Maximum number of requests that run at the same time (default: 64 on a CPU, 256 on a GPU).")]
 KvMemory = Annotated[float | None, typer.Option(
     help="Memory for the KV cache in GiB (default: 2 on a CPU, 85 % of what is free on a GPU).")]
+TensorParallel = Annotated[int | None, typer.Option(
+    min=1, help="Number of processes that the policy is split over, each on a GPU of its own (default: 1).")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 
 

@@ -185,6 +185,20 @@ class LoadWeights:
     state: Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
+class NewWeights(NamedTuple):
+    """One tensor of `LoadWeights` on its way to another rank: what that rank needs of it."""
+
+    name: str
+    tensor: Any
+
+
+class UpdateEnd(NamedTuple):
+    """The end of the tensors of `LoadWeights` on their way to another rank."""
+
+    error: str | None
+    """Why the update was broken off; None if it is complete."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadDrafter:
     """Replace the learned drafter's weights in place by those of `drafter`."""

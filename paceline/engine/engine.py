@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.eagle_drafter import EagleDrafter
-from paceline.engine.build import build, check_speculation
+from paceline.engine.build import build, check_speculation, has_learned_drafter
 from paceline.engine.command import LoadDrafter, LoadWeights, ReadFeatures, Sleep, Wake
 from paceline.engine.drafting import Drafting
 from paceline.engine.dummy import DummySteps
@@ -29,16 +29,18 @@ from paceline.engine.migration import Migration
 from paceline.engine.outputs import feature_record, make_rollout
 from paceline.engine.profile import engine_identity, load_or_profile, read_learned, write_learned
 from paceline.engine.prompts import Prompt, check_reply, encode
+from paceline.engine.ranks import Ranks
 from paceline.engine.replies import encode_reply
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.split import check_split, decoder_maker, split_policy, start_ranks
 from paceline.engine.stats import Counters
 from paceline.engine.step_timer import InFlight, StepTimer
 from paceline.engine.strategy_control import StrategyControl
 from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import drafter_mismatch
 from paceline.models.decoder import Decoder
-from paceline.models.weights import load_model
+from paceline.models.weights import check_model, load_model, resolve_device
 from paceline.strategy import AnyStrategy, CostCurve, Selector, make_selector
 from paceline.types import (
     Decision,
@@ -65,8 +67,16 @@ class Engine:
     sampling parameters, never on the drafter, the strategy or the batch."""
 
     def __init__(self, model: Decoder, tokenizer: Any = None, drafter: str | Path | Eagle | None = "suffix",
-                 strategy: AnyStrategy = "auto", config: EngineConfig | None = None) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+                 strategy: AnyStrategy = "auto", config: EngineConfig | None = None, ranks: Ranks | None = None,
+                 source: str | None = None) -> None:
+        """`ranks`, `source`: see `load`, which reads a split policy part by part. A whole policy is split here if the
+        configuration says so."""
+        self.config, whole = config or EngineConfig(), model
+        if self.config.num_shares > 1 and whole.parts is None:
+            check_split(whole.config, self.config)
+            ranks = ranks or start_ranks(self.config, whole.norm.device)
+            model = split_policy(whole, self.config, ranks, has_learned_drafter(drafter))
+        self.model, self.tokenizer = model, tokenizer
         self.version = self.drafter_version = 0
         self.reports_features = True
         """Whether rollouts come with the features of `EngineConfig.capture`, if there are any: reading them takes time."""
@@ -75,7 +85,9 @@ class Engine:
         self._results: deque[StepResult] = deque()
         """Results that `step` has not returned yet."""
         self._may_profile = self.config.profile
-        self.planner, self.executor = build(model, tokenizer, drafter, strategy, self.config)
+        self.planner, self.executor = build(model, tokenizer, drafter, strategy, self.config, ranks, source)
+        if ranks is not None and whole.parts is None:
+            self.executor.execute(LoadWeights(dict(whole.named_parameters())))
         self._watchdog, self._timer = Watchdog(self.scheduler), StepTimer(self.executor.graphs)
         self.dummy_steps = DummySteps(self.executor, self.scheduler, bool(self.drafting.available))
         self.migration = Migration(self.planner, self.executor, self._drain)
@@ -93,8 +105,22 @@ class Engine:
         loaded."""
         config = EngineConfig(**options)
         check_speculation(drafter, strategy)
-        model, tokenizer = load_model(source, device, dtype)
-        return cls(model, tokenizer, drafter, strategy, config)
+        if config.num_shares == 1:
+            return cls(*load_model(source, device, dtype), drafter, strategy, config)
+        check_split(check_model(source), config)
+        ranks = start_ranks(config, torch.device(resolve_device(device)))
+        try:
+            make = decoder_maker(config, ranks, has_learned_drafter(drafter))
+            return cls(*load_model(source, device, dtype, make=make), drafter, strategy, config, ranks, str(source))
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+
+    def close(self) -> None:
+        """End the other ranks of a tensor parallel engine, which cannot be used afterwards. They end with this process, too."""
+        if self.executor.ranks is not None:
+            self.executor.ranks.close()
 
     @property
     def scheduler(self) -> Scheduler:

@@ -7,6 +7,7 @@ bit, so recorded commands can be replayed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from paceline.engine.command import (
     LendSlots,
     LoadDrafter,
     LoadWeights,
+    NewWeights,
     ObservedTrees,
     ReadFeatures,
     ReturnSlots,
@@ -36,13 +38,17 @@ from paceline.engine.command import (
     StepCommand,
     StepOutputs,
     TokenMasks,
+    UpdateEnd,
     Wake,
 )
 from paceline.engine.downloads import Download, record_event
+from paceline.engine.failures import describe_error
 from paceline.engine.grammar import Grammars
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.learned_drafting import LearnedDrafting
 from paceline.engine.logit_adjustments import LogitAdjustments
+from paceline.engine.rank_part import RankPart
+from paceline.engine.ranks import Ranks
 from paceline.engine.rows import RowBuilder, StepRows
 from paceline.engine.runner import Chunks, Runner
 from paceline.engine.state import SlotState
@@ -51,6 +57,10 @@ from paceline.engine.weights import PolicyWeights, copy_drafter, offload, prepar
 from paceline.kernels import Ops
 from paceline.kernels.upload import upload
 from paceline.models.decoder import Decoder
+from paceline.models.state_dict import ParamSlice
+
+_LOOK_S = 2e-5
+"""Seconds between two looks whether a step is done."""
 
 
 class PendingStep(NamedTuple):
@@ -62,9 +72,19 @@ class PendingStep(NamedTuple):
     """Tokens, log-probabilities, raw log-probabilities and numbers of tokens."""
     observed: Download | None
     """Tokens, parents, depths and survival of draft trees, if they are observed."""
+    ranks: Ranks | None = None
+    """The other ranks that take part in the step."""
+
+    def wait(self) -> None:
+        """Wait for the step."""
+        while self.ranks is not None and not self.sampled.has_arrived:
+            self.ranks.require_alive()  # for a rank that has died the device would wait for ever
+            time.sleep(_LOOK_S)
+        self.sampled.wait()
 
     def read(self) -> StepOutputs:
         """Wait for the step and return its outputs."""
+        self.wait()
         tokens, logprobs, raw, counts = self.sampled.optional_arrays()
         assert tokens is not None and logprobs is not None
         drafts = None if self.observed is None else ObservedTrees(*self.observed.arrays())
@@ -75,12 +95,15 @@ class Executor:
     """Runs commands on one device."""
 
     def __init__(self, model: Decoder, config: EngineConfig, ops: Ops, store: PagedStore, state: SlotState, graphs: CudaGraphs,
-                 runner: Runner, learned: LearnedDrafting | None, feature_columns: Tensor | None, grammars: Grammars) -> None:
-        """`feature_columns`: columns of the stored features that `ReadFeatures` returns; None if it returns none."""
+                 runner: Runner, learned: LearnedDrafting | None, feature_columns: Tensor | None, grammars: Grammars | None,
+                 split: RankPart | None = None, ranks: Ranks | None = None) -> None:
+        """`feature_columns`: columns of the stored features that `ReadFeatures` returns; None if it returns none. `split`: this
+        rank's place among those that the policy is split over. `ranks`: on rank 0, the others."""
         self.model, self.config, self.ops, self.store, self.state, self.graphs = model, config, ops, store, state, graphs
         self.runner, self.learned, self._feature_columns = runner, learned, feature_columns
         self.rows = RowBuilder(graphs, ops, state.padding, state.device)
-        self._weights, self._masker = PolicyWeights(model), TokenMasker(grammars)
+        self._weights, self._masker = PolicyWeights(model), None if grammars is None else TokenMasker(grammars)
+        self._split, self.ranks = split, ranks
         self.is_asleep = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             StepCommand: self._step, ExportPages: self._export, ImportPages: self._import, ReadFeatures: self._read_features,
@@ -102,10 +125,41 @@ class Executor:
     def execute(self, command: Command) -> Any:
         """Do what a command says. A `StepCommand` is queued without waiting for it and returns a `PendingStep`; what other
         commands return is in their docstrings."""
-        return self._handlers[type(command)](command)
+        handler = self._handlers[type(command)]
+        return handler(command) if self.ranks is None else self._on_all_ranks(self.ranks, command, handler)
+
+    def _on_all_ranks(self, ranks: Ranks, command: Command, handler: Callable[[Any], Any]) -> Any:
+        if isinstance(command, ReadFeatures | LoadDrafter | DummyDraft | DummyCatchUp):
+            return handler(command)  # features and the learned drafter are rank 0's alone
+        ranks.require_alive()
+        if isinstance(command, LoadWeights):
+            return self._load_weights_everywhere(ranks, command)
+        if isinstance(command, ImportPages):
+            tensors, pages, own, each = list(command.tensors), command.pages, len(self.store.tensors()), self._num_of_policy
+            ranks.send_each(lambda rank: ImportPages(pages, tensors[own + (rank - 1) * each : own + rank * each]))
+            command = ImportPages(pages, tensors[:own])
+        else:
+            ranks.send(command)
+        with ranks.together():
+            found = handler(command)
+        answers = ranks.replies() if isinstance(command, ExportPages | ImportPages | Sleep | Wake) else []
+        return [*found, *(tensor for answer in answers for tensor in answer)] if isinstance(command, ExportPages) else found
+
+    @property
+    def stored_dtypes(self) -> list[torch.dtype]:
+        """Data types of the tensors that `ExportPages` returns."""
+        own = self.store.tensors()
+        return [tensor.dtype for tensor in own + own[: self._num_of_policy] * (0 if self.ranks is None else self.ranks.size - 1)]
+
+    @property
+    def _num_of_policy(self) -> int:
+        """Number of stored tensors that every rank has: tokens, and the policy's keys and values."""
+        return 1 + 2 * self.model.config.num_layers
 
     def require_weights(self) -> None:
-        """Raise RuntimeError if the policy's weights are incomplete or the executor sleeps."""
+        """Raise RuntimeError if the policy's weights are incomplete, the executor sleeps, or it has ended with a rank."""
+        if self.ranks is not None:
+            self.ranks.require_open()
         if self.is_asleep:
             raise RuntimeError("step: the engine is asleep; call wake() first")
         self._weights.require_complete()
@@ -133,18 +187,19 @@ class Executor:
         output = self.runner.run(rows, _chunks(command), command.raw_logprobs, adjustments=edits)
         counts = output.num_drawn if rows.max_depth or rows.has_forced else None  # otherwise every request gets one token
         sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
-        return PendingStep(rows.num_rows, sampled, observed)
+        return PendingStep(rows.num_rows, sampled, observed, self.ranks)
 
     def _masks(self, command: StepCommand, masks: TokenMasks | None,
                drafts: Drafts | None) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
         """Return what computes the masks of a step's rows. What the learned drafter has drafted is on its way to the host."""
-        if masks is None:
+        if masks is None or self._masker is None:
             return None
+        masker = self._masker
         if isinstance(command.draft, HostDrafts) or drafts is None:
             trees = None if command.draft is None else (command.draft.tokens, command.draft.parents)  # type: ignore[union-attr]
-            return lambda: self._masker.masks(masks, trees)
+            return lambda: masker.masks(masks, trees)
         download = Download.start(drafts.tokens, drafts.parents)
-        return lambda: self._masker.masks(masks, (download.arrays()[0], download.arrays()[1]))
+        return lambda: masker.masks(masks, (download.arrays()[0], download.arrays()[1]))
 
     def _drafts(self, command: StepCommand) -> Drafts | None:
         """Return the step's draft trees on the device."""
@@ -152,8 +207,8 @@ class Executor:
         if found is None:
             return None
         if not isinstance(found, HostDrafts):
-            assert self.learned is not None
-            return self.learned.draft(found, command.slots[found.requests])
+            drafts = None if self.learned is None else self.learned.draft(found, command.slots[found.requests])
+            return drafts if self._split is None else self._split.share_drafts(found, drafts)
         if not command.max_depth:
             return None
         tokens, parents, depths = (upload(array, self.device) for array in found[1:4])
@@ -205,6 +260,25 @@ class Executor:
     def _load_weights(self, command: LoadWeights) -> None:
         self._weights.replace(command.state, self._on_new_weights)
 
+    def _load_weights_everywhere(self, ranks: Ranks, command: LoadWeights) -> None:
+        """Replace the weights of all ranks, tensor by tensor: no rank has the whole policy. What is refused is refused here."""
+        ranks.send(LoadWeights(()))
+        error: str | None = None
+        try:
+            self._weights.replace(command.state, self._on_new_weights, self._pass_on)
+        except BaseException as problem:
+            error = describe_error(problem)
+            raise
+        finally:
+            ranks.send(UpdateEnd(error))
+            ranks.replies()
+
+    def _pass_on(self, name: str, tensor: Tensor, slot: ParamSlice) -> None:
+        """Send every rank its part of a tensor."""
+        assert self.ranks is not None and self._split is not None
+        split = self._split
+        self.ranks.send_each(lambda rank: NewWeights(name, split.cut(tensor, slot, rank)))
+
     def _on_new_weights(self) -> None:
         self._prepare_weights()
         if self.eagle is not None and not self.is_asleep:  # otherwise `Wake` does it
@@ -222,7 +296,7 @@ class Executor:
         if command.weights:
             discard = command.weights == "discard"
             if discard:
-                self._weights.discard(command.keep)
+                self._weights.discard(command.keep if self.model.parts is None else ())  # a part's memory is its own
             offload(self._modules()[1:] if discard else self._modules())
             if self.eagle is not None:
                 self.eagle.module.policy_changed()  # also frees the rows that it gathered from the policy's head

@@ -259,6 +259,7 @@ class Migration:
     # -- tensors and bytes
 
     def _copy(self, pages: list[int], num_tokens: int, num_drafted: int, shares_gpu: bool) -> KvPages:
+        shares_gpu &= self._executor.ranks is None  # other ranks send theirs through the host
         tensors = self._executor.execute(ExportPages(pages, num_tokens, shares_gpu))
         if shares_gpu:
             return KvPages(num_tokens, [reduce_tensor(tensor) for tensor in tensors], num_drafted)
@@ -267,7 +268,7 @@ class Migration:
     def _open(self, pages: KvPages) -> list[Tensor] | None:
         """The tensors; None if they were in the memory of another process that has died."""
         try:
-            return [_opened(array, own.dtype) for array, own in zip(pages.arrays, self._executor.store.tensors(), strict=True)]
+            return [_opened(array, dtype) for array, dtype in zip(pages.arrays, self._executor.stored_dtypes, strict=True)]
         except (RuntimeError, OSError) as error:  # of CUDA IPC, and of shared memory
             if all(isinstance(array, np.ndarray) for array in pages.arrays):
                 raise

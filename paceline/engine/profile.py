@@ -197,7 +197,8 @@ def engine_identity(model: Decoder, drafter: Eagle | None, ops_name: str, config
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {os.cpu_count()}"
     learned = None if drafter is None else [repr(drafter.config), drafter.draft_vocab_size]
     return [repr(model.config), name, str(model.norm.dtype), torch.get_num_threads(), torch.__version__, learned, ops_name,
-            config.deterministic, config.cuda_graphs, config.pack_weights, max_batch, max_rows]
+            config.deterministic, config.cuda_graphs, config.pack_weights, max_batch, max_rows,
+            *([config.tensor_parallel, config.num_shares] if config.num_shares > 1 else [])]
 
 
 def _cache_key(identity: Sequence[Any]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.store import PagedStore
+from paceline.engine.collectives import RankGroup
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.learned_drafting import LearnedDrafting
 from paceline.engine.logit_adjustments import LogitAdjustments
@@ -33,11 +34,11 @@ class Runner:
     """Runs the policy on the rows of a step, on the KV cache of one executor."""
 
     def __init__(self, model: Decoder, rope: Rope, store: PagedStore, state: SlotState, ops: Ops, capture: tuple[int, ...],
-                 graphs: CudaGraphs, learned: LearnedDrafting | None) -> None:
+                 graphs: CudaGraphs, learned: LearnedDrafting | None, group: RankGroup | None = None) -> None:
         """`capture`: layers whose hidden states are stored as features. `learned`: the learned drafter, which reads the forced
-        rows of every step."""
+        rows of every step. `group`: the ranks among which the policy is split."""
         self.model, self.rope, self.store, self.state, self.ops, self.graphs = model, rope, store, state, ops, graphs
-        self.capture, self._learned = capture, learned
+        self.capture, self._learned, self._group = capture, learned, group
         self._layers: list[PagedCache] = []
         self._movable: Any = None
         self._bind_cache()
@@ -94,7 +95,7 @@ class Runner:
     def _forward(self, step: StepRows, rows: DecodeRows, chunks: Chunks) -> tuple[Tensor, Tensor | None]:
         """Return the final hidden states [R, H] and the captured features; keys, values, tokens and features of every row are
         stored on the way."""
-        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.config.num_heads, self._layers[0], chunks,
+        plan = self.ops.plan_step(rows.segments, len(rows.tokens), self.model.local_config.num_heads, self._layers[0], chunks,
                                   trees=step.max_depth > 0, forced=step.has_forced and not chunks)
         attend = PagedAttend(self.ops, self._layers, self.rope.cos, self.rope.sin, rows.write, rows.segments, plan,
                              rows.positions, self.rope.others)
@@ -111,15 +112,28 @@ class Runner:
         these samples on the way from the root (`Ops.verify`), and move the accepted tokens' keys and values to their final
         places."""
         tree = step.tree
-        logits = self.model.logits(hidden if tree.sampled is None else hidden.index_select(0, tree.sampled), self.ops)
-        adjusted = logits if adjustments is None else adjustments.apply(
-            logits, rows, tree, step.max_depth, self.state.tensors, self.store.tokens)
-        sampled, logprobs = self.ops.sample(adjusted, rows.sampling)
-        raw = _raw_logprobs(logits, sampled) if want_raw else None
+        logits = self.model.step_logits(hidden if tree.sampled is None else hidden.index_select(0, tree.sampled), self.ops)
+        sampled, logprobs, raw = self._sample(logits, step, rows, want_raw, adjustments)
         drawn = self.ops.verify(step.slots, tree, self.state.tensors, sampled, logprobs, raw, step.max_depth)
         if step.max_depth:
             self.ops.move_tokens(self._movable, drawn.source, drawn.target)
         return drawn
+
+    def _sample(self, logits: Tensor | None, step: StepRows, rows: DecodeRows, want_raw: bool,
+                adjustments: LogitAdjustments | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the sampled tokens, their log-probabilities and the unfiltered ones. Rank 0 samples and tells the other ranks
+        the tokens; these have no logits and no log-probabilities."""
+        if logits is None:
+            assert self._group is not None
+            count = len(step.tree.tokens if step.tree.sampled is None else step.tree.sampled)
+            tokens = torch.empty(count, dtype=torch.int64, device=self.state.device)
+            return self._group.broadcast(tokens), torch.zeros(count, device=self.state.device), None
+        adjusted = logits if adjustments is None else adjustments.apply(
+            logits, rows, step.tree, step.max_depth, self.state.tensors, self.store.tokens)
+        sampled, logprobs = self.ops.sample(adjusted, rows.sampling)
+        if self._group is not None:
+            self._group.broadcast(sampled)
+        return sampled, logprobs, _raw_logprobs(logits, sampled) if want_raw else None
 
 
 def _raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

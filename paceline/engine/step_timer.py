@@ -77,7 +77,7 @@ class StepTimer:
     def wait_for(self, step: InFlight, pipelined: bool) -> None:
         """Wait for the outputs of a step. `pipelined`: whether steps are launched before the outputs of the last one are read."""
         self._pipelined, self.came_late = pipelined, pipelined and step.pending.sampled.has_arrived
-        step.pending.sampled.wait()
+        step.pending.wait()
         self._read_at = time.perf_counter() if pipelined else self._graphs.now().at
 
     def processed(self, step: InFlight) -> StepTime:

@@ -12,7 +12,7 @@ from paceline.drafters.eagle import Eagle
 from paceline.engine.failures import describe_error
 from paceline.kernels import Ops
 from paceline.models.decoder import Decoder, product_weights
-from paceline.models.state_dict import StateLoader
+from paceline.models.state_dict import Forward, StateLoader
 
 
 class PolicyWeights:
@@ -22,12 +22,14 @@ class PolicyWeights:
         self._model = model
         self._problem: str | None = None
 
-    def replace(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], on_copied: Callable[[], None]) -> None:
-        """Copy new weights in place, then call `on_copied`. If this raises before the first tensor was copied, nothing has
-        changed; if it raises later, the weights cannot be used until another call succeeds."""
+    def replace(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], on_copied: Callable[[], None],
+                forward: Forward | None = None) -> None:
+        """Copy new weights in place, then call `on_copied`. `forward`: see `StateLoader.load`. If this raises before
+        the first tensor was copied, nothing has changed; if it raises later, the weights cannot be used until another call
+        succeeds."""
         loader = StateLoader(self._model)
         try:
-            loader.load(state)
+            loader.load(state, forward)
             on_copied()
         except BaseException as error:
             if loader.num_copied:

@@ -142,6 +142,8 @@ class PacelineRollout:
         params, state = sampling_params(trainer), trainer.state
         config = TrainConfig(**self._settings, seed=params.seed, steps=max(1, state.max_steps), out=trainer.args.output_dir,
                              rollout={"max_new_tokens": params.max_new_tokens, "temperature": params.temperature})
+        if config.engine.num_shares > 1:
+            raise ValueError("PacelineRollout: engine.tensor_parallel: TRL's processes generate with a whole policy each")
         self._config, self.engine = config, self._make_engine(trainer, config)
         self.engine.version = state.global_step
         self._trainer = trainer

@@ -81,9 +81,10 @@ def choose_backend(device: torch.device | str, dtype: torch.dtype, kernels: str 
 
 
 def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, max_context: int = 32768,
-            kernels: str = "auto") -> Ops:
+            kernels: str = "auto", whole_depth: bool = False) -> Ops:
     """The kernels that `choose_backend` names. Ask once and hand them to the model. `deterministic`: sums are taken in an order
-    that depends neither on the batch nor on the strategy. Triton's kernels always do that; the reference cannot, and refuses."""
+    that depends neither on the batch nor on the strategy. Triton's kernels always do that; the reference cannot, and refuses.
+    `whole_depth`: see `TritonOps`."""
     backend = choose_backend(device, dtype, kernels)
     if backend.name in ("cpu", "portable"):
         from paceline.kernels.cpu.ops import CpuOps
@@ -93,7 +94,7 @@ def ops_for(device: torch.device | str, dtype: torch.dtype, deterministic: bool 
     if backend.name == "triton":
         from paceline.kernels.triton.ops import TritonOps
 
-        return TritonOps(device, max_context)
+        return TritonOps(device, max_context, whole_depth=whole_depth)
     if deterministic:
         raise ValueError(f"deterministic: the torch kernels cannot promise it ({backend.reason}); use float32, float64 or "
                          "bfloat16 with kernels=auto")

@@ -287,6 +287,11 @@ class Ops(Protocol):
         """x [R, K] @ weight [N, K]ᵀ + bias [N] -> [R, N]."""
         ...
 
+    def linear_shares(self, x: Tensor, weight: Tensor, shares: int) -> Tensor:
+        """x [R, K] @ weight [N, K]ᵀ -> [R, N] in at least float32. K is cut into so many shares, a power of two; each is one
+        product, and they are added up in a binary tree."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in at least float32."""
         ...

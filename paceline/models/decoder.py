@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from paceline.kernels import (
 from paceline.kernels.base import Activation
 from paceline.models.attend import Angles, Attend, PagedAttend
 from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
+from paceline.models.partition import Part
 from paceline.models.rope import rope_table
 
 InnerWeights = tuple[Tensor, Tensor | None, Tensor, Tensor | None, RouterWeights | None]
@@ -42,6 +43,15 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:  # type: ignore[override]
         return ops.linear(x, self.weight, self.bias)
+
+    def logits(self, hidden: Tensor, ops: Ops) -> Tensor | None:
+        """Of a head: the logits [R, V] of a step; see `Decoder.step_logits`."""
+        found: Tensor = self(hidden, ops)
+        return found
+
+    def product_weights(self) -> list[Tensor]:
+        """The weights of its matrix products."""
+        return [self.weight]
 
 
 class Attention(nn.Module):
@@ -128,21 +138,29 @@ class Experts(nn.Module):
         router = RouterWeights(self.router.weight, self.router.bias, self.spec.active, self.spec.normalised)
         return self.gate_up, self.gate_up_bias, self.down, self.down_bias, router
 
+    def product_weights(self) -> list[Tensor]:
+        """The weights of its matrix products, the router's apart."""
+        return [self.gate_up, self.down]
+
     @property
     def products(self) -> tuple[nn.Module, ...]:
         """The projections that an adapter may wrap."""
         return (self.router,)
 
 
+@runtime_checkable
+class HasProducts(Protocol):
+    """A module with matrix products of its own."""
+
+    def product_weights(self) -> list[Tensor]:
+        """The weights of its matrix products."""
+        ...
+
+
 def product_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The weights of all matrix products in these modules, for `Ops.prepare`."""
-    found: list[Tensor] = []
-    for part in (part for module in modules for part in module.modules()):
-        if isinstance(part, Linear):
-            found.append(part.weight)
-        elif isinstance(part, Experts):
-            found += [part.gate_up, part.down]
-    return found
+    return [weight for module in modules for part in module.modules() if isinstance(part, HasProducts)
+            for weight in part.product_weights()]
 
 
 class Layer(nn.Module):
@@ -201,7 +219,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = self.local_config = config
+        """The shape of the policy, and of its part that is here: all of it, unless `parallel` has split it."""
+        self.parts: dict[str, list[Part]] | None = None
+        """Of a split policy: where the parts of its parameters are; see `partition`."""
         # Not initialized: nobody reads those values, and to draw them on the meta device takes torch._dynamo, seconds to import.
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
@@ -284,7 +305,7 @@ class Decoder(nn.Module):
             layers.append(LayerWeights(
                 layer.attention_norm, attention.qkv.weight, attention.qkv.bias, attention.q_norm, attention.k_norm,
                 attention.o.weight, attention.o.bias, layer.mlp_norm, *mlp.inner_weights()))
-        return DecoderWeights(self.embed.weight, tuple(layers), self.norm, self.config.num_heads, self.config.rms_eps)
+        return DecoderWeights(self.embed.weight, tuple(layers), self.norm, self.local_config.num_heads, self.config.rms_eps)
 
     def _fused(self, residual: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden:
         """Run all layers with fused products, which pays for few rows; only the final norm is not fused. residual: the embedded
@@ -309,7 +330,14 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """The logits [R, V] of hidden states [R, H]."""
-        found: Tensor = self.head(hidden, ops)
+        return self._capped(self.head(hidden, ops))
+
+    def step_logits(self, hidden: Tensor, ops: Ops) -> Tensor | None:
+        """The logits [R, V] of a step, which all ranks compute together if the policy is split; None on other ranks than 0."""
+        found = self.head.logits(hidden, ops)
+        return None if found is None else self._capped(found)
+
+    def _capped(self, found: Tensor) -> Tensor:
         cap = self.config.logit_cap
         return found if not cap else (cap * torch.tanh((found if found.dtype == torch.float64 else found.float()) / cap)).to(
             found.dtype)

@@ -17,7 +17,7 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_metadata import check_gguf_metadata
 from paceline.models.huggingface import load_tokenizer, one_line, with_file_name
 from paceline.models.rope import inverse_frequencies
-from paceline.models.state_dict import gguf_to_hf
+from paceline.models.state_dict import CutTensor, Region, gguf_to_hf
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -46,6 +46,11 @@ class GgufCheckpoint:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors.items():
             yield gguf_to_hf(name), self._unpermuted(name, with_file_name(self.path, _dequantised, tensor))
+
+    def cut_tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor | CutTensor]]:
+        for name, tensor in self.tensors():
+            region = regions.get(name)
+            yield name, tensor if region is None else CutTensor(region.of(tensor), region, tuple(tensor.shape))
 
     def own_dtype(self, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.files import require_shallow
 from paceline.models.config import ModelConfig
+from paceline.models.state_dict import CutTensor, Region
 from paceline.names import suggest
 
 if TYPE_CHECKING:
@@ -56,6 +57,16 @@ class FolderCheckpoint:
             with _opened(file) as tensors:
                 for name in names:
                     yield name, tensors.get_tensor(name)
+
+    def cut_tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor | CutTensor]]:
+        for file, names in self._files.items():
+            with _opened(file) as tensors:
+                for name in names:
+                    if name in regions:
+                        part = tensors.get_slice(name)
+                        yield name, CutTensor(regions[name].of(part), regions[name], tuple(part.get_shape()))
+                    else:
+                        yield name, tensors.get_tensor(name)
 
     def own_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype in which the first matrix is stored."""

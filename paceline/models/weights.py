@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +22,15 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.gguf import GgufCheckpoint
 from paceline.models.huggingface import FolderCheckpoint, check_hub_model, download_from_hub
-from paceline.models.state_dict import check_shapes, load_state
+from paceline.models.partition import Part
+from paceline.models.state_dict import (
+    CutTensor,
+    Region,
+    check_shapes,
+    load_state,
+    region_of,
+    state_layout,
+)
 from paceline.names import suggest
 
 if TYPE_CHECKING:
@@ -40,6 +48,10 @@ _CACHED_BYTES = 32 << 20
 saves memory traffic, and without any its conversions make a step two to three times as long."""
 
 
+MakeDecoder = Callable[[ModelConfig], Decoder]
+"""Makes a decoder of this shape, on the meta device."""
+
+
 class Checkpoint(Protocol):
     """A checkpoint that `load_model` can read."""
 
@@ -54,6 +66,10 @@ class Checkpoint(Protocol):
         """All tensors under Hugging Face's names, one at a time."""
         ...
 
+    def cut_tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor | CutTensor]]:
+        """All tensors, of those in `regions` only that part."""
+        ...
+
     def own_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype that "auto" selects on this device."""
         ...
@@ -64,8 +80,8 @@ class Checkpoint(Protocol):
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto",
-               max_context: int | None = None, quiet: bool = False,
-               check_manifest: bool = True) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
+               max_context: int | None = None, quiet: bool = False, check_manifest: bool = True,
+               make: MakeDecoder = Decoder) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
     """Load a policy from a Hugging Face folder, a `.gguf` file or a hub id. Returns the model, whose parameters require no
     gradients, and its tokenizer (None if the checkpoint has none).
 
@@ -78,6 +94,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
         quiet: Do not log that it is loaded.
         check_manifest: Whether the policy of a run's checkpoint is compared with the checkpoint's manifest. A policy that is not
             as it was written is a DamagedFile.
+        make: Makes a decoder of this shape on the meta device; `parallel.split_decoder` makes one rank's part of it, for which
+            only that part of every tensor is read.
     """
     device = torch.device(resolve_device(device))
     wanted = parse_dtype(dtype)
@@ -94,8 +112,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu", dtype: to
             wanted = torch.float32
     with torch.device("meta"):
         check_shapes(Decoder(config), shapes, source=str(checkpoint.path))
-    model = empty_model(config, wanted, device)
-    load_state(model, checkpoint.tensors(), source=str(checkpoint.path))
+    model = empty_model(config, wanted, device, make)
+    tensors = checkpoint.tensors() if model.parts is None else checkpoint.cut_tensors(_regions(model, model.parts))
+    load_state(model, tensors, source=str(checkpoint.path))
     return model, checkpoint.tokenizer()
 
 
@@ -165,10 +184,17 @@ def check_device(device: torch.device | str) -> None:
         raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA device(s)")
 
 
-def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A decoder with uninitialised parameters on `device`. Tied parameters stay one tensor."""
+def _regions(model: Decoder, parts: Mapping[str, list[Part]]) -> dict[str, Region]:
+    """What a split policy needs of a checkpoint's tensors."""
+    found = {name: region_of(slot, parts) for name, slot in state_layout(model.config).saved.items()}
+    return {name: region for name, region in found.items() if region is not None}
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str,
+                make: MakeDecoder = Decoder) -> Decoder:
+    """A decoder with uninitialised parameters on `device`. Tied parameters stay one tensor. `make`: see `load_model`."""
     with torch.device("meta"):
-        model = Decoder(config)
+        model = make(config)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -61,6 +61,8 @@ class _Scoring:
         """Process the next piece. Returns whether it was the last one."""
         if engine.executor.is_asleep:
             raise Unavailable("the engine is asleep")
+        if engine.executor.ranks is not None:
+            raise ValueError("log-probabilities of given tokens are not computed by an engine that is split over ranks")
         if engine.version != self._version:  # new weights: all is computed with the same ones
             self._version = engine.version
             self._begin()

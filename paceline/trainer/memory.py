@@ -204,18 +204,22 @@ def _dtype(config: TrainConfig) -> torch.dtype:
 
 def _kv_bytes(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
     """Bytes of a token in the KV cache of the engine that speculates, and in that of the second one, if there is one."""
-    plain, drafter = [(shape.num_kv_heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
+    heads = max(1, shape.num_kv_heads // config.engine.tensor_parallel)  # of one rank
+    plain, drafter = [(heads, shape.head_dim)] * shape.num_layers, _drafter_config(config, shape)
     layers = plain if drafter is None else [*plain, (drafter.model.num_kv_heads, drafter.model.head_dim)]
     second = PagedStore.bytes_per_token(plain, len(set(config.engine.capture)) * shape.hidden_size, _dtype(config))
     return PagedStore.bytes_per_token(layers, _feature_size(config, shape), _dtype(config)), second if config.compare_off else 0
 
 
 def _engine_bytes(config: TrainConfig, shape: ModelConfig) -> int:
-    """Bytes of an engine's own weights. Those that are not trained are shared with the learner of the same process, unless that
-    has a shard of them only."""
-    learner, shares = config.learner, config.learner.lora_rank > 0 and not config.cluster.needs_ray
-    count = num_adapted_parameters(shape, learner.lora_targets) if shares else num_parameters(shape)
-    return count * _dtype(config).itemsize
+    """Bytes of an engine's own weights, on one rank. Those that are not trained are shared with the learner of the same process,
+    unless that has a shard of them only, or the engine a part. Every rank has the whole embedding."""
+    learner, width, ranks = config.learner, _dtype(config).itemsize, config.engine.tensor_parallel
+    if config.engine.num_shares > 1:
+        embedding = shape.vocab_size * shape.hidden_size
+        return (embedding + (num_parameters(shape) - embedding) // ranks) * width
+    shares = learner.lora_rank > 0 and not config.cluster.needs_ray
+    return (num_adapted_parameters(shape, learner.lora_targets) if shares else num_parameters(shape)) * width
 
 
 def _num_shards(config: TrainConfig) -> int:
@@ -271,7 +275,9 @@ def _learner_items(config: TrainConfig, shape: ModelConfig, width: int, num_trai
 
 
 def _engine_items(config: TrainConfig, shape: ModelConfig, width: int, adapters: bool) -> Iterator[MemoryItem]:
-    yield MemoryItem("engine's policy", _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
+    ranks = config.engine.tensor_parallel
+    name = "engine's policy" if ranks == 1 else f"engine's policy, one part of {ranks}"
+    yield MemoryItem(name, _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
     if adapters:
         largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
         yield MemoryItem("merging of adapters", 2 * largest * max(4, width), "engine", is_later=True)

@@ -16,6 +16,7 @@ from paceline.bundled import resolve_model
 from paceline.config import ConfigError, ConfigProblem, TrainConfig
 from paceline.drafters.checkpoint import check_drafter_folder
 from paceline.engine.build import require_drafter
+from paceline.engine.split import check_split
 from paceline.extras import install_command
 from paceline.kernels import choose_backend
 from paceline.models.config import ModelConfig
@@ -79,6 +80,7 @@ def _file_checks(config: TrainConfig, resume: bool) -> Iterator[tuple[str, Calla
         yield "", lambda: check_resumable(config)
     if not resume or Path(resolve_model(config.model)).exists():
         yield "model", lambda: shapes.append(check_model(config.model))
+        yield "engine.tensor_parallel", lambda: _check_split(shapes, config)
     for shape in shapes:  # none if the model is wrong
         yield "", partial(_check_lengths, config, shape)
     if config.reward_model is not None:
@@ -96,6 +98,8 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "device", lambda: check_run_device(config)
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
+    if config.engine.num_shares > 1:
+        yield "engine.tensor_parallel", lambda: _check_tensor_parallel(config)
     if config.optimizer.kind == "adamw_8bit":
         yield "optimizer.kind", lambda: _check_package("torchao", "lowmem")
     if config.learner.exact_logprobs:
@@ -210,6 +214,20 @@ def _check_exact(config: TrainConfig) -> None:
                          "auto and dtype = bfloat16 or float32")
     if not (on_gpu or config.engine.deterministic):
         raise ValueError("it needs an engine whose bits do not depend on the batch; set engine.deterministic = true")
+
+
+def _check_split(shapes: list[ModelConfig], config: TrainConfig) -> None:
+    for shape in shapes:
+        check_split(shape, config.engine)
+
+
+def _check_tensor_parallel(config: TrainConfig) -> None:
+    """What a run cannot do with a split policy."""
+    if config.cluster.needs_ray:
+        raise ValueError("several workers (cluster) with a policy that is split over ranks are not supported yet; set "
+                         "cluster.workers = 1")
+    if config.learner.exact_logprobs:
+        raise ValueError("the trainer's sums (learner.exact_logprobs) do not follow those of a policy that is split over ranks")
 
 
 def _check_lengths(config: TrainConfig, shape: ModelConfig) -> None:

@@ -64,7 +64,9 @@ class Machine:
             def device_seconds(self) -> float:
                 return ends - starts
 
-        return SimpleNamespace(began=began, pending=SimpleNamespace(sampled=Sampled()), launch=self.timer.launched(began))
+        sampled = Sampled()
+        pending = SimpleNamespace(sampled=sampled, wait=sampled.wait)
+        return SimpleNamespace(began=began, pending=pending, launch=self.timer.launched(began))
 
 
 @pytest.mark.parametrize("caller", [0.0, 0.5])

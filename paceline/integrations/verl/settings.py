@@ -67,7 +67,10 @@ def check_parallel(config: Any) -> None:
 def engine_config(settings: ServerSettings, config: Any, model_context: int) -> EngineConfig:
     """The engine's configuration. `config`: verl's rollout configuration; `model_context`: the model's own limit."""
     length = config.max_model_len or config.prompt_length + config.response_length
-    return EngineConfig(**{"max_context": min(length, model_context), "max_batch": _max_batch(config), **settings.engine})
+    made = EngineConfig(**{"max_context": min(length, model_context), "max_batch": _max_batch(config), **settings.engine})
+    if made.num_shares > 1:
+        raise ValueError("engine_kwargs.paceline.engine.tensor_parallel: a replica of rollout.name=paceline is one process")
+    return made
 
 
 def _max_batch(config: Any) -> int | None:

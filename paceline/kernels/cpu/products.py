@@ -59,9 +59,11 @@ class Weights:
     def __init__(self, library: Library | None) -> None:
         self.library = library
         self._copies: dict[int, _Copy] = {}
+        self._shares: dict[tuple[int, int], _Shares] = {}
 
     def prepare(self, weights: list[Tensor]) -> None:
         """Copy these weights [N, K], or [E, N, K] of experts; copies of others are dropped."""
+        self._shares.clear()
         self._copies = {id(weight): _Copy(weight, self.library) for weight in weights if _usable(weight)}
 
     def find(self, weight: Tensor) -> _Copy | None:
@@ -75,6 +77,13 @@ class Weights:
         if copy is None:
             copy = self._copies[id(weight)] = _Copy(weight, self.library)
         return copy
+
+    def shares(self, weight: Tensor, count: int) -> list[tuple[slice, Tensor]]:
+        """The columns of each of so many shares of a weight's depth, and their panels."""
+        found = self._shares.get((id(weight), count))
+        if found is None or found.is_stale():
+            found = self._shares[id(weight), count] = _Shares(weight, count)
+        return found.parts
 
     def panels(self, weight: Tensor) -> Tensor | None:
         copy = self.find(weight)
@@ -94,6 +103,17 @@ class _Copy:
         return self._version is not None and self._version != self.weight._version
 
 
+class _Shares:
+    def __init__(self, weight: Tensor, count: int) -> None:
+        self.weight = weight  # held, so that its id stays its own
+        self._version = None if weight.is_inference() else weight._version
+        columns = [slice(weight.shape[1] * i // count, weight.shape[1] * (i + 1) // count) for i in range(count)]
+        self.parts = [(part, panels(weight.detach()[:, part]) if part.start < part.stop else weight) for part in columns]
+
+    def is_stale(self) -> bool:
+        return self._version is not None and self._version != self.weight._version
+
+
 def _usable(weight: Tensor) -> bool:
     return (weight.device.type == "cpu" and weight.dim() in (2, 3) and weight.is_contiguous() and weight.numel() > 0
             and weight.dtype in (torch.float32, torch.float64, torch.bfloat16))
@@ -101,13 +121,19 @@ def _usable(weight: Tensor) -> bool:
 
 def panel_linear(x: Tensor, weight: Tensor, weight_panels: Tensor, bias: Tensor | None) -> Tensor:
     """x [R, K] times the weight [N, K] by our own kernel."""
-    (num_rows, depth), width, dtype = x.shape, weight.shape[0], x.dtype
+    (num_rows, depth), width = x.shape, weight.shape[0]
     if depth != weight.shape[1]:
         raise ValueError(f"columns of x: {depth} and {weight.shape[1]} should be equal")
-    x, out = x.contiguous(), x.new_empty(num_rows, width)
+    out = x.new_empty(num_rows, width)
+    panel_product(x.contiguous(), weight_panels, bias, out)
+    return out
+
+
+def panel_product(x: Tensor, weight_panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x [R, K] times a weight [N, K], given as panels, into out [R, N]. Both are contiguous."""
+    (num_rows, depth), width, dtype = x.shape, out.shape[1], x.dtype
     run("linear", dtype, threads_for(num_rows * depth * width), x=x.data_ptr(), weight=weight_panels.data_ptr(),
         bias=address(dtype, bias), out=out.data_ptr(), num_rows=num_rows, depth=depth, width=width)
-    return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weights: Weights, deterministic: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ class TorchOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def linear_shares(self, x: Tensor, weight: Tensor, shares: int) -> Tensor:
+        depth = weight.shape[1]
+        ends = [depth * i // shares for i in range(shares + 1)]
+        parts = [at_least_float32(self.linear(x[:, a:b].contiguous(), weight[:, a:b].contiguous()))
+                 for a, b in pairwise(ends)]
+        return add_in_tree(parts)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normalise(at_least_float32(x), weight, eps).to(x.dtype)
@@ -193,6 +201,13 @@ class TorchOps:
 
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
         return gumbel(seed, position, token_ids)
+
+
+def add_in_tree(parts: list[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors as a binary tree."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

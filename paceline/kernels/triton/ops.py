@@ -33,7 +33,7 @@ from paceline.kernels.base import (
     SlotTensors,
 )
 from paceline.kernels.reference.drafting import draft_topk
-from paceline.kernels.reference.ops import TorchOps
+from paceline.kernels.reference.ops import TorchOps, add_in_tree
 from paceline.kernels.triton import (
     drafting,
     elementwise,
@@ -53,6 +53,8 @@ from paceline.kernels.triton.tree import Movables
 
 logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LIBRARY_ROWS = 72
+"""Fewest rows with which the library multiplies shares of K."""
 _NARROW = 2048
 """Up to this hidden size, fusing pays for twice as many rows, because products take a smaller part of a step."""
 
@@ -65,7 +67,8 @@ class TritonOps(TorchOps):
     name = "triton"
 
     def __init__(self, device: torch.device | str = "cuda", max_context: int = 32768, pdl: bool = True, fused: bool = True,
-                 ahead: int = 2 << 20, fused_rows: int = 32) -> None:
+                 ahead: int = 2 << 20, fused_rows: int = 32,
+                 whole_depth: bool = False) -> None:
         """
         Args:
             device: A CUDA device (the CPU under Triton's interpreter).
@@ -73,9 +76,12 @@ class TritonOps(TorchOps):
             pdl: Use programmatic dependent launch for steps of up to 2 * `fused_rows` rows, where it is supported.
             fused: Fuse products with the norm, activation or rotary embedding next to them, for steps of few rows.
             ahead: Bytes of the weight that a product prefetches under programmatic dependent launch.
+            whole_depth: Products never sum shares of K by themselves, so that a part of a weight's rows gives the bits of the
+                whole (tensor parallelism).
             fused_rows: Steps of up to this many rows use the fused products (twice as many if the hidden size is small).
         """
         self.pdl, self._max_context = pdl and supports_pdl(device), max_context
+        self._whole_depth = whole_depth
         self.fused, self.fused_rows, self._ahead = fused, fused_rows, ahead if self.pdl else 0
         self._uses_library = torch.device(device).type == "cuda"
         self._checked: set[tuple[torch.dtype, torch.Size]] = set()
@@ -127,13 +133,23 @@ class TritonOps(TorchOps):
 
     def _one_pass(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._is_for_library(x, weight):
-            shares = linear.shares_of(*weight.shape)
+            shares = 1 if self._whole_depth else linear.shares_of(*weight.shape)
             if shares == 1:
                 return exact.library_linear(x, weight, bias)
             return elementwise.add_parts(exact.library_parts(x, weight, shares), bias, x.dtype)
         config = linear.one_pass_config("linear", x, weight)
         assert config is not None
+        config = config._replace(split_k=1) if self._whole_depth else config
         return linear.linear(x, weight, bias, config, self._counters, self._uses_pdl(x), self._ahead)
+
+    def linear_shares(self, x: Tensor, weight: Tensor, shares: int) -> Tensor:
+        (rows, depth), width = x.shape, weight.shape[0]
+        is_aligned = depth % (8 * shares) == 0 and width % 8 == 0
+        if shares == 1 or not self._uses_library or x.element_size() != 2 or not is_aligned:
+            return super().linear_shares(x, weight, shares)
+        # The library has other kernels for very few rows, which may sum in another order.
+        padded = x if rows >= _LIBRARY_ROWS else F.pad(x, (0, 0, 0, _LIBRARY_ROWS - rows))
+        return add_in_tree(list(exact.library_parts(padded, weight, shares)[:, :rows]))
 
     def _is_for_library(self, x: Tensor, weight: Tensor) -> bool:
         if not self._uses_library or x.dtype == torch.float32 or (weight.dtype, weight.shape) in self._without_library:

@@ -32,10 +32,10 @@ CONFIGS = {
 LOCAL = LayerSpec(window=7, scale=6**-0.5, rope=RopeConfig(100.0, original_context=256), activation="gelu_tanh", post_norms=True)
 OSS = LayerSpec(sinks=True, experts=ExpertsSpec(5, 2, 16, bias=True), activation="clamped_silu")
 WINDOWED = {
-    "gemma3": ModelConfig("gemma3", VOCAB, 24, 40, 3, 4, 2, 8, max_context=256, qk_norm=True, tie_embeddings=True,
+    "gemma3": ModelConfig("gemma3", VOCAB, 24, 128, 3, 4, 2, 8, max_context=256, qk_norm=True, tie_embeddings=True,
                           norm_offset=1.0, layers=(LOCAL, replace(LOCAL, window=0, rope=None), LOCAL), embed_scale=24**0.5,
                           logit_cap=30.0),
-    "gemma2": ModelConfig("gemma2", VOCAB, 24, 40, 2, 4, 2, 8, max_context=256, tie_embeddings=True, norm_offset=1.0,
+    "gemma2": ModelConfig("gemma2", VOCAB, 24, 128, 2, 4, 2, 8, max_context=256, tie_embeddings=True, norm_offset=1.0,
                           layers=(replace(LOCAL, rope=None, soft_cap=2.0), replace(LOCAL, window=0, rope=None, soft_cap=2.0)),
                           embed_scale=24**0.5, logit_cap=10.0),
     "gpt_oss": ModelConfig("gpt_oss", VOCAB, 24, 16, 2, 4, 2, 8, max_context=256, qkv_bias=True, o_bias=True,

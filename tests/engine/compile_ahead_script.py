@@ -52,7 +52,7 @@ class Compiler:
 
 
 def engine(sizes):
-    paceline.engine.build.ops_for = lambda device, dtype, *rest: TritonOps("cpu")
+    paceline.engine.build.ops_for = lambda device, dtype, *rest, **options: TritonOps("cpu")
     config = EngineConfig(max_batch=16, max_context=240, profile=False, cuda_graphs=False, row_sizes=sizes)
     drafter = tiny.eagle().to(torch.bfloat16)
     drafter.config = replace(drafter.config, window=64)

@@ -215,7 +215,6 @@ def test_engine_options_are_one_line(tmp_path):
     ("spot.lrr=1", "--set spot.lrr=1: no such key; did you mean lr?"),
     ("spot.lr=inf", "--set spot.lr=inf: must be a finite number, not inf"),
     ("drafter_budget.shortest=1", "--set drafter_budget.shortest=1: no such key"),
-    ("drafter_pace.shortest=1", "--set drafter_budget.shortest=1: "),
     ("drafter_alarms.fal=0.5", "--set drafter_alarms.fal=0.5: no such key; did you mean fall?"),
     ("drafter_alarms.fall=2", "--set drafter_alarms.fall=2: must be < 1, not 2"),
     ("optimizer.lr=nan", "--set optimizer.lr=nan: must be a finite number, not nan"),

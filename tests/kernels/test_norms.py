@@ -59,7 +59,7 @@ def test_fused_products_fall_back_to_their_parts():
     expected, expected_total = REFERENCE.add_rms_norm(F.linear(x, weight), residual, norm, 1e-5)
     assert not ops.should_fuse(5, 64, 16) and torch.allclose(total, expected_total, atol=1e-5)
     assert torch.allclose(got.complete(), expected, atol=1e-4)
-    half_done = Normed(total * norm, total.square().sum(dim=1)[None], 1e-5)
+    half_done = Normed(total * norm, (total.square() * 2**26).round().long().sum(dim=1)[None], 1e-5)
     assert torch.allclose(half_done.complete(), expected, atol=1e-4)
     expected = REFERENCE.silu_mul(F.linear(expected, other))
     assert torch.allclose(ops.gated_linear(half_done, other, None), expected, rtol=1e-3, atol=1e-3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.models.config import ModelConfig
 
 _VECTOR = 32
-"""PyTorch computes so many elements of an activation at once on a CPU at most, and those that are left over by another routine."""
+"""PyTorch computes so many elements of an activation at once on a CPU at most, and the remaining ones by another routine."""
 
 
 class Group(Protocol):
@@ -85,8 +85,8 @@ class Partition:
             if value % self.size:
                 raise ValueError(f"tensor_parallel: {name} {value} is not a multiple of {self.size}")
         if any(spec.activation == "gelu_tanh" for spec in config.layers) and config.intermediate_size // self.size % _VECTOR:
-            raise ValueError(f"tensor_parallel: a rank's part of intermediate_size {config.intermediate_size} is not a multiple of "
-                             f"{_VECTOR}, so that PyTorch's gelu would not have the bits of one rank")
+            raise ValueError(f"tensor_parallel: a rank's part of intermediate_size {config.intermediate_size} is not a multiple "
+                             f"of {_VECTOR}, so that PyTorch's gelu would not have the bits of one rank")
         if config.num_kv_heads % self.size and self.size % config.num_kv_heads:
             raise ValueError(f"tensor_parallel: num_kv_heads {config.num_kv_heads} neither divides {self.size} nor is a multiple "
                              "of it")

@@ -87,7 +87,8 @@ def test_a_drafter_is_trained_from_the_first_step_on(one, two):
     first, *_ = lines = metrics(out)
     trained = trainer.engine.coordinator.trained
     assert tokens(out) == tokens(one)[: 2 * 14], "the drafter changes no token"
-    assert 0 < first["drafter/seconds"] < 0.8 and first["drafter/steps"] > 0 and first["drafter/tokens"] > 0
+    assert 0 < first["drafter/seconds"] < 5  # half a second and the micro-batch in which it ends, which is long on a busy machine
+    assert first["drafter/steps"] > 0 and first["drafter/tokens"] > 0
     assert first["drafter/expected_before"] >= 1 <= first["drafter/expected_after"]
     assert "eagle" not in first["strategy"], "an untrained drafter is not used"
     assert any("tokens per verification on held-out answers" in note for note in notes)

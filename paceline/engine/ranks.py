@@ -41,7 +41,7 @@ class Process(Protocol):
     """What is needed of a rank's process."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code of the process; None while it runs."""
         ...
 
     def kill(self) -> None:

@@ -45,7 +45,7 @@ class Linear(nn.Linear):
         return ops.linear(x, self.weight, self.bias)
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor | None:
-        """Of a head: the logits [R, V] of a step; see `Decoder.step_logits`."""
+        """Return the logits [R, V] of a step, if this layer is the head; see `Decoder.step_logits`."""
         found: Tensor = self(hidden, ops)
         return found
 
@@ -98,7 +98,7 @@ class MLP(nn.Module):
         return self.down(ops.gated(self.gate_up(x, ops), self.activation), ops)
 
     def inner_weights(self) -> InnerWeights:
-        """Its part of `LayerWeights`."""
+        """The MLP's fields of `LayerWeights`."""
         return self.gate_up.weight, self.gate_up.bias, self.down.weight, self.down.bias, None
 
     @property
@@ -134,7 +134,7 @@ class Experts(nn.Module):
         return ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.activation)
 
     def inner_weights(self) -> InnerWeights:
-        """Its part of `LayerWeights`."""
+        """The MLP's fields of `LayerWeights`."""
         router = RouterWeights(self.router.weight, self.router.bias, self.spec.active, self.spec.normalised)
         return self.gate_up, self.gate_up_bias, self.down, self.down_bias, router
 
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         self.config = self.local_config = config
         """The shape of the policy, and of its part that is here: all of it, unless `parallel` has split it."""
         self.parts: dict[str, list[Part]] | None = None
-        """Of a split policy: where the parts of its parameters are; see `partition`."""
+        """Where the parts of a split policy's parameters are, by name; None if the policy is whole. See `partition`."""
         # Not initialized: nobody reads those values, and to draw them on the meta device takes torch._dynamo, seconds to import.
         self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -89,3 +90,10 @@ def test_ranks_read_their_parts_of_gguf(name, tmp_path):
 def test_a_part_cannot_be_exported():
     with pytest.raises(ValueError, match="no process has the whole policy"):
         export_state(cut(model("llama"), 0, 2))
+
+
+def test_parts_that_gelu_would_compute_with_other_bits_are_refused():
+    config = replace(WINDOWED["gemma2"], intermediate_size=40)
+    Partition(0, 1, 8).check(config)
+    with pytest.raises(ValueError, match=r"intermediate_size 40 is not a multiple of 32"):
+        Partition(0, 2, 8).check(config)

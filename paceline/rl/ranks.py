@@ -19,12 +19,17 @@ from paceline.rl.batch import MicroBatch, Sample
 from paceline.rl.models import Policy, Scorer
 
 
+_ONE_UNIT_BYTES = 64 << 20
+"""Gathering a model of at most this size layer by layer would save little memory and take a collective per layer and pass."""
+
+
 class Ranks:
     """The processes that train together. Without a mesh: this process alone, which needs no torch.distributed."""
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        """`mesh`: one-dimensional, over all ranks; its process group must be initialized."""
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh | None = None, one_unit_bytes: int = _ONE_UNIT_BYTES) -> None:
+        """`mesh`: one-dimensional, over all ranks; its process group must be initialized. Models of at most `one_unit_bytes` are
+        gathered as a whole, larger ones layer by layer."""
+        self._mesh, self._one_unit_bytes = mesh, one_unit_bytes
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.size = 1 if mesh is None else mesh.size()
 
@@ -34,13 +39,14 @@ class Ranks:
         return self._mesh is not None
 
     def shard(self, model: Policy | Scorer) -> None:
-        """Keep only this rank's part of every parameter. Whole layers exist one at a time, while they are computed. A model on
-        the host is moved to the mesh's device layer by layer, so it never has to fit there as a whole."""
+        """Keep only this rank's part of every parameter. Whole layers of a large model exist one at a time, while they are
+        computed; if it is on the host, it is moved to the mesh's device layer by layer, so it never has to fit there."""
         if self._mesh is None:
             return
         if isinstance(model, Policy):
             model.sharded = True
-        for part in (*model.model.layers, model):
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        for part in (*(model.model.layers if size > self._one_unit_bytes else ()), model):
             sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # in float32 and bfloat16 it would be an operation that gloo lacks
@@ -79,7 +85,18 @@ class Ranks:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor. If it is sharded, all ranks must call this, in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not all(placement.is_shard(0) for placement in tensor.placements):
+        return tensor.full_tensor()
+    # Not `full_tensor`: on a GPU its collective crashes where the group is gloo's, which has this one for every device.
+    mesh, part = tensor.device_mesh, tensor.to_local().detach()
+    rows = -(-tensor.shape[0] // mesh.size())
+    padded = part.new_zeros(rows, *part.shape[1:])
+    padded[: len(part)] = part
+    whole = part.new_empty(rows * mesh.size(), *part.shape[1:])
+    dist.all_gather(list(whole.split(rows)), padded, mesh.get_group())
+    return whole[: tensor.shape[0]]
 
 
 def local(tensor: Tensor) -> Tensor:

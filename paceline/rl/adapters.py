@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.config import LearnerConfig
 from paceline.files import atomic_write, save_tensors
@@ -16,6 +18,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import hf_layout, load_state
 from paceline.models.weights import empty_model
+from paceline.rl.ranks import full, local, put_together
 
 
 def add_lora(model: Decoder, config: LearnerConfig, seed: int) -> None:
@@ -57,11 +60,18 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not wrapped:
             yield owner, parameter.detach()
         elif kind == "weight":
-            with torch.no_grad():
-                merged = adapted[owner].get_delta_weight("default").add_(parameter)  # type: ignore[operator]  # in float32 or better
-            yield f"{owner}.weight", merged
+            yield f"{owner}.weight", _merged(adapted[owner], parameter)
         else:
             yield f"{owner}.{kind}", parameter.detach()
+
+
+@torch.no_grad()
+def _merged(module: Any, weight: nn.Parameter) -> Tensor:
+    """In float32 or better."""
+    if not isinstance(weight, DTensor):
+        return module.get_delta_weight("default").add_(weight)
+    down, up = module.lora_A["default"].weight, local(module.lora_B["default"].weight)  # `up` has the rows that `weight` has here
+    return put_together((up @ full(down)).mul_(module.scaling["default"]).add_(local(weight)), weight)
 
 
 def unadapted_parameters(model: nn.Module) -> dict[str, Tensor]:

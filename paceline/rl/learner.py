@@ -30,7 +30,7 @@ from paceline.rl.batch import MicroBatch, Sample, pack
 from paceline.rl.exact import ExactForward
 from paceline.rl.losses import importance_weights
 from paceline.rl.models import Policy, SamplingFilters, Scorer, recompute_activations
-from paceline.rl.ranks import Ranks, full, local, trained
+from paceline.rl.ranks import Ranks, full, gathered, local, trained
 from paceline.rl.reward_model import RewardModel
 
 
@@ -228,9 +228,9 @@ class Learner:
                 require_finite(((name, local(p)) for name, p in trained(module)), what, self.ranks.sum)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the policy's weights, with adapters merged. Sharded ones are put together one by one, so all ranks
+        """Names and values of the policy's weights, with adapters merged. Sharded ones are gathered a few at a time, so all ranks
         must go through the whole iterator."""
-        return ((name, full(tensor)) for name, tensor in merged_parameters(self.policy.model))
+        return gathered(merged_parameters(self.policy.model))
 
     def _optimizer_step(self, samples: Sequence[Sample], mismatch: _EngineMismatch | None,
                         routers: RoutingTotals) -> dict[str, float]:

@@ -6,7 +6,7 @@ are summed, so an update does not depend on the number of ranks, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline.rl.batch import MicroBatch, Sample
 from paceline.rl.models import Policy, Scorer
-
 
 _ONE_UNIT_BYTES = 64 << 20
 """Gathering a model of at most this size layer by layer would save little memory and take a collective per layer and pass."""
@@ -85,18 +84,40 @@ class Ranks:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor. If it is sharded, all ranks must call this, in the same order."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if not all(placement.is_shard(0) for placement in tensor.placements):
-        return tensor.full_tensor()
-    # Not `full_tensor`: on a GPU its collective crashes where the group is gloo's, which has this one for every device.
-    mesh, part = tensor.device_mesh, tensor.to_local().detach()
-    rows = -(-tensor.shape[0] // mesh.size())
-    padded = part.new_zeros(rows, *part.shape[1:])
-    padded[: len(part)] = part
-    whole = part.new_empty(rows * mesh.size(), *part.shape[1:])
-    dist.all_gather(list(whole.split(rows)), padded, mesh.get_group())
-    return whole[: tensor.shape[0]]
+    return next(gathered([("", tensor)]))[1]
+
+
+def gathered(named: Iterable[tuple[str, Tensor]], group_bytes: int = _ONE_UNIT_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, whole. Sharded ones are gathered in groups of about `group_bytes`, so all ranks must go through the whole
+    iterator."""
+    group: list[tuple[str, DTensor]] = []
+    for name, tensor in named:
+        if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard():
+            yield from _gather(group)
+            group = []
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            continue
+        if group and (tensor.dtype != group[0][1].dtype or sum(member.nbytes for _, member in group) >= group_bytes):
+            yield from _gather(group)
+            group = []
+        group.append((name, tensor))
+    yield from _gather(group)
+
+
+def _gather(group: Sequence[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Not by `DTensor.full_tensor`, whose collective crashes on GPUs where the process group is gloo's."""
+    if not group:
+        return
+    mesh, parts = group[0][1].device_mesh, [tensor.detach().to_local().flatten() for _, tensor in group]
+    rows = [-(-tensor.shape[0] // mesh.size()) for _, tensor in group]  # of the largest part
+    sizes = [n * tensor[0].numel() for n, (_, tensor) in zip(rows, group, strict=True)]
+    mine = parts[0].new_zeros(sum(sizes))
+    for place, part in zip(mine.split(sizes), parts, strict=True):
+        place[: len(part)] = part
+    everyone = mine.new_empty(mesh.size(), len(mine))
+    dist.all_gather(list(everyone), mine, mesh.get_group())
+    for (name, tensor), found in zip(group, everyone.split(sizes, dim=1), strict=True):
+        yield name, found.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
 
 
 def local(tensor: Tensor) -> Tensor:

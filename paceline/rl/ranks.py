@@ -108,7 +108,7 @@ def _gather(group: Sequence[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]
     """Not by `DTensor.full_tensor`, whose collective crashes on GPUs where the process group is gloo's."""
     if not group:
         return
-    mesh, parts = group[0][1].device_mesh, [tensor.detach().to_local().flatten() for _, tensor in group]
+    mesh, parts = group[0][1].device_mesh, [local(tensor).detach().flatten() for _, tensor in group]
     rows = [-(-tensor.shape[0] // mesh.size()) for _, tensor in group]  # of the largest part
     sizes = [n * tensor[0].numel() for n, (_, tensor) in zip(rows, group, strict=True)]
     mine = parts[0].new_zeros(sum(sizes))

@@ -1,4 +1,4 @@
-"""Goals and tables of benchmarks/gpu/queue.py."""
+"""Goals and tables of benchmarks/gpu/queue.py and serve.py."""
 
 from __future__ import annotations
 
@@ -67,3 +67,13 @@ def _arrivals(parts: Content) -> Table | None:
         return None
     return Table("An arrival", "What one prompt of about 100 tokens costs the requests that decode meanwhile (median).",
                  ("running requests", "strategy", "step ms", "extra ms", "extra steps", "first token ms", "Engine.add ms"), rows)
+
+
+def gpu_serve(content: Content, _: str) -> Table:
+    rows = [(shown, f"{run['median_ms']:.1f}", f"{run['p95_ms']:.1f}", f"{run['at_once_median_ms']:.1f}")
+            for name, shown in (("paceline", "`paceline serve`"), ("vllm", "vLLM"))
+            if "median_ms" in (run := content["servers"].get(name, {}))]
+    ratio = "".join(f"; Paceline's is {goal['value']:.2f} of vLLM's" for goal in content["goals"])
+    return Table("Time to first token over HTTP", f"{content['streams']} concurrent streams, prompts that no prefix cache knows, "
+                 f"at most {content['new_tokens']} tokens: the time until the first token of a prompt that arrives among running "
+                 f"requests{ratio}.", ("server", "median ms", "95 % ms", "all at once, median ms"), rows)

@@ -15,7 +15,7 @@ from benchmarks.lib.cluster_tables import (
 )
 from benchmarks.lib.episode_tables import cpu_episodes, gpu_episodes
 from benchmarks.lib.gpu_check.verdict import ratios
-from benchmarks.lib.queue_tables import gpu_queue
+from benchmarks.lib.queue_tables import gpu_queue, gpu_serve
 from benchmarks.lib.rl_tables import gpu_exact_logprobs, gpu_headline, gpu_memory
 from benchmarks.lib.table import Content, Table
 from benchmarks.lib.table import number as _number
@@ -268,7 +268,8 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
     "cluster/asynchronous": cluster_asynchronous, "cluster/staleness": cluster_staleness,
     "cpu/host_overhead": host_overhead, "cpu/episodes": cpu_episodes, "gpu/episodes": gpu_episodes,
     "cpu/tensor_parallel": cpu_tensor_parallel,
-    "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/exact_logprobs": gpu_exact_logprobs,
+    "gpu/cold_start": cold_start, "gpu/memory": gpu_memory, "gpu/queue": gpu_queue, "gpu/serve": gpu_serve,
+    "gpu/exact_logprobs": gpu_exact_logprobs,
 }
 
 

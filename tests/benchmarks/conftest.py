@@ -1,4 +1,4 @@
-"""A stand-in for vLLM: the same calls, steps of 10 ms, no model."""
+"""A stand-in for vLLM: the same calls, steps of 10 ms, no model; and for its server, which takes 50 ms to the first token."""
 
 from __future__ import annotations
 
@@ -50,9 +50,36 @@ class LLM:
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * each.max_tokens)]) for each in params]
 '''
 
+_SERVER = '''
+import json
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["ignore_eos"] and asked["stream"]
+        self.send_response(200)
+        self.end_headers()
+        time.sleep(0.05)
+        usage = json.dumps({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+        self.wfile.write(f"data: {usage}\\n\\ndata: [DONE]\\n\\n".encode())
+
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+'''
+
+
 @pytest.fixture
 def vllm_site(tmp_path) -> Path:
     """A folder in which the stand-in is installed."""
-    (tmp_path / "site/vllm").mkdir(parents=True)
+    (tmp_path / "site/vllm/entrypoints/openai").mkdir(parents=True)
+    (tmp_path / "site/vllm/entrypoints/openai/api_server.py").write_text(_SERVER)
     (tmp_path / "site/vllm/__init__.py").write_text(_PACKAGE)
     return tmp_path / "site"

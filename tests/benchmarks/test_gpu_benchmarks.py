@@ -15,6 +15,7 @@ from benchmarks.gpu import (
     headline,
     memory,
     queue,
+    serve,
     speculate,
     step,
 )
@@ -125,6 +126,23 @@ def test_episodes_are_compared_with_vllm(vllm_site, tmp_path, monkeypatch):
         assert all(run["tokens_per_s"] * run["seconds"] == pytest.approx(6 * 3 * 5) for run in runs)
     assert [goal["what"] for goal in found["goals"]][:1] == ["episodes: best of ours / vLLM"]
     assert len(make_table(found).rows) == 3
+
+
+@pytest.mark.slow
+def test_first_tokens_over_http_and_a_server_that_does_not_start(vllm_site, tmp_path, monkeypatch):
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", [serve.__file__, "--tiny", "--allow-dirty", "--out", str(file), "--vllm-path",
+                                      str(vllm_site)])
+    serve.main()
+    found = json.loads(file.read_text())
+    ours, theirs = (found["servers"][name]["median_ms"] for name in ("paceline", "vllm"))
+    assert theirs > 50 and ours > 0 and found["goals"][0]["value"] == pytest.approx(ours / theirs, rel=1e-3)
+    assert len(make_table(found).rows) == 2
+    (vllm_site / "vllm/entrypoints/openai/api_server.py").write_text("raise ImportError('no such module')")
+    serve.main()
+    alone = json.loads(file.read_text())
+    assert "no such module" in alone["servers"]["vllm"]["error"] and alone["servers"]["paceline"]["median_ms"] > 0
+    assert len(make_table(alone).rows) == 1 and not alone["goals"]
 
 
 def test_all_engines_have_the_same_environment():

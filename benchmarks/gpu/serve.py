@@ -156,9 +156,9 @@ class HttpServer:
     @classmethod
     def vllm(cls, folder: Path, max_batch: int, site: Path) -> HttpServer:
         """vLLM's server, from a folder in which vLLM is installed, with random weights for the config in `folder`."""
-        return cls([sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-                    "--served-model-name", NAME, "--load-format", "dummy", "--host", "127.0.0.1", "--port", "{port}",
-                    "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", str(max_batch), "--gpu-memory-utilization", "0.1",
+        return cls([sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name",
+                    NAME, "--load-format", "dummy", "--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16",
+                    "--max-model-len", "4096", "--max-num-seqs", str(max_batch), "--gpu-memory-utilization", "0.1",
                     "--kv-cache-memory-bytes", str(4 << 30), "--disable-uvicorn-access-log"],
                    {"PYTHONPATH": str(site), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "ERROR",
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})

@@ -15,10 +15,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -213,6 +215,10 @@ def _init(**options: str | bool) -> None:
         raise kind(f"Ray cannot be started or joined: {' '.join(str(error).split())[:300]}") from None
     finally:
         log.setLevel(level)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)  # again: Ray puts a handler before it that prints a stack of C++ calls
     driver: Any = worker.global_worker
     if driver.mode == worker.SCRIPT_MODE:  # its thread prints the logs of a Ray that has died
         driver.threads_stopped.set()

@@ -64,7 +64,9 @@ def test_nothing_stays_behind(folder, tmp_path, ending):
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) > 4 and list(folder.iterdir())
         process.send_signal(ending)
-        code = process.wait(PATIENCE_S)
+        _, printed = process.communicate(timeout=PATIENCE_S)
+        code = process.returncode
+        assert not any(noise in printed for noise in ("Traceback", "***", "@  ")), printed
         assert code == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(ending, code) and code != 0
         psutil.wait_procs(family, timeout=120)
         assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 120)

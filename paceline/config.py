@@ -284,7 +284,8 @@ class ClusterConfig(Config):
     cpus_per_worker: float = Field(0.0, ge=0)
     """CPU cores that Ray reserves for each worker. 0: none are reserved."""
     gpus_per_worker: float | None = Field(None, ge=0)
-    """GPUs that Ray reserves for each worker. None: 1 if the run's device is a GPU, otherwise 0."""
+    """GPUs that Ray reserves for each worker. None: one for each of its ranks (`engine.tensor_parallel`) if the run's device is a
+    GPU, otherwise 0."""
     scheduling: bool = True
     """Assign requests as workers have room, by expected length. False: all at once, the answers of a prompt to one worker."""
     reallocation: bool = True

@@ -255,7 +255,8 @@ class _Calls:
             _error_of(self._calls[worker][1][1])  # the same one; Ray would print it as nobody's otherwise
         told = [error for error in errors.values() if isinstance(error, RayTaskError)]
         own = [error for error in told if not isinstance(error.cause, RuntimeError)]
-        dead = [worker for worker, error in errors.items() if not isinstance(error, RayTaskError)]
+        dead = [worker for worker, error in errors.items()
+                if not isinstance(error, RayTaskError) or isinstance(error.cause, WorkerDied)]
         if own:
             raise own[0].cause if isinstance(own[0].cause, ValueError | OSError) else RuntimeError(_plain(str(own[0])))
         if dead:

@@ -42,7 +42,7 @@ from paceline.spot import drafter_of, load_snapshot
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.initialization import is_untrained
 from paceline.trainer import Trainer
-from paceline.trainer.device import are_workers_elsewhere
+from paceline.trainer.device import are_workers_elsewhere, gpus_per_worker
 from paceline.trainer.drafter import OnlineDrafterTrainer, training_config
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.trainer.parts import engine_for, make_drafter
@@ -169,8 +169,8 @@ class ClusterTrainer(Trainer):
         from paceline.cluster.ray_runtime import RayRuntime
 
         config, cluster = self.config, self.config.cluster
-        gpus = float(config.device.startswith("cuda")) if cluster.gpus_per_worker is None else cluster.gpus_per_worker
-        return RayRuntime(cluster.workers, TrainWorkerSpec(config), cluster.address, cluster.cpus_per_worker, gpus)
+        return RayRuntime(cluster.workers, TrainWorkerSpec(config), cluster.address, cluster.cpus_per_worker,
+                          gpus_per_worker(config))
 
     def _make_drafter_parts(self) -> tuple[OnlineDrafterTrainer | None, DrafterMonitor | None]:
         config = self.config

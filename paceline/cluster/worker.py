@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.cluster.figures import FiguresCollector, WorkerFigures
 from paceline.cluster.held_requests import Held, HeldRequests, Send
-from paceline.cluster.learning import RankLearner
+from paceline.cluster.learning import RankLearner, WorkerDied
 from paceline.cluster.messages import (
     Add,
     Arrive,
@@ -53,7 +53,7 @@ from paceline.cluster.messages import (
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import WorkerState
 from paceline.engine import Engine
-from paceline.types import Rollout, StepResult
+from paceline.types import Rollout, StepResult, WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -292,6 +292,9 @@ class Worker:
                 self._sleep()
             call = self._publish if method == "publish" else getattr(self.learner, method)
             future.set_result(call(*args))
+        except WorkersLost as error:  # a rank of the engine has died, and with it this worker
+            future.set_exception(WorkerDied(f"worker {self.id} has died: {error}"))
+            raise
         except Exception as error:
             future.set_exception(error)
         finally:

@@ -33,20 +33,27 @@ def check_run_device(config: TrainConfig) -> None:
         raise ValueError(f"{config.device}: Ray says which GPU each of several workers has; give cuda")
 
 
+def gpus_per_worker(config: TrainConfig) -> float:
+    """GPUs that Ray reserves for each worker of a run whose device is known."""
+    if config.cluster.gpus_per_worker is not None:
+        return config.cluster.gpus_per_worker
+    return float(config.engine.tensor_parallel) if config.device.startswith("cuda") else 0.0
+
+
 def check_worker_gpus(config: TrainConfig) -> None:
     """Raises a ValueError if Ray could not reserve the GPUs of the workers, or if they could not use them."""
-    cluster, wanted = config.cluster, config.cluster.gpus_per_worker
+    cluster, ranks, wanted = config.cluster, config.engine.tensor_parallel, config.cluster.gpus_per_worker
     on_gpu = run_device(config).startswith("cuda")
-    if wanted is not None and wanted > 1:
-        raise ValueError(f"{wanted:g}: an engine runs on one GPU")
+    if wanted is not None and wanted > 1 and wanted != ranks:
+        raise ValueError(f"{wanted:g}: an engine runs on {f'{ranks} GPUs (engine.tensor_parallel)' if ranks > 1 else 'one GPU'}")
     if wanted == 0 and on_gpu:
         raise ValueError("0: workers on a GPU need a share of one")
     if wanted and not on_gpu and config.device != "auto":
         raise ValueError(f"{wanted:g}: the run's device is {config.device}")
     if on_gpu and cluster.address is None:
-        available, per_gpu = torch.cuda.device_count(), int(1 / (wanted or 1.0))
-        if available * per_gpu < cluster.workers:
-            raise ValueError(f"{cluster.workers} workers with {wanted or 1.0:g} of a GPU each do not fit on {available} GPU(s); "
+        available, each = torch.cuda.device_count(), wanted or float(ranks)
+        if (available // each if each >= 1 else available * int(1 / each)) < cluster.workers:
+            raise ValueError(f"{cluster.workers} workers with {each:g} of a GPU each do not fit on {available} GPU(s); "
                              f"set cluster.gpus_per_worker = {_share(cluster.workers, available):g}")
 
 

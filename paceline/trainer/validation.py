@@ -223,9 +223,6 @@ def _check_split(shapes: list[ModelConfig], config: TrainConfig) -> None:
 
 def _check_tensor_parallel(config: TrainConfig) -> None:
     """What a run cannot do with a split policy."""
-    if config.cluster.needs_ray:
-        raise ValueError("several workers (cluster) with a policy that is split over ranks are not supported yet; set "
-                         "cluster.workers = 1")
     if config.learner.exact_logprobs:
         raise ValueError("the trainer's sums (learner.exact_logprobs) do not follow those of a policy that is split over ranks")
 

@@ -135,6 +135,7 @@ def test_what_the_table_says_is_what_is_checked(folder, capsys, cell):
     "drafter_disk_gb=8 cluster.workers=2": "several workers keep captured answers in memory only",
     "cluster.cpus_per_worker=1000 cluster.workers=2": "2 workers with 1000 cores each do not fit on",
     "cluster.gpus_per_worker=2 cluster.workers=2": "an engine runs on one GPU",
+    "cluster.gpus_per_worker=4 cluster.workers=2 engine.tensor_parallel=2": "an engine runs on 2 GPUs (engine.tensor_parallel)",
     "cluster.gpus_per_worker=0.5 cluster.workers=2": "the run's device is cpu",
     "cluster.address=auto": "no Ray cluster runs on this machine",
     "cluster.address=127.0.0.1:1": "there is no Ray cluster at 127.0.0.1:1",
@@ -156,6 +157,12 @@ def test_workers_that_do_not_fit_on_the_gpus_are_refused(folder, monkeypatch):
                                           r"worker = 0\.333$"):
         check_config(load_config(None, small))
     check_config(load_config(None, [*small, "cluster.gpus_per_worker=0.333"]))
+    with pytest.raises(ConfigError, match=r"2 workers with 2 of a GPU each do not fit on 3 GPU\(s\)"):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        check_config(load_config(None, [*small, "cluster.workers=2", "engine.tensor_parallel=2"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_config(load_config(None, [*small, "cluster.workers=2", "engine.tensor_parallel=2"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for wrong, said in (("cluster.gpus_per_worker=0", "workers on a GPU need a share"), ("device=cuda:0", "Ray says which GPU")):
         with pytest.raises(ConfigError, match=said):
             check_config(load_config(None, [*small, "cluster.gpus_per_worker=0.333", wrong]))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import pytest
 from cluster.process_trainer import ProcessTrainer, check_same_run
 from cluster.processes import check_processes
 
 from benchmarks.lib.process_runtime import ProcessRuntime
 from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.messages import Add
 from paceline.cluster.worker import Send, Worker
 
 
@@ -53,6 +55,55 @@ class DeadlyTrainer(ProcessTrainer):
 @pytest.mark.slow
 def test_a_process_is_killed_in_an_update(tmp_path, monkeypatch):
     check_same_run(DeadlyTrainer, tmp_path, monkeypatch, dtype="float64", cluster={"workers": 2})
+
+
+class LosesARank(ProcessRuntime):
+    """Worker 1 loses a rank of its engine as soon as it has requests for the second time, and again before it gets weights."""
+
+    num_given = num_killed = 0
+
+    def post(self, worker: int, message: Any, payload: Any = None) -> None:
+        super().post(worker, message, payload)
+        self.num_given += worker == 1 and isinstance(message, Add)
+        if self.num_given == 2 and not self.num_killed:
+            self.kill_rank()
+
+    def call(self, method: str, each: Any) -> Any:
+        if method == "publish" and self.num_killed == 1 and self.num_given > 2:
+            self.kill_rank()
+        return super().call(method, each)
+
+    def kill_rank(self) -> None:
+        (rank,) = [child for child in psutil.Process(self.processes[1].pid).children()
+                   if "paceline.engine.rank" in child.cmdline()]
+        rank.kill()
+        self.num_killed += 1
+
+
+class RankLosingTrainer(ProcessTrainer):
+    runtime_class = LosesARank
+
+    def _close(self) -> None:
+        self.num_killed, self.num_lost = self._coordinator.runtime.num_killed, self._coordinator.num_lost
+        super()._close()
+
+
+SPLIT = {"max_batch": 8, "kv_tokens": 4096, "deterministic": True, "tensor_parallel": 2, "reduction_shares": 8}
+
+
+@pytest.mark.slow
+def test_two_workers_of_two_ranks_each_train_as_one(tmp_path, monkeypatch):
+    """And a rank that dies takes its worker with it, not the run."""
+    found = []
+
+    class Counting(RankLosingTrainer):
+        def _close(self) -> None:
+            super()._close()
+            found.append((self.num_killed, self.num_lost))
+
+    check_same_run(Counting, tmp_path, monkeypatch, dtype="float64", cluster={"workers": 2}, engine=SPLIT)
+    ((killed, lost),) = found
+    assert killed == 2 and lost >= 2
 
 
 class Broken:

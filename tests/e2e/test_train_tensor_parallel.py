@@ -24,7 +24,6 @@ def test_every_kind_of_run_can_be_split(folder, changes):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"cluster.workers": 2}, "several workers"),
     ({"learner.exact_logprobs": True, "engine.deterministic": True}, "learner.exact_logprobs"),
     ({"engine.tensor_parallel": 8}, "num_heads 4 is not a multiple of 8"),
     ({"engine.tensor_parallel": 3}, "not a power of two")])

@@ -157,8 +157,8 @@ def test_workers_that_do_not_fit_on_the_gpus_are_refused(folder, monkeypatch):
                                           r"worker = 0\.333$"):
         check_config(load_config(None, small))
     check_config(load_config(None, [*small, "cluster.gpus_per_worker=0.333"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match=r"2 workers with 2 of a GPU each do not fit on 3 GPU\(s\)"):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         check_config(load_config(None, [*small, "cluster.workers=2", "engine.tensor_parallel=2"]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     check_config(load_config(None, [*small, "cluster.workers=2", "engine.tensor_parallel=2"]))

@@ -18,7 +18,14 @@ from paceline.config import TrainConfig
 from paceline.drafters.checkpoint import read_eagle_config
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Decoder
+from paceline.models.parameters import (
+    adapted_matrices,
+    layer_parameters,
+    num_active_parameters,
+    num_adapted_parameters,
+    num_adapter_parameters,
+    num_parameters,
+)
 from paceline.models.weights import open_checkpoint, parse_dtype
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.models import HEAD_ROWS
@@ -264,7 +271,7 @@ def _learner_items(config: TrainConfig, shape: ModelConfig, width: int, num_trai
     if algorithm.needs_reference and not rank and exact:
         whole.append(MemoryItem("reference policy", total * width))
     if shards > 1:
-        layer = _layer_parameters(shape)
+        layer = layer_parameters(shape)
         outside = total - shape.num_layers * layer  # embedding and head are whole, with their gradients, during the whole pass
         gathered = (_GATHERED_LAYERS * layer + outside) * width if rank else (_GATHERED_LAYERS * layer + 2 * outside) * master
         whole.append(MemoryItem("layers that are gathered from the shards", gathered, "update"))
@@ -279,7 +286,7 @@ def _engine_items(config: TrainConfig, shape: ModelConfig, width: int, adapters:
     name = "engine's policy" if ranks == 1 else f"engine's policy, one part of {ranks}"
     yield MemoryItem(name, _engine_bytes(config, shape) * (2 if config.compare_off else 1), "engine")
     if adapters:
-        largest = max(map(math.prod, _adapted_matrices(shape, config.learner.lora_targets)))
+        largest = max(map(math.prod, adapted_matrices(shape, config.learner.lora_targets)))
         yield MemoryItem("merging of adapters", 2 * largest * max(4, width), "engine", is_later=True)
 
 
@@ -301,7 +308,7 @@ def _scoring_item(config: TrainConfig, source: str, width: int) -> MemoryItem:
     shape = open_checkpoint(path).config
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     layer = (2 * max(4, width) + 2 * width) * shape.hidden_size + width * (heads + 3 * shape.mlp_width)
-    gathered = _GATHERED_LAYERS * _layer_parameters(shape) * width if _num_shards(config) > 1 else 0
+    gathered = _GATHERED_LAYERS * layer_parameters(shape) * width if _num_shards(config) > 1 else 0
     return MemoryItem("scoring by the reward model", rows * layer + gathered, "generation", is_later=True)
 
 
@@ -373,7 +380,7 @@ def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int, is_fr
     residual = width if lora else max(4, width)
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     layer = 2 * residual * hidden + width * (2 * hidden + heads + 3 * inner)
-    casts = 0 if lora or width >= 4 else width * _layer_parameters(shape)
+    casts = 0 if lora or width >= 4 else width * layer_parameters(shape)
     if config.learner.exact_logprobs:
         saved = rows * (2 * shape.num_layers * width * hidden + layer) + casts
     elif config.learner.gradient_checkpointing:
@@ -384,44 +391,3 @@ def _activation_bytes(config: TrainConfig, shape: ModelConfig, width: int, is_fr
     if not lora:
         head += shape.vocab_size * hidden * (2 * width + max(4, width))  # the head in the run's data type, and its gradient twice
     return saved + max(head, rows * (_BACKWARD_BYTES * inner + 3 * 4 * hidden))
-
-
-@lru_cache
-def num_parameters(shape: ModelConfig, num_layers: int | None = None) -> int:
-    """Number of parameters of a decoder of this shape, or of one with so many layers."""
-    with torch.device("meta"):
-        model = Decoder(shape if num_layers is None else replace(shape, num_layers=num_layers))
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def num_active_parameters(shape: ModelConfig) -> int:
-    """Number of parameters that process one token: all but those of the experts that its routers do not choose."""
-    idle = 0
-    for index in range(shape.num_layers):
-        experts = shape.layer(index).experts
-        if experts is not None:
-            each = 3 * shape.hidden_size * experts.size + experts.bias * (2 * experts.size + shape.hidden_size)
-            idle += (experts.count - experts.active) * each
-    return num_parameters(shape) - idle
-
-
-def _layer_parameters(shape: ModelConfig) -> int:
-    return num_parameters(shape) - num_parameters(shape, shape.num_layers - 1)
-
-
-def num_adapter_parameters(shape: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
-    """Number of parameters of LoRA adapters of this rank."""
-    return sum(rank * sum(size) for size in _adapted_matrices(shape, targets))
-
-
-def num_adapted_parameters(shape: ModelConfig, targets: tuple[str, ...]) -> int:
-    """Number of parameters that LoRA adapters are merged into."""
-    return sum(math.prod(size) for size in _adapted_matrices(shape, targets))
-
-
-@lru_cache
-def _adapted_matrices(shape: ModelConfig, targets: tuple[str, ...]) -> list[torch.Size]:
-    with torch.device("meta"):
-        model = Decoder(shape)
-    found = (module.weight for name, module in model.named_modules() if name.split(".")[-1] in targets)
-    return [matrix.shape for matrix in found]  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ pytest.importorskip("ray")
 from cluster.local import EAGER, PARAMS, TinySpec, assert_same, run, submit, weights
 
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.ray_runtime import RayRuntime, _Inbox
+from paceline.cluster.ray_actor import Inbox
+from paceline.cluster.ray_runtime import RayRuntime
 
 
 def assert_listens_on_loopback() -> None:
@@ -23,7 +24,7 @@ def assert_listens_on_loopback() -> None:
 
 
 def test_messages_are_put_into_order():
-    inbox = _Inbox()
+    inbox = Inbox()
     assert inbox.receive((0, 0), 1, "b") == [] and inbox.receive((1, 0), 0, "x") == ["x"]
     assert inbox.receive((0, 0), 0, "a") == ["a", "b"] and inbox.receive((0, 0), 2, "c") == ["c"]
     assert inbox.receive((0, 1), 0, "from a new process") == ["from a new process"]

@@ -197,7 +197,7 @@ def test_two_runs_in_one_cluster_of_which_one_is_killed(tmp_path, shared_cluster
     assert paceline(*command(tmp_path / "alone", seed=2)).wait(timeout=PATIENCE_S) == 0
     assert tokens(tmp_path / "second") == tokens(tmp_path / "alone") and len(tokens(tmp_path / "alone")) == 24
     ends = time.monotonic() + 60
-    while any("_WorkerActor" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)):
+    while any("WorkerActor" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)):
         assert time.monotonic() < ends, "workers of the killed run"
         time.sleep(0.2)
 

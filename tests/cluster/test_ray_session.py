@@ -16,7 +16,8 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayT
 
 from paceline.cluster.learning import WorkerDied
 from paceline.cluster.messages import Lost
-from paceline.cluster.ray_runtime import CannotStart, RayRuntime, _Calls, _cannot_start, _reason, _WarningList
+from paceline.cluster.ray_actor import CannotStart, WarningList
+from paceline.cluster.ray_runtime import RayRuntime, _Calls, _cannot_start, _reason
 from paceline.cluster.ray_session import RaySession
 from paceline.trainer.device import cluster_address
 from paceline.types import WorkersLost
@@ -90,7 +91,7 @@ def test_a_ray_that_starts_too_slowly_is_started_again(monkeypatch):
 
 
 def test_workers_warnings_are_single_lines_without_colours():
-    found, logger = _WarningList(), logging.getLogger("paceline.somewhere")
+    found, logger = WarningList(), logging.getLogger("paceline.somewhere")
     logger.addHandler(found)
     try:
         logger.warning("first \x1b[31mred\x1b[0m line\nsecond line %s", 5)

@@ -17,7 +17,7 @@ from paceline.config import ConfigError
 from paceline.engine.prompts import derive_seed
 from paceline.integrations import trl as trl_plugin
 from paceline.integrations.trl import DRAFTER_FOLDER, PacelineRollout
-from paceline.trainer.memory import num_parameters
+from paceline.models.parameters import num_parameters
 
 pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/integrations/trl_grpo.py"

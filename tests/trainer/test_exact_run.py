@@ -9,8 +9,9 @@ from trainer.test_trainer_library import make_config
 
 from paceline.config import ConfigError
 from paceline.models.config import ModelConfig
+from paceline.models.parameters import num_adapted_parameters, num_parameters
 from paceline.report import read_metrics
-from paceline.trainer.memory import num_adapted_parameters, num_parameters, plan_for
+from paceline.trainer.memory import plan_for
 from paceline.trainer.validation import check_config
 
 SHAPE = ModelConfig("qwen2", 300, 64, 192, 4, 4, 2, 16, qkv_bias=True, max_context=512)

@@ -18,6 +18,7 @@ from paceline.drafters.checkpoint import save_eagle
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.parameters import num_adapter_parameters, num_parameters
 from paceline.models.weights import load_model
 from paceline.rl import pack
 from paceline.rl.adapters import add_lora
@@ -35,8 +36,6 @@ from paceline.trainer.memory import (
     free_bytes,
     kv_budget,
     memory_plan,
-    num_adapter_parameters,
-    num_parameters,
     plan_for,
 )
 from paceline.trainer.parts import engine_for, learner_for

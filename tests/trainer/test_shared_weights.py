@@ -8,10 +8,11 @@ from trainer.test_trainer_library import make_config
 
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
+from paceline.models.parameters import num_adapted_parameters, num_parameters
 from paceline.models.weights import load_model
 from paceline.rl.adapters import unadapted_parameters
 from paceline.trainer import Trainer
-from paceline.trainer.memory import num_adapted_parameters, num_parameters, plan_for
+from paceline.trainer.memory import plan_for
 
 TARGETS = ("qkv", "down")
 

@@ -133,6 +133,12 @@ class StepCommand(NamedTuple):
     def num_forced_rows(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, padding apart."""
+        num_rows = len(self.slots) + (int(self.num_nodes.sum()) if self.max_depth else 0)
+        return num_rows + (len(self.tokens) - int((self.forced > 0).sum()) if len(self.tokens) else 0)
+
 
 class ObservedTrees(NamedTuple):
     """The draft tokens of a step, row by row, and the drafter's estimates."""

@@ -176,7 +176,7 @@ class Executor:
         self.runner.copy_pages(command.copies)
         started = record_event(self.device)
         drafts = self._drafts(command)
-        rows = self.rows.build(command, drafts)
+        rows = self._rows(command, drafts)
         observed = None
         if command.observe and rows.survival is not None:
             # Before verification: captured graphs share memory, and it may overwrite what the drafter's graph left there.
@@ -188,6 +188,12 @@ class Executor:
         counts = output.num_drawn if rows.max_depth or rows.has_forced else None  # otherwise every request gets one token
         sampled = Download.start(output.tokens, output.logprobs, output.raw_logprobs, counts, started=started)
         return PendingStep(rows.num_rows, sampled, observed, self.ranks)
+
+    def _rows(self, command: StepCommand, drafts: Drafts | None) -> StepRows:
+        """Lay out a step for the way in which it runs."""
+        if self.runner.runs_in_one_call(command):
+            return self.rows.build_for_one_call(command, drafts)
+        return self.rows.build(command, drafts)
 
     def _masks(self, command: StepCommand, masks: TokenMasks | None,
                drafts: Drafts | None) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
@@ -218,10 +224,10 @@ class Executor:
     def _dummy_step(self, command: DummyStep) -> None:
         if command.context is not None:
             self.state.tensors.context[: len(command.command.slots)] = command.context
-        self.runner.run(self.dummy_rows(command), [], capture_now=True)
+        self.runner.run(self._rows(command.command, self._drafts(command.command)), [], capture_now=True)
 
     def dummy_rows(self, command: DummyStep) -> StepRows:
-        """Lay out a step of padding requests."""
+        """Lay out a step of padding requests that runs later."""
         return self.rows.build(command.command, self._drafts(command.command), keep=True)
 
     @torch.inference_mode()

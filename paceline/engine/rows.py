@@ -20,18 +20,17 @@ from paceline.drafters.tree import Drafts, DraftTree, roots_only
 from paceline.engine.command import StepCommand
 from paceline.engine.graphs import CudaGraphs
 from paceline.jit_cache import cached_njit
-from paceline.kernels import Ops
+from paceline.kernels import INPUT_LINES, Ops, StepInputs
 from paceline.kernels.upload import upload, upload_into
 
-INPUTS_PER_ROW = 15
-"""Integers per row that a step reads: slots, first, length, draft, forced, sample | request, node | tokens, parents, depths, mask
-(two words) | sampled, next token."""
+INPUTS_PER_ROW = len(INPUT_LINES)
+"""Integers per row that a step reads."""
 _INPUTS_OF_TREES = 8
 """The first ones of these. A step without forced rows gets the others from `Ops.flatten_drafts`."""
 _NO_LINES = np.zeros(0, np.int64)
 _USUAL_DEPTH = 8
-_MOST_SHAPES = 512
-"""Shapes of steps whose tensors are kept on a CPU."""
+_MOST_SHAPES, _GRANULE = 512, 32
+"""On a CPU: number of shapes of steps whose tensors are kept, and rows that memory is made for at a time."""
 
 
 class StepRows(NamedTuple):
@@ -52,6 +51,10 @@ class StepRows(NamedTuple):
     None if there are no forced rows."""
     survival: Tensor | None = None
     """[lines, N] the drafter's estimates that each of its draft tokens is accepted; None without trees."""
+    inputs: StepInputs | None = None
+    """What `Ops.whole_step` reads; None if the step runs operation by operation."""
+    drafts: Drafts | None = None
+    """The draft trees that `Ops.whole_step` fills in."""
 
     @property
     def num_rows(self) -> int:
@@ -75,17 +78,16 @@ class RowBuilder:
         self._graphs, self._ops, self._padding_slot, self._device = graphs, ops, padding_slot, device
         self._fixed: tuple[Tensor, dict[int, StepRows]] = graphs.step_inputs, {}
         """The fixed buffers that captured steps read, and them as rows, by number of rows."""
-        self._kept: dict[tuple[int, int], tuple[np.ndarray, StepRows]] = {}
-        """On a CPU: memory for the integers of a step, and it as rows, by number of rows and of requests. A step's rows are no
-        longer read when the next one is laid out, and making so many tensors takes longer than filling them."""
+        self._block = np.empty((INPUTS_PER_ROW, 0), np.int64)
+        """On a CPU: memory for the integers of steps without forced rows, which are no longer read when the next step is laid
+        out."""
+        self._in_block: dict[tuple[int, int], StepRows] = {}
+        """The same memory as rows, by number of rows and of requests: making so many tensors takes longer than filling them."""
 
     def build(self, command: StepCommand, drafts: Drafts | None, keep: bool = False) -> StepRows:
         """Lay out a step. `drafts`: its draft trees, if there are any. `keep`: the rows are still read after other
         steps have been laid out."""
-        with_trees = command.max_depth > 0
-        num_rows = len(command.slots) + (int(command.num_nodes.sum()) if with_trees else 0)
-        if command.num_forced_rows:
-            num_rows += command.num_forced_rows - int((command.forced > 0).sum())
+        with_trees, num_rows = command.max_depth > 0, command.num_rows
         pad = self._graphs.num_padding_rows(num_rows, with_trees or command.num_forced_rows > 0)
         if command.num_forced_rows and num_rows + pad > self._graphs.max_rows:
             pad = 0  # nothing is captured, and kernels for long prompts want the forced rows at the end
@@ -100,6 +102,13 @@ class RowBuilder:
         self._ops.flatten_drafts(drafts.tokens, drafts.parents, drafts.depths, rows.draft, rows.tree, depth)
         return rows._replace(max_depth=depth, survival=drafts.survival)
 
+    def build_for_one_call(self, command: StepCommand, drafts: Drafts | None) -> StepRows:
+        """Lay out a step without forced rows that runs in one call, which fills in the draft tokens. On a CPU only."""
+        rows = self._rows_in_block(command, command.num_rows, len(command.slots))
+        if drafts is None or not command.max_depth:
+            return rows
+        return rows._replace(max_depth=command.max_depth, survival=drafts.survival, drafts=drafts)
+
     def roots(self, slots: np.ndarray) -> StepRows:
         """Lay out one row for each request: no draft tokens."""
         tree, fixed = roots_only(len(slots), self._device), len(slots) <= self._graphs.max_rows
@@ -108,28 +117,47 @@ class RowBuilder:
 
     def _lay_out(self, command: StepCommand, num_real: int, pad: int, keep: bool) -> StepRows:
         """Lay out draft trees, whose tokens `Ops.flatten_drafts` fills in, forced rows and padding."""
-        num_rows, num_requests = num_real + pad, len(command.slots) + pad
+        num_rows, num_requests, has_forced = num_real + pad, len(command.slots) + pad, command.num_forced_rows > 0
         fixed, stride = num_rows <= self._graphs.max_rows, num_rows + num_rows % 2
-        known = None if fixed or keep or self._device.type != "cpu" else self._kept_rows(num_rows, num_requests, stride)
-        host = np.empty((INPUTS_PER_ROW, stride), np.int64) if known is None else known[0]
-        lines = _NO_LINES if command.draft is None else command.draft.requests
-        first_forced, num_sampled = _fill_rows(host, command.slots, command.num_nodes, command.forced, command.samples,
-                                               command.tokens, command.next_token, lines, num_requests, self._padding_slot)
-        has_forced = command.num_forced_rows > 0
+        if not (fixed or keep or has_forced) and self._device.type == "cpu":
+            return self._rows_in_block(command, num_rows, num_requests)._replace(inputs=None)
+        host = np.empty((INPUTS_PER_ROW, stride), np.int64)
+        first_forced, num_sampled = self._fill(host, command, num_requests)
         if fixed:
             num_lines = INPUTS_PER_ROW if has_forced else _INPUTS_OF_TREES
             rows = self._fixed_rows(num_rows)
             upload_into(self._graphs.step_inputs[: num_lines * stride], host[:num_lines].ravel())
-        elif known is not None:
-            rows = known[1]
         else:
             rows = _as_rows(upload(host, self._device), num_rows, num_requests, fixed)
         if not has_forced:
-            return rows._replace(tree=rows.tree._replace(sampled=None), first_forced=first_forced, next_tokens=None)
+            return _without_forced(rows, first_forced)
         # In captured steps the number of sampled rows is padded, too, by repeating the first row.
         size, sampled = self._graphs.num_sampled(max(1, num_sampled), num_rows, command.max_depth > 0), rows.tree.sampled
         assert sampled is not None
         return rows._replace(tree=rows.tree._replace(sampled=sampled[:size]), first_forced=first_forced)
+
+    def _rows_in_block(self, command: StepCommand, num_rows: int, num_requests: int) -> StepRows:
+        """Lay out a step without forced rows in the block."""
+        if num_rows > self._block.shape[1]:
+            self._block = np.empty((INPUTS_PER_ROW, -(-num_rows // _GRANULE) * _GRANULE), np.int64)
+            self._in_block.clear()
+        self._fill(self._block, command, num_requests)
+        found = self._in_block.get((num_rows, num_requests))
+        if found is None:
+            if len(self._in_block) == _MOST_SHAPES:
+                self._in_block.clear()
+            block = upload(self._block, self._device)
+            inputs = StepInputs(block, num_requests, num_rows)
+            found = _without_forced(_as_rows(block, num_rows, num_requests, fixed=False), num_rows)._replace(inputs=inputs)
+            self._in_block[num_rows, num_requests] = found
+        return found
+
+    def _fill(self, host: np.ndarray, command: StepCommand, num_requests: int) -> tuple[int, int]:
+        """Fill in the integers of a step of so many requests, padding included. See `_fill_rows`."""
+        lines = _NO_LINES if command.draft is None else command.draft.requests
+        found: tuple[int, int] = _fill_rows(host, command.slots, command.num_nodes, command.forced, command.samples,
+                                            command.tokens, command.next_token, lines, num_requests, self._padding_slot)
+        return found
 
     def _fixed_rows(self, num_rows: int) -> StepRows:
         """Return the fixed buffers as the rows of a captured step. They are the same tensors every time: making so many takes
@@ -141,16 +169,6 @@ class RowBuilder:
             stride = num_rows + num_rows % 2
             known[num_rows] = _as_rows(buffer[: INPUTS_PER_ROW * stride].view(-1, stride), num_rows, num_rows, fixed=True)
         return known[num_rows]
-
-    def _kept_rows(self, num_rows: int, num_requests: int, stride: int) -> tuple[np.ndarray, StepRows]:
-        """Return memory for the integers of a step of this shape, and the same memory as rows."""
-        shape = num_rows, num_requests
-        if shape not in self._kept:
-            if len(self._kept) == _MOST_SHAPES:
-                self._kept.clear()
-            host = np.empty((INPUTS_PER_ROW, stride), np.int64)
-            self._kept[shape] = host, _as_rows(upload(host, self._device), num_rows, num_requests, fixed=False)
-        return self._kept[shape]
 
     def _upload(self, values: np.ndarray, fixed: bool) -> Tensor:
         return upload_into(self._graphs.step_inputs[: len(values)], values) if fixed else upload(values, self._device)
@@ -164,6 +182,11 @@ def _as_rows(inputs: Tensor, num_rows: int, num_requests: int, fixed: bool) -> S
     sampled, next_tokens = inputs[13:, :num_rows]
     tree = DraftTree(tokens, parents, depths, node, request, mask, first, length, forced, sample, sampled)
     return StepRows(slots, tree, draft, fixed, next_tokens=next_tokens)
+
+
+def _without_forced(rows: StepRows, num_rows: int) -> StepRows:
+    """The same rows, all of which are sampled from."""
+    return rows._replace(tree=rows.tree._replace(sampled=None), first_forced=num_rows, next_tokens=None)
 
 
 @cached_njit()

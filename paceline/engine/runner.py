@@ -16,12 +16,13 @@ from torch import Tensor
 
 from paceline.cache.store import PagedStore
 from paceline.engine.collectives import RankGroup
+from paceline.engine.command import StepCommand
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.learned_drafting import LearnedDrafting
 from paceline.engine.logit_adjustments import LogitAdjustments
 from paceline.engine.rows import StepRows
 from paceline.engine.state import SlotState
-from paceline.kernels import DecodeRows, Ops, PagedCache, SampledTokens
+from paceline.kernels import DecodeRows, Ops, PagedCache, SampledTokens, StepTensors
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend
 from paceline.models.decoder import Decoder, Rope
@@ -41,6 +42,8 @@ class Runner:
         self.capture, self._learned, self._group = capture, learned, group
         self._layers: list[PagedCache] = []
         self._movable: Any = None
+        self._whole: StepTensors | None = None
+        """What steps in one call read and write; None if the policy cannot run in one call."""
         self._bind_cache()
 
     def allocate_cache(self) -> None:
@@ -50,7 +53,7 @@ class Runner:
 
     def release_cache(self) -> None:
         """Free the KV cache, and the graphs that were captured on it."""
-        self._layers, self._movable = [], None
+        self._layers, self._movable, self._whole = [], None, None
         self.graphs.clear()
         self.store.release()
 
@@ -62,6 +65,14 @@ class Runner:
             source, target = upload(np.ascontiguousarray(token_slots), self.state.device)
             self.ops.move_tokens(self._movable, source, target)
 
+    def runs_in_one_call(self, command: StepCommand) -> bool:
+        """Whether a step runs in one call: the kernels can, and it is plain: no forced rows, no change of the logits, no
+        log-probabilities but those of the sampled distribution."""
+        is_plain = not command.num_forced_rows and command.edits is None and not command.raw_logprobs
+        if not is_plain or self._whole is None or self.graphs.enabled:
+            return False
+        return self.ops.serves_whole_steps(self._whole, command.num_rows)
+
     @torch.inference_mode()
     def run(self, step: StepRows, chunks: Chunks, want_raw: bool = False, capture_now: bool = False,
             adjustments: LogitAdjustments | None = None) -> SampledTokens:
@@ -70,6 +81,9 @@ class Runner:
         too large to be captured and end with them. `want_raw`: also compute log-probabilities of the unfiltered distribution.
         `capture_now`: capture the step at once if it has no graph yet. `adjustments`: changes of the logits before sampling;
         such a step runs without a graph."""
+        if step.inputs is not None:
+            assert self._whole is not None
+            return self.ops.whole_step(self._whole, step.inputs, None if step.drafts is None else step.drafts[:3], step.max_depth)
         if adjustments is not None or not (self.graphs.enabled and step.fixed):
             return self.run_uncaptured(step, [] if step.fixed else chunks, want_raw, adjustments)
         run = partial(self.run_uncaptured, step, [], want_raw)
@@ -91,6 +105,10 @@ class Runner:
         self._layers = [PagedCache(layer.k, layer.v, self.state.tensors.page_table, self.store.page_size)
                         for layer in self.store.layers[: self.model.config.num_layers]]
         self._movable = self.ops.movable(self.store.tensors())
+        weights = self.model.one_call_weights()
+        if weights is not None and self.model.has_plain_head and self.state.device.type == "cpu":
+            self._whole = StepTensors(weights, self.model.head.weight, self.rope.cos, self.rope.sin, self.state.tensors,
+                                      self._layers, self.capture, self.store.tokens, self.store.features, self._movable)
 
     def _forward(self, step: StepRows, rows: DecodeRows, chunks: Chunks) -> tuple[Tensor, Tensor | None]:
         """Return the final hidden states [R, H] and the captured features; keys, values, tokens and features of every row are

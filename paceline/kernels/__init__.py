@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.kernels.base import (
+    INPUT_LINES,
     PLAIN_ATTENTION,
     AttentionForm,
     Candidates,
@@ -28,13 +29,16 @@ from paceline.kernels.base import (
     SamplingTensors,
     Segments,
     SlotTensors,
+    StepInputs,
+    StepTensors,
+    TreeTensors,
 )
 from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
-    "PLAIN_ATTENTION", "AttentionForm", "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests",
+    "INPUT_LINES", "PLAIN_ATTENTION", "AttentionForm", "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests",
     "DraftRows", "DraftTree", "ExpertWeights", "LayerWeights", "Normed", "Ops", "PagedCache", "RouterWeights", "SampledTokens",
-    "SamplingTensors", "Segments", "SlotTensors", "TorchOps", "apply_rope", "choose_backend", "ops_for",
+    "SamplingTensors", "Segments", "SlotTensors", "StepInputs", "StepTensors", "TorchOps", "TreeTensors", "apply_rope", "choose_backend", "ops_for",
 ]
 
 KERNELS_VARIABLE = "PACELINE_KERNELS"

@@ -122,6 +122,40 @@ class SampledTokens(NamedTuple):
     target: Tensor  # [B, D + 1] int64 … the positions right after the context; equal to `source` where nothing has to move
 
 
+TreeTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Tokens, parents and depths [N, n] int64 of draft trees, as `Ops.flatten_drafts` takes them; None if there are none."""
+
+INPUT_LINES = ("slots", "first", "length", "draft", "forced", "sample", "request", "node", "tokens", "parents", "depths", "mask",
+               "mask_end", "sampled", "next_token")
+"""What the host lays out for a step, one line of integers each: the slots, the fields of `DraftTree` (`mask` takes two lines),
+`draft` as `Ops.flatten_drafts` takes it, and the token behind every forced row."""
+
+
+class StepInputs(NamedTuple):
+    """The rows of a step without forced rows, as the host has laid them out: roots, and rows whose draft tokens are not filled in
+    yet."""
+
+    block: Tensor  # [len(INPUT_LINES), capacity] int64, the same memory in every step
+    num_requests: int
+    num_rows: int
+
+
+class StepTensors(NamedTuple):
+    """What the steps of a runner read and write beside their rows. It is made anew when weights or the cache are allocated
+    anew."""
+
+    weights: DecoderWeights
+    head: Tensor  # [V, H]
+    cos: Tensor  # [positions, D/2]
+    sin: Tensor
+    slots: SlotTensors
+    caches: list[PagedCache]  # of every layer
+    capture: tuple[int, ...]  # layers whose inputs are stored as features; -1: the final hidden states
+    tokens: Tensor  # [T] int64 token at every cache index
+    features: Tensor | None  # [T, H * captured layers]
+    movable: Any  # handle of everything that moves with a token
+
+
 class DraftRequests(NamedTuple):
     """The requests that the learned drafter drafts for, one row each. A padding request has context 0."""
 
@@ -356,6 +390,14 @@ class Ops(Protocol):
         """Run all decoder layers over the rows of a step in one call. Returns the final hidden states [R, H] and the features
         captured at the layers `capture`, or None if the backend has no such call and the caller has to run the layers operation
         by operation. cos and sin are [positions, D/2], or [R, D/2] if `positions` [R] is None."""
+        ...
+
+    def serves_whole_steps(self, of: StepTensors, num_rows: int) -> bool:
+        """Whether `whole_step` can run steps of so many rows. New weights have been announced with `prepare`."""
+        ...
+
+    def whole_step(self, of: StepTensors, inputs: StepInputs, trees: TreeTensors | None, max_depth: int) -> SampledTokens:
+        """Run a step in one call: `flatten_drafts`, `build_rows`, all layers, the head, `sample`, `verify` and `move_tokens`."""
         ...
 
     # -- attention

@@ -279,15 +279,24 @@ class Decoder(nn.Module):
             self._embed_scale = x.dtype, float(torch.tensor(self.config.embed_scale, dtype=x.dtype))
         return x * self._embed_scale[1]
 
+    def one_call_weights(self) -> DecoderWeights | None:
+        """The weights in the form that `Ops.decode` takes; None if a wrapped projection, or what a layer consists of, does not
+        allow it."""
+        if self._weights is None and self._fits_one_call() and all(layer.has_plain_products for layer in self.layers):
+            self._weights = self._decoder_weights()
+        return self._weights
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logits are the product of the head's weight and hidden states, and nothing else."""
+        return type(self.head) is Linear and not self.config.logit_cap
+
     def _in_one_call(self, tokens: Tensor, attend: PagedAttend, capture: tuple[int, ...]) -> Hidden | None:
         """Run all layers with one call of `Ops.decode`; None if the backend or a wrapped projection does not allow it."""
-        if self._weights is None:
-            if not self._fits_one_call() or not all(layer.has_plain_products for layer in self.layers):
-                return None
-            self._weights = self._decoder_weights()
-        if attend.routing is not None:
+        weights = self.one_call_weights()
+        if weights is None or attend.routing is not None:
             return None
-        found = attend.ops.decode(self._weights, tokens, attend.positions, attend.cos, attend.sin, attend.write, attend.segments,
+        found = attend.ops.decode(weights, tokens, attend.positions, attend.cos, attend.sin, attend.write, attend.segments,
                                   attend.layers, capture)
         return None if found is None else Hidden(*found)
 

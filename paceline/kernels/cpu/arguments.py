@@ -32,6 +32,7 @@ RMS_NORM = _layout("rms_norm", "x residual weight out total num_rows width eps",
 SILU_MUL = _layout("silu_mul", "x out num_rows width")
 ADD = _layout("add", "x y out num_rows width")
 GATHER_ROWS = _layout("gather_rows", "table index out num_rows width stride out_stride")
+SCATTER_ROWS = _layout("scatter_rows", "x index out num_rows width stride")
 ROPE_WRITE = _layout("rope_write", "qkv q k v write cos sin positions q_norm k_norm num_rows num_heads num_kv_heads head_dim eps",
                      "eps")
 ATTENTION = _layout("attention", "q out k v page_table table_columns page_size num_rows num_heads num_kv_heads head_dim scale "

@@ -26,7 +26,15 @@ from paceline.kernels.cpu.jit.drafting import (
     select_beam,
     select_nodes,
 )
-from paceline.kernels.cpu.jit.elementwise import add, draft_input, gather_rows, rms_norm, rope_write, silu_mul
+from paceline.kernels.cpu.jit.elementwise import (
+    add,
+    draft_input,
+    gather_rows,
+    rms_norm,
+    rope_write,
+    scatter_rows,
+    silu_mul,
+)
 from paceline.kernels.cpu.jit.experts import combine, grouped_linear, route, sort_pairs
 from paceline.kernels.cpu.jit.matmul import gated_linear, linear
 from paceline.kernels.cpu.jit.noise import gumbel
@@ -59,6 +67,10 @@ _ENTRIES: dict[tuple[str, torch.dtype], Callable[[Any], Any]] = {
     ("gather_rows", F32): lambda block: gather_rows(block, np.float32, np.float32),
     ("gather_rows", F64): lambda block: gather_rows(block, np.float64, np.float64),
     ("gather_rows", BF16): lambda block: gather_rows(block, np.uint16, np.float32),
+    ("scatter_rows", F32): lambda block: scatter_rows(block, np.float32, np.float32),
+    ("scatter_rows", F64): lambda block: scatter_rows(block, np.float64, np.float64),
+    ("scatter_rows", BF16): lambda block: scatter_rows(block, np.uint16, np.float32),
+    ("scatter_rows", INT): lambda block: scatter_rows(block, np.int64, np.int64),
     ("rope_write", F32): lambda block: rope_write(block, np.float32, np.float32),
     ("rope_write", F64): lambda block: rope_write(block, np.float64, np.float64),
     ("rope_write", BF16): lambda block: rope_write(block, np.uint16, np.float32),

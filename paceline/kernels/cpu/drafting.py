@@ -14,7 +14,7 @@ from paceline.kernels.base import DraftLayer, DraftRows, PagedCache, SlotTensors
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
-from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, RowOps, segment_addresses
+from paceline.kernels.cpu.rows import HALF, INT, REAL, SEGMENT_WORDS, WIDE, RowOps, segment_addresses
 from paceline.kernels.reference import drafting
 
 PARALLEL_PRODUCTS = 1 << 20
@@ -24,7 +24,6 @@ MAX_ROWS = 1024
 _PROGRAMS = 256
 """Programs kept: one per shape of a tree and number of requests."""
 _ANY_LENGTH = 1 << 59  # no segment is too long for the kernel
-_SEGMENTS = ("segment_row", "segment_length", "segment_slot", "segment_context", "segment_causal")
 
 
 class DraftOps(RowOps, ABC):
@@ -94,7 +93,7 @@ class _LayerProgram:
         self._program = Program()
         add_layer(self._program, layer, cache, weights, self._room, num_rows="num_rows", tokens="tokens", positions="positions",
                   write="write", state="state", above="above", out="out", mask="mask", num_segments="num_segments",
-                  segments=dict(zip(_SEGMENTS, _SEGMENTS, strict=True)))
+                  segments=dict(zip(SEGMENT_WORDS, SEGMENT_WORDS, strict=True)))
 
     def run(self, threads: int, rows: DraftRows, state: Tensor, above: Tensor | None) -> Tensor:
         num_rows, dtype, segments = len(rows.tokens), state.dtype, rows.segments
@@ -137,7 +136,7 @@ class _TreeProgram:
         self._room = room
         row_tokens, positions, write, above, origin, row_seed, next_position = (part.data_ptr() for part in room["rows"])
         temperature, beam_scores = (part.data_ptr() for part in room["floats"])
-        segments = {name: part.data_ptr() for name, part in zip(_SEGMENTS, room["segments"], strict=True)}
+        segments = {name: part.data_ptr() for name, part in zip(SEGMENT_WORDS, room["segments"], strict=True)}
         program = self._program = Program()
         found = {name: room[name].data_ptr() for name in ("tokens", "parents", "scores")}
         context, _last_token, _shared, seed, following = (part.data_ptr() for part in room["requests"])

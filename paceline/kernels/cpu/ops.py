@@ -18,14 +18,19 @@ from paceline.kernels.base import (
     DecoderWeights,
     ExpertWeights,
     PagedCache,
+    SampledTokens,
     SamplingTensors,
     Segments,
+    StepInputs,
+    StepTensors,
+    TreeTensors,
 )
 from paceline.kernels.cpu.call import address, run
 from paceline.kernels.cpu.decoder import DecoderProgram, active_size, program_key
 from paceline.kernels.cpu.drafting import DraftOps
 from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear, panel_product, threads_for
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
+from paceline.kernels.cpu.step import MAX_ROWS, PARALLEL_STEP, StepProgram
 from paceline.kernels.reference.ops import add_in_tree, segment_cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
@@ -36,8 +41,6 @@ LONG_SEGMENT = 96
 """Prompt chunks of at least this many rows are matrix products worth gathering keys and values for."""
 LIBRARY_STEP = 1 << 24
 """Multiplications of one layer from which a matrix library gains more than the calls of single operations cost."""
-PARALLEL_STEP = 1 << 20
-"""A decoder's layers run on one thread if a step has fewer multiplications."""
 
 
 class CpuOps(DraftOps):
@@ -53,6 +56,8 @@ class CpuOps(DraftOps):
         self._long_segment = 1 << 62 if deterministic else LONG_SEGMENT
         self._weights = Weights(None if deterministic else library)
         self._decoders: dict[tuple[object, ...], DecoderProgram] = {}
+        self._steps: StepProgram | None = None
+        self._served: StepTensors | None = None
         # Every layer of a step passes the same Segments: its addresses are read once. Held, so they stay valid.
         self._last_segments: tuple[Segments, dict[str, int], int] | None = None
 
@@ -64,7 +69,7 @@ class CpuOps(DraftOps):
 
     def prepare(self, weights: list[Tensor]) -> None:
         self._weights.prepare(weights)
-        self._decoders.clear()
+        self._forget_steps()
         self.forget_programs()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,10 +96,28 @@ class CpuOps(DraftOps):
         if program is None or program.max_rows < num_rows or program.is_stale():
             if not DecoderProgram.serves(weights, caches[0], cos, self._weights):
                 return None
-            self._decoders.clear()  # an engine has one decoder, and room for its largest step
+            self._forget_steps()  # an engine has one decoder, and room for its largest step
             program = self._decoders[key] = DecoderProgram(weights, caches, capture, self._weights, num_rows, self._long_segment)
         threads = 1 if num_rows * program.num_weights < PARALLEL_STEP else torch.get_num_threads()
         return program.run(threads, tokens, positions, cos, sin, write, segments)
+
+    def serves_whole_steps(self, of: StepTensors, num_rows: int) -> bool:
+        if num_rows > MAX_ROWS or (self._weights.library is not None and num_rows >= LIBRARY_ROWS):
+            return False
+        if self._served is not of:
+            self._served = of if StepProgram.serves(of, self._weights) else None
+        return self._served is of
+
+    def whole_step(self, of: StepTensors, inputs: StepInputs, trees: TreeTensors | None, max_depth: int) -> SampledTokens:
+        program = self._steps
+        if program is None or program.of is not of or program.block is not inputs.block or program.max_rows < inputs.num_rows:
+            program = self._steps = StepProgram(of, inputs.block, self._weights, inputs.num_rows, self._long_segment)
+        return program.run(inputs, trees, max_depth)
+
+    def _forget_steps(self) -> None:
+        """Weights have moved or changed."""
+        self._decoders.clear()
+        self._steps = self._served = None
 
     def _is_large(self, num_rows: int, weights: DecoderWeights, segments: Segments) -> bool:
         """Whether a prompt chunk is long enough for torch's attention to win, or the step for a matrix library."""

@@ -34,6 +34,8 @@ PARALLEL_NOISE = 1 << 12
 INT, HALF, REAL = torch.int64, torch.int32, torch.float32
 WIDE = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float64: torch.float64}
 """Element type in memory -> type that the kernels compute with."""
+SEGMENT_WORDS = ("segment_row", "segment_length", "segment_slot", "segment_context", "segment_causal")
+"""Arguments of kernels: the tensors of `Segments` but the mask."""
 
 
 class Movable(NamedTuple):
@@ -186,9 +188,7 @@ def segment_addresses(segments: Segments) -> dict[str, int]:
     for name, wanted in zip(Segments._fields, (HALF, HALF, HALF, HALF, torch.bool, INT), strict=True):
         tensor = getattr(segments, name)
         assert tensor.dtype == wanted and tensor.is_contiguous(), f"segments.{name}: {tensor.dtype}"
-    return {"segment_row": segments.row.data_ptr(), "segment_length": segments.length.data_ptr(),
-            "segment_slot": segments.slot.data_ptr(), "segment_context": segments.context.data_ptr(),
-            "segment_causal": segments.causal.data_ptr()}
+    return {name: tensor.data_ptr() for name, tensor in zip(SEGMENT_WORDS, segments, strict=False)}
 
 
 def _segments(count: int, mask: Tensor) -> Segments:

@@ -29,6 +29,9 @@ from paceline.kernels.base import (
     SamplingTensors,
     Segments,
     SlotTensors,
+    StepInputs,
+    StepTensors,
+    TreeTensors,
     cache_index,
 )
 from paceline.kernels.noise import gumbel, gumbel_all
@@ -110,6 +113,12 @@ class TorchOps:
     def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
                segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         return None
+
+    def serves_whole_steps(self, of: StepTensors, num_rows: int) -> bool:
+        return False
+
+    def whole_step(self, of: StepTensors, inputs: StepInputs, trees: TreeTensors | None, max_depth: int) -> SampledTokens:
+        raise NotImplementedError("steps run operation by operation")
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
                   chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> Any:

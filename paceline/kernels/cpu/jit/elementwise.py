@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numba import carray
 
-from paceline.kernels.cpu.arguments import ADD, DRAFT_INPUT, GATHER_ROWS, RMS_NORM, ROPE_WRITE, SILU_MUL
+from paceline.kernels.cpu.arguments import ADD, DRAFT_INPUT, GATHER_ROWS, RMS_NORM, ROPE_WRITE, SCATTER_ROWS, SILU_MUL
 from paceline.kernels.cpu.jit.base import fast, fast_exp, inlined, int64s, next_item, pointer, size_of, to_acc, to_store
 
 
@@ -88,6 +88,19 @@ def gather_rows(block, store, acc):  # type: ignore[no-untyped-def]
         if row >= num_rows:
             return
         _copy_row(a.table + index[row] * a.stride * size, carray(pointer(a.out + row * a.out_stride * size), width, store), store)
+
+
+@inlined
+def scatter_rows(block, store, acc):  # type: ignore[no-untyped-def]
+    """out[index[i]] = x[i]; `stride`: elements from one row of `out` to the next."""
+    a = carray(block, 1, SCATTER_ROWS)[0]
+    num_rows, width = a.num_rows, a.width
+    index, size = int64s(a.index, num_rows), size_of(store)
+    while True:
+        row = next_item(block)
+        if row >= num_rows:
+            return
+        _copy_row(a.x + row * width * size, carray(pointer(a.out + index[row] * a.stride * size), width, store), store)
 
 
 @inlined

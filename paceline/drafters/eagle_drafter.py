@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
-from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, Ops, PagedCache, Segments, SlotTensors
+from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, DraftTensors, Ops, PagedCache, Segments, SlotTensors
 from paceline.kernels.base import RankedTokens
 from paceline.kernels.reference.drafting import newest_places
 from paceline.kernels.upload import upload
@@ -82,8 +82,6 @@ class EagleDrafter:
         self._columns = columns
         self._in_order = columns is None or columns.tolist() == list(range(len(columns)))
         self._parts = _consecutive(columns)
-        self._read: tuple[Tensor, list[Tensor]] | None = None
-        """Stored features, and the parts of them that it reads: making these takes as long as a small kernel."""
         self._layer = _fused_layer(module, policy, rope)  # the parameters are updated in place
         self._newest: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._recent_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -127,16 +125,21 @@ class EagleDrafter:
         tokens, parents, depths, survival = self.ops.select_nodes(found, width, budget)
         return Drafts(tokens, parents, depths, survival)
 
-    def draft_in_one_call(self, slots: Tensor, of: SlotTensors, tokens: Tensor, features: Tensor, cache: PagedCache, spare: int,
-                          max_missing: int, depth: int, width: int, budget: int) -> Drafts | None:
-        """Does what `draft` does in one call of `Ops.draft_trees`; None if that is not possible. `slots` and `of`: the requests
-        in these slots. The other arguments are those of `draft` and of its view."""
-        if self.ops.name != "cpu" or self._layer is None or self._attends_to_window(of.context, slots, cache):
+    def one_call_tensors(self, of: SlotTensors, tokens: Tensor, features: Tensor, cache: PagedCache,
+                         spare: int) -> DraftTensors | None:
+        """Returns what `draft_in_one_call` reads and writes; None if the kernels cannot draft in one call. `of`: the state of all
+        slots. The other arguments are those of a view."""
+        if self.ops.name != "cpu" or self._layer is None:
             return None
-        if self._read is None or self._read[0] is not features:
-            self._read = features, [features[:, part] for part in self._parts]
-        tree = self.ops.draft_trees(self._layer, slots, of, tokens, self._read[1], cache, spare, self.tau, max_missing, depth,
-                                    min(width, self.module.draft_vocab_size), budget)
+        return DraftTensors(self._layer, of, tokens, [features[:, part] for part in self._parts], cache, spare, self.tau)
+
+    def draft_in_one_call(self, of: DraftTensors, slots: Tensor, max_missing: int, depth: int, width: int,
+                          budget: int) -> Drafts | None:
+        """Does what `draft` does for the requests in these slots, in one call of `Ops.draft_trees`; None if that is not
+        possible."""
+        if self._attends_to_window(of.slots.context, slots, of.cache):
+            return None
+        tree = self.ops.draft_trees(of, slots, max_missing, depth, min(width, self.module.draft_vocab_size), budget)
         return None if tree is None else Drafts(*tree)
 
     def catch_up(self, view: DraftView, missing: list[int]) -> None:

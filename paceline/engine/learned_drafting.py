@@ -20,7 +20,7 @@ from paceline.engine.drafting import num_chosen
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.rows import StepRows
 from paceline.engine.state import SlotState
-from paceline.kernels import DecodeRows, PagedCache
+from paceline.kernels import DecodeRows, DraftTensors, PagedCache
 from paceline.kernels.upload import upload, upload_into
 from paceline.types import Strategy
 
@@ -31,6 +31,8 @@ class LearnedDrafting:
     def __init__(self, eagle: EagleDrafter, state: SlotState, store: PagedStore, graphs: CudaGraphs, tau: float) -> None:
         self.eagle = eagle
         self._state, self._store, self._graphs, self._tau = state, store, graphs, tau
+        self._in_one_call: tuple[Tensor | None, DraftTensors | None] = None, None
+        """Stored features, and the tensors with which they are drafted from in one call."""
 
     def draft(self, draft: LearnedDrafts, slots: np.ndarray) -> Drafts:
         """Draft trees for these slots; lines of padding requests may follow. If the drafter has not drafted for a request for
@@ -88,11 +90,19 @@ class LearnedDrafting:
         return self._graphs.run(key, lambda: self._draft(place, strategy, _max_new(strategy)), place, capture_now)
 
     def _draft(self, slots: Tensor, strategy: Strategy, max_missing: int) -> Drafts:
-        store, shape = self._store, (max_missing, strategy.depth, strategy.width, num_chosen(strategy))
-        assert store.features is not None
-        drafts = self.eagle.draft_in_one_call(slots, self._state.tensors, store.tokens, store.features, self._cache(),
-                                              self._spare, *shape)
+        shape = max_missing, strategy.depth, strategy.width, num_chosen(strategy)
+        tensors = self._one_call_tensors()
+        drafts = None if tensors is None else self.eagle.draft_in_one_call(tensors, slots, *shape)
         return self.eagle.draft(self._view(slots), *shape) if drafts is None else drafts
+
+    def _one_call_tensors(self) -> DraftTensors | None:
+        """What drafting in one call reads and writes; the same until the KV cache is allocated anew."""
+        features = self._store.features
+        assert features is not None
+        if self._in_one_call[0] is not features:
+            self._in_one_call = features, self.eagle.one_call_tensors(self._state.tensors, self._store.tokens, features,
+                                                                     self._cache(), self._spare)
+        return self._in_one_call[1]
 
     def _view(self, slots: Tensor) -> DraftView:
         assert self._store.features is not None

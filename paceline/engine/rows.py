@@ -78,7 +78,7 @@ class RowBuilder:
         self._graphs, self._ops, self._padding_slot, self._device = graphs, ops, padding_slot, device
         self._fixed: tuple[Tensor, dict[int, StepRows]] = graphs.step_inputs, {}
         """The fixed buffers that captured steps read, and them as rows, by number of rows."""
-        self._block = np.empty((INPUTS_PER_ROW, 0), np.int64)
+        self._block = torch.empty(INPUTS_PER_ROW, 0, dtype=torch.int64)
         """On a CPU: memory for the integers of steps without forced rows, which are no longer read when the next step is laid
         out."""
         self._in_block: dict[tuple[int, int], StepRows] = {}
@@ -139,16 +139,15 @@ class RowBuilder:
     def _rows_in_block(self, command: StepCommand, num_rows: int, num_requests: int) -> StepRows:
         """Lay out a step without forced rows in the block."""
         if num_rows > self._block.shape[1]:
-            self._block = np.empty((INPUTS_PER_ROW, -(-num_rows // _GRANULE) * _GRANULE), np.int64)
+            self._block = torch.empty(INPUTS_PER_ROW, -(-num_rows // _GRANULE) * _GRANULE, dtype=torch.int64)
             self._in_block.clear()
-        self._fill(self._block, command, num_requests)
+        self._fill(self._block.numpy(), command, num_requests)
         found = self._in_block.get((num_rows, num_requests))
         if found is None:
             if len(self._in_block) == _MOST_SHAPES:
                 self._in_block.clear()
-            block = upload(self._block, self._device)
-            inputs = StepInputs(block, num_requests, num_rows)
-            found = _without_forced(_as_rows(block, num_rows, num_requests, fixed=False), num_rows)._replace(inputs=inputs)
+            inputs = StepInputs(self._block, num_requests, num_rows)
+            found = _without_forced(_as_rows(self._block, num_rows, num_requests, fixed=False), num_rows)._replace(inputs=inputs)
             self._in_block[num_rows, num_requests] = found
         return found
 

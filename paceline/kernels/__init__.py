@@ -18,6 +18,7 @@ from paceline.kernels.base import (
     DraftLayer,
     DraftRequests,
     DraftRows,
+    DraftTensors,
     DraftTree,
     ExpertWeights,
     LayerWeights,
@@ -37,7 +38,7 @@ from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
     "INPUT_LINES", "PLAIN_ATTENTION", "AttentionForm", "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests",
-    "DraftRows", "DraftTree", "ExpertWeights", "LayerWeights", "Normed", "Ops", "PagedCache", "RouterWeights", "SampledTokens",
+    "DraftRows", "DraftTensors", "DraftTree", "ExpertWeights", "LayerWeights", "Normed", "Ops", "PagedCache", "RouterWeights", "SampledTokens",
     "SamplingTensors", "Segments", "SlotTensors", "StepInputs", "StepTensors", "TorchOps", "TreeTensors", "apply_rope", "choose_backend", "ops_for",
 ]
 

@@ -276,6 +276,19 @@ class DraftLayer(NamedTuple):
     eps: float
 
 
+class DraftTensors(NamedTuple):
+    """What the learned drafter reads and writes when it drafts in one call. It is made anew when weights or the cache are
+    allocated anew."""
+
+    layer: DraftLayer
+    slots: SlotTensors
+    stored: Tensor  # [T] int64 token at every cache index
+    features: list[Tensor]  # [T, ·] side by side the policy's hidden states at every cache index
+    cache: PagedCache
+    spare: int  # a cache index that is never read
+    tau: Tensor  # [1] float32
+
+
 class RankedTokens(NamedTuple):
     """The k highest-ranked draft tokens of every row; see `Ops.draft_topk`."""
 
@@ -497,13 +510,11 @@ class Ops(Protocol):
         continues entry i)."""
         ...
 
-    def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
-                    cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
+    def draft_trees(self, of: DraftTensors, slots: Tensor, max_missing: int, depth: int, width: int,
                     budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Draft whole trees for the requests in slots [B] int64 in one call, after processing the last `max_missing` committed
-        tokens of each, as `catch_up_rows` gives them. stored [T] is the token at every cache index; features [T, ·] are, side by
-        side, the policy's hidden states there. Returns the same as `select_nodes`, or None if the caller has to draft level by
-        level."""
+        tokens of each, as `catch_up_rows` gives them. Returns the same as `select_nodes`, in memory that the next call may write
+        to, or None if the caller has to draft level by level. New weights have been announced with `prepare`."""
         ...
 
     def add_candidates(self, ranked: RankedTokens, scores: Tensor, origin: Tensor, ids: Tensor | None, into: Candidates,

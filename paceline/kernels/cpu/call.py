@@ -86,9 +86,9 @@ class Program:
     def run(self, threads: int, **variables: int) -> None:
         """Run all calls on so many threads."""
         ready = self._ready or self._prepare()
-        ready.values[1:] = [variables[name] for name in self._names]
+        struct.pack_into(ready.format, ready.values, 8, *[variables[name] for name in self._names])
         ready.words[ready.places] = ready.values[ready.sources]
-        _call(_kernel("program", torch.int64), ready.pack_block(), threads)
+        _call(ready.program, ready.program.pack(0, *ready.arguments), threads)
 
     def _prepare(self) -> _Ready:
         starts = np.cumsum([0, *(len(words) for words in self._words)])
@@ -97,8 +97,10 @@ class Program:
         # Variable 0 is the zero that every block's counter starts from.
         places = [int(start) for start in starts[:-1]] + [int(starts[call]) + word for call, word, _ in self._places]
         sources = [0] * len(self._words) + [1 + variable for _, _, variable in self._places]
+        kernels, program = np.array(self._kernels, np.int64), _kernel("program", torch.int64)
+        arguments = kernels.ctypes.data, blocks.ctypes.data, len(kernels), _TEAM_SIZE, _YIELD
         self._ready = _Ready(words, np.array(places), np.array(sources), np.zeros(1 + len(self._names), np.int64),
-                             np.array(self._kernels, np.int64), blocks)
+                             f"{len(self._names)}q", program, arguments, (kernels, blocks))
         return self._ready
 
 
@@ -109,12 +111,10 @@ class _Ready(NamedTuple):
     places: np.ndarray  # indices of `words` that are filled in at every run …
     sources: np.ndarray  # … with these of the values
     values: np.ndarray
-    kernels: np.ndarray
-    blocks: np.ndarray
-
-    def pack_block(self) -> bytes:
-        return _kernel("program", torch.int64).pack(0, self.kernels.ctypes.data, self.blocks.ctypes.data, len(self.kernels),
-                                                    _TEAM_SIZE, _YIELD)
+    format: str  # of the values but the first one, as bytes
+    program: _Callable
+    arguments: tuple[int, ...]  # of the program, the counter apart
+    held: tuple[np.ndarray, ...]  # what these point to
 
 
 class _Callable(NamedTuple):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DraftLayer, DraftRows, PagedCache, SlotTensors
+from paceline.kernels.base import DraftLayer, DraftRows, DraftTensors, PagedCache
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
@@ -24,13 +25,17 @@ MAX_ROWS = 1024
 _PROGRAMS = 256
 """Programs kept: one per shape of a tree and number of requests."""
 _ANY_LENGTH = 1 << 59  # no segment is too long for the kernel
+_P = TypeVar("_P")
 
 
 class DraftOps(RowOps, ABC):
     """`draft_layer` and `draft_trees` of `base.Ops`."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[tuple[Any, ...], _LayerProgram | _TreeProgram] = OrderedDict()
+        self._layers: OrderedDict[tuple[int, ...], _LayerProgram] = OrderedDict()
+        self._trees: OrderedDict[tuple[int, ...], _TreeProgram] = OrderedDict()
+        """Of the tensors `_drafted`, by number of requests and shape of the trees."""
+        self._drafted: DraftTensors | None = None
 
     @property
     @abstractmethod
@@ -39,7 +44,9 @@ class DraftOps(RowOps, ABC):
 
     def forget_programs(self) -> None:
         """Weights have moved."""
-        self._programs.clear()
+        self._layers.clear()
+        self._trees.clear()
+        self._drafted = None
 
     def draft_layer(self, layer: DraftLayer, rows: DraftRows, state: Tensor, above: Tensor | None,
                     cache: PagedCache) -> Tensor | None:
@@ -47,42 +54,32 @@ class DraftOps(RowOps, ABC):
         if not self._serves(layer, state, cache, num_rows):
             return None
         size = 1 << (num_rows - 1).bit_length()  # a program serves all smaller numbers of rows
-        program = self._program(("layer", size, *_identity(layer, cache)),
-                                lambda: _LayerProgram(layer, cache, self.weights, size))
+        key = size, id(layer), cache.k.data_ptr(), cache.page_table.data_ptr()
+        program = _find(self._layers, key, lambda: _LayerProgram(layer, cache, self.weights, size))
         return program.run(_threads(sum([weight.numel() for weight in _matrices(layer)]), num_rows), rows, state, above)
 
-    def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
-                    cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
+    def draft_trees(self, of: DraftTensors, slots: Tensor, max_missing: int, depth: int, width: int,
                     budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         batch, room = len(slots), max(max_missing, depth + 1)  # a program serves all smaller numbers of missing tokens
-        key = ("tree", batch, room, depth, width, budget, tau.data_ptr(), stored.data_ptr(), features[0].data_ptr(), spare,
-               *_identity(layer, cache))
-        program = self._programs.get(key)
-        if not isinstance(program, _TreeProgram) or program.is_stale():
-            others = [weight for weight in (layer.head, layer.encode) if weight is not None]
-            if (layer.head is None or not self._serves(layer, features[0], cache, batch * max(width, room))
-                    or any(self.weights.panels(weight) is None for weight in others)):
+        if self._drafted is not of:
+            if not self._serves_trees(of):
                 return None
-            self._programs.pop(key, None)
-        program = self._program(key, lambda: _TreeProgram(layer, of, stored, features, cache, spare, self.weights, tau, batch,
-                                                          room, depth, width, budget))
-        return program.run(slots, max_missing)
+            self._trees.clear()
+            self._drafted = of
+        if batch * max(width, room) > MAX_ROWS:
+            return None
+        key = batch, room, depth, width, budget
+        return _find(self._trees, key, lambda: _TreeProgram(of, self.weights, *key)).run(slots, max_missing)
+
+    def _serves_trees(self, of: DraftTensors) -> bool:
+        others = [weight for weight in (of.layer.head, of.layer.encode) if weight is not None]
+        return (of.layer.head is not None and self._serves(of.layer, of.features[0], of.cache, 1)
+                and all(self.weights.panels(weight) is not None for weight in others))
 
     def _serves(self, layer: DraftLayer, state: Tensor, cache: PagedCache, num_rows: int) -> bool:
         matrices = [weight for weight in (layer.fc, layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
         same = state.dtype == layer.embed.dtype == cache.k.dtype and layer.cos.dtype == WIDE.get(state.dtype)
         return same and 0 < num_rows <= MAX_ROWS and all(self.weights.panels(weight) is not None for weight in matrices)
-
-    def _program(self, key: tuple[Any, ...], make: Any) -> Any:
-        """The program of this key, made where there is none; the one not used for longest gives way."""
-        found = self._programs.get(key)
-        if found is None:
-            found = self._programs[key] = make()
-            if len(self._programs) > _PROGRAMS:
-                self._programs.popitem(last=False)
-        else:
-            self._programs.move_to_end(key)
-        return found
 
 
 class _LayerProgram:
@@ -108,21 +105,22 @@ class _LayerProgram:
 class _TreeProgram:
     """Whole trees for `batch` requests: from their slots, through the tokens that the drafter has missed, to the chosen nodes."""
 
-    def __init__(self, layer: DraftLayer, of: SlotTensors, stored: Tensor, features: list[Tensor], cache: PagedCache, spare: int,
-                 weights: Weights, tau: Tensor, batch: int, max_missing: int, depth: int, width: int, budget: int) -> None:
+    def __init__(self, of: DraftTensors, weights: Weights, batch: int, max_missing: int, depth: int, width: int,
+                 budget: int) -> None:
+        layer, cache = of.layer, of.cache
         assert layer.head is not None
-        self._held = (layer, of, stored, features, cache, weights, tau)
+        self._of, self._weights = of, weights
         rows, total, (vocab, hidden) = batch * width, width + (depth - 1) * width * width, layer.head.shape
         dtype, acc, newest = layer.embed.dtype, WIDE[layer.embed.dtype], batch * max_missing
-        self._batch, self._width, self._count, self._spare = batch, width, min(budget, total), spare
-        found_copies = [weights.find(weight) for weight in _matrices(layer)]
-        self._copies = [copy for copy in found_copies if copy is not None]
+        self._batch, self._width, count = batch, width, min(budget, total)
         self._products = sum([weight.numel() for weight in _matrices(layer)])
         self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        tree = torch.zeros(3, batch, count, dtype=INT)
+        self._tree = *tree.unbind(), torch.zeros(batch, count)
         room = {**_layer_room(layer, cache, max(rows, newest)),
                 "requests": torch.zeros(5, batch, dtype=INT), "heat": torch.zeros(batch), "index": torch.arange(batch),
                 "newest": torch.zeros(3, newest, dtype=INT), "newest_mask": torch.zeros(newest, 2, dtype=INT),
-                "features": torch.zeros(newest, sum(part.shape[1] for part in features), dtype=dtype),
+                "features": torch.zeros(newest, sum(part.shape[1] for part in of.features), dtype=dtype),
                 "encoded": torch.zeros(newest, hidden, dtype=dtype), "newest_states": torch.zeros(newest, hidden, dtype=dtype),
                 "roots": torch.zeros(batch, hidden, dtype=dtype),
                 "states": torch.zeros(2, rows, hidden, dtype=dtype), "head_input": torch.zeros(rows, hidden, dtype=dtype),
@@ -154,7 +152,7 @@ class _TreeProgram:
             program.add("draft_topk", dtype, logits=room["logits"].data_ptr(), seed=seed, position=position, temperature=heat,
                         draft_ids=address(INT, layer.draft_ids), values=room["values"].data_ptr(),
                         columns=room["columns"].data_ptr(), logsumexp=room["logsumexp"].data_ptr(), num_rows=num_rows,
-                        vocab=vocab, k=width, tau=address(REAL, tau), tau_value=0.0)
+                        vocab=vocab, k=width, tau=address(REAL, of.tau), tau_value=0.0)
 
         def add_candidates(scores: int, origins: int, nodes: int, first: int) -> None:
             program.add("add_candidates", INT, values=room["values"].data_ptr(), columns=room["columns"].data_ptr(),
@@ -180,14 +178,15 @@ class _TreeProgram:
             first += nodes * width
             add_candidates(beam_scores, origin, width, first)
             state, seen, nodes = out, bits, width
+        out_tokens, out_parents, out_depths, survival = (part.data_ptr() for part in self._tree)
         program.add("select_nodes", INT, tokens=found["tokens"], parents=found["parents"], scores=found["scores"],
-                    out_tokens="out_tokens", out_parents="out_parents", out_depths="out_depths", survival="survival",
-                    num_lines=batch, num_candidates=total, num_kept=self._count, width=width)
+                    out_tokens=out_tokens, out_parents=out_parents, out_depths=out_depths, survival=survival, num_lines=batch,
+                    num_candidates=total, num_kept=count, width=width)
 
     def _add_newest(self, program: Program, segments: dict[str, int]) -> None:
         """The calls that run the drafter's layer over the newest committed tokens, and leave its outputs at the last ones in
         `roots`."""
-        layer, of, stored, features, cache, weights, _ = self._held
+        (layer, of, stored, features, cache, spare, _), weights = self._of, self._weights
         dtype, room, batch, hidden = layer.embed.dtype, self._room, self._batch, layer.embed.shape[1]
         at = {name: tensor.data_ptr() for name, tensor in room.items()}
         context, last_token, shared, seed, following = (part.data_ptr() for part in room["requests"])
@@ -199,7 +198,7 @@ class _TreeProgram:
         program.add("catch_up_rows", INT, slots="slots", context=context, last_token=last_token, shared=shared,
                     stored=address(INT, stored), page_table=address(HALF, cache.page_table), request="request", back="back",
                     counts="counts", tokens=tokens, positions=positions, write=write, mask=at["newest_mask"], **segments,
-                    num_rows="num_newest", num_lines=batch, least=1, spare=self._spare, page_size=cache.page_size,
+                    num_rows="num_newest", num_lines=batch, least=1, spare=spare, page_size=cache.page_size,
                     table_columns=cache.page_table.shape[1])
         column, num_columns = 0, room["features"].shape[1]
         for part in features:
@@ -214,13 +213,7 @@ class _TreeProgram:
         program.add("gather_rows", dtype, table="last", index=at["index"], out=at["roots"], num_rows=batch, width=hidden,
                     stride="last_stride", out_stride=hidden)
 
-    def is_stale(self) -> bool:
-        """Whether a weight has been written in place since its panels were made."""
-        return any(copy.is_stale() for copy in self._copies)
-
     def run(self, slots: Tensor, max_missing: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, parents, depths = torch.empty(3, self._batch, self._count, dtype=INT).unbind()
-        survival = torch.empty(self._batch, self._count)
         if max_missing not in self._places:
             self._places[max_missing] = drafting.newest_places(self._batch, max_missing)
         request, back, counts = self._places[max_missing]
@@ -229,10 +222,8 @@ class _TreeProgram:
         threads = _threads(self._products, self._batch * max(self._width, max_missing))
         self._program.run(threads, slots=address(INT, slots), request=request.data_ptr(), back=back.data_ptr(),
                           counts=counts.data_ptr(), num_newest=self._batch * max_missing,
-                          last=states.data_ptr() + (max_missing - 1) * row_bytes, last_stride=max_missing * states.shape[1],
-                          out_tokens=tokens.data_ptr(), out_parents=parents.data_ptr(), out_depths=depths.data_ptr(),
-                          survival=survival.data_ptr())
-        return tokens, parents, depths, survival
+                          last=states.data_ptr() + (max_missing - 1) * row_bytes, last_stride=max_missing * states.shape[1])
+        return self._tree
 
 
 def add_layer(program: Program, layer: DraftLayer, cache: PagedCache, weights: Weights, room: dict[str, Tensor], *,
@@ -287,8 +278,16 @@ def _layer_room(layer: DraftLayer, cache: PagedCache, num_rows: int) -> dict[str
     return {name: layer.embed.new_zeros(num_rows, width) for name, width in widths.items()}
 
 
-def _identity(layer: DraftLayer, cache: PagedCache) -> tuple[int, ...]:
-    return id(layer), cache.k.data_ptr(), cache.page_table.data_ptr()
+def _find(programs: OrderedDict[tuple[int, ...], _P], key: tuple[int, ...], make: Callable[[], _P]) -> _P:
+    """The program of this key, made where there is none; the one not used for longest gives way."""
+    found = programs.get(key)
+    if found is None:
+        found = programs[key] = make()
+        if len(programs) > _PROGRAMS:
+            programs.popitem(last=False)
+    else:
+        programs.move_to_end(key)
+    return found
 
 
 def _matrices(layer: DraftLayer) -> list[Tensor]:

@@ -39,6 +39,7 @@ class StepProgram:
             "segments": torch.zeros(len(SEGMENT_WORDS), rows, dtype=HALF), "final": of.head.new_zeros(rows, hidden),
             "logits": of.head.new_empty(rows, vocab), "sampled": torch.zeros(rows, dtype=INT),
             "logprobs": torch.zeros(rows, dtype=self._acc)}
+        self._moves = torch.empty(0, dtype=INT)
         self._lay_out(copies, long_segment)
 
     @staticmethod
@@ -50,16 +51,22 @@ class StepProgram:
     def run(self, inputs: StepInputs, trees: TreeTensors | None, max_depth: int) -> SampledTokens:
         """Run a step of at most `max_rows` rows."""
         batch, num_rows, columns = inputs.num_requests, inputs.num_rows, max_depth + 1
-        tokens, source, target = torch.empty(3, batch, columns, dtype=INT).unbind()
-        logprobs, num_drawn = torch.empty(batch, columns, dtype=self._acc), torch.empty(batch, dtype=INT)
+        tokens, num_drawn = torch.empty(batch, columns, dtype=INT), torch.empty(batch, dtype=INT)
+        logprobs, moves = torch.empty(batch, columns, dtype=self._acc), self._room_for_moves(batch * columns)
         drafted, parents, depths = trees or _NO_TREES
         threads = 1 if num_rows * self._num_products < PARALLEL_STEP else torch.get_num_threads()
         self._program.run(
             threads, num_rows=num_rows, num_requests=batch, num_pairs=num_rows * self._calls.num_active, max_depth=max_depth,
             num_columns=columns, num_nodes=0 if drafted is None else drafted.shape[1], draft_tokens=address(INT, drafted),
             draft_parents=address(INT, parents), draft_depths=address(INT, depths), out_tokens=tokens.data_ptr(),
-            source=source.data_ptr(), target=target.data_ptr(), out_logprobs=logprobs.data_ptr(), num_drawn=num_drawn.data_ptr())
-        return SampledTokens(tokens, logprobs, None, num_drawn, source, target)
+            source=moves, target=moves + 8 * batch * columns, out_logprobs=logprobs.data_ptr(), num_drawn=num_drawn.data_ptr())
+        return SampledTokens(tokens, logprobs, None, num_drawn, tokens, tokens)  # source = target: nothing is left to move
+
+    def _room_for_moves(self, count: int) -> int:
+        """Address of two times so many cache indices."""
+        if len(self._moves) < 2 * count:
+            self._moves = torch.empty(4 * count, dtype=INT)
+        return self._moves.data_ptr()
 
     def _lay_out(self, copies: Weights, long_segment: int) -> None:
         of, room, rows = self.of, self._room, "num_rows"

@@ -20,6 +20,7 @@ from paceline.kernels.base import (
     DraftLayer,
     DraftRequests,
     DraftRows,
+    DraftTensors,
     DraftTree,
     ExpertWeights,
     Normed,
@@ -192,8 +193,7 @@ class TorchOps:
     def recent_pages(self, requests: DraftRequests, cache: PagedCache, window: int, into: Tensor) -> tuple[Tensor, Tensor]:
         return drafting.recent_pages(requests, cache, window, into)
 
-    def draft_trees(self, layer: DraftLayer, slots: Tensor, of: SlotTensors, stored: Tensor, features: list[Tensor],
-                    cache: PagedCache, spare: int, tau: Tensor, max_missing: int, depth: int, width: int,
+    def draft_trees(self, of: DraftTensors, slots: Tensor, max_missing: int, depth: int, width: int,
                     budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         return None
 

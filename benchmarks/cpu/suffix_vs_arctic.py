@@ -75,9 +75,8 @@ class Ours:
 
     def draft(self, request: int, text: list[int]) -> Callable[[], Draft]:
         response = self._requests[request]
-        seed = np.array([response.seed & (2**64 - 1)], np.uint64).view(np.int64)
-        inputs = (np.array([BUDGET], np.int32), seed, np.array([len(text)]), np.array([response.temperature], np.float32))
-        found = self._drafter.draft([request], BUDGET, self._width, *inputs, self._tau)
+        found = self._drafter.draft([request], BUDGET, self._width, [BUDGET], [response.seed], [len(text)],
+                                    [response.temperature], self._tau)
         count = int(found.num_nodes[0])
         return lambda: Draft(found.tokens[0, :count].tolist(), found.parents[0, :count].tolist())
 

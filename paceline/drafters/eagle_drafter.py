@@ -14,7 +14,17 @@ from torch import Tensor
 
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.tree import Drafts
-from paceline.kernels import Candidates, DraftLayer, DraftRequests, DraftRows, DraftTensors, Ops, PagedCache, Segments, SlotTensors
+from paceline.kernels import (
+    Candidates,
+    DraftLayer,
+    DraftRequests,
+    DraftRows,
+    DraftTensors,
+    Ops,
+    PagedCache,
+    Segments,
+    SlotTensors,
+)
 from paceline.kernels.base import RankedTokens
 from paceline.kernels.reference.drafting import newest_places
 from paceline.kernels.upload import upload

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,18 +25,11 @@ from numpy.typing import NDArray
 
 from paceline.drafters.suffix_automaton import HEAD, LEN, LINK, ROOT, SuffixAutomaton
 from paceline.drafters.suffix_trees import (
-    BUDGET,
     DEPTHS,
     FIRST_PREDICTED,
-    LAST,
     NUM_PREDICTED,
     NUM_TRACKED,
     PARENTS,
-    POSITION,
-    ROW,
-    SAMPLED,
-    SEED,
-    SLOT,
     TOKENS,
     grow_trees,
     initial_reliability,
@@ -52,10 +45,10 @@ class SuffixDrafts(NamedTuple):
     children."""
 
     tokens: NDArray[np.int64]  # [B, N]
-    parents: NDArray[np.int32]  # [B, N] column of the parent in the same row, -1 for children of the root
-    depths: NDArray[np.int32]  # [B, N] 1 for children of the root
+    parents: NDArray[np.int64]  # [B, N] column of the parent in the same row, -1 for children of the root
+    depths: NDArray[np.int64]  # [B, N] 1 for children of the root
     survival: NDArray[np.float32]  # [B, N] estimated probability that the node is accepted
-    num_nodes: NDArray[np.int32]  # [B]
+    num_nodes: NDArray[np.int64]  # [B]
 
 
 class _Text:
@@ -166,7 +159,7 @@ class SuffixDrafter:
             return
         found = [self._by_request[request_id] for request_id in accepted]
         tokens = np.fromiter(chain.from_iterable(accepted.values()), np.int32)
-        ends = np.cumsum(np.fromiter(map(len, accepted.values()), np.int64))
+        ends = np.array(list(accumulate(map(len, accepted.values()))))
         slots = np.array([text.slot for _, text in found])
         update_reliability(self._reliability, self._tracked, slots, ends, tokens)
         end, done, rest = 0, 0, iter(accepted.values())
@@ -196,46 +189,43 @@ class SuffixDrafter:
     @classmethod
     def warm_up(cls) -> None:
         """Compiles what drafting needs, or loads it from the cache of compiled functions."""
-        drafter, one = cls(), np.ones(1, np.int64)
+        drafter = cls()
         drafter.start(0, [1, 2, 3, 1, 2, 3, 1], [2])
-        drafter.draft([0], 2, 2, 4 * one, one, one, np.ones(1, np.float32), 0.5)
+        drafter.draft([0], 2, 2, [4], [1], [1], [1.0], 0.5)
         drafter.extend_all({0: [3]})
         drafter.finish(0)
 
-    def draft(self, request_ids: Sequence[int], depth: int, width: int, budgets: NDArray[np.integer],
-              seeds: NDArray[np.integer], positions: NDArray[np.integer], temperatures: NDArray[np.floating],
-              tau: float, min_survival: float = 0.0) -> SuffixDrafts:
+    def draft(self, request_ids: Sequence[int], depth: int, width: int, budgets: Sequence[int], seeds: Sequence[int],
+              positions: Sequence[int], temperatures: Sequence[float], tau: float, min_survival: float = 0.0) -> SuffixDrafts:
         """Drafts trees for a batch of requests, best first.
 
         Args:
             request_ids: The requests.
             depth: Largest depth of a tree.
             width: Largest number of children of a node.
-            budgets: [B] largest number of nodes of each tree.
-            seeds: [B] sampling seeds.
-            positions: [B] positions of the next token, which the nodes at depth 1 predict.
-            temperatures: [B] sampling temperatures; 0 ranks by counts alone.
+            budgets: Largest number of nodes of each tree.
+            seeds: Sampling seeds, of which the lowest 64 bits count.
+            positions: Positions of the next token, which the nodes at depth 1 predict.
+            temperatures: Sampling temperatures; 0 ranks by counts alone.
             tau: Temperature of the ranking, see `_rank`; 0 ranks by counts alone.
             min_survival: Nodes that are less likely to be accepted than this, or than the drafter's own limit, are left out.
         """
-        num_rows, num_nodes = len(request_ids), int(np.max(budgets, initial=0))
+        num_rows, num_nodes = len(request_ids), max(budgets, default=0)
         found = [self._by_request[request_id] for request_id in request_ids]
-        queries = np.empty((num_rows, 7), np.int64)
-        queries[:, ROW], queries[:, SLOT] = np.arange(num_rows), [text.slot for _, text in found]
-        queries[:, LAST] = self._last[queries[:, SLOT]]
-        queries[:, BUDGET], queries[:, POSITION] = budgets, positions
-        queries[:, SEED] = np.asarray(seeds).astype(np.int64)  # wraps around and keeps the 64 bits
-        queries[:, SAMPLED] = np.asarray(temperatures) > 0
-        nodes, survival = np.zeros((3, num_rows, num_nodes), np.int32), np.zeros((num_rows, num_nodes), np.float32)
-        nodes[PARENTS], count = -1, np.zeros(num_rows, np.int32)
-        lasts, end = queries[:, LAST].tolist(), 0
+        slots = [text.slot for _, text in found]
+        lasts = self._last[slots].tolist()
+        # One conversion of lists: numpy takes longer for each array than for what is in it.
+        queries = np.array((range(num_rows), lasts, slots, budgets, [as_int64(seed) for seed in seeds], positions,
+                            [temperature > 0 for temperature in temperatures]), np.int64)
+        nodes, survival = np.zeros((3, num_rows, num_nodes), np.int64), np.zeros((num_rows, num_nodes), np.float32)
+        nodes[PARENTS], count, end = -1, np.zeros(num_rows, np.int64), 0
         for entry, own in groupby(found, itemgetter(0)):
             first, end = end, end + len(list(own))
             if any(self._has_context(entry.automaton.states, last) for last in lasts[first:end]):
-                grow_trees(entry.automaton.states, entry.automaton.edges, queries[first:end], depth, width, float(tau),
+                grow_trees(entry.automaton.states, entry.automaton.edges, queries, first, end, depth, width, float(tau),
                            self.min_match, max(min_survival, self.min_survival), self._reliability, self._tracked, nodes,
                            survival, count)
-        return SuffixDrafts(nodes[TOKENS].astype(np.int64), nodes[PARENTS], nodes[DEPTHS], survival, count)
+        return SuffixDrafts(nodes[TOKENS], nodes[PARENTS], nodes[DEPTHS], survival, count)
 
     def _has_context(self, states: NDArray[np.int32], last: int) -> bool:
         """Returns whether a suffix of the text occurred before. This cheap test avoids most calls for text that never repeats."""
@@ -316,3 +306,9 @@ class SuffixDrafter:
             if text.slot >= 0:
                 self._last[text.slot] = last
         self._measure(entry)
+
+
+def as_int64(seed: int) -> int:
+    """Returns the signed number with the lowest 64 bits of a seed."""
+    low = seed & (2**64 - 1)
+    return low - (low >> 63 << 64)

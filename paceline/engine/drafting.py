@@ -84,9 +84,8 @@ class Drafting:
             self._drafted_last = {request.id for request in requests}
         else:
             drafts = self.draft_suffix(requests, wanted, plan.strategy)
-            tokens, parents, depths = np.array(drafts[:3], np.int64)
-            found = HostDrafts(np.array(chosen), tokens, parents, depths, drafts.survival)
-            counts = np.minimum(wanted, drafts.num_nodes).tolist()
+            found = HostDrafts(np.array(chosen), *drafts[:4])
+            counts = drafts.num_nodes.tolist()
         num_nodes = [0] * len(plan.decode)
         for i, count in zip(chosen, counts, strict=True):
             num_nodes[i] = count
@@ -173,10 +172,8 @@ class Drafting:
         ids = [request.id for request in requests]
         self._read(ids)
         return self.suffix.draft(
-            ids, strategy.depth, strategy.width, np.array(num_nodes, np.int32),
-            np.array([request.params.seed & (2**64 - 1) for request in requests], np.uint64).view(np.int64),
-            np.array([len(request.tokens) for request in requests], np.int64),
-            np.array([request.params.temperature for request in requests], np.float32), self.suffix_tau,
+            ids, strategy.depth, strategy.width, num_nodes, [request.params.seed for request in requests],
+            [len(request.tokens) for request in requests], [request.params.temperature for request in requests], self.suffix_tau,
             strategy.min_survival)
 
     def _read_later(self, appended: dict[int, list[int]], device_waits: bool) -> None:

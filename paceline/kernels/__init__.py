@@ -37,9 +37,10 @@ from paceline.kernels.base import (
 from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 __all__ = [
-    "INPUT_LINES", "PLAIN_ATTENTION", "AttentionForm", "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer", "DraftRequests",
-    "DraftRows", "DraftTensors", "DraftTree", "ExpertWeights", "LayerWeights", "Normed", "Ops", "PagedCache", "RouterWeights", "SampledTokens",
-    "SamplingTensors", "Segments", "SlotTensors", "StepInputs", "StepTensors", "TorchOps", "TreeTensors", "apply_rope", "choose_backend", "ops_for",
+    "INPUT_LINES", "PLAIN_ATTENTION", "AttentionForm", "Backend", "Candidates", "DecodeRows", "DecoderWeights", "DraftLayer",
+    "DraftRequests", "DraftRows", "DraftTensors", "DraftTree", "ExpertWeights", "LayerWeights", "Normed", "Ops",
+    "PagedCache", "RouterWeights", "SampledTokens", "SamplingTensors", "Segments", "SlotTensors", "StepInputs",
+    "StepTensors", "TorchOps", "TreeTensors", "apply_rope", "choose_backend", "ops_for",
 ]
 
 KERNELS_VARIABLE = "PACELINE_KERNELS"

@@ -23,8 +23,7 @@ VOCAB = 1000
 def draft(drafter: SuffixDrafter, request_ids: list[int], depth=8, width=2, budget=16, *, seed=0, position=0,
           temperature=0.0, tau=0.0) -> SuffixDrafts:
     size = len(request_ids)
-    return drafter.draft(request_ids, depth, width, np.full(size, budget), np.full(size, seed), np.full(size, position),
-                         np.full(size, temperature), tau)
+    return drafter.draft(request_ids, depth, width, [budget] * size, [seed] * size, [position] * size, [temperature] * size, tau)
 
 
 def random_text(seed: int, size: int, vocab: int = VOCAB) -> list[int]:
@@ -137,10 +136,9 @@ def test_trees_are_well_formed(tau):
     drafter = SuffixDrafter(min_survival=0.01)
     for i in range(6):
         drafter.start(i, [1, 2, 3] if i < 4 else [4, 5], random_text(i, 300, vocab=4))
-    budgets = np.array([0, 1, 5, 40, 64, 17])
+    budgets = [0, 1, 5, 40, 64, 17]
     for depth, width in ((1, 1), (4, 2), (16, 4), (3, 64)):
-        drafts = drafter.draft([5, 0, 3, 1, 4, 2], depth, width, budgets, np.arange(6) - 3, np.full(6, 305),
-                               np.array([0, 1, 1, 1, 0.5, 1]), tau)
+        drafts = drafter.draft([5, 0, 3, 1, 4, 2], depth, width, budgets, range(-3, 3), [305] * 6, [0, 1, 1, 1, 0.5, 1], tau)
         assert drafts.tokens.shape == (6, 64) and drafts.tokens.dtype == np.int64
         check_trees(drafts, depth, width, budgets, 0.01)
         assert drafts.num_nodes[0] == 0 and drafts.num_nodes[3] > 0
@@ -320,7 +318,7 @@ def test_shared_history_reaches_across_prompts():
         assert drafter.num_tokens <= (300 if shared else 40 * 23)
         drafter.start(99, [5, 5, 5])
         drafter.extend(99, answer[:15])
-        drafts = drafter.draft([99], 4, 1, np.array([4]), np.array([1]), np.array([18]), np.array([0.0]), 1.0)
+        drafts = drafter.draft([99], 4, 1, [4], [1], [18], [0.0], 1.0)
         found = drafts.tokens[0, : drafts.num_nodes[0]].tolist()
         return sum(a == b for a, b in zip(found, answer[15:], strict=False))
 

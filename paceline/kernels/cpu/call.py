@@ -86,7 +86,7 @@ class Program:
     def run(self, threads: int, **variables: int) -> None:
         """Run all calls on so many threads."""
         ready = self._ready or self._prepare()
-        struct.pack_into(ready.format, ready.values, 8, *[variables[name] for name in self._names])
+        struct.pack_into(ready.format, ready.values.data, 8, *[variables[name] for name in self._names])
         ready.words[ready.places] = ready.values[ready.sources]
         _call(ready.program, ready.program.pack(0, *ready.arguments), threads)
 

@@ -115,8 +115,10 @@ class _TreeProgram:
         self._batch, self._width, count = batch, width, min(budget, total)
         self._products = sum([weight.numel() for weight in _matrices(layer)])
         self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        tree = torch.zeros(3, batch, count, dtype=INT)
-        self._tree = *tree.unbind(), torch.zeros(batch, count)
+        self._variables: dict[int, dict[str, int]] = {}
+        """Where the newest tokens are, and what the program is told of them, by how many are missing."""
+        tokens, parents, depths = torch.zeros(3, batch, count, dtype=INT).unbind()
+        self._tree = tokens, parents, depths, torch.zeros(batch, count)
         room = {**_layer_room(layer, cache, max(rows, newest)),
                 "requests": torch.zeros(5, batch, dtype=INT), "heat": torch.zeros(batch), "index": torch.arange(batch),
                 "newest": torch.zeros(3, newest, dtype=INT), "newest_mask": torch.zeros(newest, 2, dtype=INT),
@@ -214,16 +216,20 @@ class _TreeProgram:
                     stride="last_stride", out_stride=hidden)
 
     def run(self, slots: Tensor, max_missing: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if max_missing not in self._places:
-            self._places[max_missing] = drafting.newest_places(self._batch, max_missing)
-        request, back, counts = self._places[max_missing]
-        states = self._room["newest_states"]
-        row_bytes = states.shape[1] * states.element_size()
+        variables = self._variables.get(max_missing)
+        if variables is None:
+            variables = self._variables[max_missing] = self._variables_for(max_missing)
         threads = _threads(self._products, self._batch * max(self._width, max_missing))
-        self._program.run(threads, slots=address(INT, slots), request=request.data_ptr(), back=back.data_ptr(),
-                          counts=counts.data_ptr(), num_newest=self._batch * max_missing,
-                          last=states.data_ptr() + (max_missing - 1) * row_bytes, last_stride=max_missing * states.shape[1])
+        self._program.run(threads, slots=address(INT, slots), **variables)
         return self._tree
+
+    def _variables_for(self, max_missing: int) -> dict[str, int]:
+        """What the program needs to know of so many missing tokens."""
+        request, back, counts = self._places[max_missing] = drafting.newest_places(self._batch, max_missing)
+        states = self._room["newest_states"]
+        last = states.data_ptr() + (max_missing - 1) * states.shape[1] * states.element_size()
+        return {"request": request.data_ptr(), "back": back.data_ptr(), "counts": counts.data_ptr(),
+                "num_newest": self._batch * max_missing, "last": last, "last_stride": max_missing * states.shape[1]}
 
 
 def add_layer(program: Program, layer: DraftLayer, cache: PagedCache, weights: Weights, room: dict[str, Tensor], *,

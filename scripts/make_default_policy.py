@@ -13,7 +13,7 @@ far fewer groups would contain both right and wrong answers.)
 The policy has many layers because a large model does: a step takes about as long for a few tokens as for one, and many times as
 long as the drafter's layer. The same seed gives the same policy and drafter up to rounding. This takes about six minutes on two
 idle cores, and one more for the sampled accuracy that is printed at the end. `--drafter-only` trains the drafter alone, for the
-policy that is there.
+policy that is there. `--scale 0.01` tries all of it out in half a minute, with a hundredth of the steps and answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,7 +56,7 @@ CONFIG = ModelConfig(
     "qwen3", vocab_size=len(CHARACTERS) + 1, hidden_size=64, intermediate_size=128, num_layers=48, num_heads=2, num_kv_heads=1,
     head_dim=32, qk_norm=True, tie_embeddings=True, max_context=1024, eos_token_ids=(len(CHARACTERS),),
 )
-DRAFTER_ANSWERS, DRAFTER_STEPS = 512, 400
+DRAFTER_ANSWERS, DRAFTER_STEPS, REPORT_SAMPLES = 512, 400, 8
 OPS, ROPE = TorchOps(), Rope(CONFIG, CONFIG.max_context, torch.float32, "cpu")
 
 
@@ -78,39 +78,41 @@ MISTAKEN = Part(40, 5, 1.5e-3, 0.002, 0.1, 1024, 32, 0.03)
 SURE = Part(100, 5, 1e-3, 0.0005, 0.1, 1536, 48, 0.3)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=ASSETS / "collatz", help="folder of the policy")
     options.add_argument("--drafter-out", type=Path, default=ASSETS / "collatz-drafter", help="folder of the drafter")
     options.add_argument("--drafter-only", action="store_true", help="the policy is there already")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--steps", type=int, default=RIGHT.steps, help="of training on right paths")
-    options.add_argument("--drafter-steps", type=int, default=DRAFTER_STEPS)
-    args = options.parse_args()
+    options.add_argument("--scale", type=float, default=1.0, help="share of all steps and answers")
+    args = options.parse_args(arguments)
     torch.set_num_threads(2)  # the model is too small for more
     task = Collatz(CollatzConfig())
     if not args.drafter_only:
-        make_policy(task, args.out, args.seed, args.steps)
-    make_drafter(args.out, args.drafter_out, args.seed, args.drafter_steps)
-    report(args.out, args.drafter_out, task)
+        make_policy(task, args.out, args.seed, args.scale)
+    make_drafter(args.out, args.drafter_out, args.seed, args.scale)
+    report(args.out, args.drafter_out, task, args.scale)
 
 
-def make_policy(task: Collatz, folder: Path, seed: int, steps: int) -> None:
+def scaled(count: int, scale: float) -> int:
+    return max(2, round(count * scale))
+
+
+def make_policy(task: Collatz, folder: Path, seed: int, scale: float) -> None:
     tokenizer, model = make_tokenizer(), initial_model(seed)
-    train(model, tokenizer, task.starts, seed, RIGHT._replace(steps=steps))
-    train(model, tokenizer, task.starts, seed + 1, MISTAKEN)
-    train(model, tokenizer, task.starts, seed + 2, SURE)
+    for number, part in enumerate((RIGHT, MISTAKEN, SURE)):
+        train(model, tokenizer, task.starts, seed + number, part._replace(steps=scaled(part.steps, scale)))
     save_model(model.bfloat16(), tokenizer, folder, overwrite=True)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-def make_drafter(policy: Path, folder: Path, seed: int, steps: int) -> None:
+def make_drafter(policy: Path, folder: Path, seed: int, scale: float) -> None:
     """Train a drafter as `paceline drafter train` does, and keep what an engine loads of it, in bfloat16."""
     with TemporaryDirectory() as place:
         params = SamplingParams(max_new_tokens=512, seed=seed)
         StandaloneDrafterTrainer(StandaloneDrafterOptions(
-            str(policy), "task:collatz", Path(place), DRAFTER_ANSWERS, 1, params, SpotConfig(seed=seed), seconds=None,
-            steps=steps, device="cpu", dtype="float32", report_every=1e9, checkpoint_every=1e9)).run()
+            str(policy), "task:collatz", Path(place), scaled(DRAFTER_ANSWERS, scale), 1, params, SpotConfig(seed=seed), seconds=None,
+            steps=scaled(DRAFTER_STEPS, scale), device="cpu", dtype="float32", report_every=1e9, checkpoint_every=1e9)).run()
         model, _ = load_model(policy, "cpu", "float32")
         drafter = load_eagle(place, model)
     save_eagle(drafter.bfloat16(), folder)
@@ -155,7 +157,7 @@ def train(model: Decoder, tokenizer: PreTrainedTokenizerFast, starts: list[int],
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        if step % 20 == 0:
+        if step % 20 == 0 or step == part.steps:
             chances = right_chances(model, tokenizer, starts)
             print(f"step {step:4d}  {time.perf_counter() - began:4.0f} s  loss {loss.item():.4f}  "
                   f"accuracy {statistics.fmean(chances):.3f}  mixed groups of 8 {mixed(chances):.2f}", flush=True)
@@ -214,15 +216,16 @@ def mixed(chances: list[float]) -> float:
     return statistics.fmean(1 - p**8 - (1 - p) ** 8 for p in chances)
 
 
-def report(folder: Path, drafter: Path, task: Collatz) -> None:
+def report(folder: Path, drafter: Path, task: Collatz, scale: float) -> None:
     engine = Engine.load(folder, dtype="float32", drafter=drafter, strategy="eagle:d6w1v6")
-    problems = [task[i] for i in range(len(task))]
-    groups = engine.generate([p.prompt for p in problems], SamplingParams(max_new_tokens=700), n=8)
+    problems = [task[i] for i in range(scaled(len(task), scale))]
+    groups = engine.generate([p.prompt for p in problems], SamplingParams(max_new_tokens=700), n=REPORT_SAMPLES)
     answers = [(problem, rollout) for problem, group in zip(problems, groups, strict=True) for rollout in group.rollouts]
     rewards = [task.grade(problem, rollout.text) for problem, rollout in answers]
     lengths = sorted(len(rollout.token_ids) for _, rollout in answers)
     p50, p90, p99 = (lengths[round(q * (len(lengths) - 1))] for q in (0.5, 0.9, 0.99))
-    both = statistics.fmean(0 < sum(rewards[i : i + 8]) < 8 for i in range(0, len(rewards), 8))
+    both = statistics.fmean(0 < sum(rewards[i : i + REPORT_SAMPLES]) < REPORT_SAMPLES
+                            for i in range(0, len(rewards), REPORT_SAMPLES))
     size = sum(file.stat().st_size for place in (folder, drafter) for file in place.iterdir())
     print(f"{folder}, {drafter}: {size / 1e6:.2f} MB\ndrafts of 6 tokens: {engine.stats().tokens_per_verification:.2f} tokens "
           f"per verification\nsampled accuracy {statistics.fmean(rewards):.3f}, mixed groups of 8 {both:.2f}\n"

@@ -71,3 +71,16 @@ def test_its_chat_template_is_that_of_the_script(monkeypatch):
 
     shipped, made = AutoTokenizer.from_pretrained(FOLDER), make_tokenizer()
     assert shipped.chat_template == made.chat_template and shipped.get_vocab() == made.get_vocab()
+
+
+@pytest.mark.slow
+def test_the_script_runs_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """All parts of the policy's training, the drafter's, and the report, with a two-hundredth of the steps."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "scripts")
+    from make_default_policy import main
+
+    policy, drafter = tmp_path / "policy", tmp_path / "drafter"
+    main(["--scale", "0.005", "--out", str(policy), "--drafter-out", str(drafter)])
+    assert "tokens per verification" in capsys.readouterr().out
+    made = Engine.load(policy, dtype="float32", drafter=drafter, strategy="eagle:d2w1v2")
+    assert made.generate(["27:"], SamplingParams(max_new_tokens=20))[0].rollouts[0].token_ids and made.stats().drafted > 0

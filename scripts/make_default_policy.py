@@ -111,8 +111,9 @@ def make_drafter(policy: Path, folder: Path, seed: int, scale: float) -> None:
     with TemporaryDirectory() as place:
         params = SamplingParams(max_new_tokens=512, seed=seed)
         StandaloneDrafterTrainer(StandaloneDrafterOptions(
-            str(policy), "task:collatz", Path(place), scaled(DRAFTER_ANSWERS, scale), 1, params, SpotConfig(seed=seed), seconds=None,
-            steps=scaled(DRAFTER_STEPS, scale), device="cpu", dtype="float32", report_every=1e9, checkpoint_every=1e9)).run()
+            str(policy), "task:collatz", Path(place), scaled(DRAFTER_ANSWERS, scale), 1, params, SpotConfig(seed=seed),
+            seconds=None, steps=scaled(DRAFTER_STEPS, scale), device="cpu", dtype="float32", report_every=1e9,
+            checkpoint_every=1e9)).run()
         model, _ = load_model(policy, "cpu", "float32")
         drafter = load_eagle(place, model)
     save_eagle(drafter.bfloat16(), folder)

@@ -31,8 +31,7 @@ class LearnedDrafting:
     def __init__(self, eagle: EagleDrafter, state: SlotState, store: PagedStore, graphs: CudaGraphs, tau: float) -> None:
         self.eagle = eagle
         self._state, self._store, self._graphs, self._tau = state, store, graphs, tau
-        self._in_one_call: tuple[Tensor | None, DraftTensors | None] = None, None
-        """Stored features, and the tensors with which they are drafted from in one call."""
+        self._in_one_call: DraftTensors | None = None
 
     def draft(self, draft: LearnedDrafts, slots: np.ndarray) -> Drafts:
         """Draft trees for these slots; lines of padding requests may follow. If the drafter has not drafted for a request for
@@ -97,12 +96,12 @@ class LearnedDrafting:
 
     def _one_call_tensors(self) -> DraftTensors | None:
         """What drafting in one call reads and writes; the same until the KV cache is allocated anew."""
-        features = self._store.features
-        assert features is not None
-        if self._in_one_call[0] is not features:
-            self._in_one_call = features, self.eagle.one_call_tensors(self._state.tensors, self._store.tokens, features,
-                                                                     self._cache(), self._spare)
-        return self._in_one_call[1]
+        store, known = self._store, self._in_one_call
+        assert store.features is not None
+        if known is None or known.stored is not store.tokens:
+            known = self._in_one_call = self.eagle.one_call_tensors(self._state.tensors, store.tokens, store.features,
+                                                                    self._cache(), self._spare)
+        return known
 
     def _view(self, slots: Tensor) -> DraftView:
         assert self._store.features is not None

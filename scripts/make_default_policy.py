@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(args.out, args.drafter_out, task, args.scale)
 
 
-def scaled(count: int, scale: float) -> int:
-    return max(2, round(count * scale))
+def scaled(count: int, scale: float, least: int = 2) -> int:
+    return max(least, round(count * scale))
 
 
 def make_policy(task: Collatz, folder: Path, seed: int, scale: float) -> None:
@@ -111,7 +111,7 @@ def make_drafter(policy: Path, folder: Path, seed: int, scale: float) -> None:
     with TemporaryDirectory() as place:
         params = SamplingParams(max_new_tokens=512, seed=seed)
         StandaloneDrafterTrainer(StandaloneDrafterOptions(
-            str(policy), "task:collatz", Path(place), scaled(DRAFTER_ANSWERS, scale), 1, params, SpotConfig(seed=seed),
+            str(policy), "task:collatz", Path(place), scaled(DRAFTER_ANSWERS, scale, 32), 1, params, SpotConfig(seed=seed),
             seconds=None, steps=scaled(DRAFTER_STEPS, scale), device="cpu", dtype="float32", report_every=1e9,
             checkpoint_every=1e9)).run()
         model, _ = load_model(policy, "cpu", "float32")

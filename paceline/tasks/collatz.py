@@ -3,6 +3,7 @@ get wrong in one place; and their lengths vary twentyfold between neighbouring n
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -23,6 +24,10 @@ class CollatzConfig(Config):
     """Highest number that a path starts from. The policy that ships with Paceline was made for the paths of the default."""
     seed: int = 0
     """Seed of the order of the problems."""
+    shortest: int = Field(1, ge=1)
+    """Fewest numbers of a path; shorter paths are left out."""
+    longest: int | None = Field(None, ge=1)
+    """Most numbers of a path; longer paths are left out. None: no limit."""
     long_every: int | None = Field(None, ge=2)
     """A long tail of answers, as in RL of reasoning: one in so many problems has a long path (90 numbers or more), and all others
     have short ones (16 at most); numbers with other paths are left out. None: all numbers, in any order."""
@@ -31,9 +36,18 @@ class CollatzConfig(Config):
     def _not_empty(self) -> CollatzConfig:
         if self.lowest > self.highest:
             raise ValueError(f"highest: {self.highest} is below lowest, {self.lowest}")
-        if self.long_every is not None and not all(_short_and_long(range(self.lowest, self.highest + 1))):
+        if not self.starts():
+            raise ValueError(f"shortest, longest: no path from {self.lowest} to {self.highest} has {self.shortest} to "
+                             f"{self.longest} numbers")
+        if self.long_every is not None and not all(_short_and_long(self.starts())):
             raise ValueError(f"long_every: from {self.lowest} to {self.highest} there are not both long and short paths")
         return self
+
+    def starts(self) -> list[int]:
+        """The numbers with paths of the wanted lengths, in ascending order."""
+        most = math.inf if self.longest is None else self.longest
+        return [start for start in range(self.lowest, self.highest + 1)
+                if self.shortest <= len(collatz_path(start)) <= most]
 
 
 def collatz_path(start: int) -> list[int]:
@@ -65,7 +79,7 @@ class Collatz:
     name = "collatz"
 
     def __init__(self, config: CollatzConfig) -> None:
-        starts = range(config.lowest, config.highest + 1)
+        starts = config.starts()
         self.starts = random.Random(config.seed).sample(starts, len(starts))
         if config.long_every is not None:
             self.starts = _with_long_tail(self.starts, config.long_every)

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.tasks import make_task
 from paceline.tasks.collatz import collatz_path
+from paceline.trainer import load_config
 
 
 @pytest.fixture
@@ -86,3 +87,14 @@ def test_a_long_tail():
 
 def test_pickles(task):
     assert pickle.loads(pickle.dumps(task))[3] == task[3]
+
+
+def test_paths_may_be_limited_in_length_and_the_default_run_evaluates_on_others_than_it_trains_on():
+    config = load_config()
+    held_out = make_task("collatz", **config.evaluation.task_options)
+    assert {len(held_out[i].truth.split()) for i in range(len(held_out))} <= set(range(17, 36))
+    assert len(held_out) == config.evaluation.problems
+    trained = make_task("collatz", **config.task_options)
+    assert not {held_out[i].id for i in range(len(held_out))} & {trained[i].id for i in range(len(trained))}
+    with pytest.raises(ValueError, match="shortest, longest: no path from 2 to 99 has 200 to 300 numbers"):
+        make_task("collatz", shortest=200, longest=300)

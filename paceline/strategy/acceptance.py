@@ -64,10 +64,10 @@ class Acceptance:
         """The drafter or the text is new: what was seen before is worth so many trees."""
         self._evidence, self._seen_at = min(most, self.evidence(step)), step
 
-    def follow(self, step: int, expected: float, accepted: float, trees: int) -> None:
-        """Count a step whose draft tokens were not observed: `accepted` of `expected` were accepted for each of so many
-        requests, at the level of now."""
-        self._follow(step, expected, accepted, min(trees, MEMORY / 4), trees)
+    def follow(self, step: int, expected: float, accepted: float, trees: int, steps: int = 1) -> None:
+        """Count steps whose draft tokens were not observed: `accepted` of `expected` were accepted for each of so many requests,
+        at the level of now."""
+        self._follow(step, expected, accepted, steps * min(trees, MEMORY / 4), steps * trees)
 
     def _follow(self, step: int, expected: float, accepted: float, count: float, trees: float) -> None:
         before = self.evidence(step)

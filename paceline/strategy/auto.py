@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
+from statistics import median, median_low
 from typing import Any
 
 from paceline.strategy.acceptance import MEMORY, SHAPES
@@ -24,17 +25,17 @@ SHARE = 0.01
 CONFIDENCE = 1.0
 """Standard errors by which a drafter must be faster than off to be taken up: more is fewer losses by mistake, and later gains."""
 SPREAD = 0.1
-"""Standard error of a profiled step time before anything was measured, and of one measured step: more trusts the profile less."""
+"""Standard error of a profiled step time before anything was measured, and of one measured step: more trusts the profile less, and
+stays longer with what is used."""
 ENOUGH = 10.0
 """Trees that must have been seen before a drafter is judged: more trials of drafters that do not pay, fewer misjudged ones."""
 OFF_EVERY = 64
-"""Steps of speculation, times its gain to the fourth, after which two steps without it are measured: how old the comparison may
-be, against the time that these steps take."""
+"""Steps of speculation, times its gain to the fourth, after which steps without it are measured: how old the comparison may be,
+against the time that these steps take."""
 HOLD = 64
-"""Most steps that a decision holds, and steps in which a change of drafter must have paid for itself: host time against the delay
-after which gradual changes are followed."""
+"""Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
+_GROUP = 4  # steps of one kind that are learned from together: one at a time would take the host longer
 _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
-_CATCH_UP = 0.01  # steps without speculation that the return of a drafter costs for each step that it has missed
 _OFF = Decision(Strategy.OFF)
 
 
@@ -49,14 +50,10 @@ class TimeRatio:
     num_since: int = 0
     """Of off: number of steps with a drafter since it was measured."""
 
-    def largest_error(self) -> float:
-        """What is believed of a step that is far off: the less, the more is known."""
-        return max(3 * SPREAD, 1.5 / (1 + self.weight))
-
-    def observe(self, error: float, step: int) -> None:
-        """Count a step whose time was mispredicted by so much."""
-        self.weight, self.seen_at, self.num_since = min(self._left(step) + 1, MEMORY), step, 0
-        self.log += error / (1 + self.weight)
+    def observe(self, error: float, count: int, step: int) -> None:
+        """Count so many steps whose times were mispredicted by so much."""
+        self.weight, self.seen_at, self.num_since = min(self._left(step) + count, MEMORY), step, 0
+        self.log += error * count / (count + self.weight)
 
     def variance(self, step: int) -> float:
         return SPREAD**2 / (1 + self._left(step))
@@ -67,14 +64,33 @@ class TimeRatio:
 
 @dataclass(slots=True)
 class DrafterHistory:
-    """When a drafter was used, and when it is to be looked at again."""
+    """When a drafter was used, what its return costs, and when it is to be looked at again."""
 
     used_at: int = 0
     """Step in which it drafted last."""
+    tokens_at: float = 0.0
+    """Number of tokens that each request had then."""
     look_at: int = 0
     """Step from which on it is tried again although it is not expected to pay."""
     interval: int = HOLD // 2
     """Steps between two such trials: twice as many each time."""
+    lost: float = 0.5
+    """Steps without speculation that the last trial lost; at first, a guess."""
+    was_stopped: bool = False
+    """Whether its last first step took so long that something else must have stopped it."""
+    missed: float = 2.0 * HOLD
+    """Recent number of tokens that it had to catch up with when it was used again; at first, a guess of what it is certain of."""
+    excess_ms: float = 0.0
+    """How much longer the steps took in which it caught up with them."""
+
+    @property
+    def catch_up_ms(self) -> float:
+        """Milliseconds for each token that it has missed."""
+        return self.excess_ms / self.missed
+
+    def returned(self, missed: float, excess_ms: float) -> None:
+        """Count a step in which it was used again."""
+        self.missed, self.excess_ms = 0.8 * self.missed + missed, max(0.0, 0.8 * self.excess_ms + excess_ms)
 
 
 class AutoSelector:
@@ -87,23 +103,20 @@ class AutoSelector:
         """Steps without speculation that may still be lost."""
         self.decision: Decision = _OFF
         """The decision that holds."""
-        self.gain = 1.0
-        """How many times as fast as off it is expected to be."""
         self.cost_error = self.progress_error = 0.0
         """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
         self.machine = 0.0
         """Logarithm of how many times as slow the machine is now as its profile says."""
-        self._num_timed = 0
         self._machine_at_off = 0.0  # the same when off was measured
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
-        self._step = self._due = self._interval = self._batch = self._num_old = self._new_at = 0
-        self._observe_at = 0  # step from which on draft tokens are observed again
+        self._step = self._due = self._interval = self._batch = self._num_old = self._observe_at = 0
+        self._tokens = self._new_tokens = 0.0  # tokens that each request got so far, and when most requests were new
         self._off_left = 0  # steps without speculation that are still to be measured
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
-        self._unit, self._level, self._since = 0.0, 1.0, 0.0
+        self._unit, self._level, self._floor, self._since = 0.0, 1.0, 0.0, 0.0
         self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
         self._history = {name: DrafterHistory() for name in SHAPES}
-        self._was_stopped = False
+        self._steps: list[StepOutcome] = []  # completed steps of one kind that were not learned from yet
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
 
     @property
@@ -119,84 +132,88 @@ class AutoSelector:
     def select(self, view: StepView) -> Decision:
         """Decide about the next step."""
         requests, drafter = view.num_running, self.decision.strategy.drafter
-        self._num_old = min(self._num_old, requests)
+        if requests < self._num_old:
+            self._num_old = requests
         if requests == 0 or not view.available:
             return _OFF
         self._step += 1
         if requests >= 2 * self._num_old:
             self._requests_replaced(requests)
-        if view.num_prefill_rows == 0 and drafter != "none" and self._must_measure_off(requests):
+        if self._off_left and view.num_prefill_rows == 0:
+            self._off_left -= 1
             return _OFF
         is_due = self._step >= self._due or 4 * abs(requests - self._batch) > self._batch
         if is_due or (drafter != "none" and (self.credit < 0 or drafter not in view.available)):
             return self._decide(view)
-        if drafter != "none":
-            self._history[drafter].used_at = self._step
         return self.decision
-
-    def _must_measure_off(self, requests: int) -> bool:
-        """Whether off is to be measured in between: twice, as the first of two steps overlaps with work for the one before."""
-        if self._off_left == 0:
-            off = self._time("none", requests)
-            pause = OFF_EVERY * min(max(self._measured_gain, 1.0), 2.0) ** 4
-            is_old = off.num_since > (pause if off.weight >= 3 else OFF_EVERY / 4)
-            self._off_left = 4 * (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD)
-        self._off_left = max(0, self._off_left - 1)
-        if self._off_left == 0:
-            return False
-        self._machine_at_off = self.machine
-        return True
 
     def _decide(self, view: StepView) -> Decision:
         """The strategy with the largest gain that is affordable. A drafter is taken up if the lower confidence bound of its speed
-        is above off, and kept while its mean is; it is tried if the upper bound is, as far as half of the credit is left."""
+        is above off, and kept while its mean is; where there is no speculation it is tried if the upper bound is, as far as half
+        of the credit is left."""
+        self._learn()
         requests, home = view.num_running, self._home
         self._batch, self._since = requests, 0.0
         drafters = [name for name in SHAPES if name in view.available]
         for drafter in drafters:
-            if view.num_prefill_rows == 0 and self._must_look(drafter):
+            if view.num_prefill_rows == 0 and self._must_look(drafter, requests):
                 return self._look(drafter, requests)
-        chosen, gain, best, is_trial = self.predictor.off(view), 1.0, 1.0, False
+        off = self.predictor.off(view)
+        chosen, best, second, expected, is_trial = off, 1.0, 0.0, 1.0, False
         for drafter in drafters:
-            found = self.predictor.best(drafter, view)
+            is_kept = drafter == home
+            found = self.predictor.best(drafter, view, self.decision.strategy if is_kept else None, SPREAD / 2)
             if found is None:
                 continue
-            is_kept = drafter == home
-            switch = 0.0 if is_kept else self._switch(drafter)
+            switch = 0.0 if is_kept else self._switch(drafter, requests)
             speed, error = self._compare(found, drafter, view, switch)
             is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
-            value = speed * (1 + SPREAD * is_kept) * exp(CONFIDENCE * error * (not is_kept))
+            bound = speed * exp(CONFIDENCE * error * (home == "none"))  # what is used is not left for what only may be faster
+            value = bound * (1 + SPREAD * is_kept) if bound > 1 else 0.0
             if value > best and self._can_lose(found.progress / speed - 1 + switch, is_sure):
-                chosen, gain, best, is_trial = found, max(speed, 1.0), value, not is_sure
-        drafter, level = chosen.strategy.drafter, 1.0
+                chosen, best, second, expected, is_trial = found, value, best, speed, not is_sure
+            else:
+                second = max(second, value)
+        drafter = chosen.strategy.drafter
         if is_trial:
             self._due = self._step + 2
         else:
-            self._interval = min(2 * self._interval, HOLD) if drafter == home else 4
+            self._interval = min(2 * self._interval, HOLD) if drafter == home else _GROUP
             self._due, self._home = self._step + self._interval, drafter
-        if drafter != "none":
-            history, level = self._history[drafter], self.predictor.acceptance[drafter].level
-            history.used_at = self._step
-        self.decision, self._unit, self._level, self.gain = chosen.decision(view), chosen.accepted / level, level, gain
-        if drafter == "none" or (self._step < self._observe_at and not is_trial):
+        return self._hold(chosen, view, max(second, 1.0) / (expected * (1 + SPREAD)), is_trial)
+
+    def _hold(self, chosen: Prediction, view: StepView, worst: float, is_trial: bool) -> Decision:
+        """Hold a decision until its progress falls to so large a share of what is expected that something else would be chosen."""
+        drafter = chosen.strategy.drafter
+        self.decision = chosen.decision(view)
+        if drafter == "none":
             return self.decision
-        self._observe_at = self._step + HOLD // 4
+        self._level = self.predictor.acceptance[drafter].level
+        self._unit, self._floor = chosen.accepted / self._level, worst * (1 + chosen.accepted)
+        if self._step < self._observe_at and not is_trial:
+            return self.decision
+        self._observe_at = self._step + min(2 * self._interval, HOLD)
         return replace(self.decision, observe=True)
 
     def _can_lose(self, worst: float, is_sure: bool) -> bool:
         """Whether so many steps may be lost. Half of the credit is for drafters that are sure to pay."""
         return self.credit - worst > (0.0 if is_sure else CREDIT / 2)
 
-    def _switch(self, drafter: DrafterName) -> float:
+    def _switch(self, drafter: DrafterName, requests: int) -> float:
         """Steps without speculation that it is expected to take until the drafter has caught up with the tokens it has missed."""
-        return _CATCH_UP * max(0, self._step - 1 - max(self._history[drafter].used_at, self._new_at))
+        caught_up_ms = self._history[drafter].catch_up_ms * self._missed(drafter) * requests
+        return caught_up_ms / float(self.costs.off_ms(requests))
 
-    def _must_look(self, drafter: DrafterName) -> bool:
-        """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it."""
-        history, known = self._history[drafter], self.predictor.acceptance[drafter].evidence(0)
+    def _must_look(self, drafter: DrafterName, requests: int) -> bool:
+        """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it. Of the one
+        in use only larger trees tell something."""
+        history, known, used = self._history[drafter], self.predictor.acceptance[drafter].evidence(0), self.decision.strategy
         is_due = history.look_at <= self._step
+        if is_due and drafter == used.drafter:
+            tree = self.predictor.probe(drafter, requests).strategy
+            is_due = tree.depth > used.depth or tree.width > used.width
         is_unknown = known < ENOUGH and history.used_at < self._step - 1  # its last outcome may arrive one step late
-        return (is_due or is_unknown) and self._can_lose(0.5 + self._switch(drafter), False)
+        return (is_due or is_unknown) and self._can_lose(history.lost + self._switch(drafter, requests), False)
 
     def _look(self, drafter: DrafterName, requests: int) -> Decision:
         """Try the drafter in one step, after which it is decided anew."""
@@ -206,9 +223,13 @@ class AutoSelector:
         return self.predictor.probe(drafter, requests)
 
     def _compare(self, found: Prediction, drafter: DrafterName, view: StepView, switch: float) -> tuple[float, float]:
-        """How many times as fast as off a strategy is expected to be, and the relative standard error of that."""
+        """How many times as fast as off a strategy is expected to be, and the relative standard error of that. What the drafter in
+        use will have to catch up with is a cost of the others."""
         own, off, step = self._time(drafter, view.num_running), self._time("none", view.num_running), self._step
-        cost = found.ms / float(self.costs.off_ms(view.num_running, view.context)) * exp(own.log - off.log) + switch / HOLD
+        off_ms = float(self.costs.off_ms(view.num_running, view.context))
+        cost = found.ms / off_ms * exp(own.log - off.log) + 4 * switch / HOLD
+        if drafter != self._home != "none":
+            cost += self._history[self._home].catch_up_ms * found.progress * view.num_running / off_ms
         tokens = found.accepted / (1 + found.accepted) / max(self.predictor.acceptance[drafter].evidence(step), 1.0)
         return found.progress / cost, sqrt(off.variance(step) + own.variance(step) + tokens)
 
@@ -217,69 +238,118 @@ class AutoSelector:
         key = (drafter, bucket_of(requests))
         found = self.times.get(key)
         if found is None:
-            known = drafter in self._latest  # the first step of a batch size can be slow: it is not believed at once
-            found = self.times[key] = TimeRatio(self._latest.get(drafter, 0.0), 2.0 * (known and drafter != "none"), self._step)
+            known = drafter in self._latest
+            found = self.times[key] = TimeRatio(self._latest.get(drafter, 0.0), 1.0 * known, self._step)
         return found
 
     def _requests_replaced(self, requests: int) -> None:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
-        self._num_old, self._new_at, self._due = requests, self._step, self._step
+        self._learn()
+        self._num_old, self._new_tokens = requests, self._tokens
         for name, acceptance in self.predictor.acceptance.items():
+            if name != self._home or abs(log(acceptance.level)) > 2 * SPREAD:
+                self._due = self._step
             acceptance.limit_evidence(self._step, ENOUGH)
             acceptance.level = 1.0
             history = self._history[name]
-            history.look_at = min(history.look_at, max(self._step, history.used_at + 2 * HOLD // requests))
+            if name != self._home:
+                history.look_at = min(history.look_at, max(self._step, history.used_at + HOLD // 2))
 
     # -- after a step
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a completed step."""
-        requests, drafter = outcome.num_requests, outcome.decision.strategy.drafter
-        if drafter != "none" and requests:
-            self._follow(outcome)
-        if not outcome.is_timed:
-            self._last = None
+        """Learn from a completed step, together with the next ones if they are of the same kind."""
+        if self._steps:
+            before = self._steps[0]
+            if outcome.decision != before.decision or bucket_of(outcome.num_requests) != bucket_of(before.num_requests):
+                self._learn()
+        self._steps.append(outcome)
+        if len(self._steps) >= _GROUP or outcome.drafts is not None:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from completed steps of one kind."""
+        steps, self._steps = self._steps, []
+        if not steps or not steps[0].num_requests:
             return
-        if outcome.host_ms:
-            self.costs.observe_host(outcome.host_ms, requests)
-        was, self._last = self._last, drafter
-        own, predicted = self._time(drafter, requests), max(self.costs.step_ms(outcome), 1e-6)
-        error = log(outcome.ms / predicted) - self.machine - own.log
-        was_stopped, self._was_stopped = self._was_stopped, error > _STOPPED
-        if was == drafter and self._was_stopped and not was_stopped:
-            return  # by something else, such as a compiler: it counts if it happens again
-        error = min(error, _STOPPED)
-        if was == drafter or (error < 0 and drafter != "none"):  # otherwise it catches up, or overlaps with work for other steps
-            if drafter == "none" and "none" not in self._latest:
-                self._refer_to_off(error)
-                error = 0.0
-            most = own.largest_error()
-            error = min(max(error, -most), most)
-            is_check = drafter == "none" != self.decision.strategy.drafter  # the steps around it tell how fast the machine is
-            weight = 0.0 if is_check else 1 / min(self._num_timed + 1, 8)
-            self._num_timed += 1
-            self.machine += weight * error
-            own.observe((1 - weight) * error, self._step)
-            error *= (1 - weight) * (1 - 1 / (1 + own.weight))
-            self._latest[drafter] = own.log
-            if drafter != "none":
-                self.cost_error += (abs(error) - self.cost_error) / MEMORY
+        drafter, requests, count = steps[0].decision.strategy.drafter, steps[0].num_requests, len(steps)
+        progress = sum([each.progress for each in steps])
+        if drafter != "none":
+            self._follow(steps)
+        own, off = self._time(drafter, requests), self._time("none", requests)
+        changed, usual = self._timed(steps, drafter)
+        predicted = max(self.costs.step_ms(usual[0] if usual else steps[-1]), 1e-6)
+        expected = predicted * exp(own.log + self.machine)
+        if changed is not None and (changed.ms < expected and drafter != "none"):
+            changed, usual = None, [changed, *usual]
+        ms = expected
+        if usual:
+            ms = median_low([each.ms for each in usual])
+            self._measured(drafter, log(ms / expected), len(usual), own)
         if drafter == "none":
-            self.credit = max(self.credit, min(self.credit + SHARE, CREDIT))
+            self._tokens += progress
+            self.credit = max(self.credit, min(self.credit + SHARE * count, CREDIT))
             return
-        off = self._time("none", requests)
-        off.num_since += 1
-        off_ms = float(self.costs.off_ms(requests, outcome.context)) * exp(off.log)
-        cost = predicted * exp(own.log + error) / off_ms
-        gained = outcome.progress - cost
-        self._measured_gain += (outcome.progress / cost - self._measured_gain) / MEMORY
-        self.credit = min(self.credit + gained + SHARE, 3 * CREDIT)
+        most, history = exp(_STOPPED) * expected, self._history[drafter]
+        spent = count * min(ms, most)
+        if changed is not None:
+            history.returned(self._missed(drafter) * requests, min(changed.ms, most) - expected)
+            is_stopped, history.was_stopped = changed.ms > most and not history.was_stopped, changed.ms > most
+            spent += (most if is_stopped else changed.ms) - min(ms, most)
+        self._tokens += progress
+        history.used_at, history.tokens_at, off.num_since = max(history.used_at, self._step), self._tokens, off.num_since + count
+        off_ms = float(self.costs.off_ms(requests, steps[0].context)) * exp(off.log + self.machine)
+        if not steps[0].decision.expected_progress:
+            history.lost = max(0.5, spent / off_ms - progress)
+        self._book(drafter, progress, spent / off_ms, count, off)
+
+    def _timed(self, steps: list[StepOutcome], drafter: DrafterName) -> tuple[StepOutcome | None, list[StepOutcome]]:
+        """The step after a change of drafter, which catches up or overlaps with work for others; steps whose times say something
+        about others."""
+        changed, usual = None, []
+        for each in steps:
+            if each.is_timed and self._last == drafter:
+                usual.append(each)
+            elif each.is_timed and self._last is not None:
+                changed = each
+            self._last = drafter if each.is_timed else None
+        hosts = [each.host_ms for each in steps if each.is_timed and each.host_ms]
+        if hosts:
+            self.costs.observe_host(median(hosts), steps[0].num_requests)
+        return changed, usual
+
+    def _measured(self, drafter: DrafterName, error: float, count: int, own: TimeRatio) -> None:
+        """Count so many steps that took longer than expected by so much."""
+        most = max(3 * SPREAD, 1.5 / (1 + own.weight))  # what is believed of times that are far off: the less, the more is known
+        error = min(max(error, -most), most)
+        if drafter == "none" and "none" not in self._latest:
+            self._refer_to_off(error)
+            error = 0.0
+        is_check = drafter == "none" != self.decision.strategy.drafter  # the steps around it tell how fast the machine is
+        known = 0.0 if is_check else own.weight / (own.weight + MEMORY / 4)  # what is new of a drafter is not the machine's
+        weight = known * count / (MEMORY / 4 + count)
+        self.machine += weight * error
+        own.observe((1 - weight) * error, count, self._step)
+        self._latest[drafter] = own.log
+        if drafter != "none":
+            self.cost_error += (abs(error) - self.cost_error) * min(count / MEMORY, 1.0)
+
+    def _book(self, drafter: DrafterName, progress: float, cost: float, count: int, off: TimeRatio) -> None:
+        """Enter steps with speculation into the ledger, in steps without; decide anew where they lost."""
+        gained = progress - cost
+        self._measured_gain += (progress / cost - self._measured_gain) * min(count / MEMORY, 1.0)
+        self.credit = min(self.credit + gained + SHARE * count, 3 * CREDIT)
         self._since = min(self._since + gained, 0.0)
         if self._since < -3:  # what was expected of the drafter is outdated
             self._due, self._interval, self._since = self._step + 1, 2, 0.0
             acceptance = self.predictor.acceptance[drafter]
             acceptance.limit_evidence(self._step, ENOUGH)
             acceptance.level = max(0.7 * acceptance.level, 0.02)
+        gain = min(max(self._measured_gain, 1.0), 2.0)
+        is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
+        is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 0.25)
+        if self._home == drafter and (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD):
+            self._off_left, off.num_since, self._machine_at_off = 3, 0, self.machine  # the first overlaps with other work
 
     def _refer_to_off(self, error: float) -> None:
         """Off is measured for the first time: what it deviates from its prediction is that of the machine."""
@@ -288,20 +358,28 @@ class AutoSelector:
             each.log -= error * (drafter != "none")
         self._latest = {drafter: each - error for drafter, each in self._latest.items()}
 
-    def _follow(self, outcome: StepOutcome) -> None:
+    def _missed(self, drafter: DrafterName) -> float:
+        """Number of tokens of each request that the drafter has not read."""
+        return max(0.0, self._tokens - max(self._history[drafter].tokens_at, self._new_tokens))
+
+    def _follow(self, steps: list[StepOutcome]) -> None:
         """Learn how many draft tokens were accepted."""
-        decision, drafted = outcome.decision, outcome.num_drafted_for
+        decision, last = steps[0].decision, steps[-1]
         acceptance = self.predictor.acceptance.get(decision.strategy.drafter)
         if acceptance is None:
             return
-        if outcome.drafts is not None:
-            acceptance.observe(self._step, outcome.drafts, None if outcome.last_progress is None else outcome.last_progress - 1)
-        elif decision.strategy is self.decision.strategy:
-            expected = self._unit * acceptance.level
-            self.progress_error += (abs(log(max(outcome.progress, 0.1) / (1 + expected))) - self.progress_error) / MEMORY
-            acceptance.follow(self._step, expected, outcome.progress - 1, drafted if outcome.last_progress is None else 2)
-            if abs(log(acceptance.level / self._level)) > 5 * SPREAD:  # the text has changed
-                self._due, self._interval, self._level = self._step + 1, 2, acceptance.level
+        unseen = steps if last.drafts is None else steps[:-1]
+        if unseen and decision.strategy is self.decision.strategy:
+            expected, progress = self._unit * acceptance.level, sum([each.progress for each in unseen]) / len(unseen)
+            error = abs(log(max(progress, 0.1) / (1 + expected)))
+            self.progress_error += (error - self.progress_error) * min(len(unseen) / MEMORY, 1.0)
+            acceptance.follow(self._step, expected, progress - 1, last.num_drafted_for if last.last_progress is None else 2,
+                              len(unseen))
+        if last.drafts is not None:
+            acceptance.observe(self._step, last.drafts, None if last.last_progress is None else last.last_progress - 1)
+        if decision.strategy is self.decision.strategy and (abs(log(acceptance.level / self._level)) > 5 * SPREAD
+                                                           or 1 + self._unit * acceptance.level < self._floor):
+            self._due, self._interval, self._level = self._step + 1, 2, acceptance.level  # the text has changed
 
     def drafter_replaced(self) -> None:
         """The learned drafter has new weights: what was measured of it is a first guess."""

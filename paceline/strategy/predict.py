@@ -75,14 +75,19 @@ class Predictor:
     def off(self, view: StepView) -> Prediction:
         return Prediction(Strategy.OFF, 0, 1.0, self.costs.off_ms(view.num_running, view.context))
 
-    def best(self, drafter: DrafterName, view: StepView) -> Prediction | None:
-        """The tree shape, number of draft tokens and number of requests with the most progress per millisecond."""
+    def best(self, drafter: DrafterName, view: StepView, kept: Strategy | None = None, margin: float = 0.0) -> Prediction | None:
+        """The tree shape, number of draft tokens and number of requests with the most progress per millisecond. `kept`: a strategy
+        whose shape remains if no other is better by more than the margin."""
         known, requests, costs = self.acceptance[drafter], view.num_running, self.costs
         counts = drafted_counts(view)
         table = self._table(drafter, requests, counts)
         progress = makespan_progress(view.remaining, counts, table.part, known.level * table.accepted)
         ms = table.ms + (table.context_ms * view.context + costs.host(requests, drafter))
-        place = int((progress / ms).argmax())
+        rate = progress / ms
+        if kept is not None:
+            same = [shape == (kept.depth, kept.width, kept.min_survival) for shape in known.shapes]
+            rate *= 1 + margin * np.array(same)[table.shape]
+        place = int(rate.argmax())
         accepted = known.level * float(table.accepted[place])
         if accepted == 0:
             return None

@@ -75,8 +75,8 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
     speculation for the rest of the run."""
     selector, off = with_off_measured(), float(gpu_costs().off_ms(8))
     for _ in range(3):
-        selector.observe(outcome(EAGLE, 1.5, 1.4 * off))
-        selector.observe(outcome(EAGLE, 1.5, times * off))
+        for slow in (1, 1, times / 1.4, 1):
+            selector.observe(outcome(EAGLE, 1.5, slow * 1.4 * off))
     assert selector.credit > CREDIT - 1
     for _ in range(16):
         selector.observe(outcome(EAGLE, 1.5, times * off))
@@ -172,4 +172,4 @@ def test_outcomes_of_unknown_strategies_are_taken():
     selector = with_off_measured()
     selector.observe(outcome(EAGLE, 1.5, 0.0))
     selector.observe(replace(outcome(EAGLE, 1.5, 5.0), num_prefill_rows=3))
-    assert selector.credit == CREDIT
+    assert CREDIT - 1 < selector.credit < CREDIT + 1

@@ -19,8 +19,8 @@ from paceline.types import Decision, DrafterName, DraftOutcomes, Rollout, StepOu
 
 _OBSERVE_EVERY = 32
 """Every so many speculative steps the draft tokens are observed without a request for it, for the drafter's monitor."""
-_LEAST_SHARE = 0.5
-"""Steps in which forced rows take more than the rest of the time do not count as measured steps of a strategy."""
+_LEAST_SHARE = 0.8
+"""Share of the time below which the rest of a step with forced rows does not count as a measured step of a strategy."""
 _CUT_MEMORY, _MOSTLY_CUT = 0.05, 0.9
 """Weight of the newest answer in the share of answers that end at their limit; share from which on limits are taken for
 lengths."""
@@ -95,8 +95,8 @@ class StrategyControl:
 
     def _without_prefill(self, outcome: StepOutcome) -> StepOutcome:
         """Return the outcome of a step as if it had had no forced rows: by the cost curve, the rest of the step would have taken
-        its share of the time. Where most of the time went to forced rows, that says too little."""
-        if not self.costs.profiled or not outcome.num_requests:
+        its share of the time. Where much of the time went to forced rows, that says too little."""
+        if not self.costs.profiled or outcome.num_rows < outcome.num_requests:
             return outcome
         cost = self.costs.policy.at
         alone, together = cost(outcome.num_rows), cost(outcome.num_rows + outcome.num_prefill_rows)
@@ -130,21 +130,25 @@ class StrategyControl:
         return known if any(selector is self.current for selector in known) else [*known, self.current]
 
     def _view(self, scheduler: Scheduler, drafters: tuple[DrafterName, ...]) -> StepView:
-        decode = Status.DECODE
-        decoding = [request for request in scheduler.running if request.status is decode]
-        prefilling = sum([request.num_to_feed for request in scheduler.running if request.status is not decode])
-        context = sum([request.num_computed for request in decoding]) / max(1, len(decoding))
+        decode, decoding, prefilling, context = Status.DECODE, [], 0, 0  # one pass: this is done before every step
+        for request in scheduler.running:
+            if request.status is decode:
+                decoding.append(request)
+                context += request.num_computed
+            else:
+                prefilling += request.num_to_feed
         if self.distrusted is not None:
             drafters = tuple(name for name in drafters if name != self.distrusted)
-        remaining = () if scheduler.waiting or prefilling else self._remaining(decoding)
-        return StepView(len(decoding), prefilling, drafters, context, remaining)
-
-    def _remaining(self, decoding: list[Request]) -> tuple[int, ...]:
-        """Number of tokens that each request still has to generate, in descending order; empty if that is not known."""
-        if not self._knows_lengths(decoding):
-            return ()
-        return tuple(sorted([request.max_tokens - len(request.tokens) for request in decoding], reverse=True))
+        count, remaining = len(decoding), list[int]()
+        if not (scheduler.waiting or prefilling) and self._knows_lengths(decoding):
+            remaining = sorted([request.max_tokens - len(request.tokens) for request in decoding], reverse=True)
+        return StepView(count, prefilling, drafters, context / max(1, count), tuple(remaining))
 
     def _knows_lengths(self, decoding: list[Request]) -> bool:
         """Whether requests run to their limits; usually answers end before."""
-        return self._share_cut >= _MOSTLY_CUT or all(request.params.ignore_eos for request in decoding)
+        if self._share_cut >= _MOSTLY_CUT:
+            return True
+        for request in decoding:
+            if not request.params.ignore_eos:
+                return False
+        return True

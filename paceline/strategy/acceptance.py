@@ -56,6 +56,11 @@ class Acceptance:
         """Number of changes of the counts so far."""
         self._unit: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
+    @property
+    def num_observed(self) -> float:
+        """Recent number of observed trees."""
+        return float(self._trees.max())
+
     def evidence(self, step: int) -> float:
         """How many trees the expectations rest on. What was seen long ago counts less: text and drafter have changed."""
         return self._evidence * exp((self._seen_at - step) / (8 * MEMORY))

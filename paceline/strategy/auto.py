@@ -192,7 +192,7 @@ class AutoSelector:
         self._unit, self._floor = chosen.accepted / self._level, worst * (1 + chosen.accepted)
         if self._step < self._observe_at and not is_trial:
             return self.decision
-        self._observe_at = self._step + min(2 * self._interval, HOLD)
+        self._observe_at = self._step + max(_GROUP, int(HOLD * min(self.predictor.acceptance[drafter].num_observed / MEMORY, 1)))
         return replace(self.decision, observe=True)
 
     def _can_lose(self, worst: float, is_sure: bool) -> bool:
@@ -331,7 +331,9 @@ class AutoSelector:
         self.machine += weight * error
         own.observe((1 - weight) * error, count, self._step)
         self._latest[drafter] = own.log
-        if drafter != "none":
+        if drafter == "none":
+            self._machine_at_off = self.machine
+        else:
             self.cost_error += (abs(error) - self.cost_error) * min(count / MEMORY, 1.0)
 
     def _book(self, drafter: DrafterName, progress: float, cost: float, count: int, off: TimeRatio) -> None:
@@ -349,7 +351,7 @@ class AutoSelector:
         is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
         is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 0.25)
         if self._home == drafter and (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD):
-            self._off_left, off.num_since, self._machine_at_off = 3, 0, self.machine  # the first overlaps with other work
+            self._off_left, off.num_since = 3, 0  # the first overlaps with other work
 
     def _refer_to_off(self, error: float) -> None:
         """Off is measured for the first time: what it deviates from its prediction is that of the machine."""
@@ -377,6 +379,7 @@ class AutoSelector:
                               len(unseen))
         if last.drafts is not None:
             acceptance.observe(self._step, last.drafts, None if last.last_progress is None else last.last_progress - 1)
+            self._due = min(self._due, self._step + 1)
         if decision.strategy is self.decision.strategy and (abs(log(acceptance.level / self._level)) > 5 * SPREAD
                                                            or 1 + self._unit * acceptance.level < self._floor):
             self._due, self._interval, self._level = self._step + 1, 2, acceptance.level  # the text has changed

@@ -53,7 +53,7 @@ class TimeRatio:
     def observe(self, error: float, count: int, step: int) -> None:
         """Count so many steps whose times were mispredicted by so much."""
         self.weight, self.seen_at, self.num_since = min(self._left(step) + count, MEMORY), step, 0
-        self.log += error * count / (count + self.weight)
+        self.log += error * count / (1 + self.weight)
 
     def variance(self, step: int) -> float:
         return SPREAD**2 / (1 + self._left(step))
@@ -111,7 +111,7 @@ class AutoSelector:
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
         self._step = self._due = self._interval = self._batch = self._num_old = self._observe_at = 0
         self._tokens = self._new_tokens = 0.0  # tokens that each request got so far, and when most requests were new
-        self._off_left = 0  # steps without speculation that are still to be measured
+        self._off_left = self._checked_at = 0  # steps that are still to be measured without speculation, and when it was decided
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
         self._unit, self._level, self._floor, self._since = 0.0, 1.0, 0.0, 0.0
         self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
@@ -162,7 +162,7 @@ class AutoSelector:
         chosen, best, second, expected, is_trial = off, 1.0, 0.0, 1.0, False
         for drafter in drafters:
             is_kept = drafter == home
-            found = self.predictor.best(drafter, view, self.decision.strategy if is_kept else None, SPREAD / 2)
+            found = self.predictor.best(drafter, view, self.decision.strategy if is_kept else None, SPREAD / 4)
             if found is None:
                 continue
             switch = 0.0 if is_kept else self._switch(drafter, requests)
@@ -350,8 +350,9 @@ class AutoSelector:
         gain = min(max(self._measured_gain, 1.0), 2.0)
         is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
         is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 0.25)
-        if self._home == drafter and (is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD):
-            self._off_left, off.num_since = 3, 0  # the first overlaps with other work
+        is_old = is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD
+        if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
+            self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
 
     def _refer_to_off(self, error: float) -> None:
         """Off is measured for the first time: what it deviates from its prediction is that of the machine."""

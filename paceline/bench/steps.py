@@ -83,7 +83,7 @@ class StepTally:
     verifications: int = 0
     """Number of verifications, one per request and step."""
     strategies: Counter[str] = field(default_factory=Counter)
-    """Number of steps per strategy."""
+    """Number of steps per strategy, without those that only prefill."""
     steps: dict[str, list[Step]] = field(default_factory=dict)
     """Steps without prefill, per strategy."""
 
@@ -94,7 +94,8 @@ class StepTally:
         tokens = sum(map(len, result.tokens.values()))
         self.tokens += tokens
         self.verifications += result.num_requests
-        self.strategies[str(result.strategy)] += 1
+        if result.num_prefill_rows < result.num_rows:  # otherwise prompts alone were prefilled
+            self.strategies[str(result.strategy)] += 1
         if result.num_prefill_rows == 0:
             self.steps.setdefault(str(result.strategy), []).append(
                 Step(result.num_requests, result.num_rows, tokens, result.ms))

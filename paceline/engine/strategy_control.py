@@ -146,9 +146,4 @@ class StrategyControl:
 
     def _knows_lengths(self, decoding: list[Request]) -> bool:
         """Whether requests run to their limits; usually answers end before."""
-        if self._share_cut >= _MOSTLY_CUT:
-            return True
-        for request in decoding:
-            if not request.params.ignore_eos:
-                return False
-        return True
+        return self._share_cut >= _MOSTLY_CUT or all(request.params.ignore_eos for request in decoding)

@@ -8,13 +8,14 @@ missed, and use that has turned bad. Only what the ledger still holds may be ris
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, log, sqrt
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.strategy.acceptance import MEMORY, SHAPES
 from paceline.strategy.cost import CostCurve, bucket_of
+from paceline.strategy.history import SPREAD, DrafterHistory, TimeRatio
 from paceline.strategy.predict import Prediction, Predictor
 from paceline.types import Decision, DrafterName, StepOutcome, StepView, Strategy
 
@@ -24,9 +25,6 @@ SHARE = 0.01
 """Share of the steps that may be lost beyond that: what it costs at most to look out for change."""
 CONFIDENCE = 1.0
 """Standard errors by which a drafter must be faster than off to be taken up: more is fewer losses by mistake, and later gains."""
-SPREAD = 0.1
-"""Standard error of a profiled step time before anything was measured, and of one measured step: more trusts the profile less, and
-stays longer with what is used."""
 ENOUGH = 10.0
 """Trees that must have been seen before a drafter is judged: more trials of drafters that do not pay, fewer misjudged ones."""
 OFF_EVERY = 64
@@ -39,58 +37,15 @@ _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected
 _OFF = Decision(Strategy.OFF)
 
 
-@dataclass(slots=True)
-class TimeRatio:
-    """Measured over predicted milliseconds of the steps of one drafter, or of off, in one batch bucket, relative to how fast the
-    machine is at the time."""
+class _Option(NamedTuple):
+    """A strategy that may be chosen."""
 
-    log: float = 0.0
-    weight: float = 0.0
-    seen_at: int = 0
-    num_since: int = 0
-    """Of off: number of steps with a drafter since it was measured."""
-
-    def observe(self, error: float, count: int, step: int) -> None:
-        """Count so many steps whose times were mispredicted by so much."""
-        self.weight, self.seen_at, self.num_since = min(self._left(step) + count, MEMORY), step, 0
-        self.log += error * count / (1 + self.weight)
-
-    def variance(self, step: int) -> float:
-        return SPREAD**2 / (1 + self._left(step))
-
-    def _left(self, step: int) -> float:
-        return self.weight * exp((self.seen_at - step) / (8 * MEMORY)) / (1 + self.num_since / MEMORY)
-
-
-@dataclass(slots=True)
-class DrafterHistory:
-    """When a drafter was used, what its return costs, and when it is to be looked at again."""
-
-    used_at: int = 0
-    """Step in which it drafted last."""
-    tokens_at: float = 0.0
-    """Number of tokens that each request had then."""
-    look_at: int = 0
-    """Step from which on it is tried again although it is not expected to pay."""
-    interval: int = HOLD // 2
-    """Steps between two such trials: twice as many each time."""
-    lost: float = 0.5
-    """Steps without speculation that the last trial lost; at first, a guess."""
-    was_stopped: bool = False
-    """Whether its last first step took so long that something else must have stopped it."""
-    missed: float = 2.0 * HOLD
-    """Recent number of tokens that it had to catch up with when it was used again; at first, a guess of what it is certain of."""
-    excess_ms: float = 0.0
-    """How much longer the steps took in which it caught up with them."""
-
-    @property
-    def catch_up_ms(self) -> float:
-        """Milliseconds for each token that it has missed."""
-        return self.excess_ms / self.missed
-
-    def returned(self, missed: float, excess_ms: float) -> None:
-        """Count a step in which it was used again."""
-        self.missed, self.excess_ms = 0.8 * self.missed + missed, max(0.0, 0.8 * self.excess_ms + excess_ms)
+    value: float
+    """What options are compared by."""
+    speed: float
+    """How many times as fast as off it is expected to be."""
+    found: Prediction
+    is_trial: bool
 
 
 class AutoSelector:
@@ -107,7 +62,6 @@ class AutoSelector:
         """Recent mean errors of predicted milliseconds and progress: 0.05 is five per cent."""
         self.machine = 0.0
         """Logarithm of how many times as slow the machine is now as its profile says."""
-        self._machine_at_off = 0.0  # the same when off was measured
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
         self._step = self._due = self._interval = self._batch = self._num_old = self._observe_at = 0
         self._tokens = self._new_tokens = 0.0  # tokens that each request got so far, and when most requests were new
@@ -152,48 +106,45 @@ class AutoSelector:
         is above off, and kept while its mean is; where there is no speculation it is tried if the upper bound is, as far as half
         of the credit is left."""
         self._learn()
-        requests, home = view.num_running, self._home
-        self._batch, self._since = requests, 0.0
+        self._batch, self._since = view.num_running, 0.0
         drafters = [name for name in SHAPES if name in view.available]
         for drafter in drafters:
-            if view.num_prefill_rows == 0 and self._must_look(drafter, requests):
-                return self._look(drafter, requests)
-        off = self.predictor.off(view)
-        chosen, best, second, expected, is_trial = off, 1.0, 0.0, 1.0, False
-        for drafter in drafters:
-            is_kept = drafter == home
-            found = self.predictor.best(drafter, view, self.decision.strategy if is_kept else None, SPREAD / 4)
-            if found is None:
-                continue
-            switch = 0.0 if is_kept else self._switch(drafter, requests)
-            speed, error = self._compare(found, drafter, view, switch)
-            is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
-            bound = speed * exp(CONFIDENCE * error * (home == "none"))  # what is used is not left for what only may be faster
-            value = bound * (1 + SPREAD * is_kept) if bound > 1 else 0.0
-            if value > best and self._can_lose(found.progress / speed - 1 + switch, is_sure):
-                chosen, best, second, expected, is_trial = found, value, best, speed, not is_sure
-            else:
-                second = max(second, value)
-        drafter = chosen.strategy.drafter
-        if is_trial:
+            if view.num_prefill_rows == 0 and self._must_look(drafter, view.num_running):
+                return self._look(drafter, view.num_running)
+        options = [found for drafter in drafters if (found := self._option(drafter, view, view.num_running)) is not None]
+        options = sorted(options, key=lambda option: -option.value)
+        chosen = options[0] if options else _Option(1.0, 1.0, self.predictor.off(view), False)
+        second, drafter = options[1].value if len(options) > 1 else 1.0, chosen.found.strategy.drafter
+        if chosen.is_trial:
             self._due = self._step + 2
         else:
-            self._interval = min(2 * self._interval, HOLD) if drafter == home else _GROUP
+            self._interval = min(2 * self._interval, HOLD) if drafter == self._home else _GROUP
             self._due, self._home = self._step + self._interval, drafter
-        return self._hold(chosen, view, max(second, 1.0) / (expected * (1 + SPREAD)), is_trial)
+        return self._hold(chosen, view, second / (chosen.speed * (1 + SPREAD)))
 
-    def _hold(self, chosen: Prediction, view: StepView, worst: float, is_trial: bool) -> Decision:
-        """Hold a decision until its progress falls to so large a share of what is expected that something else would be chosen."""
-        drafter = chosen.strategy.drafter
+    def _option(self, drafter: DrafterName, view: StepView, requests: int) -> _Option | None:
+        """What the drafter promises; None if off is better, or if too much could be lost."""
+        is_kept = drafter == self._home
+        found = self.predictor.best(drafter, view, self.decision.strategy if is_kept else None, SPREAD / 4)
+        if found is None:
+            return None
+        switch = 0.0 if is_kept else self._switch(drafter, requests)
+        speed, error = self._compare(found, drafter, view, switch)
+        is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
+        bound = speed * exp(CONFIDENCE * error * (self._home == "none"))  # what is used is not left for what only may be faster
+        if bound <= 1 or not self._can_lose(found.progress / speed - 1 + switch, is_sure):
+            return None
+        return _Option(bound * (1 + SPREAD * is_kept), speed, found, not is_sure)
+
+    def _hold(self, option: _Option, view: StepView, worst: float) -> Decision:
+        """Hold a decision. `worst`: share of the expected progress below which something else would be chosen."""
+        chosen, drafter = option.found, option.found.strategy.drafter
         self.decision = chosen.decision(view)
         if drafter == "none":
             return self.decision
         self._level = self.predictor.acceptance[drafter].level
         self._unit, self._floor = chosen.accepted / self._level, worst * (1 + chosen.accepted)
-        if self._step < self._observe_at and not is_trial:
-            return self.decision
-        self._observe_at = self._step + max(_GROUP, int(HOLD * min(self.predictor.acceptance[drafter].num_observed / MEMORY, 1)))
-        return replace(self.decision, observe=True)
+        return replace(self.decision, observe=True) if option.is_trial or self._step >= self._observe_at else self.decision
 
     def _can_lose(self, worst: float, is_sure: bool) -> bool:
         """Whether so many steps may be lost. Half of the credit is for drafters that are sure to pay."""
@@ -205,8 +156,8 @@ class AutoSelector:
         return caught_up_ms / float(self.costs.off_ms(requests))
 
     def _must_look(self, drafter: DrafterName, requests: int) -> bool:
-        """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it. Of the one
-        in use only larger trees tell something."""
+        """Whether the drafter is not known well enough, or has not been looked at for long, and there is credit to try it. Of the
+        one in use only larger trees tell something."""
         history, known, used = self._history[drafter], self.predictor.acceptance[drafter].evidence(0), self.decision.strategy
         is_due = history.look_at <= self._step
         if is_due and drafter == used.drafter:
@@ -223,8 +174,8 @@ class AutoSelector:
         return self.predictor.probe(drafter, requests)
 
     def _compare(self, found: Prediction, drafter: DrafterName, view: StepView, switch: float) -> tuple[float, float]:
-        """How many times as fast as off a strategy is expected to be, and the relative standard error of that. What the drafter in
-        use will have to catch up with is a cost of the others."""
+        """How many times as fast as off a strategy is expected to be, and the relative standard error of that. What the drafter
+        in use will have to catch up with is a cost of the others."""
         own, off, step = self._time(drafter, view.num_running), self._time("none", view.num_running), self._step
         off_ms = float(self.costs.off_ms(view.num_running, view.context))
         cost = found.ms / off_ms * exp(own.log - off.log) + 4 * switch / HOLD
@@ -247,7 +198,7 @@ class AutoSelector:
         self._learn()
         self._num_old, self._new_tokens = requests, self._tokens
         for name, acceptance in self.predictor.acceptance.items():
-            if name != self._home or abs(log(acceptance.level)) > 2 * SPREAD:
+            if self._home == "none" or (self._home == name and abs(log(acceptance.level)) > 2 * SPREAD):
                 self._due = self._step
             acceptance.limit_evidence(self._step, ENOUGH)
             acceptance.level = 1.0
@@ -264,7 +215,7 @@ class AutoSelector:
             if outcome.decision != before.decision or bucket_of(outcome.num_requests) != bucket_of(before.num_requests):
                 self._learn()
         self._steps.append(outcome)
-        if len(self._steps) >= _GROUP or outcome.drafts is not None:
+        if len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP) or outcome.drafts is not None:
             self._learn()
 
     def _learn(self) -> None:
@@ -281,7 +232,8 @@ class AutoSelector:
         predicted = max(self.costs.step_ms(usual[0] if usual else steps[-1]), 1e-6)
         expected = predicted * exp(own.log + self.machine)
         if changed is not None and (changed.ms < expected and drafter != "none"):
-            changed, usual = None, [changed, *usual]
+            usual = [changed, *usual]
+            changed = None
         ms = expected
         if usual:
             ms = median_low([each.ms for each in usual])
@@ -306,7 +258,8 @@ class AutoSelector:
     def _timed(self, steps: list[StepOutcome], drafter: DrafterName) -> tuple[StepOutcome | None, list[StepOutcome]]:
         """The step after a change of drafter, which catches up or overlaps with work for others; steps whose times say something
         about others."""
-        changed, usual = None, []
+        changed: StepOutcome | None = None
+        usual: list[StepOutcome] = []
         for each in steps:
             if each.is_timed and self._last == drafter:
                 usual.append(each)
@@ -331,9 +284,7 @@ class AutoSelector:
         self.machine += weight * error
         own.observe((1 - weight) * error, count, self._step)
         self._latest[drafter] = own.log
-        if drafter == "none":
-            self._machine_at_off = self.machine
-        else:
+        if drafter != "none":
             self.cost_error += (abs(error) - self.cost_error) * min(count / MEMORY, 1.0)
 
     def _book(self, drafter: DrafterName, progress: float, cost: float, count: int, off: TimeRatio) -> None:
@@ -350,7 +301,6 @@ class AutoSelector:
         gain = min(max(self._measured_gain, 1.0), 2.0)
         is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
         is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 0.25)
-        is_old = is_old or abs(self.machine - self._machine_at_off) > 4 * SPREAD
         if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
             self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
 
@@ -381,6 +331,7 @@ class AutoSelector:
         if last.drafts is not None:
             acceptance.observe(self._step, last.drafts, None if last.last_progress is None else last.last_progress - 1)
             self._due = min(self._due, self._step + 1)
+            self._observe_at = self._step + int(HOLD * min(acceptance.num_observed / ENOUGH, 1))
         if decision.strategy is self.decision.strategy and (abs(log(acceptance.level / self._level)) > 5 * SPREAD
                                                            or 1 + self._unit * acceptance.level < self._floor):
             self._due, self._interval, self._level = self._step + 1, 2, acceptance.level  # the text has changed

@@ -75,9 +75,10 @@ class Predictor:
     def off(self, view: StepView) -> Prediction:
         return Prediction(Strategy.OFF, 0, 1.0, self.costs.off_ms(view.num_running, view.context))
 
-    def best(self, drafter: DrafterName, view: StepView, kept: Strategy | None = None, margin: float = 0.0) -> Prediction | None:
-        """The tree shape, number of draft tokens and number of requests with the most progress per millisecond. `kept`: a strategy
-        whose shape remains if no other is better by more than the margin."""
+    def best(self, drafter: DrafterName, view: StepView, kept: Strategy | None = None,
+             margin: float = 0.0) -> Prediction | None:
+        """The tree shape, number of draft tokens and number of requests with the most progress per millisecond. `kept`: a
+        strategy whose shape remains if no other is better by more than the margin."""
         known, requests, costs = self.acceptance[drafter], view.num_running, self.costs
         counts = drafted_counts(view)
         table = self._table(drafter, requests, counts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, log, sqrt
-from statistics import median, median_low
+from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.strategy.acceptance import MEMORY, SHAPES
@@ -71,6 +71,8 @@ class AutoSelector:
         self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
         self._history = {name: DrafterHistory() for name in SHAPES}
         self._steps: list[StepOutcome] = []  # completed steps of one kind that were not learned from yet
+        self._at_risk = 0.0  # how many steps without speculation those seem to have lost
+        self._off_ms = 1e9  # latest estimate of what such a step takes
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
 
     @property
@@ -107,6 +109,7 @@ class AutoSelector:
         of the credit is left."""
         self._learn()
         self._batch, self._since = view.num_running, 0.0
+        self._off_ms = self._off_step_ms(view.num_running, view.context)
         drafters = [name for name in SHAPES if name in view.available]
         for drafter in drafters:
             if view.num_prefill_rows == 0 and self._must_look(drafter, view.num_running):
@@ -132,7 +135,7 @@ class AutoSelector:
         speed, error = self._compare(found, drafter, view, switch)
         is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
         bound = speed * exp(CONFIDENCE * error * (self._home == "none"))  # what is used is not left for what only may be faster
-        if bound <= 1 or not self._can_lose(found.progress / speed - 1 + switch, is_sure):
+        if bound <= 1 or not self._can_lose(max(found.progress / speed - 1, 0.0) + switch, is_sure):
             return None
         return _Option(bound * (1 + SPREAD * is_kept), speed, found, not is_sure)
 
@@ -193,6 +196,10 @@ class AutoSelector:
             found = self.times[key] = TimeRatio(self._latest.get(drafter, 0.0), 1.0 * known, self._step)
         return found
 
+    def _off_step_ms(self, requests: int, context: float) -> float:
+        """What a step without speculation is expected to take at present."""
+        return float(self.costs.off_ms(requests, context)) * exp(self._time("none", requests).log + self.machine)
+
     def _requests_replaced(self, requests: int) -> None:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
         self._learn()
@@ -215,12 +222,15 @@ class AutoSelector:
             if outcome.decision != before.decision or bucket_of(outcome.num_requests) != bucket_of(before.num_requests):
                 self._learn()
         self._steps.append(outcome)
-        if len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP) or outcome.drafts is not None:
+        if outcome.decision.strategy.drafter != "none":
+            self._at_risk += outcome.ms / self._off_ms - outcome.progress
+        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP)
+        if is_enough or outcome.drafts is not None or self._at_risk > 1:
             self._learn()
 
     def _learn(self) -> None:
         """Learn from completed steps of one kind."""
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._at_risk = self._steps, [], 0.0
         if not steps or not steps[0].num_requests:
             return
         drafter, requests, count = steps[0].decision.strategy.drafter, steps[0].num_requests, len(steps)
@@ -234,15 +244,15 @@ class AutoSelector:
         if changed is not None and (changed.ms < expected and drafter != "none"):
             usual = [changed, *usual]
             changed = None
-        ms = expected
+        ms, most = expected, exp(_STOPPED) * expected
         if usual:
-            ms = median_low([each.ms for each in usual])
+            ms = median([each.ms for each in usual if each.ms <= most] or [each.ms for each in usual])
             self._measured(drafter, log(ms / expected), len(usual), own)
         if drafter == "none":
             self._tokens += progress
             self.credit = max(self.credit, min(self.credit + SHARE * count, CREDIT))
             return
-        most, history = exp(_STOPPED) * expected, self._history[drafter]
+        history = self._history[drafter]
         spent = count * min(ms, most)
         if changed is not None:
             history.returned(self._missed(drafter) * requests, min(changed.ms, most) - expected)
@@ -250,7 +260,7 @@ class AutoSelector:
             spent += (most if is_stopped else changed.ms) - min(ms, most)
         self._tokens += progress
         history.used_at, history.tokens_at, off.num_since = max(history.used_at, self._step), self._tokens, off.num_since + count
-        off_ms = float(self.costs.off_ms(requests, steps[0].context)) * exp(off.log + self.machine)
+        off_ms = self._off_ms = self._off_step_ms(requests, steps[0].context)
         if not steps[0].decision.expected_progress:
             history.lost = max(0.5, spent / off_ms - progress)
         self._book(drafter, progress, spent / off_ms, count, off)

@@ -39,6 +39,8 @@ class World:
     decay: tuple[float, ...] = (1.0,)
     """Skill at each depth as a multiple of that at depth 1."""
     ms: float = 0.0
+    quiet_ms: float = 0.0
+    """What the steps would have taken without noise."""
     tokens: int = 0
     steps: int = 0
     chosen: list[Decision] = field(default_factory=list)
@@ -101,6 +103,7 @@ class World:
         ms = self.true_ms(strategy, min(decision.num_drafted_for or self.batch, self.batch), rows)
         if strategy.drafter == "suffix":
             ms += self.lookup_ms * min(decision.num_drafted_for or self.batch, self.batch)
+        self.quiet_ms += ms
         ms *= float(np.exp(self.draw.normal(0, self.noise)))
         self.ms, self.tokens = self.ms + ms, self.tokens + tokens
         return StepOutcome(decision, self.batch, 0, tokens, self.measured(ms), rows, 200.0, self.host_ms, drafts)

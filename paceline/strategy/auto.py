@@ -310,7 +310,7 @@ class AutoSelector:
             acceptance.level = max(0.7 * acceptance.level, 0.02)
         gain = min(max(self._measured_gain, 1.0), 2.0)
         is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
-        is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 1 / 8)
+        is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 1 / 4)
         if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
             self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
 

@@ -273,8 +273,8 @@ class AutoSelector:
         for each in steps:
             if each.is_timed and self._last == drafter:
                 usual.append(each)
-            elif each.is_timed and self._last is not None:
-                changed = each
+            elif each.is_timed and not usual:
+                changed = changed or each
             self._last = drafter if each.is_timed else None
         hosts = [each.host_ms for each in steps if each.is_timed and each.host_ms]
         if hosts:

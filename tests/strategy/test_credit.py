@@ -11,6 +11,7 @@ from benchmarks.lib.selection.liars import LIARS
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs
 from paceline.strategy import AutoSelector
 from paceline.strategy.auto import CREDIT, SHARE
+from paceline.strategy.history import DrafterHistory
 from paceline.strategy.predict import Predictor
 from paceline.types import Decision, StepOutcome, StepView, Strategy
 
@@ -81,6 +82,29 @@ def test_a_step_that_something_else_stopped_is_not_held_against_the_drafter(time
     for _ in range(16):
         selector.observe(outcome(EAGLE, 1.5, times * off))
     assert selector.credit < 0, "again and again: that is what it costs"
+
+
+def test_a_first_step_that_is_slow_again_counts_in_full():
+    """The first time something else may have stopped it, such as a compiler; then that is what the drafter costs."""
+    selector, off = with_off_measured(), float(gpu_costs().off_ms(8))
+    losses = []
+    for _ in range(2):
+        before = selector.credit
+        selector.observe(outcome(EAGLE, 1.0, 20 * off))
+        for _ in range(4):
+            selector.observe(outcome(Strategy.OFF, 1.0, off))
+        losses.append(before - selector.credit)
+    assert losses[0] < 6 and losses[1] > 15
+
+
+def test_what_catching_up_costs_is_measured_at_every_return():
+    """Seen on a CPU: `auto` left the learned drafter for a few steps again and again, and each time the first step with it took
+    half as long again, as it read what it had missed."""
+    history = DrafterHistory()
+    assert history.catch_up_ms == 0
+    for missed in (50, 200) * 10:
+        history.returned(missed, 0.03 * missed)
+    assert history.catch_up_ms == pytest.approx(0.03, rel=0.1)
 
 
 def test_losses_use_up_the_credit_and_a_share_of_the_time_fills_it():

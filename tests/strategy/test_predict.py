@@ -34,3 +34,16 @@ def test_the_best_tree_has_the_most_progress_per_millisecond():
     fixed = ("eagle:d4w1v4", "eagle:d4w2v8", "eagle:d6w4v16", "eagle:d1w1v1")
     assert rate_of(world, found.strategy) > 0.97 * max(rate_of(world, Strategy.parse(name)) for name in fixed)
     assert predictor.best("suffix", StepView(4, available=("suffix",))) is None, "nothing is known of it"
+
+
+def test_a_shape_is_kept_until_another_one_is_better_by_a_margin():
+    """Two shapes that are as good as each other must not take turns: the first steps with a shape are slow."""
+    predictor, world = Predictor(cpu_costs()), World(cpu_costs(), 4, {"eagle": 0.7})
+    for _ in range(100):
+        predictor.acceptance["eagle"].observe(0, world.drafts(Strategy("eagle", 8, 4, 48), 4))
+    view = StepView(4, available=("eagle",))
+    best = predictor.best("eagle", view)
+    other = predictor.best("eagle", view, Strategy("eagle", 1, 1, 1), 10.0)
+    assert best is not None and other is not None
+    assert (other.strategy.depth, other.strategy.width) == (1, 1) != (best.strategy.depth, best.strategy.width)
+    assert predictor.best("eagle", view, Strategy("eagle", 1, 1, 1), 0.01) == best

@@ -238,12 +238,14 @@ class AutoSelector:
         if drafter != "none":
             self._follow(steps)
         own, off = self._time(drafter, requests), self._time("none", requests)
-        changed, usual = self._timed(steps, drafter)
+        before, (changed, usual) = self._last, self._timed(steps, drafter)
         predicted = max(self.costs.step_ms(usual[0] if usual else steps[-1]), 1e-6)
         expected = predicted * exp(own.log + self.machine)
         if changed is not None and (changed.ms < expected and drafter != "none"):
             usual = [changed, *usual]
             changed = None
+        elif before is None:
+            changed = None  # it may have waited for prompts
         ms, most = expected, exp(_STOPPED) * expected
         if usual:
             ms = median([each.ms for each in usual if each.ms <= most] or [each.ms for each in usual])

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels import Ops
@@ -174,33 +175,88 @@ class ReferenceCausalAttention:
         return scores.masked_fill(later, -torch.inf)
 
 
+_SHORT = 63
+"""Sequences of up to so many rows are all padded to the same length on a CPU: calls take longer than their arithmetic."""
+
+
 class CpuCausalAttention:
-    """torch's fused CPU kernel, one sequence after the other. It takes as many queries as keys, so there are queries of zeros for
-    the first rows; the MLP, which they do without, costs far more."""
+    """torch's fused CPU kernel, called once for all sequences of similar length: most answers are short, and a call for each would
+    take longer than its arithmetic. The kernel takes as many queries as keys, so there are queries of zeros for the first rows;
+    the MLP, which they do without, costs far more."""
 
     def __init__(self, lengths: tuple[int, ...], queries: tuple[int, ...]) -> None:
-        self._lengths, self._queries = lengths, queries
+        similar: dict[int, list[int]] = {}
+        for sequence, length in enumerate(lengths):
+            similar.setdefault(max(_SHORT, length).bit_length(), []).append(sequence)
+        self._batches = [_PaddedBatch.of(members, lengths, queries) for members in similar.values()]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = [], []
-        for a, b, c in _sequences(self._queries, (q,), self._lengths, (k, v)):
-            heads_first = (x.transpose(0, 1)[None] for x in (_pad_front(a, len(b)), _repeat_kv(b, a), _repeat_kv(c, a)))
-            found, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)
-            out.append(found[0].transpose(0, 1)[len(b) - len(a) :])
-            lse.append(norm[0].T[len(b) - len(a) :])
-        return torch.cat(out), torch.cat(lse)
+        k, v = _repeat_kv(k, q), _repeat_kv(v, q)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(torch.float32, q.dtype))
+        for batch in self._batches:
+            found, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                batch.pad_queries(q), batch.pad_keys(k), batch.pad_keys(v), 0.0, True)
+            out.index_copy_(0, batch.queries.rows, batch.queries.of(found))
+            lse.index_copy_(0, batch.queries.rows, batch.queries.of(norm))
+        return out, lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found: list[tuple[Tensor, ...]] = []
-        for g, a, o, n, b, c in _sequences(self._queries, (grad, q, out, lse), self._lengths, (k, v)):
-            padded, missing = [_pad_front(x, len(b)) for x in (g, a, o, n)], len(b) - len(a)
-            inputs = (padded[0], padded[1], _repeat_kv(b, a), _repeat_kv(c, a), padded[2])
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(x.transpose(0, 1)[None] for x in inputs), padded[3].T[None].contiguous(), 0.0, True)
-            dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
-            found.append((dq[missing:], _sum_groups(dk, b.shape[1]), _sum_groups(dv, b.shape[1])))
-        dq, dk, dv = (torch.cat(part) for part in zip(*found, strict=True))
-        return dq, dk, dv
+        kv_heads, k, v = k.shape[1], _repeat_kv(k, q), _repeat_kv(v, q)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        for batch in self._batches:
+            padded = [batch.pad_queries(x) for x in (grad, q, out, lse)]
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                padded[0], padded[1], batch.pad_keys(k), batch.pad_keys(v), padded[2], padded[3].contiguous(), 0.0, True)
+            for gradient, part, place in zip((dq, dk, dv), found, (batch.queries, batch.keys, batch.keys), strict=True):
+                gradient.index_copy_(0, place.rows, place.of(part))
+        return dq, _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+
+
+class _Places(NamedTuple):
+    """Where some rows are in a batch of padded sequences."""
+
+    rows: Tensor  # [n] int64 rows of the packed sequences
+    places: Tensor  # [n] int64 their places in the batch, whose sequences follow each other
+
+    def of(self, padded: Tensor) -> Tensor:
+        """[B, H, L, ...] -> [n, H, ...]."""
+        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+
+
+class _PaddedBatch(NamedTuple):
+    """Sequences that are padded at their ends, where causal attention of the others' rows does not see it."""
+
+    size: int  # B
+    length: int  # L
+    keys: _Places
+    queries: _Places
+
+    @classmethod
+    def of(cls, members: list[int], lengths: tuple[int, ...], queries: tuple[int, ...]) -> _PaddedBatch:
+        """members: Numbers of its sequences. lengths, queries: Of all sequences, as for `fastest_causal_attention`."""
+        length = max(lengths[i] for i in members)
+        ends = np.cumsum(lengths), np.cumsum(queries)
+
+        def places(counts: tuple[int, ...], end: NDArray[np.int64]) -> _Places:
+            """The last `counts` rows of each sequence, which end at row `end`."""
+            rows = np.concatenate([np.arange(end[i] - counts[i], end[i]) for i in members])
+            found = [b * length + np.arange(lengths[i] - counts[i], lengths[i]) for b, i in enumerate(members)]
+            return _Places(torch.from_numpy(rows), torch.from_numpy(np.concatenate(found)))
+
+        return cls(len(members), length, places(lengths, ends[0]), places(queries, ends[1]))
+
+    def pad_queries(self, x: Tensor) -> Tensor:
+        """[T, H, ...] -> [B, H, L, ...] with zeros where there is no query."""
+        return self._pad(x, self.queries)
+
+    def pad_keys(self, x: Tensor) -> Tensor:
+        """[R, H, D] -> [B, H, L, D] with zeros where there is no key."""
+        return self._pad(x, self.keys)
+
+    def _pad(self, x: Tensor, which: _Places) -> Tensor:
+        padded = x.new_zeros(self.size * self.length, *x.shape[1:])
+        padded.index_copy_(0, which.places, x.index_select(0, which.rows))
+        return padded.unflatten(0, (self.size, self.length)).transpose(1, 2)
 
 
 class CudaCausalAttention:
@@ -230,14 +286,9 @@ def _sequences(queries: tuple[int, ...], by_query: tuple[Tensor, ...], lengths: 
     return zip(*(x.split(queries) for x in by_query), *(x.split(lengths) for x in by_key), strict=True)
 
 
-def _pad_front(x: Tensor, rows: int) -> Tensor:
-    """[n, ...] -> [rows, ...] with zeros in front."""
-    return x if len(x) == rows else torch.cat([x.new_zeros(rows - len(x), *x.shape[1:]), x])
-
-
 def _repeat_kv(x: Tensor, q: Tensor) -> Tensor:
     """[n, Hkv, D] -> [n, H, D]: repeats each key or value for the query heads of its group."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+    return x if q.shape[1] == x.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:

@@ -143,7 +143,7 @@ def test_the_reference_of_settings_is_up_to_date():
     pages = script.pages()
     for page, text in pages.items():
         assert (script.DOCS / page).read_text(encoding="utf-8") == text, "run make settings"
-    for key in ("rollout.max_new_tokens", "spot.form", "drafter_budget.upkeep", "algorithm_options.clip_high"):
+    for key in ("rollout.max_new_tokens", "spot.form", "drafter_budget.trial_share", "algorithm_options.clip_high"):
         assert sum(f"| `{key}` |" in text for text in pages.values()) == 1
 
 

@@ -37,6 +37,7 @@ from benchmarks.lib.results import RESULTS, SMOKE_RESULTS, Report
 from benchmarks.lib.setup import Setting, make_parser
 from benchmarks.lib.sources import sources_hash
 from benchmarks.lib.vllm_gpu import add_vllm_arguments
+from paceline.trainer.standalone_drafter import DEFAULT_ANSWERS, DEFAULT_SECONDS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, "gpu/check", 8.0)
     trained_drafter.add_arguments(parser, can_load=False)
-    parser.set_defaults(answers=10240, train_seconds=120)
+    parser.set_defaults(answers=DEFAULT_ANSWERS["cuda"], train_seconds=DEFAULT_SECONDS)
     add_vllm_arguments(parser, can_start=False)
     parser.add_argument("--lengths", type=Path, help="CSV with output_tokens and probability (default: a made-up heavy tail)")
     parser.add_argument("--speculate-on", choices=["twin", "policy"], default="twin", help="model of speculate and long_tail")

@@ -292,7 +292,7 @@ def drafter_train(
     objective: Annotated[str, typer.Option(help="Training objective: agreement or cross_entropy.")] = "agreement",
     answers: Annotated[int | None, typer.Option(
         min=8, help="Number of answers to generate; those to every eighth prompt are held out. More of them give a better "
-                    "drafter than longer training (default: 512 on a CPU, 4096 on a GPU).")] = None,
+                    "drafter than longer training (default: 512 on a CPU, 10240 on a GPU).")] = None,
     seconds: Annotated[float | None, typer.Option(
         min=0, help="Seconds of training (default: 120, unless --steps is given).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps, instead of --seconds.")] = None,
@@ -324,7 +324,7 @@ def drafter_train(
     report_start()
     from paceline.cli.drafter import spot_config, train_drafter
     from paceline.models.weights import resolve_device
-    from paceline.trainer.standalone_drafter import StandaloneDrafterOptions
+    from paceline.trainer.standalone_drafter import DEFAULT_ANSWERS, DEFAULT_SECONDS, StandaloneDrafterOptions
 
     for option, value in (("--memory-gb", memory_gb), ("--disk-gb", disk_gb), ("--kv-memory-gb", kv_memory_gb),
                           ("--report-every", report_every)):
@@ -335,8 +335,8 @@ def drafter_train(
     spot = spot_config(changes or [], form=form, objective=objective, temperature=temperature or 1.0, seed=seed,
                        draft_vocab=draft_vocab)
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    seconds = 120.0 if seconds is None and steps is None else seconds
-    answers = answers or (512 if resolve_device(device) == "cpu" else 4096)
+    seconds = DEFAULT_SECONDS if seconds is None and steps is None else seconds
+    answers = answers or DEFAULT_ANSWERS["cpu" if resolve_device(device) == "cpu" else "cuda"]
     return train_drafter(StandaloneDrafterOptions(
         model, prompts, out, answers, n, params, spot, seconds, steps, device, dtype, threads, report_every,
         patience, checkpoint_every, memory_gb, disk_gb, kv_memory_gb, " ".join(["paceline", *sys.argv[1:]])))

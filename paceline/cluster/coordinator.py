@@ -37,6 +37,7 @@ from paceline.cluster.messages import (
     TrainedDrafter,
     TrainingFailed,
     TrainingPreempted,
+    UseDrafter,
     UseEngine,
 )
 from paceline.cluster.pace import CpuBudget, PaceModel, Slowdowns
@@ -155,12 +156,19 @@ class Coordinator:
                 self._sent[worker] = version, self._sent.get(worker, (-1, -1))[1]
         self.timeline.record("policy", version=version, seconds=round(seconds, 6))
 
-    def publish_drafter(self, trained: TrainedDrafter, worker: int = -1) -> None:
-        """Replace the drafter on every worker, and continue its training from here. `worker`: the one that trained it."""
+    def publish_drafter(self, trained: TrainedDrafter, worker: int = -1, is_used: bool = False) -> None:
+        """Tell every worker of a newer drafter, and continue its training from here. `worker`: the one that trained it.
+        `is_used`: whether engines draft with it at once; otherwise from `use_drafter` on."""
         self.trained, self._drafter, self._has_changed = trained, self.runtime.put(trained), True
+        self.drafter.is_used = is_used
         self.drafter_version += 1
         self.drafter.tokens.clear()
         self.timeline.record("drafter", worker=worker, version=self.drafter_version, steps=trained.num_steps)
+
+    def use_drafter(self) -> None:
+        """All engines draft with the newest drafter from now on."""
+        self.drafter.is_used = True
+        self.broadcast(UseDrafter())
 
     def set_drafter(self, keeps_answers: bool, max_passes: float | None = None) -> None:
         """Tell all workers, and those that start later, what holds for the drafter's training from now on (`DrafterSettings`)."""
@@ -399,7 +407,7 @@ class Coordinator:
                 return
             self.runtime.post(worker, SetPolicy(self.policy_version), self._policy)
         if max(view.drafter_version, sent[1]) < self.drafter_version:
-            self.runtime.post(worker, SetDrafter(self.drafter_version), self._drafter)
+            self.runtime.post(worker, SetDrafter(self.drafter_version, self.drafter.is_used), self._drafter)
         self._sent[worker] = self.policy_version, self.drafter_version
         self.timeline.record("published", worker=worker, policy=self.policy_version, drafter=self.drafter_version)
 

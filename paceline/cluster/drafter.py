@@ -2,8 +2,8 @@
 `OnlineDrafterTrainer`.
 
 Workers without requests train while others generate, which costs the run nothing. After generation all of them train for as long
-as the training budget says, which is what one worker does; so a drafter is trained even where no worker is ever idle. The budget
-also decides about the warm-up and about pauses of what the run waits for, from what workers measure on held-out answers.
+as the training budget says, which is what one worker does; so a drafter is trained even where no worker is ever idle. Engines get
+the result once the workers have measured, on held-out answers, that it is better than the drafter in use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from statistics import median_low
 
@@ -24,14 +25,19 @@ from paceline.drafters.checkpoint import read_eagle_config
 from paceline.drafters.eagle import EagleConfig
 from paceline.models.config import ModelConfig
 from paceline.spot import SpotCheckpoints, SpotConfig, drafter_of
-from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
+from paceline.spot.budget import Comparison, TrainingBudget, TrainingBudgetConfig
 from paceline.spot.checkpoint import Snapshot
 from paceline.trainer.drafter import AHEAD_SHARE, GENERATION_WINDOW, MEASURED_DEPTH
-from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length
+from paceline.trainer.drafter_gain import (
+    TRAINED_ACCEPTANCE,
+    AcceptanceLevel,
+    BatchSteps,
+    RolloutProfile,
+    chain_length,
+    fallen_share,
+)
 from paceline.types import Rollout, RolloutGroup, StepResult
 
-_MEASURED_IDLE_S = 2.0
-"""Seconds of training on idle workers after which its gain is measured even if nobody waited for it."""
 _ANSWER_S = 60.0
 """Seconds that the run waits for workers' answers about the drafter; then it goes on without them."""
 
@@ -47,12 +53,11 @@ class ClusterDrafterTrainer:
         """Why the drafter is no longer trained; None: it is."""
         self.answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
         """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
-        self._profile = RolloutProfile(lambda: coordinator.figures.costs)
+        self._profile, self._level = RolloutProfile(lambda: coordinator.figures.costs), AcceptanceLevel()
         self._generation_s: list[float] = []
-        self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
         self._is_new = config.drafter == "learned" and coordinator.trained is None
-        self._in_use = coordinator.trained  # in the step before
-        self._unmeasured_s = 0.0  # of training on idle workers
+        self._is_untrained = self._is_new  # the drafter in use
+        self._last = coordinator.trained  # newest drafter of the step before
         self._checkpoints = SpotCheckpoints(folder)
         coordinator.set_drafter(keeps_answers=False)  # until the first step
 
@@ -67,7 +72,7 @@ class ClusterDrafterTrainer:
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
         """Called after every round of the coordinator; nothing is needed from it."""
 
-    def add_profile(self, steps: Mapping[int, int]) -> None:
+    def add_profile(self, steps: Mapping[int, BatchSteps]) -> None:
         """Adds the batch sizes of a worker's engine steps."""
         self._profile.add(steps)
 
@@ -77,16 +82,16 @@ class ClusterDrafterTrainer:
         if self.failure is not None:
             return {}
         self._generation_s.append(generation_s)
-        self.budget.set_step(step)
+        self.budget.set_step(step, median_low(self._generation_s[-GENERATION_WINDOW:]))
         metrics = self._train()
         self._allow(False)
         self.coordinator.set_drafter(keeps_answers=False)  # evaluations are not trained on
         self.failure = self.coordinator.drafter.failure
         return {"drafter/failed": 1.0} if self.failure is not None else metrics
 
-    def end_pause(self) -> None:
-        """Acceptance has fallen: train in the next step even if training did not pay last time."""
-        self.budget.end_pause()
+    def on_alarm(self) -> None:
+        """Acceptance has fallen."""
+        self.budget.on_alarm()
 
     def save(self) -> None:
         """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both,
@@ -107,22 +112,24 @@ class ClusterDrafterTrainer:
         if self._is_new and coordinator.can_train_drafter:
             self._is_new = False
             trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
-            self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
+            self.budget.plan_warm_up(1 - trained)
             self._generate_ahead()
-        saved = None if self._expected is None else 1 - self._profile.relative_time(self._expected, MEASURED_DEPTH)
-        seconds = self.budget.next_seconds(self._usual_generation_s, saved) - (time.perf_counter() - began)
-        if seconds <= 0:
-            self.budget.end_warm_up("its time is over")
+        else:
+            self.budget.advance(*fallen_share(self._profile, self._level, MEASURED_DEPTH))
+        seconds = self.budget.next_seconds() - (time.perf_counter() - began)
         waited = self._train_on_all(seconds) if seconds > 0 else 0.0
-        if seconds > 0 and not waited:
-            self.budget.end_warm_up("it has had its passes over the answers")
+        if not waited:
+            self.budget.end_warm_up("its time is over" if seconds <= 0 else "it has had its passes over the answers")
+        self.budget.spend(time.perf_counter() - began, idle_s + waited)
         newest, sums = coordinator.trained, coordinator.sums
         metrics = {"drafter/beside_seconds": idle_s} if idle_s else {}
-        if newest is None or newest is self._in_use:
-            self._measure(is_wanted=False)
+        if newest is None:
             return metrics
-        metrics |= self._judge(began, idle_s, waited)
-        self._in_use = newest
+        if not coordinator.drafter.is_used:
+            metrics |= self._review()
+        if newest is self._last:
+            return metrics
+        self._last = newest
         if waited:
             metrics["drafter/seconds"] = waited
         return {**metrics, "drafter/tokens": sums.trained_tokens,
@@ -159,43 +166,36 @@ class ClusterDrafterTrainer:
         self.coordinator.set_drafter(True, self._max_passes)
         self._wait(lambda: self.coordinator.has_settled)
 
-    def _judge(self, began: float, idle_s: float, waited: float) -> dict[str, float]:
-        """Measures what training gained, if the budget asks for it or idle workers have trained for a while. If the budget asks,
-        it is told, against the seconds that the run has waited since `began`."""
-        measuring = time.perf_counter()
-        self._unmeasured_s += idle_s
-        found = self._measure(self.budget.measuring or self._unmeasured_s >= _MEASURED_IDLE_S)
-        where = f"{self._unmeasured_s:.1f} s on idle workers and {waited:.1f} s on all of them"
+    def _review(self) -> dict[str, float]:
+        """Has all engines use the newest drafter, if it is better than the one in use. They are compared once there are enough
+        training and enough held-out answers for that."""
+        began, drafter = time.perf_counter(), self.coordinator.drafter
+        found = self._compare() if self.budget.wants_comparison(drafter.num_held_out) else None
         if found is None:
+            if self._is_untrained:
+                self._use_newest()
             return {}
-        before, after = found
-        self._unmeasured_s, self._expected = 0.0, after
-        self.budget.on_note(f"the drafter was trained for {where}: {before:.2f} → {after:.2f} tokens per verification on "
-                            "held-out answers")
-        metrics = {"drafter/expected_before": before, "drafter/expected_after": after}
-        if self.budget.measuring:
-            old, new = (self._profile.relative_time(expected, MEASURED_DEPTH) for expected in found)
-            outcome = TrainingOutcome(time.perf_counter() - began, before, after, 1 - new / old)
-            metrics["drafter/paid"] = float(self.budget.update(outcome, self._usual_generation_s))
-        return {**metrics, "drafter/measure_seconds": time.perf_counter() - measuring}
+        drafter.num_held_out = 0
+        old, new = (self._profile.relative_time(each, MEASURED_DEPTH) for each in (found.length_before, found.length_proved))
+        seconds = time.perf_counter() - began
+        if self.budget.judge(found, 1 - new / old, seconds):
+            self._use_newest()
+        return {"drafter/expected_before": found.length_before, "drafter/expected_after": found.length_after,
+                "drafter/published": float(found.is_better), "drafter/measure_seconds": seconds}
 
-    def _measure(self, is_wanted: bool) -> tuple[float, float] | None:
-        """Tokens per verification on the held-out answers of all workers, before training and after it; None if not known."""
+    def _use_newest(self) -> None:
+        self._is_untrained = False
+        self.coordinator.use_drafter()
+
+    def _compare(self) -> Comparison | None:
+        """The newest drafter and the one in use on the held-out answers of all workers; None if there are none."""
         coordinator, measured = self.coordinator, self.coordinator.drafter.measured
         coordinator.advance(0.0)  # every worker is sent the newest drafter first
         measured.clear()
-        asked = coordinator.broadcast(MeasureDrafter(is_wanted))
-        if not is_wanted:
-            return None
-        lost = coordinator.num_lost
+        asked, lost = coordinator.broadcast(MeasureDrafter()), coordinator.num_lost
         self._wait(lambda: measured.keys() >= set(asked) or coordinator.num_lost > lost)
-        found = [each for each in measured.values() if each.num_answers]
-        count = sum(each.num_answers for each in found)
-        if not count:
-            return None
-        # Verifications per token are what adds up.
-        before, after = (count / sum(each.num_answers / getattr(each, when) for each in found) for when in ("before", "after"))
-        return before, after
+        found = [each.found for each in measured.values() if each.found is not None]
+        return reduce(Comparison.plus, found) if found else None
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         until = time.perf_counter() + _ANSWER_S
@@ -210,10 +210,6 @@ class ClusterDrafterTrainer:
     @property
     def _max_passes(self) -> float | None:
         return self.budget.config.warm_up_passes if self.budget.warming_up else None
-
-    @property
-    def _usual_generation_s(self) -> float:
-        return median_low(self._generation_s[-GENERATION_WINDOW:])
 
 
 def drafter_config(config: TrainConfig, shape: ModelConfig) -> EagleConfig:

@@ -26,11 +26,15 @@ class DrafterState:
     holds_out: bool = False
     """Whether answers to requests that are submitted may be held out."""
     held_out: set[int] = field(default_factory=set)
-    """Requests whose answers the gain of training is measured on."""
+    """Requests of this step whose answers drafters are compared on."""
+    num_held_out: int = 0
+    """Number of prompts since the last comparison whose answers are held out."""
+    is_used: bool = False
+    """Whether engines draft with the newest drafter."""
     tokens: Counter[int] = field(default_factory=Counter)
     """How often each token is in the answers of a run whose drafter has not been trained yet."""
     measured: dict[int, DrafterMeasured] = field(default_factory=dict)
-    """Worker → the gain of the last training, measured on its held-out answers."""
+    """Worker → comparison of the newest drafter with the one in use, on its held-out answers."""
     owing: frozenset[int] = frozenset()
     """Workers that have trained a drafter and are about to report it."""
     failure: str | None = None
@@ -45,7 +49,9 @@ class DrafterState:
     def submit(self, requests: Sequence[int]) -> None:
         """The answers to one prompt were submitted. All of them are held out or none, because they are alike."""
         if self.holds_out:
-            self.held_out.update(requests if self._num_prompts % HELD_OUT_EVERY == 0 else ())
+            if self._num_prompts % HELD_OUT_EVERY == 0:
+                self.held_out.update(requests)
+                self.num_held_out += 1
             self._num_prompts += 1
 
     def frequent_tokens(self) -> tuple[int, ...]:

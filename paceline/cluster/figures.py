@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -13,7 +12,7 @@ from paceline.report import RolloutTrace
 from paceline.spot.initialization import is_untrained
 from paceline.strategy import AutoSelector
 from paceline.strategy.cost import CostCurve
-from paceline.trainer.drafter_gain import RolloutProfile, predicted_costs
+from paceline.trainer.drafter_gain import BatchSteps, RolloutProfile, predicted_costs
 from paceline.trainer.monitor import DrafterSums
 from paceline.types import StepResult
 
@@ -25,8 +24,8 @@ class WorkerFigures:
     trace: Mapping[str, Any]
     """Engine steps by batch size and by position (`RolloutTrace.take_engine_steps`)."""
     drafter: DrafterSums
-    profile: Counter[int]
-    """Number of engine steps by batch size (`RolloutProfile.take`)."""
+    profile: dict[int, BatchSteps]
+    """Engine steps by batch size (`RolloutProfile.take`)."""
     costs: CostCurve | None
     """The cost curve that the engine chooses strategies by."""
     selection: tuple[float, float, float] | None

@@ -18,6 +18,7 @@ from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.types import WorkerState
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.engine.migration import KvPages, RequestState
+from paceline.spot.budget import Comparison
 from paceline.types import FinishReason, Rollout
 
 Ints = NDArray[np.int64]
@@ -82,9 +83,11 @@ class SetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SetDrafter:
-    """Replace the drafter's weights. The payload is a `TrainedDrafter`."""
+    """There is a newer drafter. The payload is a `TrainedDrafter`."""
 
     version: int
+    is_used: bool
+    """Whether to draft with it; otherwise it is compared with the one in use first (`MeasureDrafter`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +119,12 @@ class DrafterSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeasureDrafter:
-    """Report what the drafter has gained on held-out answers since the last time (`DrafterMeasured`); then train on these."""
+    """Compare the newest drafter with the one in use on the held-out answers (`DrafterMeasured`); then train on these."""
 
-    is_wanted: bool
-    """Whether it is measured; otherwise the answers are only trained on."""
+
+@dataclass(frozen=True, slots=True)
+class UseDrafter:
+    """Draft with the newest drafter from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +192,7 @@ class Arrive:
 
 
 Message = (Add | MoveOut | Cancel | Resume | End | SetPolicy | SetDrafter | StartTraining | EndTraining | DrafterSettings
-           | MeasureDrafter | DistrustDrafter | LearnText | UseEngine | FirstPages | PagesReady | Arrive)
+           | MeasureDrafter | UseDrafter | DistrustDrafter | LearnText | UseEngine | FirstPages | PagesReady | Arrive)
 
 
 # -- worker to coordinator
@@ -320,11 +325,9 @@ class TrainingPreempted:
 
 @dataclass(frozen=True, slots=True)
 class DrafterMeasured:
-    """Answer to `MeasureDrafter`: tokens per verification on this worker's held-out answers, before and now."""
+    """Answer to `MeasureDrafter`. `found` is None without a newer drafter, or without held-out answers."""
 
-    num_answers: int
-    before: float
-    after: float
+    found: Comparison | None
 
 
 @dataclass(frozen=True, slots=True)

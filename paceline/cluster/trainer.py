@@ -148,7 +148,7 @@ class ClusterTrainer(Trainer):
             return
         why = why_unusable(found, self.config, open_checkpoint(resolve_model(self.config.model)).config)
         if why is None:
-            self._coordinator.publish_drafter(pack_drafter(found))
+            self._coordinator.publish_drafter(pack_drafter(found), is_used=True)
         else:
             self._warn(f"the drafter of the checkpoint is not used: {why}; another one is trained")
 
@@ -176,7 +176,7 @@ class ClusterTrainer(Trainer):
         config = self.config
         if config.drafter in ("suffix", "none"):
             return None, None
-        monitor = DrafterMonitor(cast(Engine, self.engine), AlarmConfig(**config.drafter_alarms), config.train_drafter)
+        monitor = DrafterMonitor(cast(Engine, self.engine), AlarmConfig(**config.drafter_alarms))
         if not config.train_drafter:
             return None, monitor
         trainer = ClusterDrafterTrainer(config, self.engine.coordinator, self._drafter_folder)

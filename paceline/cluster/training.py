@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from paceline.spot.buffer import MAX_AGE
 from paceline.spot.checkpoint import Snapshot
 from paceline.spot.initialization import is_untrained
 from paceline.spot.trainer import SCALE_RECORDS, BatchPlan
-from paceline.trainer.drafter import expected_accept_length, to_measure
+from paceline.trainer.drafter import compare, to_measure
 from paceline.types import FeatureRecord
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ class DrafterTraining:
         self._engine, self._config, self._publish_s = engine, config, publish_s
         self._buffer = FeatureBuffer(buffer_bytes, max_age=MAX_AGE, device=engine.model.norm.device)
         self._held_out: list[tuple[FeatureRecord, int]] = []
-        self._before: Eagle | None = None
-        """The engine's drafter when the gain of training was last measured, if it has another one since."""
+        self._newest: Eagle | None = None
+        """The cluster's newest drafter, if the engine does not use it yet."""
         self._trainer: SpotTrainer | None = None
         self._known: TrainedDrafter | None = None
         """The drafter that this worker reported last."""
@@ -83,8 +82,8 @@ class DrafterTraining:
     def add(self, record: FeatureRecord, version: int, is_held_out: bool = False) -> None:
         """Keep the features of a finished answer. `version`: the policy's, which counts the steps of the run. `is_held_out`: to
         be measured on before it is trained on."""
-        if is_held_out:
-            self._held_out.append((record, version))
+        if is_held_out and len(record.token_ids) > max(2, record.prompt_length):
+            self._held_out = [(old, of) for old, of in self._held_out if of >= version - MAX_AGE] + [(record, version)]
         else:
             self._buffer.add(record, version)
             self._rows_per_pass = None
@@ -94,32 +93,35 @@ class DrafterTraining:
         if self._trainer is not None:
             self._trainer.policy_changed()
 
-    def install(self, trained: TrainedDrafter) -> None:
-        """Generate with this drafter from the next step on."""
+    def receive(self, trained: TrainedDrafter, is_used: bool) -> None:
+        """This is the cluster's newest drafter. `is_used`: whether to generate with it."""
         assert self._engine.eagle is not None
         own, policy = self._engine.eagle.module, self._engine.model
-        if self._before is None:
-            self._before = deepcopy(own)
         found = Snapshot(load(trained.drafter), trained.snapshot_metadata)
-        drafter = drafter_of(found, own.config, policy.norm.dtype, policy.norm.device)
-        with warnings.catch_warnings(action="ignore"):  # a drafter that is trained meanwhile is often one policy version behind
-            self._engine.update_drafter(drafter, min(trained.fingerprint.version, self._engine.version))
+        self._newest = drafter_of(found, own.config, policy.norm.dtype, policy.norm.device)
+        if is_used:
+            self.use_newest()
 
-    def measure(self, is_wanted: bool, seed: int) -> DrafterMeasured:
-        """What the engine's drafter has gained on the held-out answers since this was last wanted, if it is now. Then they are
-        trained on as well."""
+    def use_newest(self) -> None:
+        """Generate with the newest drafter from the next step on."""
+        drafter, self._newest = self._newest, None
+        if drafter is None:
+            return
+        assert drafter.policy_fingerprint is not None, "it was trained"
+        with warnings.catch_warnings(action="ignore"):  # a drafter that is trained meanwhile is often one policy version behind
+            self._engine.update_drafter(drafter, min(drafter.policy_fingerprint.version, self._engine.version))
+
+    def measure(self, seed: int) -> DrafterMeasured:
+        """Compare the newest drafter with the one in use on the held-out answers, which are trained on from now on."""
         assert self._engine.eagle is not None
-        own, before, held_out = self._engine.eagle.module, self._before, self._held_out
-        self._before, self._held_out = None if is_wanted else before, []
-        records = to_measure([record for record, _ in held_out], own.config.window, seed)
-        found = DrafterMeasured(0, 0.0, 0.0)
-        if before is not None and records and is_wanted:
-            old, new = (expected_accept_length(drafter, self._engine, records, self._config.temperature)
-                        for drafter in (before, own))
-            found = DrafterMeasured(len(records), old, new)
+        own, held_out, found = self._engine.eagle.module, self._held_out, None
+        self._held_out = []
+        if self._newest is not None and held_out:
+            records = to_measure([record for record, _ in held_out], own.config.window, seed)
+            found = compare(own, self._newest, self._engine, records, self._config.temperature)
         for record, version in held_out:
             self.add(record, version)
-        return found
+        return DrafterMeasured(found)
 
     def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int, frequent: Sequence[int] = ()) -> None:
         """Start to train, from the cluster's newest drafter; or, if this worker trains already, go on with other members. All

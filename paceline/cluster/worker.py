@@ -47,6 +47,7 @@ from paceline.cluster.messages import (
     StepSums,
     TrainingFailed,
     TrainingPreempted,
+    UseDrafter,
     UseEngine,
     WorkerLimits,
 )
@@ -240,12 +241,11 @@ class Worker:
             case SetPolicy(version):
                 weights = load(bytes(payload))
                 self._set_policy(lambda: weights, version)
-            case SetDrafter(version):
+            case SetDrafter(version, is_used):
                 assert self.training is not None, "a drafter is published only if workers train it"
-                self.training.install(payload)
+                self.training.receive(payload, is_used)
                 self.drafter_version = version
-                if self._figures is not None:
-                    self._figures.drafter_replaced()
+                self._drafter_replaced()
             case StartTraining():
                 if self.training is not None and not len(self.requests) and self.training.can_train:
                     self.training.start(payload, message.round, self.id, message.frequent_tokens)
@@ -257,9 +257,13 @@ class Worker:
                 self._engines[0].reports_features, self._settings = keeps_answers, number
                 if self.training is not None:
                     self.training.max_passes = max_passes
-            case MeasureDrafter(is_wanted):
+            case MeasureDrafter():
                 if self.training is not None:
-                    self._events.append(self.training.measure(is_wanted, self.policy_version))
+                    self._events.append(self.training.measure(self.policy_version))
+            case UseDrafter():
+                if self.training is not None:
+                    self.training.use_newest()
+                    self._drafter_replaced()
             case DistrustDrafter():
                 self._engines[0].distrust("eagle")
             case LearnText(answers):
@@ -269,6 +273,10 @@ class Worker:
                 self._stop_training(posted_at)
                 self.engine = self._engines[baseline]
                 self.requests.use_engine(self.engine)
+
+    def _drafter_replaced(self) -> None:
+        if self._figures is not None:
+            self._figures.drafter_replaced()
 
     def _set_policy(self, weights: Callable[[], Weights], version: int) -> None:
         """Update every engine. `weights` is called once for each."""

@@ -171,7 +171,7 @@ class PacelineRollout:
             return
         if not config.train_drafter and learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.engine.version)
-        self._monitor = DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), config.train_drafter)
+        self._monitor = DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms))
 
     def restart_calls(self, *modes: str) -> None:
         """Count the calls of these modes from 0 again: a step or an evaluation begins."""
@@ -231,7 +231,7 @@ class PacelineRollout:
         for alarm in alarms:
             logger.warning("drafter %s: %s", alarm.name, alarm.message)
         if self.drafter_trainer is not None and any(alarm.name != "calibration" for alarm in alarms):
-            self.drafter_trainer.end_pause()
+            self.drafter_trainer.on_alarm()
         return metrics
 
 

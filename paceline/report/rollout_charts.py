@@ -160,8 +160,8 @@ def drafter_cost_chart(records: Sequence[Record], traces: Sequence[Trace]) -> Ch
         spent.append(spent[-1] + (finite_value(record, "time/drafter") or 0.0))
         saved.append(saved[-1] + gain * used.get(record["step"], 0.0))
         before, after = finite_value(record, "drafter/expected_before"), finite_value(record, "drafter/expected_after")
-        if before and after:
-            gain = after / before - 1
+        if before and after and record.get("drafter/published"):
+            gain = (1 + gain) * after / before - 1
     x = np.array([record["step"] for record in records], float)
     series = [Series("waited for training", "teal", x, np.array(spent[1:])), Series("saved", "green", x, np.array(saved[1:]))]
     beside = sum(finite_value(record, "drafter/beside_seconds") or 0.0 for record in records)

@@ -26,8 +26,8 @@ class AlarmConfig(Config):
     pays: float = Field(1.15, ge=1)
     """Tokens per verification below which drafting is taken to be unprofitable, used where the cost was not measured."""
     max_age: int = Field(80, ge=1)
-    """Number of policy versions that a drafter may lag behind. It exceeds the longest pause of unprofitable training, 64 steps by
-    default: a drafter that is good enough is not trained."""
+    """Number of policy versions that a drafter may lag behind. One that is good enough is not trained, so age alone does not end
+    its use."""
     calibration: float = Field(0.15, gt=0)
     """Largest difference between the predicted and the observed share of accepted draft tokens."""
 
@@ -82,7 +82,7 @@ def alarms(history: Sequence[DrafterFigures], config: AlarmConfig) -> list[Alarm
                            + (f"; less than {pays:.2f} is slower than no speculation" if too_few else ""), too_few))
     age = now.policy_version - now.drafter_version
     if age > config.max_age:
-        found.append(Alarm("age", f"drafter is {age} policy versions behind, more than {config.max_age}", True))
+        found.append(Alarm("age", f"drafter is {age} policy versions behind, more than {config.max_age}"))
     if abs(now.hits - now.expected_hits) > config.calibration:
         found.append(Alarm("calibration", f"{now.hits:.2f} of draft tokens accepted, {now.expected_hits:.2f} expected"))
     return found

@@ -180,8 +180,8 @@ _SHORT = 63
 
 
 class CpuCausalAttention:
-    """torch's fused CPU kernel, called once for all sequences of similar length: most answers are short, and a call for each would
-    take longer than its arithmetic. The kernel takes as many queries as keys, so there are queries of zeros for the first rows;
+    """torch's fused CPU kernel, called once for all sequences of similar length: most are short, and a call for each would take
+    longer than its arithmetic. The kernel takes as many queries as keys, so there are queries of zeros for the first rows;
     the MLP, which they do without, costs far more."""
 
     def __init__(self, lengths: tuple[int, ...], queries: tuple[int, ...]) -> None:

@@ -1,13 +1,14 @@
 """The training budget: how many seconds per RL step the drafter is trained, so that training saves more time than it takes.
 
-After each stretch of training its benefit is estimated in seconds of generation saved and compared with the seconds that
-generation or the policy update had to wait. A new drafter is warmed up in the first steps if the run is long enough for that to
-pay. This module does not import torch.
+Training is paid from a credit in seconds. A run begins with a small share of its generation time, for trials. A part of what a
+trained drafter is predicted to save is advanced: for a new drafter, and for one whose acceptance has fallen since the policy has
+moved. A drafter that is measured to be better earns a part of what it will save. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,20 +18,18 @@ from paceline.config import Config
 
 
 class TrainingBudgetConfig(Config):
-    """Limits of the drafter's training time per RL step."""
+    """Limits of the drafter's training time."""
 
+    trial_share: float = Field(0.01, ge=0)
+    """Share of the generation time that training may cost without having gained anything."""
     shortest_s: float = Field(0.5, gt=0)
-    """Shortest training time per RL step in seconds, and the first one that is tried."""
+    """Seconds of training after which the drafter is compared with the one in use. Nothing is begun that the credit does not
+    suffice for."""
     longest_s: float = Field(30.0, gt=0)
-    """Longest training time per RL step in seconds."""
+    """Longest training time per RL step in seconds, but for a warm-up."""
     horizon: int = Field(32, ge=1)
-    """Number of RL steps that a better drafter is expected to keep saving time, if the run lasts that long."""
-    pause: int = Field(4, ge=1)
-    """Number of RL steps without training (but for `upkeep`) after even the shortest training time was unprofitable. Each further
-    pause is twice as long, up to 16 times, until training is profitable again or acceptance falls."""
-    upkeep: float = Field(0.0, ge=0)
-    """Minimum training time as a share of a step's generation time, but never more than a quarter of what the drafter saves. It
-    is spent even when training looks unprofitable. In benchmarks/gpu/frozen_vs_adaptive.py it cost more than it saved."""
+    """Number of RL steps that a better drafter is expected to keep saving time, if the run lasts that long. The share of their
+    generation time that trials may cost is available in advance."""
     warm_up_s: float = Field(120.0, ge=0)
     """Longest warm-up of a new drafter in seconds: so long it is trained in the first RL steps altogether, if a trained drafter
     is predicted to save four times as much in the rest of the run. 0: no warm-up."""
@@ -39,47 +38,73 @@ class TrainingBudgetConfig(Config):
     teach a drafter little. It ends when a step brings no more answers than it replaces."""
 
 
-_LONGEST_PAUSE = 16
-"""Length of the longest pause, as a multiple of the first."""
 _MIN_LEARNING_RATIO = 1.02
 """Tokens per verification after a stretch of a warm-up, over those before, at which the drafter still learns."""
 _SAVED_PER_SECOND = 4.0
-"""Predicted savings must be this many times the seconds of a warm-up or of upkeep: the prediction may be wrong."""
+"""Predicted savings must be this many times the seconds that are advanced on them: the prediction may be wrong."""
+_EARNED_PER_SECOND = 0.5
+"""Seconds of training that a second of measured savings pays for."""
+_SPREAD = 8
+"""Number of steps that a credit is spread over, so that the drafter learns from the answers of several steps."""
+_AHEAD = 4
+"""Answers are collected for so many RL steps before there is credit for a trial, so that it has more than one step's."""
+_MIN_HELD_OUT = 6
+"""Number of held-out prompts that a comparison waits for: which drafter is better on few prompts is chance."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingOutcome:
-    """Cost and effect of one stretch of drafter training."""
+class Comparison:
+    """Two drafters on the same answers, which neither was trained on: the one in use (`before`) and the one in training."""
 
-    seconds: float
-    """Seconds that generation or the policy update waited for it; 0 if it used idle time only."""
+    tokens: int
+    """Number of tokens of the answers."""
     before: float
-    """Tokens per verification on held-out answers with the drafter before training."""
+    """Number of verifications that they take with the drafter in use."""
     after: float
-    """Tokens per verification on the same answers with the drafter after training."""
-    saved_share: float | None = None
-    """Share of the generation time that the drafter after training saves against the one before. None: time is proportional to
-    the number of verifications."""
+    """Number of verifications that they take with the drafter in training."""
+    variance: float
+    """Variance of the difference, estimated from how much it varies over answers."""
 
+    def plus(self, other: Comparison) -> Comparison:
+        """The comparison on both sets of answers together."""
+        return Comparison(self.tokens + other.tokens, self.before + other.before, self.after + other.after,
+                          self.variance + other.variance)
 
-def saved_seconds(outcome: TrainingOutcome, generation_s: float) -> float:
-    """Estimates the seconds saved per step whose generation takes `generation_s`."""
-    share = 1 - outcome.before / max(outcome.after, 1e-9) if outcome.saved_share is None else outcome.saved_share
-    return generation_s * share
+    @property
+    def is_better(self) -> bool:
+        """Whether the drafter in training needs fewer verifications."""
+        return self.after < self.before
+
+    @property
+    def length_before(self) -> float:
+        """Tokens per verification with the drafter in use."""
+        return self.tokens / self.before
+
+    @property
+    def length_after(self) -> float:
+        """Tokens per verification with the drafter in training."""
+        return self.tokens / self.after
+
+    @property
+    def length_proved(self) -> float:
+        """Tokens per verification that the drafter in training has at least, but for one standard error; not fewer than with the
+        drafter in use."""
+        return self.tokens / min(self.before, self.after + math.sqrt(self.variance))
 
 
 class TrainingBudget:
-    """Decides how long to train per RL step: twice as long after profitable training, half as long otherwise."""
+    """Decides how long to train per RL step: for an eighth of the credit, or for the shortest time if that is more."""
 
     def __init__(self, config: TrainingBudgetConfig, num_steps: int) -> None:
         """num_steps: Number of RL steps of the run."""
-        self.config, self._steps_left, self._num_steps = config, num_steps, num_steps
-        self._seconds, self._paused = config.shortest_s, 0
-        self._next_pause = config.pause
+        self.config, self._num_steps, self._step = config, num_steps, 0
+        self._generation_s = 0.0  # usual one of a step; 0: not known
+        self._balance_s = 0.0  # earned less spent
+        self._advance_s = 0.0  # on what a drafter as good as before should save
+        self._untested_s = 0.0  # of training since the last comparison
+        self._has_alarm = self._has_said_why_not = False
         self.warm_up_left = 0.0
         """Seconds that are left for the drafter's warm-up."""
-        self.measuring = True
-        """Whether the effect of this step's training should be measured and passed to `update`."""
         self.on_note: Callable[[str], None] = logging.getLogger(__name__).info
         """Called with every decision and its reason, as a sentence."""
 
@@ -90,14 +115,20 @@ class TrainingBudget:
 
     @property
     def wants_answers(self) -> bool:
-        """Whether the answers of the step that begins are needed, because the drafter is trained in it or in the one after.
-        Must be read before `next_seconds`, which counts the pause down."""
-        return self._paused <= 1 or self.config.upkeep > 0
+        """Whether the answers of the step that begins are needed: the drafter is trained now or in one of the next steps."""
+        later = min(self._step + _AHEAD, self._num_steps - 1)
+        return (self.warming_up or not self._generation_s or self._is_trial_over
+                or (later > self._step and self._is_affordable(later)))
 
-    def plan_warm_up(self, saved_share: float, generation_s: float) -> None:
+    def set_step(self, step: int, generation_s: float) -> None:
+        """Sets the current RL step; a drafter trained now serves the steps after it. generation_s: Usual generation time of a
+        step."""
+        self._step, self._generation_s = step, generation_s
+
+    def plan_warm_up(self, saved_share: float) -> None:
         """Decides whether and how long a new drafter is warmed up. saved_share: Share of the generation time that a trained
-        drafter is predicted to save. generation_s: Generation time of a step."""
-        saved = saved_share * generation_s * self._steps_left
+        drafter is predicted to save."""
+        saved = saved_share * self._generation_s * self._steps_left
         self.warm_up_left = min(self.config.warm_up_s, saved / _SAVED_PER_SECOND)
         predicted = (f"a trained drafter should save about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining "
                      f"{self._steps_left} steps")
@@ -113,54 +144,94 @@ class TrainingBudget:
             self.warm_up_left = 0.0
             self.on_note(f"the drafter's warm-up ends: {why}")
 
-    def next_seconds(self, generation_s: float = 0.0, saved_share: float | None = None) -> float:
-        """Returns how many seconds to train in this step; 0 means not at all. generation_s: Usual generation time of a step, 0 if
-        it is not known yet. saved_share: Share of it that the drafter saves now; None: not known."""
-        self.measuring = not self._paused and self._steps_left > 0
-        upkeep = self.config.upkeep
-        least = generation_s * (upkeep if saved_share is None else min(upkeep, saved_share / _SAVED_PER_SECOND))
-        most = self._steps_left * (generation_s or self.config.longest_s)
+    def next_seconds(self) -> float:
+        """Returns how many seconds to train in this step; 0 means not at all."""
         if self.warming_up:
             return self.warm_up_left
-        if self._paused:
-            self._paused -= 1
-            return min(least, most)
-        return min(max(least, self._seconds), most)  # never more than all remaining steps could save
+        if not self._is_affordable(self._step):
+            self._say_why_not()
+            return 0.0
+        credit_s = self._credit_s(self._step)
+        return min(max(self.config.shortest_s, credit_s / _SPREAD), credit_s, self.config.longest_s)
 
-    def end_pause(self) -> None:
-        """Resumes training at once, for example because the accept length has dropped."""
-        if self._paused:
-            self.on_note("drafter training resumes: its alarms ended the pause")
-        self._paused, self._next_pause = 0, self.config.pause
+    def advance(self, saved_share: float, why: str) -> None:
+        """The acceptance of the drafter in use has fallen. saved_share: Share of the generation time that one as good as before
+        would save. Called in every step; what was advanced already counts."""
+        saved = saved_share * self._generation_s * self._steps_left
+        more_s = saved / _SAVED_PER_SECOND - self._advance_s
+        if more_s >= 2 * self.config.shortest_s:
+            self._advance_s += more_s
+            self.on_note(f"the drafter is trained for up to {more_s:.3g} s more: {why}, and one as good as before should save "
+                         f"about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining {self._steps_left} steps")
 
-    def set_step(self, step: int) -> None:
-        """Sets the current RL step; a drafter trained now serves the steps after it."""
-        self._steps_left = self._num_steps - step
+    def spend(self, waited_s: float, trained_s: float) -> None:
+        """Accounts for the training of one step. waited_s: Seconds that the run has waited for it; 0 if it used idle time only.
+        trained_s: Seconds of training, idle time included."""
+        self._untested_s += trained_s
+        self._pay(waited_s)
 
-    def update(self, outcome: TrainingOutcome, generation_s: float) -> bool:
-        """Adjusts the training time to the outcome of the last training. Returns whether it was profitable."""
-        config = self.config
-        saved = saved_seconds(outcome, generation_s) * min(config.horizon, self._steps_left)
-        profitable = saved > outcome.seconds
+    def wants_comparison(self, num_held_out: int) -> bool:
+        """Whether the drafter should now be compared with the one in use, on the answers to so many held-out prompts."""
         if self.warming_up:
-            self._update_warm_up(outcome)
-        elif profitable:
-            self._seconds, self._next_pause = min(config.longest_s, 2 * self._seconds), config.pause
-        elif self._seconds > config.shortest_s:
-            self._seconds = max(config.shortest_s, self._seconds / 2)
-        else:
-            self._paused, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE * config.pause)
-            gain = f"{outcome.before:.2f} → {outcome.after:.2f} tokens per verification"
-            self.on_note(f"drafter training pauses for {self._paused} steps: {outcome.seconds:.1f} s of it ({gain}) would save "
-                         f"{max(0.0, saved):.1f} s")
-        return profitable
+            return num_held_out > 0
+        return num_held_out >= _MIN_HELD_OUT and self._is_trial_over
 
-    def _update_warm_up(self, outcome: TrainingOutcome) -> None:
-        """A warm-up goes on while the drafter learns, whatever it saves by then: half-trained drafters save nothing in large
-        batches, and the trained one that the warm-up was planned for does."""
-        learns, left = outcome.after >= _MIN_LEARNING_RATIO * outcome.before, self.warm_up_left - outcome.seconds
-        if learns and left >= self.config.shortest_s:
-            self.warm_up_left = left
-        else:
-            why = "it has had its time" if learns else "it learns nothing more"
-            self.end_warm_up(f"{why}, and has {outcome.after:.2f} tokens per verification")
+    def judge(self, found: Comparison, saved_share: float, seconds: float) -> bool:
+        """Adjusts the budget to a comparison. Returns whether the drafter in training should be used from now on.
+
+        Args:
+            found: The comparison.
+            saved_share: Share of the generation time that is saved by `found.length_proved` instead of `found.length_before`
+                tokens per verification.
+            seconds: Duration of the comparison.
+        """
+        lengths = f"{found.length_before:.2f} → {found.length_after:.2f} tokens per verification"
+        earned = _EARNED_PER_SECOND * saved_share * self._generation_s * min(self.config.horizon, self._steps_left)
+        trained_s, self._untested_s = self._untested_s, 0.0
+        self._balance_s += earned
+        if self.warming_up:
+            if found.length_after < _MIN_LEARNING_RATIO * found.length_before:
+                self.end_warm_up(f"it learns nothing more, {lengths}")
+        elif earned < trained_s + seconds:  # what was earned before pays for training only as long as it earns more
+            self._balance_s = min(self._balance_s, 0.0)
+        self._pay(seconds)
+        self.on_note(f"the drafter was trained for {trained_s:.1f} s: {lengths} on held-out answers, "
+                     f"{'it is used from now on' if found.is_better else 'the one before stays in use'}")
+        return found.is_better
+
+    def _pay(self, seconds: float) -> None:
+        self._balance_s -= seconds
+        if self.warming_up:
+            self.warm_up_left -= seconds
+            if not self.warming_up:
+                self.warm_up_left = 0.0
+                self.on_note("the drafter's warm-up ends: it has had its time")
+
+    def on_alarm(self) -> None:
+        """Acceptance has fallen: what trials may cost in the rest of the run is available from now on."""
+        self._has_alarm = True
+
+    @property
+    def _is_trial_over(self) -> bool:
+        """Whether there was enough training for a comparison, for which the credit may be overdrawn by one trial."""
+        return self._untested_s >= self.config.shortest_s and self._credit_s(self._step) > -self.config.shortest_s
+
+    @property
+    def _steps_left(self) -> int:
+        return self._num_steps - self._step
+
+    def _is_affordable(self, step: int) -> bool:
+        """Whether the credit at this step lasts until the next comparison, in time for it to pay."""
+        missing_s = max(0.0, self.config.shortest_s - self._untested_s)
+        return step < self._num_steps and self._credit_s(step) > 0 and self._credit_s(step) >= missing_s
+
+    def _credit_s(self, step: int) -> float:
+        steps = self._num_steps if self._has_alarm else min(self._num_steps, step + self.config.horizon)
+        return self.config.trial_share * self._generation_s * steps + self._advance_s + self._balance_s
+
+    def _say_why_not(self) -> None:
+        if not self._has_said_why_not and self._steps_left:
+            self._has_said_why_not = True
+            credit_s = max(0.0, self._credit_s(self._step))
+            self.on_note(f"the drafter is not trained for now: trials may take {self.config.trial_share:.0%} of the generation "
+                         f"time, which is {credit_s:.2g} s, and one takes {self.config.shortest_s:.2g} s")

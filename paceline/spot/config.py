@@ -86,9 +86,6 @@ class SpotConfig(Config):
     average: float = Field(0.98, ge=0, lt=1)
     """Decay of the moving average of the weights. The average is what is published, as it is good at any time without knowing
     when training ends. 0 publishes the weights themselves."""
-    head_start: int = Field(0, ge=0)
-    """Number of optimizer steps that the initial drafter counts as having been trained for, which slows the moving average down
-    accordingly."""
     step_tokens: int | None = Field(None, ge=1)
     """Number of tokens drawn for one optimizer step. None means 512 on a CPU and 12288 on a GPU."""
     micro_batch_tokens: int | None = Field(None, ge=1)

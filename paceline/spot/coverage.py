@@ -48,6 +48,8 @@ class Coverage:
     """For each k, the mean number of tokens per verification, bonus token included, with a full tree of width k and depth 1, 2,
     .... It follows the answers as an engine does: the next tree starts after the accepted tokens and the bonus token. (The mean
     over all positions would be too high, because easy tokens are many positions but few tree roots.)"""
+    verifications: dict[int, list[int]]
+    """For each k, the number of verifications of each answer, or of each of its parts, at the largest depth."""
     by_position: list[tuple[int, Share]]
     """Coverage of the first candidate at depth 1 by position in the answer, as (first position of the bin, share)."""
     by_quarter: list[Share]
@@ -192,6 +194,7 @@ class _Counts:
         place = torch.bucketize(token, torch.tensor(edges[1:], dtype=torch.int64), right=True)
         return Coverage(
             tau, {k: share[k].tolist() for k in widths}, {k: self._accept_length(k) for k in widths},
+            {k: [_verifications(reach[k].tolist(), self._depth) for reach in self._reach] for k in widths},
             [(edges[i], s) for i, s in _shares(right, place)], [s for _, s in _shares(right, quarter)],
             dict(_shares(right, version)))
 

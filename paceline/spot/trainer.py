@@ -261,9 +261,9 @@ class SpotTrainer:
     @torch.no_grad()
     def _update_average(self) -> None:
         """Updates the moving average. Its window is about a tenth of the steps so far, up to the configured one, so that the
-        first steps are soon forgotten."""
-        done = self.progress.step + self.config.head_start
-        keep = min(self.config.average, done / (done + 10))
+        first steps are soon forgotten. So it is for drafters that were trained before: with a long window from the start, short
+        training would publish a tenth of what it has learned."""
+        keep = min(self.config.average, self.progress.step / (self.progress.step + 10))
         torch._foreach_lerp_(list(self.averaged.values()), [p.detach() for p in self.parameters.values()], 1 - keep)
 
     def _noise_generator(self) -> torch.Generator | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median_low
+from statistics import fmean, median_low
 
 from paceline.config import TrainConfig
 from paceline.drafters.eagle import Eagle
@@ -20,34 +20,44 @@ from paceline.optim import NonFiniteError
 from paceline.spot import (
     SpotCheckpoints,
     SpotConfig,
+    SpotReport,
     SpotTrainer,
     fresh_eagle,
     load_snapshot,
     restore,
     snapshot,
 )
-from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome
-from paceline.spot.buffer import BufferLimits, open_buffer
+from paceline.spot.budget import Comparison, TrainingBudget, TrainingBudgetConfig
+from paceline.spot.buffer import MAX_AGE, BufferLimits, open_buffer
 from paceline.spot.coverage import coverage
 from paceline.spot.initialization import is_untrained
 from paceline.spot.packing import random_stretch
 from paceline.spot.trainer import SCALE_RECORDS
-from paceline.trainer.drafter_gain import TRAINED_ACCEPTANCE, RolloutProfile, chain_length, predicted_costs
+from paceline.trainer.drafter_gain import (
+    TRAINED_ACCEPTANCE,
+    AcceptanceLevel,
+    RolloutProfile,
+    chain_length,
+    expected_gain,
+    fallen_share,
+    predicted_costs,
+)
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, RolloutGroup, StepResult
 
 _RECORDS = "records"
 """Subfolder of the drafter's folder for captured answers."""
 HELD_OUT_EVERY = 6
-"""The answers to every sixth prompt of a step are held out to measure what training gained; afterwards they are trained on as
-well. Whole prompts are held out because answers to the same prompt are alike."""
-_MAX_MEASURED, _MEASURED_TOKENS = 12, 256
-"""Maximum number of held-out answers that the gain of training is measured on, and of tokens per answer. Measuring whole answers
-of thousands of tokens would take longer than training."""
+"""The answers to every sixth prompt of a step are held out until the drafter in training is compared with the one in use on them;
+afterwards they are trained on as well. Whole prompts are held out because answers to the same prompt are alike."""
+_MAX_MEASURED, _MEASURED_TOKENS = 16, 256
+"""Maximum number of held-out answers that drafters are compared on, and of tokens per answer. Measuring whole answers of
+thousands of tokens would take longer than training."""
 MEASURED_DEPTH = 6
-"""Depth of the draft that training's gain is measured with."""
-_LOADED_HEAD_START = 500
-"""Number of optimizer steps that a drafter loaded from a folder is assumed to have been trained for."""
+"""Depth of the draft that drafters are compared with."""
+_FINE_TUNING_LR = 0.125
+"""Learning rate of a drafter that was trained before, times its hidden size: a quarter of a new one's, with which the first
+optimizer steps undo more than they teach."""
 GENERATION_WINDOW = 8
 """Number of recent steps whose median generation time is taken as usual: one long answer can make a step many times longer."""
 AHEAD_SHARE = 0.35
@@ -73,37 +83,38 @@ def make_drafter_trainer(config: TrainConfig, engine: Engine, folder: Path) -> O
 
 def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
     """How the run trains its drafter, which is `start` at the beginning."""
-    known = {"head_start": _LOADED_HEAD_START} if start.policy_fingerprint is not None else {}
+    known = {"lr": _FINE_TUNING_LR / start.config.model.hidden_size} if start.policy_fingerprint is not None else {}
     return SpotConfig.for_drafter(start.config.form, **{"temperature": config.rollout.temperature, **known, **config.spot})
 
 
 class OnlineDrafterTrainer:
-    """Trains the engine's learned drafter after generation and before the policy's update."""
+    """Trains the engine's learned drafter after generation and before the policy's update. The engine gets the result once it is
+    measured to be better than the drafter in use on answers that neither was trained on; an untrained one is replaced at once."""
 
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
         assert engine.eagle is not None
         self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
-        self._start, self._usual_generation_s = engine.eagle.module, 0.0
+        self._start = engine.eagle.module
         self._generation_s: dict[int, float] = {}  # by step
         self._waited_s = 0.0  # for the features of this step's answers
         self._idle_s = 0.0  # of training in this step while the engine had nothing to do
         self._downloads = FeatureDownloads()
-        self._held_out: list[FeatureRecord] = []
+        self._held_out: list[tuple[FeatureRecord, int]] = []  # with their steps
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self.failure: str | None = None
         """Why the drafter is no longer trained; None: it is."""
         self.answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
         """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
-        self._profile = RolloutProfile(partial(predicted_costs, engine))
-        self._expected: float | None = None  # tokens per verification of the drafter in use, where measured
+        self._profile, self._level = RolloutProfile(partial(predicted_costs, engine)), AcceptanceLevel()
+        self._is_ahead = False  # whether the drafter in training differs from the one in use
         self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
         self._texts: list[list[int]] | None = [] if self._is_new else None
         """Answers of a run whose drafter has not been trained yet: a reduced vocabulary is chosen by them."""
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
-        """Called once per training step, before generation begins. During a pause of training the features of finished answers
-        are not read."""
+        """Called once per training step, before generation begins. The features of answers are read only while there is time to
+        train on them."""
         self._step = step
         self._profile.begin_step()
         self.engine.reports_features = self.failure is None and self.budget.wants_answers
@@ -117,8 +128,8 @@ class OnlineDrafterTrainer:
         self._downloads.poll()
 
     def train_idle(self, until: Callable[[], bool]) -> None:
-        """Train on the answers that there are, while all requests wait for their environments. The engine's drafter is replaced
-        by the next `train`, whose time this counts as."""
+        """Train on the answers that there are, while all requests wait for their environments. The engine's drafter may be
+        replaced by the next `train`, whose time this counts as."""
         if self.failure is not None or self._is_new or not len(self.buffer) or not self.budget.wants_answers:
             return
         try:
@@ -136,26 +147,23 @@ class OnlineDrafterTrainer:
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
         self.engine.reports_features = False  # evaluations need none
         self._downloads.wait()
-        waited = self._waited_s = time.perf_counter() - began
-        held_out, self._held_out = self._held_out, []
+        self._waited_s = time.perf_counter() - began
         self._prompts.clear()
         self._generation_s[step] = generation_s
-        self._usual_generation_s = median_low(list(self._generation_s.values())[-GENERATION_WINDOW:])
-        self.budget.set_step(step)
+        self.budget.set_step(step, median_low(list(self._generation_s.values())[-GENERATION_WINDOW:]))
         if self.failure is not None:
             return {}
         try:
-            metrics = self._train(to_measure(held_out, self._start.config.window, step))
+            metrics = self._train() | self._review()
         except NonFiniteError as error:
             self.failure = str(error)
             return {"drafter/failed": 1.0}
-        for record in held_out:
-            self._add(record, step)
-        return {**metrics, "drafter/wait_seconds": waited}
+        self._train_on_held_out(before=step - MAX_AGE)
+        return {**metrics, "drafter/wait_seconds": self._waited_s} if metrics else {}
 
-    def end_pause(self) -> None:
-        """Acceptance has fallen: train in the next step even if training did not pay last time."""
-        self.budget.end_pause()
+    def on_alarm(self) -> None:
+        """Acceptance has fallen."""
+        self.budget.on_alarm()
 
     def save(self) -> None:
         """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
@@ -207,36 +215,45 @@ class OnlineDrafterTrainer:
             if self._texts is not None:
                 self._texts.append(rollout.token_ids)
             is_held_out = self._prompts.setdefault(tuple(rollout.prompt_ids), len(self._prompts)) % HELD_OUT_EVERY == 0
-            self._downloads.add(record, self._held_out.append if is_held_out else partial(self._add, step=step))
+            self._downloads.add(record, partial(self._hold_out if is_held_out else self._add, step=step))
+
+    def _hold_out(self, record: FeatureRecord, step: int) -> None:
+        if len(record.token_ids) > max(2, record.prompt_length):
+            self._held_out.append((record, step))
 
     def _add(self, record: FeatureRecord, step: int, is_usual: bool = True) -> None:
         self.buffer.add(record, step, is_usual)
 
-    def _train(self, held_out: list[FeatureRecord]) -> dict[str, float]:
+    def _train(self) -> dict[str, float]:
         began = time.perf_counter()
         if self._is_new and len(self.buffer):
             self._is_new = False
             trained = self._profile.relative_time(chain_length(TRAINED_ACCEPTANCE, MEASURED_DEPTH), MEASURED_DEPTH)
-            self.budget.plan_warm_up(1 - trained, self._usual_generation_s)
+            self.budget.plan_warm_up(1 - trained)
             self._generate_ahead()
+        else:
+            self.budget.advance(*fallen_share(self._profile, self._level, MEASURED_DEPTH))
         idle_s, self._idle_s = self._idle_s, 0.0
-        seconds = self._next_seconds() - idle_s - (time.perf_counter() - began)
-        if seconds <= 0:
-            self.budget.end_warm_up("its time is over")
-        if (seconds <= 0 and not idle_s) or not len(self.buffer):
+        seconds = self.budget.next_seconds() - idle_s - (time.perf_counter() - began)
+        report = self._run_trainer(seconds) if seconds > 0 and self.buffer.newest_step == self._step else None
+        if report is None or not report.micro_batches:  # if the buffer is full, new answers do not add to a pass
+            self.budget.end_warm_up("its time is over" if report is None else "it has had its passes over the answers")
+        trained_s = idle_s + (0.0 if report is None else report.seconds)
+        self.budget.spend(self._waited_s + time.perf_counter() - began, trained_s)
+        if not trained_s or self._trainer is None:
             return {}
-        trainer = self._spot_trainer()
+        self._is_ahead = True
+        metrics = {"drafter/seconds": 0.0, "drafter/tokens": 0.0} if report is None else {
+            "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
+            "drafter/longest_micro_batch_s": report.max_micro_batch_s}
+        return {**metrics, "drafter/idle_seconds": idle_s, "drafter/steps": self._trainer.progress.step}
+
+    def _run_trainer(self, seconds: float) -> SpotReport:
+        trainer, budget = self._spot_trainer(), self.budget
         trainer.policy_changed()
-        enough = self.budget.config.warm_up_passes * trainer.rows_per_pass() if self.budget.warming_up else math.inf
+        enough = budget.config.warm_up_passes * trainer.rows_per_pass() if budget.warming_up else math.inf
         until = time.perf_counter() + seconds  # the trainer may just have been made, which takes long
-        report = trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
-        if not report.micro_batches and not idle_s:  # the buffer is full: new answers replace old ones, and do not add to a pass
-            self.budget.end_warm_up("it has had its passes over the answers")
-            return {}
-        metrics = self._replace_drafter(trainer.drafter(), held_out, began)
-        return {**metrics, "drafter/seconds": report.seconds, "drafter/tokens": report.tokens,
-                "drafter/idle_seconds": idle_s,
-                "drafter/steps": trainer.progress.step, "drafter/longest_micro_batch_s": report.max_micro_batch_s}
+        return trainer.run(lambda: time.perf_counter() >= until or trainer.progress.tokens >= enough)
 
     def _generate_ahead(self) -> None:
         """If a new drafter is warmed up, has answers to later prompts generated for it, until the buffer is full or a share of
@@ -260,40 +277,60 @@ class OnlineDrafterTrainer:
         self._downloads.wait()
         self.budget.on_note(f"for the drafter's warm-up {tokens:,} tokens of answers to later prompts were generated")
 
-    def _next_seconds(self) -> float:
-        """Seconds to train in this step."""
-        saved = None if self._expected is None else 1 - self._profile.relative_time(self._expected, MEASURED_DEPTH)
-        return self.budget.next_seconds(self._usual_generation_s, saved)
+    def _review(self) -> dict[str, float]:
+        """Gives the engine the drafter in training, if it is better than the one in use. They are compared once there are enough
+        training and enough held-out answers for that."""
+        assert self.engine.eagle is not None
+        if self._trainer is None or not self._is_ahead:
+            return {}
+        in_use = self.engine.eagle.module
+        num_prompts = len({(step, *record.token_ids[: record.prompt_length]) for record, step in self._held_out})
+        if not self.budget.wants_comparison(num_prompts):
+            if is_untrained(in_use):
+                self._publish(self._trainer.drafter())
+            return {}
+        began, trained = time.perf_counter(), self._trainer.drafter()
+        records = to_measure([record for record, _ in self._held_out], in_use.config.window, self._step)
+        found = compare(in_use, trained, self.engine, records, self.config.temperature)
+        old, new = (self._profile.relative_time(each, MEASURED_DEPTH) for each in (found.length_before, found.length_proved))
+        seconds = time.perf_counter() - began
+        if self.budget.judge(found, 1 - new / old, seconds):
+            self._publish(trained)
+        self._train_on_held_out(before=self._step + 1)
+        return {"drafter/expected_before": found.length_before, "drafter/expected_after": found.length_after,
+                "drafter/published": float(found.is_better), "drafter/measure_seconds": seconds}
 
-    def _replace_drafter(self, drafter: Eagle, held_out: list[FeatureRecord], began: float) -> dict[str, float]:
-        """Gives the engine a new drafter. If the budget asks for it, measures the gain on held-out answers first and reports
-        it to the budget, against the seconds that the run has waited for features and since `began`, this measurement
-        included."""
-        metrics = {}
-        if self.budget.measuring and held_out:
-            measuring = time.perf_counter()
-            before, after = self._accept_length(self._start, held_out), self._accept_length(drafter, held_out)
-            old, new = (self._profile.relative_time(expected, MEASURED_DEPTH) for expected in (before, after))
-            outcome = TrainingOutcome(self._waited_s + time.perf_counter() - began, before, after, 1 - new / old)
-            paid, self._expected = self.budget.update(outcome, self._usual_generation_s), after
-            metrics = {"drafter/expected_before": before, "drafter/expected_after": after, "drafter/paid": float(paid),
-                       "drafter/measure_seconds": time.perf_counter() - measuring}
-        self._publish(drafter)
-        return metrics
+    def _train_on_held_out(self, before: int) -> None:
+        """From now on the held-out answers of steps before this one are trained on."""
+        held_out, self._held_out = self._held_out, []
+        for record, step in held_out:
+            if step < before:
+                self._add(record, step)
+            else:
+                self._hold_out(record, step)
+
+    def expectation(self, num_requests: int) -> list[str]:
+        """What is said before the first step of a run with so many requests at a time, in which the drafter hardly gains."""
+        costs = predicted_costs(self.engine)
+        return [] if costs is None else expected_gain(costs, num_requests)
 
     def _publish(self, drafter: Eagle) -> None:
         known = drafter.policy_fingerprint
         version = self.engine.version if known is None else min(known.version, self.engine.version)
         self.engine.update_drafter(drafter, version)
-
-    def _accept_length(self, drafter: Eagle, records: list[FeatureRecord]) -> float:
-        return expected_accept_length(drafter, self.engine, records, self.config.temperature)
+        self._is_ahead = False
 
 
-def expected_accept_length(drafter: Eagle, engine: Engine, records: list[FeatureRecord], temperature: float) -> float:
-    """Expected number of tokens per verification on these answers of the engine's policy, if the drafter drafts a chain."""
-    found = coverage(drafter, engine.model, records, engine.config.tau, MEASURED_DEPTH, (1,), temperature)
-    return found.accept_length[1][-1]
+def compare(before: Eagle, after: Eagle, engine: Engine, records: list[FeatureRecord], temperature: float) -> Comparison:
+    """Compares two drafters on these answers of the engine's policy, if both draft chains. Both rank with the same noise."""
+    first, second = (coverage(drafter, engine.model, records, engine.config.tau, MEASURED_DEPTH, (1,), temperature)
+                     for drafter in (before, after))
+    verifications = list(zip(first.verifications[1], second.verifications[1], strict=True))
+    saved = [a - b for a, b in verifications]
+    mean, count = fmean(saved), len(saved)
+    variance = sum((each - mean) ** 2 for each in saved) * count / (count - 1) if count > 1 else mean**2
+    tokens = sum(len(record.token_ids) - max(2, record.prompt_length) for record in records)
+    return Comparison(tokens, sum(a for a, _ in verifications), sum(b for _, b in verifications), variance)
 
 
 def to_measure(held_out: Sequence[FeatureRecord], window: int | None, seed: int) -> list[FeatureRecord]:

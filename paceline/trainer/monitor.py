@@ -71,10 +71,8 @@ class DrafterMonitor:
     stops using the drafter until it gets a new one. A drafter that has not been trained yet is not measured: nothing of it holds
     for the one that it becomes."""
 
-    def __init__(self, engine: Engine, config: AlarmConfig, is_trained: bool) -> None:
-        """`is_trained`: the drafter is trained during the run. A drafter that is frozen on purpose is used however old it
-        becomes."""
-        self.engine, self.config, self.is_trained = engine, config, is_trained
+    def __init__(self, engine: Engine, config: AlarmConfig) -> None:
+        self.engine, self.config = engine, config
         self._history: deque[DrafterFigures] = deque(maxlen=config.window + 1)
         self._usual: deque[float] = deque(maxlen=config.window)  # accepted over expected nodes of recent training steps
         self._sums = DrafterSums()
@@ -117,7 +115,7 @@ class DrafterMonitor:
             self._history.append(DrafterFigures(sums.tokens / sums.verifications, engine.version, engine.drafter_version,
                                                 expected, hits, _cost(sums)))
             found = alarms(list(self._history), self.config)
-        if any(alarm.distrust and (self.is_trained or alarm.name != "age") for alarm in found):
+        if any(alarm.distrust for alarm in found):
             engine.distrust("eagle")
             self._history.clear()  # a new drafter must not be compared with this one
         raised = {alarm.name for alarm in found}

@@ -50,6 +50,12 @@ LONG_AVERAGE = 0.995
 """Moving average of the weights where the policy stays as it is. During an RL run a shorter one follows the policy."""
 
 
+DEFAULT_ANSWERS = {"cpu": 512, "cuda": 10240}
+"""Number of answers that a drafter is trained on unless said otherwise, by type of device."""
+DEFAULT_SECONDS = 120.0
+"""Seconds of training unless said otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class StandaloneDrafterOptions:
     """Which policy a drafter is trained for, on how many answers, and for how long."""

@@ -238,7 +238,7 @@ class Trainer:
             self.collector.on_idle = drafter_trainer.train_idle
         elif learned.module.policy_fingerprint is not None:
             self.engine.drafter_version = min(learned.module.policy_fingerprint.version, self.state.step)
-        return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms), drafter_trainer is not None)
+        return drafter_trainer, DrafterMonitor(self.engine, AlarmConfig(**config.drafter_alarms))
 
     # The run
 
@@ -282,6 +282,9 @@ class Trainer:
         for engine in self._engines():
             engine.warm_up(requests, on_progress=lambda done, total: self._notify(
                 lambda callback: callback.on_warm_up(done, total)))
+        if self.drafter_trainer is not None:
+            for line in self.drafter_trainer.expectation(requests):
+                self._note(line)
 
     # What a live page shows; called from its thread
 
@@ -439,7 +442,7 @@ class Trainer:
             logger.warning("step %d: %s", self.state.step + 1, line, extra={"seen_by_callbacks": True})
         self._notify(lambda callback: callback.on_alarms(alarms))
         if self.drafter_trainer is not None and any(alarm.name != "calibration" for alarm in alarms):
-            self.drafter_trainer.end_pause()
+            self.drafter_trainer.on_alarm()
         texts, self._notes = {"alarms": lines, "notes": self._notes}, []
         return {**metrics, **{name: "; ".join(found) for name, found in texts.items() if found}}
 

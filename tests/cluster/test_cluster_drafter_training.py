@@ -26,6 +26,7 @@ from paceline.trainer import RunStatus, Trainer, TrainerCallback
 
 SPOT = {"form": "eagle", "step_tokens": 64, "micro_batch_tokens": 64}
 LEARNED = {"drafter": "learned", "spot": SPOT, "strategy": "eagle:d2w2v3", "checkpoint_every": 1,
+           "drafter_budget": {"trial_share": 100.0, "longest_s": 0.5},
            "rollout": {"prompts": 7, "group_size": 2, "max_new_tokens": 24}}
 TWO = {"workers": 2, "shard_training": False}
 
@@ -52,6 +53,7 @@ def clock() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.cluster.drafter.time", SimpleNamespace(perf_counter=now))
+        patch.setattr("paceline.spot.budget._MIN_HELD_OUT", 2)
         patch.setattr(SpotTrainer, "_run_micro_batch", timed)
         yield
 

@@ -278,7 +278,8 @@ def test_workers_train_the_policy_and_may_die(tmp_path, monkeypatch, first):
     from paceline.cli.train import trainer_class
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    fields = {"algorithm": "ppo", "steps": 6, "drafter": "learned", "drafter_budget": {"pause": 1, "shortest_s": 3.0},
+    fields = {"algorithm": "ppo", "steps": 6, "drafter": "learned",
+              "drafter_budget": {"trial_share": 100.0, "shortest_s": 3.0, "longest_s": 3.0},
               "rollout": {"prompts": 2, "group_size": 8, "max_new_tokens": 200}, "strategy": "auto"}
     sleeps = first == 1  # then the other worker's engine has no weights when one dies during the update
     settings = config(tmp_path / "ray", **fields, cluster={"workers": 2}, sleep_during_update=sleeps)

@@ -101,10 +101,12 @@ def test_resume_refuses_what_is_no_run(folder, capsys):
 def test_a_learned_drafter_is_trained_published_and_taken_up(folder, monkeypatch):
     """With a number of micro-batches in place of seconds, so that a busy machine trains as much as an idle one."""
     monkeypatch.setattr(TrainingBudget, "next_seconds", lambda *_: 1.0)
+    monkeypatch.setattr("paceline.spot.budget._MIN_HELD_OUT", 1)
     run_until = SpotTrainer.run
     monkeypatch.setattr(SpotTrainer, "run", lambda self, until: run_until(self, chain(repeat(False, 12), repeat(True)).__next__))
     changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "rollout.temperature": 0.3, "optimizer.lr": 1e-5,
-               "rollout.prompts": 6, "rollout.max_new_tokens": 40}
+               "rollout.prompts": 6, "rollout.max_new_tokens": 40, "drafter_budget.shortest_s": 0.001,
+               "drafter_budget.trial_share": 100.0}
     assert run(settings(folder, "run", steps=6, **changes)) == 0
     records = read_metrics(folder / "run")
     trained = [r for r in records if "drafter/expected_after" in r]

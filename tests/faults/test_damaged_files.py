@@ -189,7 +189,8 @@ def test_a_damaged_drafter_is_named(drafted, drafter_again, one_line, file, dama
 
 
 def test_a_damaged_checkpoint_of_the_drafter_that_a_run_trains(folder, capsys):
-    changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 2, "drafter_budget.upkeep": 1.0}
+    changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 2, "drafter_budget.trial_share": 100.0,
+               "drafter_budget.longest_s": 0.1}
     assert run(settings(folder, "run", **changes)) == 0
     half(folder / "run" / "drafter" / "spot.safetensors")
     capsys.readouterr()

@@ -168,7 +168,8 @@ def test_drafter_training_ends_with_one_line_and_keeps_the_last_good_drafter(fol
 
 def test_a_drafter_that_fails_does_not_stop_the_run(folder, capsys, monkeypatch):
     """The engine keeps the drafter it has; the policy does not depend on it."""
-    common = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 4, "drafter_budget.upkeep": 1.0}
+    common = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 4,
+              "drafter_budget.trial_share": 100.0, "drafter_budget.longest_s": 0.5}
     poisoned_steps(monkeypatch, 1)
     assert run(settings(folder, "run", **common)) == 0
     said = " ".join(capsys.readouterr().err.split())

@@ -204,7 +204,8 @@ def test_evaluations_do_not_change_what_is_trained_on(folder, tmp_path):
 
 
 def test_a_second_training_continues_the_drafter(folder, tmp_path):
-    rollout = PacelineRollout(drafter="learned", engine=ENGINE, drafter_budget={"shortest_s": 0.1})
+    budget = {"shortest_s": 0.1, "longest_s": 0.1, "trial_share": 100.0}
+    rollout = PacelineRollout(drafter="learned", engine=ENGINE, drafter_budget=budget)
     trainer = make_trainer(folder, tmp_path, rollout, max_steps=2)
     trainer.train()
     first = logged(trainer, "drafter/steps")[-1]

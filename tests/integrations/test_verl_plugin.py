@@ -193,7 +193,7 @@ def test_the_drafter_is_trained_between_steps(folders, tmp_path, draft_vocab):
 
     prompts = [[number % 10, 11] for number in range(12)]
     own = {"drafter": "learned", "strategy": "eagle:d3w2v6", "drafter_folder": tmp_path, "spot": f"{{draft_vocab:{draft_vocab}}}",
-           "drafter_budget": "{shortest_s:1.0,warm_up_s:0}"}
+           "drafter_budget": "{shortest_s:1.0,warm_up_s:0,trial_share:100.0,longest_s:1.0}"}
     overrides = [f"{'' if key == 'strategy' else '+'}{ROLLOUT}engine_kwargs.paceline.{key}={value}" for key, value in own.items()]
 
     async def step(server):

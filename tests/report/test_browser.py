@@ -113,7 +113,7 @@ def folder(tmp_path_factory):
             log.write_trace(step, trace_of(step, rng))
             log.write(step, metrics | {"time/generate_off": 1.5 * metrics["time/generate"], "compare/rollouts": 64,
                                        "compare/differing": 0, "time/drafter": 0.5, "drafter/expected_before": 1.5,
-                                       "drafter/expected_after": 2.0})
+                                       "drafter/expected_after": 2.0, "drafter/published": 1.0})
     return folder
 
 

@@ -213,7 +213,8 @@ def test_the_story_of_a_run(tmp_path):
         return metrics | {"reward/mean": step / 20, "time/generate_off": 1.5 * metrics["time/generate"], "compare/rollouts": 64,
                           "compare/differing": 0, "generated_tokens": 300, "verifications": 200, "time/drafter": 0.5,
                           **({"eval/reward": 0.5} if step % 5 == 0 else {}),
-                          "drafter/expected_before": 1.5, "drafter/expected_after": 2.0, "truncated": 0.0}
+                          "drafter/expected_before": 1.5, "drafter/expected_after": 2.0, "drafter/published": 1.0,
+                          "truncated": 0.0}
 
     tmp_path.joinpath("config.json").write_text(json.dumps({"steps": 10, "algorithm": "grpo", "task": "collatz", "model": "tiny",
                                                             "rollout": {"max_new_tokens": 1234}}))

@@ -3,163 +3,173 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from paceline.spot.alarms import AlarmConfig, DrafterFigures, alarms
-from paceline.spot.budget import TrainingBudget, TrainingBudgetConfig, TrainingOutcome, saved_seconds
+from paceline.spot.budget import Comparison, TrainingBudget, TrainingBudgetConfig
 
 
-def test_seconds_saved_by_hand():
-    """From 2 to 2.5 tokens per verification: a fifth of the verifications less."""
-    assert saved_seconds(TrainingOutcome(1.0, 2.0, 2.5), 30.0) == pytest.approx(6.0)
-    assert saved_seconds(TrainingOutcome(1.0, 2.5, 2.0), 30.0) == pytest.approx(-7.5)
+def comparison(before: float, after: float, variance: float = 0.0) -> Comparison:
+    """Two drafters of so many tokens per verification, on 1,000 tokens."""
+    return Comparison(1000, 1000 / before, 1000 / after, variance)
 
 
-def test_slices_grow_while_they_pay_and_stop_when_they_do_not():
-    budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, longest_s=6, horizon=2, pause=3), 100)
-    lengths = []
-    for gain in (0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0):  # tokens per verification; generation takes 20 s
-        lengths.append(budget.next_seconds())
-        budget.update(TrainingOutcome(lengths[-1], 2.0, 2.0 + gain), 20.0)
-    assert lengths == [1, 2, 4, 6, 6, 3, 1.5]
-    assert budget.next_seconds() == 1
-    assert not budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
-    assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "tried again after a while"
-    assert not budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
-    assert [budget.next_seconds() for _ in range(7)] == [0] * 6 + [1], "a pause twice as long"
-    assert budget.update(TrainingOutcome(1, 2.0, 2.5), 20.0) and budget.next_seconds() == 2
-    for _ in range(2):
-        budget.update(TrainingOutcome(2, 2.0, 2.0), 20.0)
-    assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "a short one, because training paid in between"
-    for _ in range(9):
-        budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
-    assert [budget.next_seconds() for _ in range(49)] == [0] * 48 + [1], "at most sixteen times as long"
-    budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
-    budget.end_pause()
-    budget.update(TrainingOutcome(1, 2.0, 2.0), 20.0)
-    assert [budget.next_seconds() for _ in range(4)] == [0, 0, 0, 1], "an alarm has ended the pauses"
-
-
-def test_answers_are_wanted_until_the_step_before_training():
-    budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=3), 100)
-    budget.update(TrainingOutcome(1.0, 2.0, 2.0), 20.0)
-    wanted = []
-    for _ in range(4):
-        wanted.append(budget.wants_answers)
-        budget.next_seconds(20.0)
-    assert wanted == [False, False, True, True]
-    budget.update(TrainingOutcome(1.0, 2.0, 2.0), 20.0)
-    assert not budget.wants_answers
-    budget.end_pause()
-    assert budget.wants_answers, "an alarm ends the pause"
-    kept_up = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=3, upkeep=0.1), 100)
-    kept_up.update(TrainingOutcome(1.0, 2.0, 2.0), 20.0)
-    assert kept_up.next_seconds(20.0) == 2.0 and kept_up.wants_answers
-
-
-def test_a_pause_does_not_make_a_drafter_too_old():
-    """A drafter that is not trained during a pause grows older by one policy version per step. The limit of the age alarm was 12
-    versions, less than a long pause, and the alarm stops speculation with the drafter until it has been trained again."""
-    budget = TrainingBudget(TrainingBudgetConfig(), 10_000)
-    longest = 0
-    for _ in range(8):
-        budget.next_seconds(1.0)
-        budget.update(TrainingOutcome(10.0, 2.0, 2.0), 1.0)
-        pause = 0
-        while not budget.wants_answers:
-            budget.next_seconds(1.0)
-            pause += 1
-        while not budget.next_seconds(1.0):
-            pause += 1
-        longest = max(longest, pause)
-    assert 60 <= longest < AlarmConfig().max_age
-
-
-def test_a_share_of_generation_is_always_spent():
-    """What does not pay is tried again after a while; until then upkeep, which nobody measures."""
-    budget = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=2, upkeep=0.1), 100)
-    assert budget.next_seconds(20.0) == 2.0 and budget.measuring
-    budget.update(TrainingOutcome(2.0, 2.0, 2.0), 20.0)
-    assert budget.next_seconds(20.0) == 2.0 and not budget.measuring
-    assert budget.next_seconds(4.0) == pytest.approx(0.4) and not budget.measuring
-    assert budget.next_seconds(4.0) == 1.0 and budget.measuring
-    budget.update(TrainingOutcome(1.0, 2.0, 2.0), 4.0)
-    budget.end_pause()
-    assert budget.next_seconds(4.0) == 1.0 and budget.measuring, "an alarm ends the pause"
-
-
-def test_a_drafter_that_saves_nothing_gets_no_upkeep_and_the_pause_is_said():
-    budget, notes = TrainingBudget(TrainingBudgetConfig(shortest_s=1, pause=2, upkeep=0.1), 100), []
+def made(steps: int = 100, generation_s: float = 10.0, **fields: Any) -> tuple[TrainingBudget, list[str]]:
+    """A budget in the first step of a run, and its notes."""
+    budget, notes = TrainingBudget(TrainingBudgetConfig(**{"shortest_s": 1.0, **fields}), steps), []
     budget.on_note = notes.append
-    assert budget.next_seconds(20.0, saved_share=0.0) == 1.0
-    assert not budget.update(TrainingOutcome(1.5, 1.0, 1.2, saved_share=0.0), 20.0), "nobody uses it at these batch sizes"
-    assert notes == ["drafter training pauses for 2 steps: 1.5 s of it (1.00 → 1.20 tokens per verification) would save 0.0 s"]
-    assert budget.next_seconds(20.0, saved_share=0.0) == 0.0
-    assert budget.next_seconds(20.0, saved_share=0.04) == pytest.approx(0.2), "a quarter of what it saves"
-    assert budget.next_seconds(20.0, saved_share=0.5) == 2.0, "the pause is over"
-    budget.update(TrainingOutcome(2.0, 1.2, 1.2, saved_share=0.0), 20.0)
-    budget.end_pause()
-    assert "resumes" in notes[-1] and budget.next_seconds(20.0, saved_share=0.0) == 1.0
+    budget.set_step(1, generation_s)
+    return budget, notes
+
+
+def train(budget: TrainingBudget, found: Comparison, saved_share: float, held_out: int = 6) -> float:
+    """One step: trains for as long as the budget says, and compares the drafters. Returns the seconds of training."""
+    seconds = budget.next_seconds()
+    budget.spend(seconds, seconds)
+    if budget.wants_comparison(held_out):
+        budget.judge(found, saved_share, 0.0)
+    return seconds
+
+
+def test_comparisons_by_hand():
+    """From 2 to 2.5 tokens per verification is a fifth of the verifications less; those of several workers add up."""
+    found = comparison(2.0, 2.5, variance=25.0**2)
+    assert found.is_better and (found.length_before, found.length_after) == (2.0, 2.5)
+    assert found.length_proved == pytest.approx(1000 / 425), "one standard error less"
+    assert comparison(2.0, 2.1, variance=1e6).length_proved == 2.0, "nothing is proved"
+    assert not comparison(2.0, 1.9).is_better
+    both = found.plus(comparison(4.0, 4.0))
+    assert both == Comparison(2000, 750.0, 650.0, 625.0)
+
+
+def test_where_nothing_is_gained_it_costs_one_per_cent():
+    """100 steps of 10 s: at most 10 s, of which those of 32 steps may be spent in advance."""
+    budget, notes = made()
+    spent = []
+    for step in range(1, 101):
+        budget.set_step(step, 10.0)
+        spent.append(train(budget, comparison(3.0, 3.0), 0.0))
+    assert spent[:4] == [1.0, 1.0, 1.0, 0.0] and 9.0 <= sum(spent) <= 10.0
+    assert "the one before stays in use" in notes[0] and len([n for n in notes if "not trained for now" in n]) == 1
+
+
+def test_training_that_pays_is_repeated_for_longer():
+    budget, notes = made(longest_s=6.0)
+    lengths = []
+    for saved_share in (0.1, 0.1, 0.1, 0.1, 0.0, 0.0):  # of 10 s, in the next 32 steps: 16 s are earned
+        lengths.append(train(budget, comparison(2.0, 2.2 if saved_share else 1.9), saved_share))
+    assert lengths[:4] == sorted(lengths[:4]) and lengths[0] == 1.0 and lengths[4] == 6.0 and lengths[5] == 1.0
+    assert notes[0] == ("the drafter was trained for 1.0 s: 2.00 → 2.20 tokens per verification on held-out answers, it is used "
+                        "from now on")
+    assert "the one before stays in use" in notes[-1]
+
+
+def test_what_was_earned_does_not_pay_for_training_that_gains_nothing():
+    budget, _ = made(steps=33)
+    train(budget, comparison(2.0, 4.0), 0.5)  # 80 s are earned
+    lost = [train(budget, comparison(4.0, 4.0), 0.0) for _ in range(20)]
+    assert sum(lost) <= 80 / 8 + 3.3 + 0.5, "one stretch, and the per cent of trials"
+
+
+def test_a_part_of_what_a_fallen_acceptance_costs_is_advanced_once():
+    """Of 10 s, 30 % could be saved in 19 steps: 57 s, a quarter of which may be spent, whatever comparisons say meanwhile."""
+    budget, notes = made(steps=20, trial_share=0.0)
+    assert budget.next_seconds() == 0.0 and not budget.wants_answers
+    budget.advance(0.03, "little has changed")
+    assert budget.next_seconds() == 0.0 and len(notes) == 1
+    for _ in range(2):
+        budget.advance(0.3, "it fell")
+    assert len(notes) == 2 and "for up to 14.2 s more: it fell" in notes[-1] and budget.wants_answers
+    spent = [train(budget, comparison(3.0, 3.0), 0.0) for _ in range(20)]
+    assert spent[0] == pytest.approx(57 / 4 / 8) and sum(spent) == pytest.approx(57 / 4, abs=1.0)
+
+
+def test_a_comparison_waits_for_training_and_for_answers():
+    budget, _ = made()
+    assert not budget.wants_comparison(6), "nothing was trained"
+    budget.spend(0.6, 0.6)
+    assert not budget.wants_comparison(6)
+    budget.spend(0.0, 0.6)  # idle time
+    assert budget.wants_comparison(6) and not budget.wants_comparison(5)
+
+
+def test_answers_are_collected_before_a_trial():
+    """5 steps of 10 s are needed for one of half a second; a run that is too short for one does not collect any."""
+    budget, notes = made(steps=8, shortest_s=0.5, horizon=1)
+    wanted, seconds = [], []
+    for step in range(8):
+        wanted.append(budget.wants_answers)
+        budget.set_step(step + 1, 10.0)
+        seconds.append(budget.next_seconds())
+    assert wanted == [True] * 7 + [False] and seconds == [0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.0]
+    short, notes = made(steps=8, shortest_s=2.0)
+    assert short.next_seconds() == short.next_seconds() == 0.0 and not short.wants_answers
+    assert notes == ["the drafter is not trained for now: trials may take 1% of the generation time, which is 0.8 s, and one "
+                     "takes 2 s"]
+
+
+def test_an_alarm_makes_the_trials_of_the_rest_of_the_run_available():
+    budget, _ = made(shortest_s=5.0)
+    assert budget.next_seconds() == 0.0
+    budget.on_alarm()
+    assert budget.next_seconds() == 5.0
 
 
 def test_a_new_drafter_is_warmed_up_where_the_rest_of_the_run_pays_for_it():
     """Steps of 5 s of which a trained drafter saves a fifth: 99 s in 99 steps, a quarter of which may be spent."""
-    def budget(steps):
-        made, notes = TrainingBudget(TrainingBudgetConfig(warm_up_s=60, upkeep=0.15), steps), []
-        made.on_note = notes.append
-        made.set_step(1)
-        made.plan_warm_up(0.2, 5.0)
-        return made, notes
-
-    long, notes = budget(100)
-    assert long.warming_up and long.next_seconds(5.0) == pytest.approx(99 / 4)
+    long, notes = made(generation_s=5.0, warm_up_s=60)
+    long.plan_warm_up(0.2)
+    assert long.warming_up and long.next_seconds() == pytest.approx(99 / 4)
     assert notes == ["the drafter is warmed up for up to 24.8 s: a trained drafter should save about 99 s of generation (20%) in "
                      "the remaining 99 steps"]
-    assert long.update(TrainingOutcome(6.0, 1.0, 2.0), 5.0) and long.next_seconds(5.0) == pytest.approx(99 / 4 - 6)
-    assert long.update(TrainingOutcome(18.5, 2.0, 3.0), 5.0) and not long.warming_up and "has had its time" in notes[-1]
-    assert long.next_seconds(5.0) == pytest.approx(0.75), "upkeep, as usual"
-    short, notes = budget(4)
+    long.spend(6.0, 6.0)
+    assert long.wants_comparison(1) and long.judge(comparison(1.0, 2.0), 0.1, 0.5)
+    assert long.next_seconds() == pytest.approx(99 / 4 - 6.5)
+    long.spend(19.0, 19.0)
+    assert not long.warming_up and "has had its time" in notes[-1]
+    short, notes = made(steps=4, generation_s=5.0)
+    short.plan_warm_up(0.2)
     assert not short.warming_up and notes == ["the drafter is not warmed up: a trained drafter should save about 3 s of "
                                               "generation (20%) in the remaining 3 steps"]
-    useless, notes = budget(100)
-    assert not useless.update(TrainingOutcome(6.0, 1.0, 1.0), 5.0) and not useless.warming_up
-    assert "learns nothing more" in notes[-1]
+    useless, notes = made(generation_s=5.0)
+    useless.plan_warm_up(0.2)
+    useless.spend(6.0, 6.0)
+    assert not useless.judge(comparison(1.0, 1.0), 0.0, 0.1) and not useless.warming_up
+    assert any("learns nothing more" in note for note in notes)
 
 
 def test_a_warm_up_goes_on_while_the_drafter_learns_although_it_saves_nothing_yet():
     """Seen on a GPU: after 7 of 60 s a new drafter had 2 tokens per verification, which pays in no large batch. The warm-up ended
     because it saved less than it took, and the drafter stayed as it was for the rest of the run."""
-    budget, notes = TrainingBudget(TrainingBudgetConfig(warm_up_s=60), 1000), []
-    budget.on_note = notes.append
-    budget.set_step(1)
-    budget.plan_warm_up(0.15, 1.7)
+    budget, notes = made(steps=1000, generation_s=1.7, warm_up_s=60, shortest_s=0.5)
+    budget.plan_warm_up(0.15)
     left = 60.0
     for before, after, saved in ((1.0, 2.07, 0.0), (2.07, 2.8, 0.01), (2.8, 3.3, 0.05), (3.3, 3.6, 0.04)):
-        assert budget.next_seconds(1.7) == pytest.approx(left)
-        budget.update(TrainingOutcome(7.0, before, after, saved_share=saved), 1.7)
+        assert budget.next_seconds() == pytest.approx(left)
+        budget.spend(7.0, 7.0)
+        budget.judge(comparison(before, after), saved, 0.0)
         left -= 7.0
-    assert budget.warming_up and len(notes) == 1
-    budget.update(TrainingOutcome(7.0, 3.6, 3.63, saved_share=0.01), 1.7)
-    assert not budget.warming_up and notes[-1] == ("the drafter's warm-up ends: it learns nothing more, and has 3.63 tokens "
-                                                   "per verification")
+    assert budget.warming_up
+    budget.spend(7.0, 7.0)
+    budget.judge(comparison(3.6, 3.63), 0.01, 0.0)
+    assert not budget.warming_up and "it learns nothing more, 3.60 → 3.63 tokens per verification" in notes[-2]
 
 
 def test_idle_time_costs_nothing():
-    assert TrainingBudget(TrainingBudgetConfig(), 100).update(TrainingOutcome(0.0, 2.0, 2.001), 1.0)
+    budget, _ = made(shortest_s=1.0)
+    for _ in range(20):
+        budget.spend(0.0, 1.0)
+        assert budget.wants_comparison(6) and not budget.judge(comparison(2.0, 2.0), 0.0, 0.0)
 
 
-def test_what_is_learned_at_the_end_of_a_run_serves_few_steps():
-    """A tenth of 10 s saved in each step that follows, for 3 s of training."""
-    for step, paid in ((1, True), (96, True), (97, False), (100, False)):
-        budget = TrainingBudget(TrainingBudgetConfig(horizon=32), 100)
-        budget.set_step(step)
-        assert budget.update(TrainingOutcome(3.0, 1.8, 2.0), 10.0) is paid
-    for step, seconds in ((98, 20.0), (99, 10.0), (100, 0.0)):
-        budget = TrainingBudget(TrainingBudgetConfig(shortest_s=25.0), 100)
-        budget.set_step(step)
-        assert budget.next_seconds(10.0) == seconds, "no more than the steps left could save"
-        assert budget.measuring is (seconds > 0)
+def test_nothing_is_trained_in_the_last_step():
+    budget, _ = made(steps=10)
+    budget.set_step(9, 100.0)
+    assert budget.next_seconds() == 1.25, "an eighth of the credit"
+    budget.set_step(10, 100.0)
+    assert budget.next_seconds() == 0.0
 
 
 GOOD = DrafterFigures(3.0, policy_version=10, drafter_version=9, expected_hits=0.5, hits=0.48)

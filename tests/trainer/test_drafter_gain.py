@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.strategy import CostCurve, Points
-from paceline.trainer.drafter_gain import RolloutProfile, acceptance_of, chain_length, predicted_costs, relative_time
+from paceline.trainer.drafter_gain import (
+    AcceptanceLevel,
+    BatchSteps,
+    RolloutProfile,
+    acceptance_of,
+    chain_length,
+    expected_gain,
+    fallen_share,
+    predicted_costs,
+)
+from paceline.trainer.drafter_gain import relative_time as relative_time_of
 from paceline.types import StepResult, Strategy
 
 
@@ -17,6 +27,10 @@ def curve(row_ms: float, draft_ms: float = 0.1) -> CostCurve:
     rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     return CostCurve(Points.through([(n, 10 + row_ms * n) for n in rows]), Points.through([(n, draft_ms) for n in rows]),
                      Points.through([(n, draft_ms) for n in rows]))
+
+
+def relative_time(steps: dict[int, int], costs: CostCurve, acceptance: float) -> float:
+    return relative_time_of({size: BatchSteps(count) for size, count in steps.items()}, costs, acceptance)
 
 
 def test_a_chain_and_its_acceptance():
@@ -41,10 +55,41 @@ def test_a_profile_counts_steps_without_speculation():
     for strategy, size, tokens in ((Strategy.OFF, 8, 1), (Strategy("eagle", 4, 1, 4), 2, 2)):
         profile.on_engine_step(StepResult(0, strategy, size, size, 0, 0, 0, {i: [0] * tokens for i in range(size)}, [], 1.0))
     taken = profile.take()
-    assert taken == {8: 1, 2: 2} and profile.take() == {}
+    assert taken == {8: BatchSteps(1), 2: BatchSteps(2, drafted_tokens=4, verifications=2)} and profile.take() == {}
     both = RolloutProfile(lambda: curve(0.2))
     both.add(taken)
-    both.add({8: 1})
+    both.add({8: BatchSteps(1)})
     assert both.relative_time(3.0, 6) == relative_time({8: 2, 2: 2}, curve(0.2), acceptance_of(3.0, 6))
     both.begin_step()
     assert both.take() == {}
+
+
+def test_what_suffix_drafts_save_is_not_saved_again():
+    """Steps of 10 ms without speculation: with a learned drafter of two tokens per verification 5 ms for each token, and suffix
+    drafts have four."""
+    profile = RolloutProfile(lambda: curve(0.0, 0.0))
+    for strategy, tokens in ((Strategy.OFF, 1), (Strategy("suffix", 4, 1, 4), 4)):
+        profile.on_engine_step(StepResult(0, strategy, 2, 2, 0, 0, 0, {i: [0] * tokens for i in range(2)}, [], 10.0))
+    assert profile.relative_time(1.5, 1) == 1.0
+    assert profile.relative_time(1.99, 1) < 0.5, "a long chain of a drafter that is nearly always right"
+
+
+def test_where_a_drafter_cannot_gain_it_is_said_in_one_line():
+    assert expected_gain(curve(0.0), 256) == [], "rows are free"
+    (line,) = expected_gain(curve(0.2), 256)
+    assert line.startswith("with 256 requests at a time") and "or fewer at least" in line
+    (line,) = expected_gain(curve(20.0), 16)
+    assert "this run cannot gain by it" in line
+
+
+def test_an_acceptance_that_has_fallen_over_several_steps_is_noticed():
+    """From four tokens per verification to two; a single bad step is no fall."""
+    level, shares = AcceptanceLevel(), []
+    for tokens in (4, 4, 4, 4, 2, 4, 4, 4, 2, 2, 2, 2):
+        profile = RolloutProfile(lambda: None)
+        for _ in range(100):
+            profile.on_engine_step(StepResult(0, Strategy("eagle", 4, 1, 4), 1, 1, 0, 0, 0, {0: [0] * tokens}, [], 1.0))
+        share, why = fallen_share(profile, level, 6)
+        shares.append(share)
+    assert shares[:4] == [0.0] * 4 and 0 < shares[4] < 0.2 and shares[-1] == 0.5
+    assert why == "its tokens per verification fell from 4.00 to 2.00"

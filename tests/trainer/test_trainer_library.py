@@ -14,6 +14,7 @@ from paceline.drafters.fingerprint import fingerprint_of
 from paceline.models.weights import load_model
 from paceline.report import read_metrics
 from paceline.spot import fresh_eagle
+from paceline.spot.budget import Comparison
 from paceline.trainer import ReportWriter, RunStatus, TrainConfig, Trainer, TrainerCallback
 from paceline.trainer.drafter import OnlineDrafterTrainer
 
@@ -200,14 +201,40 @@ def test_the_drafters_records_survive_a_restart_within_their_budget(folder):
 
 
 @pytest.mark.filterwarnings("ignore:the drafter was trained for other weights:UserWarning")
-def test_while_drafter_training_pauses_no_features_are_read(folder, monkeypatch):
-    """Reading and copying features took 5 to 8 % of the generation time of a run in which training paused. The step before the
-    pause ends is captured again, so that there is more to train on than one step."""
-    monkeypatch.setattr(OnlineDrafterTrainer, "_accept_length", lambda self, drafter, records: 2.0)  # training never gains
+@pytest.mark.parametrize(("trial_share", "steps"), [(0.01, {1}), (100.0, {1, 2, 3, 4})])
+def test_features_are_read_only_while_there_is_time_to_train(folder, trial_share, steps):
+    """Reading and copying features took 5 to 8 % of the generation time of a run in which the drafter was not trained."""
     policy, _ = load_model(folder / "model", "cpu", torch.float64)
-    save_eagle(fresh_eagle(policy), folder / "start")
+    drafter = fresh_eagle(policy)
+    drafter.policy_fingerprint = fingerprint_of(policy)
+    save_eagle(drafter, folder / "start")
+    budget = {"shortest_s": 0.1, "longest_s": 0.1, "trial_share": trial_share, "warm_up_s": 0}
+    trainer = Trainer(make_config(folder, drafter=str(folder / "start"), strategy="eagle:d3w1v3", steps=5, drafter_budget=budget))
+    trainer.run()
+    assert {entry.step for entry in trainer.drafter_trainer.buffer.entries()} == steps
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_a_drafter_is_used_once_it_is_measured_to_be_better(folder, monkeypatch, is_better):
+    """On answers that neither was trained on. In benchmarks short training on few answers made drafters worse."""
+    compared: list[Comparison] = []
+
+    def compare(before, after, engine, records, temperature):
+        assert not torch.equal(before.fc.weight, after.fc.weight) and records
+        compared.append(Comparison(100, 50.0, 40.0 if is_better else 60.0, 0.0))
+        return compared[-1]
+
+    monkeypatch.setattr("paceline.trainer.drafter.compare", compare)
+    monkeypatch.setattr("paceline.spot.budget._MIN_HELD_OUT", 2)
+    policy, _ = load_model(folder / "model", "cpu", torch.float64)
+    start = fresh_eagle(policy)
+    torch.nn.init.normal_(start.attention.o.weight, std=0.01)
+    start.policy_fingerprint = fingerprint_of(policy)
+    save_eagle(start, folder / "start")
     config = make_config(folder, drafter=str(folder / "start"), strategy="eagle:d3w1v3", steps=5,
-                         drafter_budget={"shortest_s": 0.01, "pause": 3, "warm_up_s": 0})
+                         drafter_budget={"shortest_s": 0.05, "longest_s": 0.1, "trial_share": 100.0})
     trainer = Trainer(config)
     trainer.run()
-    assert {entry.step for entry in trainer.drafter_trainer.buffer.entries()} == {1, 4, 5}
+    used = trainer.engine.eagle.module.attention.o.weight
+    assert compared and torch.equal(used, start.attention.o.weight) is not is_better
+    assert {line.get("drafter/published") for line in read_metrics(folder / "run")} == {None, float(is_better)}

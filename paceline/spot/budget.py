@@ -159,7 +159,7 @@ class TrainingBudget:
         would save. Called in every step; what was advanced already counts."""
         saved = saved_share * self._generation_s * self._steps_left
         more_s = saved / _SAVED_PER_SECOND - self._advance_s
-        if more_s >= 2 * self.config.shortest_s:
+        if more_s >= self.config.shortest_s:
             self._advance_s += more_s
             self.on_note(f"the drafter is trained for up to {more_s:.3g} s more: {why}, and one as good as before should save "
                          f"about {saved:.3g} s of generation ({saved_share:.0%}) in the remaining {self._steps_left} steps")

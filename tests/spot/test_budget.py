@@ -77,7 +77,7 @@ def test_a_part_of_what_a_fallen_acceptance_costs_is_advanced_once():
     """Of 10 s, 30 % could be saved in 19 steps: 57 s, a quarter of which may be spent, whatever comparisons say meanwhile."""
     budget, notes = made(steps=20, trial_share=0.0)
     assert budget.next_seconds() == 0.0 and not budget.wants_answers
-    budget.advance(0.03, "little has changed")
+    budget.advance(0.02, "little has changed")
     assert budget.next_seconds() == 0.0 and len(notes) == 1
     for _ in range(2):
         budget.advance(0.3, "it fell")

@@ -117,8 +117,8 @@ class TrainingBudget:
     def wants_answers(self) -> bool:
         """Whether the answers of the step that begins are needed: the drafter is trained now or in one of the next steps."""
         later = min(self._step + _AHEAD, self._num_steps - 1)
-        return (self.warming_up or not self._generation_s or self._is_trial_over
-                or (later > self._step and self._is_affordable(later)))
+        return not self._generation_s or (
+            later > self._step and (self.warming_up or self._is_trial_over or self._is_affordable(later)))
 
     def set_step(self, step: int, generation_s: float) -> None:
         """Sets the current RL step; a drafter trained now serves the steps after it. generation_s: Usual generation time of a

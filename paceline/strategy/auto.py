@@ -225,7 +225,7 @@ class AutoSelector:
         if outcome.decision.strategy.drafter != "none":
             self._at_risk += outcome.ms / self._off_ms - outcome.progress
         is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP)
-        if is_enough or outcome.drafts is not None or self._at_risk > 1:
+        if is_enough or outcome.drafts is not None or self._at_risk > 0.5:
             self._learn()
 
     def _learn(self) -> None:

@@ -7,6 +7,7 @@ are summed, so an update does not depend on the number of ranks, up to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,7 @@ def _gather(group: Sequence[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]
         return
     mesh, parts = group[0][1].device_mesh, [local(tensor).detach().flatten() for _, tensor in group]
     rows = [-(-tensor.shape[0] // mesh.size()) for _, tensor in group]  # of the largest part
-    sizes = [n * tensor[0].numel() for n, (_, tensor) in zip(rows, group, strict=True)]
+    sizes = [n * prod(tensor.shape[1:]) for n, (_, tensor) in zip(rows, group, strict=True)]
     mine = parts[0].new_zeros(sum(sizes))
     for place, part in zip(mine.split(sizes), parts, strict=True):
         place[: len(part)] = part

@@ -193,7 +193,8 @@ class CalibratedTraining:
     def policy_changed(self) -> None:
         pass
 
-    def install(self, trained: TrainedDrafter) -> None:
+    def receive(self, trained: TrainedDrafter, is_used: bool) -> None:
+        """It is used whatever `is_used` says, because training never makes it worse here."""
         self._engine.trained_s = trained.snapshot_metadata["trained_s"]
 
     def start(self, newest: TrainedDrafter | None, training: TrainingRound, worker: int, frequent: tuple[int, ...]) -> None:

@@ -141,15 +141,15 @@ def test_a_run_gives_its_memory_back(tmp_path, monkeypatch):
 def test_the_engine_does_not_know_where_answers_end(tmp_path, monkeypatch):
     """In `paceline train` answer lengths are not known. If they were known here, `auto` would draft for the request that finishes
     last, and the benchmark would measure another mode."""
-    seen, real = [], StrategyControl._remaining
-    monkeypatch.setattr(StrategyControl, "_remaining", lambda self, decoding: seen.append(real(self, decoding)) or seen[-1])
+    seen, real = [], StrategyControl._view
+    monkeypatch.setattr(StrategyControl, "_view", lambda self, *args: seen.append(real(self, *args)) or seen[-1])
     config = memory.train_config
     monkeypatch.setattr(memory, "train_config", lambda *args: config(*args).model_copy(
         update={"strategy": "auto", "drafter": "suffix"}))
     args = Namespace(group=2, max_new_tokens=16, tiny=True, optimizer="adamw", micro_batch_tokens=64, lengths=None, max_length=4,
                      steps=1)
     memory.run_case(memory.TINY_CASES["full weights"], args, Setting(torch.device("cpu"), True), Budget(5.0), tmp_path)
-    assert seen and not any(seen)
+    assert seen and not any(view.remaining for view in seen)
 
 
 class Peer:

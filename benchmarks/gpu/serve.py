@@ -102,6 +102,7 @@ def measure(args: Any, servers: dict[str, HttpServer], prompts: Prompts, report:
     for name, server in servers.items():
         if (why := server.wait(0.5 * budget.left)) is not None:
             found[name] = {"error": why}
+            report.save()
     ready = {name: server for name, server in servers.items() if name not in found}
     taken: dict[str, list[list[float]]] = {name: [] for name in ready}
     for number in range(args.rounds + 1 if "paceline" in ready else 0):

@@ -82,7 +82,8 @@ class RowBuilder:
         """On a CPU: memory for the integers of steps without forced rows, which are no longer read when the next step is laid
         out."""
         self._in_block: dict[tuple[int, int], StepRows] = {}
-        """The same memory as rows, by number of rows and of requests: making so many tensors takes longer than filling them."""
+        """Views of `_block` as the rows of a step, by number of rows and of requests. They are kept because making the views takes
+        longer than filling them."""
 
     def build(self, command: StepCommand, drafts: Drafts | None, keep: bool = False) -> StepRows:
         """Lay out a step. `drafts`: its draft trees, if there are any. `keep`: the rows are still read after other
@@ -184,7 +185,7 @@ def _as_rows(inputs: Tensor, num_rows: int, num_requests: int, fixed: bool) -> S
 
 
 def _without_forced(rows: StepRows, num_rows: int) -> StepRows:
-    """The same rows, all of which are sampled from."""
+    """Return the rows of a step that has no forced rows: every row is sampled from."""
     return rows._replace(tree=rows.tree._replace(sampled=None), first_forced=num_rows, next_tokens=None)
 
 

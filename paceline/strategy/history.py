@@ -21,7 +21,7 @@ class TimeRatio:
     weight: float = 0.0
     seen_at: int = 0
     num_since: int = 0
-    """Of off: number of steps with a drafter since it was measured."""
+    """Number of steps with a drafter since off was measured; counted in the ratio of off only."""
 
     def observe(self, error: float, count: int, step: int) -> None:
         """Count so many steps whose times were mispredicted by so much."""

@@ -34,7 +34,7 @@ class DraftOps(RowOps, ABC):
     def __init__(self) -> None:
         self._layers: OrderedDict[tuple[int, ...], _LayerProgram] = OrderedDict()
         self._trees: OrderedDict[tuple[int, ...], _TreeProgram] = OrderedDict()
-        """Of the tensors `_drafted`, by number of requests and shape of the trees."""
+        """Programs that draft trees with the tensors `_drafted`, by number of requests and shape of the trees."""
         self._drafted: DraftTensors | None = None
 
     @property

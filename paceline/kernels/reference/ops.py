@@ -119,7 +119,7 @@ class TorchOps:
         return False
 
     def whole_step(self, of: StepTensors, inputs: StepInputs, trees: TreeTensors | None, max_depth: int) -> SampledTokens:
-        raise NotImplementedError("steps run operation by operation")
+        raise AssertionError("serves_whole_steps says that these operations run steps one operation at a time")
 
     def plan_step(self, segments: Segments, num_rows: int, num_heads: int, cache: PagedCache,
                   chunks: list[tuple[int, int, int]], trees: bool = False, forced: bool = False) -> Any:

@@ -82,8 +82,8 @@ class RowBuilder:
         """On a CPU: memory for the integers of steps without forced rows, which are no longer read when the next step is laid
         out."""
         self._in_block: dict[tuple[int, int], StepRows] = {}
-        """Views of `_block` as the rows of a step, by number of rows and of requests. They are kept because making the views takes
-        longer than filling them."""
+        """Views of `_block` as the rows of a step, by number of rows and of requests. They are kept because making views
+        takes longer than filling them."""
 
     def build(self, command: StepCommand, drafts: Drafts | None, keep: bool = False) -> StepRows:
         """Lay out a step. `drafts`: its draft trees, if there are any. `keep`: the rows are still read after other

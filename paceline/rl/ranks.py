@@ -89,8 +89,8 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gathered(named: Iterable[tuple[str, Tensor]], group_bytes: int = _ONE_UNIT_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor as a whole. Sharded tensors are gathered in groups of about `group_bytes`, so all ranks must go through the
-    whole iterator."""
+    """Yield every tensor as a whole. Sharded tensors are gathered in groups of about `group_bytes`, so all ranks must go through
+    the whole iterator."""
     group: list[tuple[str, DTensor]] = []
     for name, tensor in named:
         if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard():

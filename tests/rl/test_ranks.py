@@ -27,11 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.weights import load_model
+from paceline.rl.adapters import merged_parameters
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.checkpoint import load_shard, policy_folder, restore, save_learner, shard_state
 from paceline.rl.learner import Learner
 from paceline.rl.models import Scorer
-from paceline.rl.ranks import Ranks, local
+from paceline.rl.ranks import Ranks, gathered, local
 from paceline.rl.reward_model import RewardModel
 
 CASES: dict[str, dict[str, Any]] = {
@@ -82,7 +83,10 @@ def run_cases(rank: int, size: int, folder: str, names: list[str]) -> dict[str, 
             learner.shard(ranks)
             metrics = train(learner)
             parts = sum(local(p).numel() for p in learner.policy.parameters())
-            found[name] = {n: t.numpy() for n, t in learner.weights()}, metrics, parts
+            weights = {n: t.numpy() for n, t in learner.weights()}
+            in_groups = dict(gathered(merged_parameters(learner.policy.model), group_bytes=512))
+            assert in_groups.keys() == weights.keys() and all((in_groups[n].numpy() == w).all() for n, w in weights.items())
+            found[name] = weights, metrics, parts
         samples = random_samples(2, 3)
         learner = make_learner(options={"kl": 0.1})
         learner.reward_model = make_reward_model()

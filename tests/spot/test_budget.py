@@ -74,8 +74,8 @@ def test_what_was_earned_does_not_pay_for_training_that_gains_nothing():
 
 
 def test_a_part_of_what_a_fallen_acceptance_costs_is_advanced_once():
-    """A step generates for 10 s, of which a trained drafter could save 30 % in each of 19 steps. A quarter of these 57 s may be spent,
-    whatever comparisons say meanwhile."""
+    """A step generates for 10 s, of which a trained drafter could save 30 % in each of 19 steps. A quarter of these 57 s
+    may be spent, whatever comparisons say meanwhile."""
     budget, notes = made(steps=20, trial_share=0.0)
     assert budget.next_seconds() == 0.0 and not budget.wants_answers
     budget.advance(0.02, "little has changed")

@@ -381,6 +381,11 @@ class TrainConfig(Config):
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    @property
+    def has_learned_drafter(self) -> bool:
+        """Whether the drafter is one that can be trained."""
+        return self.drafter not in ("suffix", "none")
+
     @model_validator(mode="before")
     @classmethod
     def _default_drafter(cls, raw: Any) -> Any:

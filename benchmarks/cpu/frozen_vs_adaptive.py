@@ -41,6 +41,7 @@ from paceline.spot import FeatureBuffer, SpotConfig, SpotTrainer, capture_layers
 from paceline.spot.coverage import coverage
 from paceline.tasks import make_task
 from paceline.trainer import Trainer, TrainerCallback, load_config
+from paceline.trainer.backend import LocalBackend
 from paceline.trainer.parts import make_engine
 from paceline.trainer.rollouts import PromptStream
 from paceline.types import RolloutGroup
@@ -103,11 +104,16 @@ class StopInTime(TrainerCallback):
             raise KeyboardInterrupt
 
 
+class PairedBackend(LocalBackend):
+    def _make_baseline(self) -> Engine:
+        return make_engine(self.config.model_copy(update={"train_drafter": False}), self.learner, self.tokenizer, speculate=True)
+
+
 class Paired(Trainer):
     """A run that also generates every batch with the drafter it started with."""
 
-    def _make_baseline(self) -> Engine:
-        return make_engine(self.config.model_copy(update={"train_drafter": False}), self.learner, self.tokenizer, speculate=True)
+    def _make_backend(self) -> LocalBackend:
+        return PairedBackend(self.config, self.folder.path)
 
     def _engine_metrics(self, timed: dict[str, float]) -> dict[str, Any]:
         assert self.baseline is not None

@@ -29,7 +29,7 @@ from benchmarks.lib.figures import print_table
 from benchmarks.lib.models import QWEN_7B, QWEN_32B, TINY, random_model, word_tokenizer, write_shape
 from benchmarks.lib.prompts import long_tailed_lengths
 from benchmarks.lib.results import Report
-from benchmarks.lib.rl_run import GivenLengthsTask, GivenLengthsTrainer, run_steps
+from benchmarks.lib.rl_run import GivenLengthsTask, GivenLengthsTrainer, MeasuredBackend, run_steps
 from benchmarks.lib.setup import Budget, Setting, make_parser
 from paceline.models.config import ModelConfig
 from paceline.models.weights import open_checkpoint, parse_dtype
@@ -134,15 +134,18 @@ def make_task(case: Case, args: argparse.Namespace) -> GivenLengthsTask:
 class RandomTrainer(GivenLengthsTrainer):
     """A run whose policy has the shape of its model's folder and random weights."""
 
+    def _make_backend(self) -> RandomBackend:
+        return RandomBackend(self.config, self.folder.path)
+
+
+class RandomBackend(MeasuredBackend):
     def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
         assert checkpoint is None
         shape = open_checkpoint(self.config.model).config
         master = master_dtype(self.config)
         dtype = (parse_dtype(self.config.dtype) or master) if self.config.learner.lora_rank else master
         tokenizer = word_tokenizer(WORDS)
-        learner = learner_for(self.config, random_model(shape, dtype, self.config.device), tokenizer)
-        self._warm_up_learner(learner)
-        return learner, tokenizer
+        return learner_for(self.config, random_model(shape, dtype, self.config.device), tokenizer), tokenizer
 
 
 @dataclass

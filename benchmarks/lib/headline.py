@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.lib.long_tail import MAX_PROBLEMS, TOKENS_PER_PROBLEM
-from benchmarks.lib.rl_run import EndlessTrainer
+from benchmarks.lib.rl_run import EndlessTrainer, MeasuredBackend
 from benchmarks.lib.upscale import upscale
+from paceline.config import TrainConfig
 from paceline.models.config import ModelConfig
 from paceline.models.weights import load_model
 from paceline.rl.learner import Learner
@@ -76,6 +77,15 @@ class TwinTrainer(EndlessTrainer):
     source: str
     shape: ModelConfig
 
+    def _make_backend(self) -> TwinBackend:
+        return TwinBackend(self.config, self.folder.path, self.source, self.shape)
+
+
+class TwinBackend(MeasuredBackend):
+    def __init__(self, config: TrainConfig, folder: Path, source: str, shape: ModelConfig) -> None:
+        super().__init__(config, folder)
+        self.source, self.shape = source, shape
+
     def _make_learner(self, checkpoint: Path | None) -> tuple[Learner, Any]:
         assert checkpoint is None, "runs of this benchmark write none"
         small, tokenizer = load_model(self.source, self.config.device, master_dtype(self.config))
@@ -83,5 +93,4 @@ class TwinTrainer(EndlessTrainer):
         del small
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._warm_up_learner(learner)
         return learner, tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from paceline.models.decoder import Decoder
 from paceline.rl.learner import Learner
 from paceline.tasks import Problem
 from paceline.trainer import RolloutProgress, RunStatus, Trainer, TrainerCallback
+from paceline.trainer.backend import LocalBackend
 from paceline.trainer.rollouts import OpenGroup, PromptStream, RolloutCollector
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
@@ -115,29 +116,39 @@ class GivenLengths(RolloutCollector):
         super()._collect_grades([(rollout, handle) for rollout, handle in handles if handle is not None])
 
 
-class MeasuredTrainer(Trainer):
-    """A `Trainer` that measures what is not a phase of a step."""
+class MeasuredBackend(LocalBackend):
+    """A `LocalBackend` that measures its warm-up."""
 
-    publish_s = 0.0
-    """Seconds that the last step took to hand the new weights to the engine."""
     warm_up_s = 0.0
     """Seconds of warm-up before the first step: kernels compiled, engine steps captured and timed, memory planned."""
 
-    def _warm_up_learner(self, learner: Learner) -> None:
+    def _warm_up_learner(self) -> None:
         began = time.perf_counter()
-        super()._warm_up_learner(learner)
-        synchronize(learner.device)
-        self.warm_up_s += time.perf_counter() - began
-
-    def _warm_up(self) -> None:
-        began = time.perf_counter()
-        super()._warm_up()
+        super()._warm_up_learner()
         synchronize(self.learner.device)
         self.warm_up_s += time.perf_counter() - began
 
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> list[str]:
+        began = time.perf_counter()
+        lines = super().warm_up(on_progress)
+        synchronize(self.learner.device)
+        self.warm_up_s += time.perf_counter() - began
+        return lines
+
+
+class MeasuredTrainer(Trainer):
+    """A `Trainer` that measures what is not a phase of a step."""
+
+    backend: MeasuredBackend
+    publish_s = 0.0
+    """Seconds that the last step took to hand the new weights to the engine."""
+
+    def _make_backend(self) -> MeasuredBackend:
+        return MeasuredBackend(self.config, self.folder.path)
+
     def _publish(self, learner: Learner, version: int) -> None:
         synchronize(learner.device)
-        self._notify(lambda callback: callback.on_phase("publish"))
+        self.listeners.tell(lambda callback: callback.on_phase("publish"))
         began = time.perf_counter()
         super()._publish(learner, version)
         synchronize(learner.device)
@@ -153,6 +164,8 @@ class GivenLengthsTrainer(MeasuredTrainer):
         assert self._task is not None
         self.collector = GivenLengths(self.engine, None, PromptStream(self._task, 0, None, shuffle=False), self.pool,
                                       self.config.rollout, self.config.seed, self._on_engine_step)
+        if self.drafter_trainer is not None:
+            self.drafter_trainer.answers_ahead = self.collector.answers_ahead
 
 
 class EndlessTrainer(GivenLengthsTrainer):
@@ -162,7 +175,7 @@ class EndlessTrainer(GivenLengthsTrainer):
     def _load(self) -> None:
         super()._load()
         if silence_ends(self.learner.policy.model, self.engine.tokenizer):
-            self._publish_to(self.engine, self.learner, self.state.step)
+            self.backend.publish(self.state.step)
 
 
 def silence_ends(policy: Decoder, tokenizer: Any) -> bool:
@@ -204,7 +217,7 @@ class StepRecorder(TrainerCallback):
         assert self.trainer is not None
         self._step = step
         if not self.steps:  # the engines are warm
-            self.warm_up_s = self.trainer.warm_up_s
+            self.warm_up_s = self.trainer.backend.warm_up_s
             freeze_memory()
         longest = max((found["seconds"] for found in self.steps), default=0.0)
         if step > self.num_steps or (self.steps and self.budget.left < longest):

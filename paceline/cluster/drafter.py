@@ -1,5 +1,4 @@
-"""The drafter's training on several workers, as a run sees it: `ClusterDrafterTrainer` has the methods of an
-`OnlineDrafterTrainer`.
+"""The drafter's training on several workers, as a run sees it.
 
 Workers without requests train while others generate, which costs the run nothing. After generation all of them train for as long
 as the training budget says, which is what one worker does; so a drafter is trained even where no worker is ever idle. Engines get
@@ -9,7 +8,7 @@ the result once the workers have measured, on held-out answers, that it is bette
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -27,7 +26,7 @@ from paceline.models.config import ModelConfig
 from paceline.spot import SpotCheckpoints, SpotConfig, drafter_of
 from paceline.spot.budget import Comparison, TrainingBudget, TrainingBudgetConfig
 from paceline.spot.checkpoint import Snapshot
-from paceline.trainer.drafter import AHEAD_SHARE, GENERATION_WINDOW, MEASURED_DEPTH
+from paceline.trainer.drafter import AHEAD_SHARE, GENERATION_WINDOW, MEASURED_DEPTH, DrafterTrainer
 from paceline.trainer.drafter_gain import (
     TRAINED_ACCEPTANCE,
     AcceptanceLevel,
@@ -36,23 +35,19 @@ from paceline.trainer.drafter_gain import (
     chain_length,
     fallen_share,
 )
-from paceline.types import Rollout, RolloutGroup, StepResult
+from paceline.types import RolloutGroup
 
 _ANSWER_S = 60.0
 """Seconds that the run waits for workers' answers about the drafter; then it goes on without them."""
 
 
-class ClusterDrafterTrainer:
+class ClusterDrafterTrainer(DrafterTrainer):
     """Has the workers of a coordinator train the drafter."""
 
     def __init__(self, config: TrainConfig, coordinator: Coordinator, folder: Path) -> None:
         """`folder`: where checkpoints are written."""
+        super().__init__(TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps))
         self.config, self.coordinator = config, coordinator
-        self.budget = TrainingBudget(TrainingBudgetConfig(**config.drafter_budget), config.steps)
-        self.failure: str | None = None
-        """Why the drafter is no longer trained; None: it is."""
-        self.answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
-        """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
         self._profile, self._level = RolloutProfile(lambda: coordinator.figures.costs), AcceptanceLevel()
         self._generation_s: list[float] = []
         self._is_new = config.drafter == "learned" and coordinator.trained is None
@@ -62,23 +57,17 @@ class ClusterDrafterTrainer:
         coordinator.set_drafter(keeps_answers=False)  # until the first step
 
     def begin_step(self, step: int) -> None:
-        """Called once per training step, before generation begins."""
         self.coordinator.drafter.begin_step()
         self._profile.begin_step()
         is_spot = self.config.cluster.spot_training
         self._allow(is_spot)
         self.coordinator.set_drafter(self.failure is None and (is_spot or self.budget.wants_answers), self._max_passes)
 
-    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
-        """Called after every round of the coordinator; nothing is needed from it."""
-
     def add_profile(self, steps: Mapping[int, BatchSteps]) -> None:
         """Adds the batch sizes of a worker's engine steps."""
         self._profile.add(steps)
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
-        """Called once per training step, after generation and before the policy changes. Returns metrics, with `drafter/failed`
-        in the step in which training failed: the engines then keep the drafter that they have."""
         if self.failure is not None:
             return {}
         self._generation_s.append(generation_s)
@@ -89,18 +78,12 @@ class ClusterDrafterTrainer:
         self.failure = self.coordinator.drafter.failure
         return {"drafter/failed": 1.0} if self.failure is not None else metrics
 
-    def on_alarm(self) -> None:
-        """Acceptance has fallen."""
-        self.budget.on_alarm()
-
     def save(self) -> None:
-        """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both,
-        with any number of workers."""
+        """A resumed run may have another number of workers."""
         if self.coordinator.trained is not None:
             self._checkpoints.save(unpack_drafter(self.coordinator.trained))
 
     def close(self) -> None:
-        """Waits for the last checkpoint."""
         self._checkpoints.close()
 
     # -- one step

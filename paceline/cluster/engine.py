@@ -61,9 +61,6 @@ class ClusterEngine:
         assert drafter == "eagle", "nothing else is ever distrusted"
         self.coordinator.broadcast(DistrustDrafter())
 
-    def selection_state(self) -> None:
-        """Return nothing: what the workers' selectors have learned is not collected."""
-
     def wait_until_ready(self) -> None:
         """Wait for the first worker."""
         began = time.perf_counter()
@@ -127,13 +124,6 @@ class ClusterEngine:
         self.version = self.version + 1 if version is None else version
         payload = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
         self.coordinator.publish_policy(to_payload(payload), self.version)
-
-    def wake(self) -> None:
-        """Nothing to do: engines of workers sleep while the workers train the policy, and wake when its weights are published."""
-
-    def strategy_steps(self) -> dict[str, int]:
-        """Number of engine steps by strategy, over all workers, since `reset_stats`."""
-        return dict(self.coordinator.sums.strategies)
 
     def stats(self) -> EngineStats:
         """Sums over all workers since `reset_stats`. Pages are not reported."""

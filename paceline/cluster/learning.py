@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.bundled import resolve_model
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.rendezvous import open_store
+from paceline.cluster.runtime import Runtime
 from paceline.config import TrainConfig
 from paceline.manifest import FileDigest
 from paceline.models.weights import open_checkpoint
@@ -132,17 +133,14 @@ class LearnerCalls(Protocol):
         one of them; WorkerDied if one has died."""
 
 
-class LearnerRuntime(Protocol):
-    """The part of a runtime that training on its workers needs."""
+class LearnerRuntime(Runtime, Protocol):
+    """A runtime whose workers can train the policy."""
 
     def call(self, method: str, each: Sequence[tuple[Any, ...]]) -> LearnerCalls:
         """Call a method of every worker's learner between two of its steps, each with arguments of its own."""
 
     def meeting(self) -> Meeting:
         """A new place for all workers to meet."""
-
-    def put(self, value: Any) -> Any:
-        """Store a value that is sent to several workers."""
 
 
 class ShardedLearner:

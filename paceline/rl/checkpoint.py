@@ -46,36 +46,27 @@ class RunState:
     never begun has the number `cursor + len(unfinished)`."""
 
 
-WriteLearner = Callable[[Learner, Path, Any], dict[str, FileDigest]]
-
-
 class Checkpoints:
     """Checkpoints in `folder/step-000010/` and so on: the policy as a Hugging Face folder, LoRA adapters in PEFT's format, a file
     with the trainer's state, what else the caller writes there, and a manifest of all of it."""
 
-    def __init__(self, folder: Path, keep: int, base_model: str = "",
-                 write: WriteLearner | None = None) -> None:
-        """`base_model`: folder or hub id of the model that adapters belong to. `write` writes the learner and the tokenizer into
-        a new folder, and returns the digests of the files; the default is `save_learner`."""
-        self.folder, self.keep, self.base_model = folder, keep, base_model
-        self.write = write or (lambda learner, folder, tokenizer: save_learner(learner, folder, tokenizer, base_model))
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
         self.confirmed = self.latest()
         """The most recent checkpoint that a step has been done from. It is never removed."""
-        self.best: Path | None = None
-        """The checkpoint with the best evaluation. It is not removed as long as there is no better one."""
+        self.best_step: int | None = None
+        """Step of the best evaluation. Its checkpoint is not removed as long as there is no better one."""
 
-    def save(self, learner: Learner, state: RunState, tokenizer: Any,
-             write_more: Callable[[Path], None] = lambda folder: None) -> Path:
-        """Writes a checkpoint, removes old ones, and returns the new one's folder. NonFiniteError, and nothing is written or
-        removed, if a weight is not finite. `write_more` is called with the folder before it is renamed into place, and may add
-        to it."""
+    def save(self, state: RunState, write: Callable[[Path], dict[str, FileDigest]]) -> Path:
+        """Writes a checkpoint, removes old ones, and returns the new one's folder. `write` writes the learner, as `save_learner`
+        does, and whatever else belongs to it, into a folder that is renamed into place afterwards, and returns the digests that
+        it has of these files. If it raises, no checkpoint is written or removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         target, scratch = self.folder / f"step-{state.step:06d}", self.folder / ".new"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
         try:
-            digests = self.write(learner, scratch, tokenizer)
+            digests = write(scratch)
             atomic_write(scratch / STATE_FILE, json.dumps({**asdict(state), HAS_MANIFEST: True}) + "\n")
-            write_more(scratch)
             write_manifest(scratch, state.step, digests)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(scratch, target)
@@ -109,6 +100,11 @@ class Checkpoints:
         """Folder of the checkpoint of this step; None if there is none."""
         return next((path for path in self.all() if int(path.name.removeprefix("step-")) == step), None)
 
+    @property
+    def best(self) -> Path | None:
+        """Folder of the checkpoint with the best evaluation; None if there is none."""
+        return None if self.best_step is None else self.of_step(self.best_step)
+
     def latest(self) -> Path | None:
         """Folder of the most recent checkpoint; None if there is none."""
         return self.all()[-1] if self.all() else None
@@ -119,8 +115,9 @@ class Checkpoints:
         return 0 if latest is None else int(latest.name.removeprefix("step-"))
 
     def _remove_old(self) -> None:
+        kept = (self.confirmed, self.best)
         for old in self.all()[: -self.keep]:
-            if old not in (self.confirmed, self.best):
+            if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _kept(self) -> str:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.rl.algorithms import Algorithm
-from paceline.rl.batch import samples_of
+from paceline.rl.batch import Sample, samples_of
 from paceline.rl.checkpoint import RunState
-from paceline.rl.learner import Learner
-from paceline.rl.reward_model import add_scores
+from paceline.rl.reward_model import ScoresAnswers, add_scores
 from paceline.types import RolloutGroup
 
 
@@ -49,6 +48,19 @@ class PhaseTimer:
         total = time.perf_counter() - self.began
         idle = max(0.0, total - sum(self.seconds.values()))
         return {**{f"time/{phase}": seconds for phase, seconds in self.seconds.items()}, "time/idle": idle, "time/step": total}
+
+
+class PolicyLearner(ScoresAnswers, Protocol):
+    """Trains the policy: a `Learner`, or what leads learners in other threads and processes."""
+
+    algorithm: Algorithm
+
+    def infer(self, samples: Sequence[Sample]) -> None:
+        """Fills in the samples' old and reference log-probabilities, and the critic's values."""
+
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        """Trains on samples that have their advantages, and returns metrics. `step` is counted from 0."""
+        ...
 
 
 class Collect(Protocol):
@@ -83,8 +95,8 @@ class StepReport:
     """Losses, drafter metrics and seconds per phase."""
 
 
-def train(learner: Learner, state: RunState, steps: int, prompts: int, collect: Collect,
-          publish: Callable[[Learner, int], None], on_step_end: Callable[[StepReport], None],
+def train(learner: PolicyLearner, state: RunState, steps: int, prompts: int, collect: Collect,
+          publish: Callable[[PolicyLearner, int], None], on_step_end: Callable[[StepReport], None],
           on_phase: Callable[[str], None] = lambda phase: None, train_drafter: DrafterPhase | None = None,
           on_step_begin: Callable[[int], None] = lambda step: None) -> RunState:
     """Trains until `steps` steps are done or no prompts are left. Every step is a function of the weights and `state` alone."""
@@ -125,7 +137,7 @@ class CollectedBatch(NamedTuple):
     """Number of prompts used so far in the run."""
 
 
-def collect_batch(learner: Learner, cursor: int, prompts: int, collect: Collect, timer: PhaseTimer) -> CollectedBatch:
+def collect_batch(learner: PolicyLearner, cursor: int, prompts: int, collect: Collect, timer: PhaseTimer) -> CollectedBatch:
     """Collects the groups of one step: generated and graded, then scored by the reward model, then filtered. Dynamic sampling
     replaces groups without training signal by those of further prompts, up to `max_refills` times; if no group has any signal,
     all generated groups are kept."""

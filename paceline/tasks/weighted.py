@@ -88,8 +88,10 @@ class WeightedEnvironment(WeightedRewards, UsesTools):
         return [*turns[:-1], turns[-1] + added] if turns else []
 
 
-def weighted(task: AnyTask, functions: Mapping[str, float], task_weight: float) -> WeightedRewards:
-    """The task with weighted rewards."""
+def weighted(task: AnyTask, functions: Mapping[str, float], task_weight: float) -> AnyTask:
+    """The task with weighted rewards; the task itself if there are no weights but 1."""
+    if not functions and task_weight == 1:
+        return task
     if isinstance(task, Environment):
         return WeightedEnvironment(task, functions, task_weight)
     return WeightedRewards(task, functions, task_weight)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,8 @@ from paceline.types import EngineStats, RolloutGroup, StepResult
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 class RunStatus(enum.Enum):
@@ -95,6 +98,41 @@ class TrainerCallback:
 
     def on_run_end(self, result: TrainResult) -> None:
         """The run has ended. Not called if an exception leaves `Trainer.run`."""
+
+
+class Listeners:
+    """Tells the callbacks of a run what happens in it. Warnings and notes go to the log as well, with a mark that lets a program
+    whose callbacks show them filter them out of its log output."""
+
+    def __init__(self, callbacks: Sequence[TrainerCallback]) -> None:
+        self._callbacks = callbacks
+        self._notes: list[str] = []
+
+    def tell(self, event: Callable[[TrainerCallback], None]) -> None:
+        for callback in self._callbacks:
+            event(callback)
+
+    def warn(self, message: str) -> None:
+        logger.warning("%s", message, extra={"seen_by_callbacks": True})
+        self.tell(lambda callback: callback.on_warning(message))
+
+    def note(self, message: str) -> None:
+        logger.info("%s", message, extra={"seen_by_callbacks": True})
+        self._notes.append(message)
+        self.tell(lambda callback: callback.on_note(message))
+
+    def alarm(self, step: int, alarms: Sequence[Alarm]) -> list[str]:
+        """Tells about the drafter alarms that hold in this step, and returns them as text."""
+        lines = [f"drafter {alarm.name}: {alarm.message}" for alarm in alarms]
+        for line in lines:
+            logger.warning("step %d: %s", step, line, extra={"seen_by_callbacks": True})
+        self.tell(lambda callback: callback.on_alarms(alarms))
+        return lines
+
+    def take_notes(self) -> list[str]:
+        """The notes since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
 
 class ReportWriter(TrainerCallback):

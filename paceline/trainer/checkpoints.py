@@ -13,7 +13,7 @@ from paceline.files import DamagedFile, atomic_write
 from paceline.manifest import check_checkpoint
 from paceline.optim import NonFiniteError
 from paceline.rl.checkpoint import Checkpoints, RunState, read_state
-from paceline.rl.learner import Learner
+from paceline.rl.loop import PolicyLearner
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def restore_selection(engine: Engine, checkpoint: Path | None) -> None:
         logger.warning("%s cannot be used: %s", checkpoint / _SELECTION, error)
 
 
-def load_latest(checkpoints: Checkpoints, load: Callable[[Path | None], tuple[Learner, Any]],
-                warn: Callable[[str], None]) -> tuple[RunState, Learner, Any]:
+def load_latest(checkpoints: Checkpoints, load: Callable[[Path | None], tuple[PolicyLearner, Any]],
+                warn: Callable[[str], None]) -> tuple[RunState, PolicyLearner, Any]:
     """The run's state, learner and tokenizer, as `load` returns them for the latest checkpoint that is intact; None: there is
     no checkpoint. One that is not as it was written is set aside, and the steps since the one before are repeated."""
     while True:
@@ -80,6 +80,11 @@ def last_good_checkpoint(checkpoints: Checkpoints) -> str:
         return last_checkpoint(checkpoints)
     return (f"The last checkpoint that a step was done from is {confirmed}; {latest.name} is newer: remove it if the resumed "
             "run fails again.")
+
+
+def how_to_continue(checkpoints: Checkpoints) -> str:
+    """How a run that was ended goes on, and from where."""
+    return f"paceline train --resume {checkpoints.folder.parent} continues the run. {last_checkpoint(checkpoints)}"
 
 
 def last_checkpoint(checkpoints: Checkpoints) -> str:

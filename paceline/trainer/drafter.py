@@ -87,13 +87,51 @@ def training_config(config: TrainConfig, start: Eagle) -> SpotConfig:
     return SpotConfig.for_drafter(start.config.form, **{"temperature": config.rollout.temperature, **known, **config.spot})
 
 
-class OnlineDrafterTrainer:
+class DrafterTrainer:
+    """Trains the learned drafter during a run: an `OnlineDrafterTrainer`, or what leads the workers that train it."""
+
+    failure: str | None = None
+    """Why the drafter is no longer trained; None: it is."""
+    answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
+    """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
+
+    def __init__(self, budget: TrainingBudget) -> None:
+        self.budget = budget
+
+    def begin_step(self, step: int) -> None:
+        """Called once per training step, before generation begins."""
+
+    def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
+        """Called after every engine step: `num_finished` of `num_total` requested answers are finished."""
+
+    def train_idle(self, until: Callable[[], bool]) -> None:
+        """Called while all requests wait for their environments, with a function that says when one has answered."""
+
+    def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
+        """Called once per training step, after generation, which took `generation_s`, and before the policy changes: the captured
+        features and the policy's head belong together. Returns metrics, with `drafter/failed` in the step in which training
+        failed: the engines then keep the drafter that they have."""
+        raise NotImplementedError
+
+    def on_alarm(self) -> None:
+        """Acceptance has fallen."""
+        self.budget.on_alarm()
+
+    def save(self) -> None:
+        """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
+
+    def close(self) -> None:
+        """Ends training and waits for what is being written."""
+
+
+class OnlineDrafterTrainer(DrafterTrainer):
     """Trains the engine's learned drafter after generation and before the policy's update. The engine gets the result once it is
     measured to be better than the drafter in use on answers that neither was trained on; an untrained one is replaced at once."""
 
     def __init__(self, engine: Engine, config: SpotConfig, budget: TrainingBudget, folder: Path, limits: BufferLimits) -> None:
         assert engine.eagle is not None
-        self.engine, self.config, self.budget, self.limits, self._step = engine, config, budget, limits, 0
+        super().__init__(budget)
+        self.engine, self.config, self.limits, self._step = engine, config, limits, 0
         self._start = engine.eagle.module
         self._generation_s: dict[int, float] = {}  # by step
         self._waited_s = 0.0  # for the features of this step's answers
@@ -101,10 +139,6 @@ class OnlineDrafterTrainer:
         self._downloads = FeatureDownloads()
         self._held_out: list[tuple[FeatureRecord, int]] = []  # with their steps
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
-        self.failure: str | None = None
-        """Why the drafter is no longer trained; None: it is."""
-        self.answers_ahead: Callable[[Callable[[], bool]], Iterable[Rollout]] | None = None
-        """Generates answers to prompts of later steps until told to stop. None: the drafter is warmed up on the run's own."""
         self._profile, self._level = RolloutProfile(partial(predicted_costs, engine)), AcceptanceLevel()
         self._is_ahead = False  # whether the drafter in training differs from the one in use
         self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
@@ -113,23 +147,21 @@ class OnlineDrafterTrainer:
         self._open(folder)
 
     def begin_step(self, step: int) -> None:
-        """Called once per training step, before generation begins. The features of answers are read only while there is time to
-        train on them."""
+        """The features of answers are read only while there is time to train on them."""
         self._step = step
         self._profile.begin_step()
         self.engine.reports_features = self.failure is None and self.budget.wants_answers
 
     def on_engine_step(self, result: StepResult, num_finished: int, num_total: int) -> None:
-        """Called after every engine step: `num_finished` of `num_total` requested answers are finished. Their features leave the
-        engine's KV cache at once, and its device when enough of them wait: those of all answers of a step can be larger than its
-        memory."""
+        """The features of finished answers leave the engine's KV cache at once, and its device when enough of them wait: those of
+        all answers of a step can be larger than its memory."""
         self._profile.on_engine_step(result)
         self._take_features(result.finished, self._step)
         self._downloads.poll()
 
     def train_idle(self, until: Callable[[], bool]) -> None:
-        """Train on the answers that there are, while all requests wait for their environments. The engine's drafter may be
-        replaced by the next `train`, whose time this counts as."""
+        """Train on the answers that there are. The engine's drafter may be replaced by the next `train`, whose time this counts
+        as."""
         if self.failure is not None or self._is_new or not len(self.buffer) or not self.budget.wants_answers:
             return
         try:
@@ -140,9 +172,6 @@ class OnlineDrafterTrainer:
             self.failure = str(error)
 
     def train(self, groups: Sequence[RolloutGroup], step: int, generation_s: float) -> dict[str, float]:
-        """Called once per training step, after generation and before the policy changes: the captured features and the policy's
-        head belong together. `generation_s` is how long the step's generation took. Returns metrics, with `drafter/failed` in
-        the step in which training failed: the engine then keeps the drafter it has."""
         began = time.perf_counter()
         self._take_features([rollout for group in groups for rollout in group.rollouts], step)
         self.engine.reports_features = False  # evaluations need none
@@ -161,17 +190,11 @@ class OnlineDrafterTrainer:
         self._train_on_held_out(before=step - MAX_AGE)
         return {**metrics, "drafter/wait_seconds": self._waited_s} if metrics else {}
 
-    def on_alarm(self) -> None:
-        """Acceptance has fallen."""
-        self.budget.on_alarm()
-
     def save(self) -> None:
-        """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
         if self._trainer is not None and self.failure is None:
             self.checkpoints.save(snapshot(self._trainer))
 
     def close(self) -> None:
-        """Ends training and waits for the last records and the last checkpoint."""
         self.engine.reports_features = True
         try:
             self._downloads.wait()

@@ -72,7 +72,7 @@ class EpisodeCollector(RolloutCollector):
             self.chat_template_kwargs = {"tools": [tool.schema for tool in tools], **self.chat_template_kwargs}
         self._episodes: dict[RequestPool[OpenGroup], _Episodes] = {}
 
-    def answers_ahead(self, cursor: int, most: int, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+    def answers_ahead(self, stopped: Callable[[], bool]) -> Iterator[Rollout]:
         """None: an answer without an environment is not what the policy will write."""
         return iter(())
 

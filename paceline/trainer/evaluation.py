@@ -107,10 +107,10 @@ class Evaluator:
         return {**metrics, "time/evaluate": timer.metrics()["time/step"]}
 
     @property
-    def best(self) -> dict[str, Any] | None:
-        """The evaluation with the highest score, the earliest of equals; None before the first one."""
-        scored = [record for record in self.records if "eval/reward" in record]
-        return max(scored, key=lambda record: (record["eval/reward"], -record["step"]), default=None)
+    def best_step(self) -> int | None:
+        """Step of the evaluation with the highest score, the earliest of equals; None before the first one."""
+        scored = [(record["eval/reward"], -record["step"]) for record in self.records if "eval/reward" in record]
+        return -max(scored)[1] if scored else None
 
 
 def rewards_by_problem(groups: Sequence[RolloutGroup]) -> dict[str, float]:

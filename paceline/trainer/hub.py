@@ -9,6 +9,7 @@ from paceline.manifest import check_checkpoint
 from paceline.report import Run
 from paceline.report.formatting import format_time, format_value
 from paceline.rl.checkpoint import Checkpoints, drafter_folder, policy_folder
+from paceline.trainer.callbacks import Listeners
 
 CARD_FILE = "README.md"
 
@@ -36,6 +37,14 @@ def push_to_hub(folder: Path | str, repo: str, *, step: int | None = None, priva
     except (HfHubHTTPError, HFValidationError, ConnectionError) as error:
         raise ValueError(f"{repo}: the hub refuses it ({' '.join(str(error).split())[:200]})") from None
     return addresses
+
+
+def upload_run(folder: Path, repo: str, listeners: Listeners) -> None:
+    """Uploads what a run has trained, and tells its listeners whether that was possible."""
+    try:
+        listeners.note("uploaded to " + " and ".join(push_to_hub(folder, repo)))
+    except ValueError as error:
+        listeners.warn(f"push_to_hub: {error}; paceline push {folder} --repo {repo} tries again")
 
 
 def check_push_to_hub(repo: str) -> None:

@@ -61,7 +61,7 @@ class LiveRollouts(TrainerCallback):
         trainer, progress, result = self._trainer, self._progress, self._result
         if trainer is None:
             return None
-        now = RolloutSnapshot(self._step, trainer.config.steps, self._phase, workers=trainer.worker_statuses(),
+        now = RolloutSnapshot(self._step, trainer.config.steps, self._phase, workers=trainer.backend.worker_statuses(),
                               eta_s=self._eta_s(trainer.config.steps))
         if progress is None or result is None:
             return now
@@ -69,7 +69,8 @@ class LiveRollouts(TrainerCallback):
         return replace(now, num_finished=progress.num_finished, num_total=progress.num_total, drafted=stats.drafted,
                        tokens_per_second=stats.tokens_per_second, strategy=str(result.strategy) if result.num_requests else "",
                        accepted=stats.accepted, accept_length=stats.tokens_per_verification, texts=self._texts(trainer),
-                       answers=tuple(trainer.live_answers()), course=trainer.trace.course())
+                       answers=tuple(trainer.backend.live_answers(trainer.trace, set(trainer.collector.live_requests()))),
+                       course=trainer.trace.course())
 
     def _eta_s(self, num_steps: int) -> float | None:
         """From the mean duration of the steps so far."""
@@ -80,7 +81,7 @@ class LiveRollouts(TrainerCallback):
         return max(0.0, num_left * mean - min(mean, time.perf_counter() - self._ended))
 
     def _texts(self, trainer: Trainer) -> tuple[tuple[int, str], ...]:
-        longest = trainer.live_tokens(_NUM_TEXTS, _TEXT_TOKENS)
+        longest = trainer.backend.live_tokens(_NUM_TEXTS, _TEXT_TOKENS)
         if not longest or trainer.tokenizer is None:
             return ()
         if self._tokenizer is None:  # another thread's: tokenizers may not be used by two at a time

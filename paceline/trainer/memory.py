@@ -335,7 +335,7 @@ def _drafter_items(config: TrainConfig, shape: ModelConfig, answer_tokens: int) 
 
 def _drafter_config(config: TrainConfig, shape: ModelConfig) -> EagleConfig | None:
     """Architecture of the run's learned drafter; None if it has none."""
-    if config.drafter in ("suffix", "none"):
+    if not config.has_learned_drafter:
         return None
     if config.drafter == "learned":
         return EagleConfig.for_policy(shape, SpotConfig(**config.spot).module_form)

@@ -114,7 +114,7 @@ def _with_room(engine: Engine, config: TrainConfig) -> Engine:
 
 def make_drafter(config: TrainConfig, policy: Decoder) -> Eagle | str:
     """The run's drafter as an engine accepts it: a name, or a learned drafter."""
-    if config.drafter in ("suffix", "none"):
+    if not config.has_learned_drafter:
         return config.drafter
     if config.drafter != "learned":
         return load_eagle(config.drafter, policy)

@@ -21,6 +21,7 @@ from paceline.rl.loop import OutOfPrompts, PhaseTimer
 from paceline.tasks import Problem, RewardPool
 from paceline.tasks.base import Problems
 from paceline.trainer.health import GradingMonitor
+from paceline.trainer.run_folder import GRADING_FAILURES_FILE
 from paceline.types import Rollout, RolloutGroup, SamplingParams, StepResult
 
 _THINK = "<think>"
@@ -111,6 +112,7 @@ class RolloutCollector:
         self.grading = GradingMonitor()
         self.refused: list[str] = []
         """Messages about problems that the engine refused."""
+        self._num_warned, self._has_warned_of_grader = 0, False
         self.generation_s = 0.0
         """Seconds of generation by `engine` since `begin_step`."""
         self.open_groups: list[OpenGroup] = []
@@ -118,6 +120,7 @@ class RolloutCollector:
         self.num_dropped = 0
         """Number of groups that were dropped since `begin_step` because they were too old."""
         self._prompts_per_step, self._drops = rollout.prompts, rollout.stale_groups == "drop"
+        self._next_problem = 0  # number of the first one that was not requested
         self.on_idle: Callable[[Callable[[], bool]], None] | None = None
         """Called while all requests wait for environments, with a function that says when one has answered."""
         self._requests = RequestPool[OpenGroup](engine)
@@ -137,6 +140,16 @@ class RolloutCollector:
     def live_requests(self) -> list[int]:
         """Ids of the requests that are not finished. May be called from another thread."""
         return list(self._requests.owners)
+
+    def new_warnings(self) -> list[str]:
+        """What there is to warn of since the last call: problems that were left out, and the first failure of the grader."""
+        found, self._num_warned = [f"left out: {line}" for line in self.refused[self._num_warned :]], len(self.refused)
+        if self.grading.examples and not self._has_warned_of_grader:
+            first, self._has_warned_of_grader = self.grading.examples[0], True
+            found.append(f"the grader failed on problem {first.problem}, and the answer is left out: {first.error} "
+                         f"({first.traceback}); further failures are counted (reward/ungraded), examples are in "
+                         f"{GRADING_FAILURES_FILE}")
+        return found
 
     def __call__(self, cursor: int, count: int, timer: PhaseTimer) -> list[RolloutGroup]:
         """Return the groups of the `count` prompts from number `cursor` on, generated with the newest weights."""
@@ -170,6 +183,7 @@ class RolloutCollector:
         if self.baseline is not None:
             others = others or self._generate_baseline(problems, numbers, timer)
             self._count_differences(finished, others)
+        self._next_problem = cursor + len(dropped) + len(finished) + len(self.open_groups)
         return [group.group for group in (*dropped, *finished)]
 
     def _drop_stale(self, max_staleness: int) -> list[OpenGroup]:
@@ -273,11 +287,11 @@ class RolloutCollector:
             rollout.turn_rewards = graded.turns
         self.grading.observe([h.problem.id for _, h in handles], rollouts, grades)
 
-    def answers_ahead(self, cursor: int, most: int, stopped: Callable[[], bool]) -> Iterator[Rollout]:
-        """Generate one answer to each problem from number `cursor` on that is not one of this step's, at most `most` at a time,
+    def answers_ahead(self, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+        """Generate one answer to each problem that comes next and is not one of this step's, at most a step's number at a time,
         until `stopped` or until there is none left; answers that are unfinished then are cut. They are for the drafter: they are
         not graded, and the policy is not trained on them."""
-        most = min(most, self.engine.scheduler.max_batch)
+        most, cursor = min(self._prompts_per_step * self.group_size, self.engine.scheduler.max_batch), self._next_problem
         with RequestPool[None](self.engine, beside=self._requests) as requests:
             while not stopped() and len(self._step_problems) < len(self.prompts.task):
                 problems = self._take(cursor, requests.num_to_add(most))

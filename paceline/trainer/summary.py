@@ -14,7 +14,7 @@ from paceline.report import length_metrics
 from paceline.report.noise import mean_of
 from paceline.strategy import AutoSelector, Selector
 from paceline.tasks import RewardPool
-from paceline.trainer.rollouts import SpeculationComparison
+from paceline.trainer.rollouts import RolloutCollector, SpeculationComparison
 from paceline.types import EngineStats, Rollout, RolloutGroup
 
 
@@ -32,6 +32,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return {**metrics, "reward/mixed_groups": sum(group.has_signal for group in groups) / len(groups),
             "truncated": fmean(r.finish_reason == "length" for r in rollouts), **episode_metrics(rollouts),
             **length_metrics([len(r.token_ids) for r in rollouts])}
+
+
+def async_metrics(collector: RolloutCollector, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
+    """How old the groups are that policy `version` is trained on, and what is under way."""
+    return {**staleness_metrics(groups, version), "async/wait_s": collector.generation_s,
+            "async/open_groups": len(collector.open_groups), "async/dropped_groups": collector.num_dropped}
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
@@ -72,14 +78,14 @@ def noise_metrics(kind: str, groups: Sequence[RolloutGroup]) -> dict[str, float]
     return {f"{kind}/standard_error": mean.standard_error, f"{kind}/prompts": mean.num_prompts}
 
 
-def engine_metrics(stats: EngineStats, seconds: float, strategy_steps: Counter[str], selector: Selector,
+def engine_metrics(stats: EngineStats, seconds: float, selector: Selector,
                    comparison: SpeculationComparison | None) -> dict[str, Any]:
     """Speed and speculation of a step's generation, which took so many seconds. `comparison`: with the rollouts of the engine
     that does not speculate, if there is one."""
     metrics = {"tokens_per_second": stats.generated_tokens / max(1e-9, seconds), "accept_length": stats.tokens_per_verification,
                "preemptions": stats.preemptions, "generated_tokens": stats.generated_tokens,
                "verifications": stats.verifications, "drafted": stats.drafted, "accepted": stats.accepted,
-               "strategy": strategy_shares(strategy_steps, 3)}
+               "strategy": strategy_shares(stats.strategy_steps, 3)}
     if isinstance(selector, AutoSelector):
         metrics |= {"select/cost_error": selector.cost_error, "select/progress_error": selector.progress_error,
                     "select/credit": selector.credit}

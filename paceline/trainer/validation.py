@@ -185,16 +185,15 @@ def _check_signal(config: TrainConfig) -> None:
 
 
 def _check_drafter(config: TrainConfig) -> None:
-    if config.drafter not in ("suffix", "none", "learned"):
+    if config.has_learned_drafter and config.drafter != "learned":
         check_drafter_folder(config.drafter, ("suffix", "none", "default", "learned"))
     elif config.drafter == "learned" and not config.train_drafter:
         raise ValueError("train_drafter is false, but an untrained drafter must be trained; set drafter to a folder")
-    has_learned = config.drafter not in ("suffix", "none")
     try:
         selector = make_selector(config.strategy)
     except ValueError:
         return  # said already
-    require_drafter(selector, has_learned, config.drafter != "none")
+    require_drafter(selector, config.has_learned_drafter, config.drafter != "none")
 
 
 def _check_exact(config: TrainConfig) -> None:

@@ -120,14 +120,9 @@ def test_metrics_alarms_and_charts_of_one_worker_exist_for_several(one, two):
 class Watched(LocalTrainer):
     """Keeps the coordinator's workers, which end with the run."""
 
-    def _make_engine(self) -> Any:
-        self.workers = self._coordinator.runtime.workers
-        self.kept: dict[int, Any] = {}
-        return super()._make_engine()
-
     def _on_step_end(self, outcome: Any) -> None:
         super()._on_step_end(outcome)
-        self.kept = {number: worker.training for number, worker in self.workers.items()}
+        self.kept = {number: worker.training for number, worker in self.engine.coordinator.runtime.workers.items()}
 
 
 def test_evaluations_are_not_trained_on(tmp_path):

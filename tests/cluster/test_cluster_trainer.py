@@ -15,7 +15,7 @@ from trainer.test_asynchronous import Recorder, check_versions
 
 pytest.importorskip("ray")
 
-from paceline.cluster.coordinator import Coordinator
+from paceline.cluster.backend import ClusterBackend
 from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.cluster.types import WorkerState
@@ -37,11 +37,11 @@ class LocalTrainer(ClusterTrainer):
     def _make_runtime(self) -> LocalRuntime:
         return LocalRuntime(self.config.cluster.workers, TrainWorkerSpec(self.config).build)
 
-    def _make_coordinator(self) -> Coordinator:
+    def _make_backend(self) -> ClusterBackend:
         """What the workers compute would count as the coordinator's own time."""
-        coordinator = super()._make_coordinator()
-        coordinator.interval_s = 0.0
-        return coordinator
+        backend = super()._make_backend()
+        backend.coordinator.interval_s = 0.0
+        return backend
 
     def _collect(self, *args: Any) -> Any:
         """Also keeps the answers that more than one version of the policy has written."""
@@ -80,7 +80,7 @@ def test_the_rollouts_of_a_run_do_not_depend_on_the_number_of_workers(tmp_path):
 class Broken(LocalTrainer):
     """Workers that cannot be made."""
 
-    def _make_engine(self) -> Any:
+    def _load(self) -> None:
         raise ValueError("as if there was no memory")
 
 
@@ -167,7 +167,7 @@ class Watcher(TrainerCallback):
     """Notes whether engines are asleep when a phase begins."""
 
     def on_run_begin(self, trainer: LocalTrainer) -> None:
-        self.worker, self.asleep = trainer._coordinator.runtime.workers[0], {}
+        self.worker, self.asleep = trainer.engine.coordinator.runtime.workers[0], {}
 
     def on_phase(self, phase: str) -> None:
         self.asleep.setdefault(phase, set()).update(engine.executor.is_asleep for engine in self.worker._engines)
@@ -214,7 +214,7 @@ def test_the_comparison_is_of_the_same_workers_without_speculation(tmp_path):
     cluster = {"workers": 2, "shard_training": False}
     trainer = LocalTrainer(config(tmp_path / "run", compare_off=True, dtype="float32", cluster=cluster))
     assert trainer.run().summary["identical_rollouts"]
-    for worker in trainer._coordinator.runtime.workers.values():
+    for worker in trainer.engine.coordinator.runtime.workers.values():
         speculating, baseline = worker._engines
         assert worker.engine is speculating and baseline.drafting.suffix is None
         assert baseline.stats().generated_tokens > 0 and baseline.version == speculating.version == 2

@@ -13,6 +13,7 @@ from benchmarks.lib.process_runtime import ProcessRuntime
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.messages import Add
 from paceline.cluster.worker import Send, Worker
+from paceline.trainer import TrainResult
 
 
 def test_two_processes_generate_the_tokens_of_one_while_requests_move_as_handles_of_tensors():
@@ -83,10 +84,6 @@ class LosesARank(ProcessRuntime):
 class RankLosingTrainer(ProcessTrainer):
     runtime_class = LosesARank
 
-    def _close(self) -> None:
-        self.num_killed, self.num_lost = self._coordinator.runtime.num_killed, self._coordinator.num_lost
-        super()._close()
-
 
 SPLIT = {"max_batch": 8, "kv_tokens": 4096, "deterministic": True, "tensor_parallel": 2, "reduction_shares": 8}
 
@@ -97,9 +94,10 @@ def test_two_workers_of_two_ranks_each_train_as_one(tmp_path, monkeypatch):
     found = []
 
     class Counting(RankLosingTrainer):
-        def _close(self) -> None:
-            super()._close()
-            found.append((self.num_killed, self.num_lost))
+        def run(self) -> TrainResult:
+            result, coordinator = super().run(), self.engine.coordinator
+            found.append((coordinator.runtime.num_killed, coordinator.num_lost))
+            return result
 
     check_same_run(Counting, tmp_path, monkeypatch, dtype="float64", cluster={"workers": 2}, engine=SPLIT)
     ((killed, lost),) = found

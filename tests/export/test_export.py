@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.weights import open_checkpoint
 from paceline.rl import Learner, make_algorithm
-from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_adapters
+from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_adapters, save_learner
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
 DEEP = {kind: replace(config, num_layers=7, layers=config.layers * 3) for kind, config in CONFIGS.items()}
@@ -184,9 +184,13 @@ def test_a_run_is_exported_from_its_checkpoint(tmp_path, capsys):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2)
     drafter = deepcopy(eagle("llama", "eagle3"))
     drafter.policy_fingerprint = fingerprint_of(model("llama", 3))
+
+    def write(folder):
+        save_eagle(drafter, folder / "drafter", learner.policy.model)
+        return save_learner(learner, folder, None)
+
     for step in (2, 4):
-        path = checkpoints.save(learner, RunState(step, 0), None, lambda folder: save_eagle(drafter, folder / "drafter",
-                                                                                         learner.policy.model))
+        path = checkpoints.save(RunState(step, 0), write)
     assert find_source(tmp_path / "run").checkpoint == path == find_source(path).checkpoint
     assert find_source(tmp_path / "run", 2).checkpoint != path
     assert exported(capsys, tmp_path / "run", "--to", "sglang", "--out", tmp_path / "out")[0] == 0
@@ -228,7 +232,7 @@ def test_lora_adapters_are_exported_for_peft_or_merged(kind, tmp_path):
         for name, parameter in learner.policy.named_parameters():
             if ".lora_B" in name:
                 parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
-    path = Checkpoints(tmp_path / "checkpoints", 1).save(learner, RunState(1, 0), None)
+    path = Checkpoints(tmp_path / "checkpoints", 1).save(RunState(1, 0), partial(save_learner, learner, tokenizer=None))
     export_adapter(read_adapters(path), DEEP[kind], LearnerConfig(**settings), str(tmp_path / "base"), tmp_path / "adapter")
     export_policy(policy_folder(path), tmp_path / "merged")
     tokens = torch.tensor([TOKENS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tiny
@@ -15,7 +16,7 @@ from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.decoder import Decoder
 from paceline.models.state_dict import load_state
 from paceline.rl import Learner, make_algorithm
-from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, restore
+from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, restore, save_learner
 from paceline.trainer.validation import check_config
 
 
@@ -54,7 +55,7 @@ def test_moments_take_one_byte_and_the_weights_become_nearly_the_same():
 def test_a_resumed_run_continues_bit_for_bit(tmp_path):
     learner = make_learner()
     train(learner, steps=2)
-    saved = Checkpoints(tmp_path, 1).save(learner, RunState(2, 2), None)
+    saved = Checkpoints(tmp_path, 1).save(RunState(2, 2), partial(save_learner, learner, tokenizer=None))
     resumed = make_learner()
     load_state(resumed.policy.model, learner.weights())
     restore(resumed, saved)
@@ -67,8 +68,9 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path):
         restore(make_learner("adamw"), saved)
     plain = make_learner("adamw")
     train(plain, steps=1)
+    saved = Checkpoints(tmp_path / "plain", 1).save(RunState(1, 1), partial(save_learner, plain, tokenizer=None))
     with pytest.raises(ValueError, match=r"optimizer\.kind: adamw_8bit cannot continue from"):
-        restore(make_learner(), Checkpoints(tmp_path / "plain", 1).save(plain, RunState(1, 1), None))
+        restore(make_learner(), saved)
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
 from paceline.rl import Learner, make_algorithm, pack
-from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder
+from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, save_learner
 
 
 def make_learner(model, name="grpo", compute=torch.float64, options=None, **config) -> Learner:
@@ -42,7 +43,8 @@ def test_adapters_are_saved_as_peft_loads_them(kind, targets, tmp_path):
     learner = make_learner(deepcopy(tiny.model(kind)), lora_rank=3, lora_alpha=5, lora_targets=targets,
                            gradient_checkpointing=True)
     train(learner)
-    saved = Checkpoints(tmp_path / "checkpoints", 1, str(tmp_path / "base")).save(learner, RunState(1, 1), None)
+    saved = Checkpoints(tmp_path / "checkpoints", 1).save(
+        RunState(1, 1), partial(save_learner, learner, tokenizer=None, base_model=str(tmp_path / "base")))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
     ids = torch.tensor([[1, 5, 9, 22, 40, 3]])
     with torch.no_grad():
@@ -80,7 +82,7 @@ def test_frozen_weights_are_in_half_precision(tmp_path):
     for name, parameter in learner.policy.named_parameters():
         assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
     assert all(sample.reference.dtype == torch.float32 for sample in samples)
-    Checkpoints(tmp_path / "checkpoints", 1).save(learner, RunState(1, 1), None)
+    Checkpoints(tmp_path / "checkpoints", 1).save(RunState(1, 1), partial(save_learner, learner, tokenizer=None))
     full = make_learner(load_model(tmp_path / "base", dtype=torch.float32)[0], compute=torch.bfloat16, options={"kl": 0.1})
     assert {p.dtype for p in full.reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in full.policy.parameters()} == {torch.float32}

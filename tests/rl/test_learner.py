@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import tiny
@@ -13,7 +14,7 @@ from paceline.config import LearnerConfig, OptimizerConfig
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
 from paceline.rl import Learner, NonFiniteError, make_algorithm, pack
-from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore
+from paceline.rl.checkpoint import Checkpoints, RunState, policy_folder, read_state, restore, save_learner
 from paceline.rl.models import HEAD_ROWS, Policy, Scorer, load_reward_model
 
 
@@ -169,7 +170,7 @@ def test_checkpoint_restores_everything(name, config, tmp_path):
     unbroken = make_learner(name, **config)
     step(unbroken, 0)
     checkpoints = Checkpoints(tmp_path, keep=2)
-    saved = checkpoints.save(unbroken, RunState(1, 4), None)
+    saved = checkpoints.save(RunState(1, 4), partial(save_learner, unbroken, tokenizer=None))
     step(unbroken, 1)
     assert read_state(saved) == RunState(1, 4) and checkpoints.latest() == saved
     source = None if "lora_rank" in config else load_model(policy_folder(saved), dtype=torch.float64)[0]
@@ -183,19 +184,19 @@ def test_checkpoint_restores_everything(name, config, tmp_path):
 
 def test_checkpoints_are_whole_or_absent(tmp_path, monkeypatch):
     learner, checkpoints = make_learner(), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(learner, RunState(1, 1), None)
+    checkpoints.save(RunState(1, 1), partial(save_learner, learner, tokenizer=None))
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("paceline.rl.checkpoint.save_tensors", full)
     with pytest.raises(OSError, match=r"No space left.*step-000001"):
-        checkpoints.save(learner, RunState(2, 2), None)
+        checkpoints.save(RunState(2, 2), partial(save_learner, learner, tokenizer=None))
     assert [path.name for path in checkpoints.all()] == ["step-000001"]
     assert load_model(policy_folder(checkpoints.all()[0]))[0].config.vocab_size == tiny.VOCAB
     monkeypatch.undo()
     (tmp_path / ".new").mkdir()  # a run killed while it was writing
-    checkpoints.save(learner, RunState(3, 3), None)
+    checkpoints.save(RunState(3, 3), partial(save_learner, learner, tokenizer=None))
     assert [path.name for path in checkpoints.all()] == ["step-000003"]
 
 
@@ -204,7 +205,7 @@ def test_the_last_checkpoint_that_a_step_was_done_from_is_kept(tmp_path):
     learner, checkpoints = make_learner(), Checkpoints(tmp_path, keep=1)
     for step in (1, 2, 3):
         checkpoints.confirm()
-        checkpoints.save(learner, RunState(step, step), None)
+        checkpoints.save(RunState(step, step), partial(save_learner, learner, tokenizer=None))
     assert [path.name for path in checkpoints.all()] == ["step-000002", "step-000003"]
     checkpoints.confirm()
     assert [path.name for path in checkpoints.all()] == ["step-000003"]
@@ -212,11 +213,11 @@ def test_the_last_checkpoint_that_a_step_was_done_from_is_kept(tmp_path):
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
     learner, checkpoints = make_learner(), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(learner, RunState(1, 1), None)
+    checkpoints.save(RunState(1, 1), partial(save_learner, learner, tokenizer=None))
     with torch.no_grad():
         next(p for p in learner.policy.parameters() if p.requires_grad)[0] = float("inf")
     with pytest.raises(NonFiniteError, match=r"policy: .* is not finite"):
-        checkpoints.save(learner, RunState(2, 2), None)
+        checkpoints.save(RunState(2, 2), partial(save_learner, learner, tokenizer=None))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

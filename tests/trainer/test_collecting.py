@@ -98,7 +98,8 @@ def ahead_of(cursor: int, epochs: int | None, stopped=None, of_step=frozenset(),
         collector = RolloutCollector(engine, None, PromptStream(task, 0, epochs), pool, config, 0, lambda *_: None)
         found = []
         collector._step_problems |= of_step
-        for rollout in collector.answers_ahead(cursor, 4, lambda: stopped is not None and stopped(found)):
+        collector._next_problem = cursor
+        for rollout in collector.answers_ahead(lambda: stopped is not None and stopped(found)):
             found.append(rollout)
             if len(found) == enough:
                 break

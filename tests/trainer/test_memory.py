@@ -149,7 +149,7 @@ def test_an_engine_that_sleeps_during_updates_generates_the_same(tmp_path, monke
     update = Learner.update
 
     def recorded(self, samples, step):
-        asleep.append([engine.executor.is_asleep for engine in trainer._engines()])
+        asleep.append([engine.executor.is_asleep for engine in trainer.backend.engines])
         return update(self, samples, step)
 
     monkeypatch.setattr(Learner, "update", recorded)

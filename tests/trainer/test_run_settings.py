@@ -13,6 +13,7 @@ from trainer.test_trainer_library import make_config
 from paceline.report import Run, write_report
 from paceline.report.settings import HISTORY_FILE, read_history
 from paceline.trainer import RunStatus, Trainer, load_run_config
+from paceline.trainer.backend import LocalBackend
 from paceline.trainer.run_folder import RunFolder
 from paceline.trainer.run_settings import check_resumable, write_settings
 
@@ -73,7 +74,7 @@ def test_a_complete_run_says_so_and_stays_as_it_is(run, capsys):
 
 def test_a_complete_run_from_python(run, monkeypatch):
     """Nothing is loaded for it, and no worker is started."""
-    monkeypatch.setattr(Trainer, "_make_learner", lambda *_: pytest.fail("a learner was made"))
+    monkeypatch.setattr(LocalBackend, "load_learner", lambda *_: pytest.fail("a learner was made"))
     (run / "summary.json").unlink()
     result = Trainer(load_run_config(run, [f'out="{run}"']), resume=True).run()
     assert result.status is RunStatus.COMPLETED and "is complete, 2 steps are done" in result.message and result.num_steps == 2

@@ -47,7 +47,8 @@ TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py",
               "engine/strategy_control.py",
               "strategy/selector.py", "strategy/beg.py", "spot/budget.py",
               "spot/alarms.py", "generation/jobs.py", "generation/output.py", "trainer/config_files.py", "trainer/run_folder.py",
-              "cli/app.py", "cli/deploy.py", "cli/__init__.py", "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
+              "cli/app.py", "cli/deploy.py", "cli/drafter_commands.py", "cli/__init__.py",
+              "cluster/types.py", "cluster/policy.py", "cluster/lengths.py",
               *(str(path.relative_to(ROOT)) for package in ("tasks", "report") for path in (ROOT / package).rglob("*.py"))]
 PRINTING = {"typer", "rich"}
 

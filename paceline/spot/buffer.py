@@ -9,7 +9,6 @@ One thread may add records while another one draws.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import threading
@@ -17,14 +16,12 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from paceline.files import DamagedFile, damaged, save_tensors
+from paceline.spot.records import RECORD_SUFFIX, RecordInfo, num_bytes, read_record, read_record_info, record_path, write_record
 from paceline.types import FeatureRecord
 
 _ID_FILE = "id"
@@ -33,31 +30,6 @@ _BEHIND = 2
 MAX_AGE = 8
 """Number of policy versions after which a run no longer trains on an answer. Usually newer ones are drawn anyway; after a long
 pause of training there are few."""
-RECORD_SUFFIX = ".record"
-"""Suffix of the file that holds one record."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordInfo:
-    """Metadata of one record, known without reading the record itself."""
-
-    key: int
-    """Number of the record in its buffer. Keys increase: a larger one was added later."""
-    step: int
-    """RL step that generated the answer."""
-    version: int
-    """Version of the policy that generated the last token."""
-    num_tokens: int
-    """Number of tokens of prompt and answer together."""
-    prompt_length: int
-    """Number of prompt tokens."""
-    num_bytes: int
-    """Size of the record in bytes."""
-
-    @property
-    def answer_length(self) -> int:
-        """Number of answer tokens."""
-        return self.num_tokens - self.prompt_length
 
 
 class FeatureBuffer:
@@ -154,7 +126,7 @@ class FeatureBuffer:
                              list(record.versions), record.prompt_length)
         with self._lock:
             entry = RecordInfo(self._next_key, step, max(record.versions, default=0), len(record.token_ids), record.prompt_length,
-                               _num_bytes(kept))
+                               num_bytes(kept))
             self._register(entry, is_usual)
             self._cache(entry.key, kept)
             if self._writer is not None:
@@ -162,7 +134,7 @@ class FeatureBuffer:
                 while self._writing and (first := next(iter(self._writing.values()))).done():
                     first.result()
                     del self._writing[next(iter(self._writing))]
-                self._writing[entry.key] = self._writer.submit(_write_record, self.folder, entry.key, step, kept)
+                self._writing[entry.key] = self._writer.submit(write_record, self.folder, entry.key, step, kept)
             self._evict()
             return entry.key
 
@@ -238,11 +210,11 @@ class FeatureBuffer:
 
     def _cache(self, key: int, record: FeatureRecord) -> None:
         self._memory[key] = record
-        self.memory_bytes += _num_bytes(record)
+        self.memory_bytes += num_bytes(record)
 
     def _uncache(self, key: int) -> None:
         record = self._memory.pop(key, None)
-        self.memory_bytes -= 0 if record is None else _num_bytes(record)
+        self.memory_bytes -= 0 if record is None else num_bytes(record)
 
     def _evict(self) -> None:
         """Drops stale records, then enforces the byte budgets. The most recently used record always stays in memory."""
@@ -271,7 +243,7 @@ class FeatureBuffer:
         if self.folder is not None:
             self.disk_bytes -= entry.num_bytes
             self._await_write(entry.key)
-            _record_path(self.folder, entry.key).unlink(missing_ok=True)
+            record_path(self.folder, entry.key).unlink(missing_ok=True)
 
     def _is_written(self, key: int) -> bool:
         return key not in self._writing or self._writing[key].done()
@@ -368,49 +340,3 @@ def _shuffle_forever(entries: list[RecordInfo], rng: random.Random) -> Iterator[
             j = rng.randrange(i, len(entries))
             yield entries[moved.get(j, j)]
             moved[j] = moved.get(i, i)
-
-
-# -- records on disk: one safetensors file each, written under a temporary name and renamed, so that no reader sees half a file
-
-
-def read_record(folder: Path, key: int, device: torch.device | str = "cpu") -> FeatureRecord:
-    """Reads the record with this key from a buffer's folder. Raises DamagedFile if it is not a whole one."""
-    path = _record_path(folder, key)
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = json.loads(file.metadata()["record"])
-            return FeatureRecord(file.get_tensor("token_ids").tolist(), file.get_tensor("features").to(device),
-                                 tuple(metadata["layers"]), file.get_tensor("versions").tolist(), metadata["prompt_length"])
-    except (SafetensorError, FileNotFoundError, KeyError, TypeError, ValueError) as error:
-        raise DamagedFile(f"{damaged(path, error)}; without it the answer is generated again") from None
-
-
-def read_record_info(path: Path) -> RecordInfo | None:
-    """Reads a record's metadata from the file's header alone; None if the file is incomplete."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = json.loads((file.metadata() or {})["record"])
-            tokens = file.get_slice("token_ids").get_shape()[0]
-            assert "features" in file.keys()  # noqa: SIM118 (not a mapping)
-            return RecordInfo(int(path.stem), metadata["step"], metadata["version"], tokens, metadata["prompt_length"],
-                              path.stat().st_size)
-    except (SafetensorError, KeyError, TypeError, ValueError, AssertionError, OSError):
-        return None
-
-
-def _write_record(folder: Path, key: int, step: int, record: FeatureRecord) -> None:
-    tensors = {"token_ids": torch.tensor(record.token_ids, dtype=torch.int64), "features": record.features.cpu().contiguous(),
-               "versions": torch.tensor(record.versions, dtype=torch.int64)}
-    metadata = {"step": step, "prompt_length": record.prompt_length, "layers": list(record.layers),
-                "version": max(record.versions, default=0)}
-    # Flushing each of thousands of small files would cost more than the few that a power failure damages; `open` skips those.
-    save_tensors(_record_path(folder, key), tensors, {"record": json.dumps(metadata)}, fsync=False)
-
-
-def _record_path(folder: Path, key: int) -> Path:
-    return folder / f"{key:09d}{RECORD_SUFFIX}"
-
-
-def _num_bytes(record: FeatureRecord) -> int:
-    features: torch.Tensor = record.features
-    return features.numel() * features.element_size() + 8 * (len(record.token_ids) + len(record.versions))

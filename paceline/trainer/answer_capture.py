@@ -22,7 +22,7 @@ from paceline.engine.pool import RequestPool
 from paceline.generation import NamedPrompt, encode_prompt
 from paceline.report.files import AppendOnlyFile
 from paceline.spot import FeatureBuffer
-from paceline.spot.buffer import RECORD_SUFFIX, read_record, read_record_info
+from paceline.spot.records import RECORD_SUFFIX, read_record, read_record_info
 from paceline.trainer.feature_downloads import FeatureDownloads
 from paceline.types import FeatureRecord, Rollout, SamplingParams
 

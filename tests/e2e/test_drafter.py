@@ -23,7 +23,7 @@ from paceline import Engine, SamplingParams
 from paceline.bundled import resolve_model
 from paceline.generation import NamedPrompt, read_prompts
 from paceline.spot import SpotTrainer, load_snapshot
-from paceline.spot.buffer import read_record
+from paceline.spot.records import read_record
 from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions, answers_of, read_index
 
 

@@ -22,8 +22,8 @@ from paceline.report import read_metrics
 from paceline.spot import fresh_eagle
 from paceline.spot.alarms import AlarmConfig
 from paceline.spot.budget import TrainingBudget
-from paceline.spot.buffer import RECORD_SUFFIX
 from paceline.spot.checkpoint import load_snapshot
+from paceline.spot.records import RECORD_SUFFIX
 from paceline.trainer.monitor import DrafterMonitor
 from paceline.types import DraftOutcomes, FeatureRecord, StepResult, Strategy
 

@@ -16,7 +16,7 @@ from faults.marks import slow
 from safetensors.torch import load_file, save_file
 
 from paceline.report import read_metrics
-from paceline.spot.buffer import read_record
+from paceline.spot.records import read_record
 from paceline.trainer.answer_capture import read_index
 
 

@@ -139,8 +139,8 @@ def test_disk_is_bounded_and_what_left_memory_comes_back(tmp_path):
 
 def test_whoever_adds_does_not_wait_for_the_disk_until_memory_is_twice_full(tmp_path, monkeypatch):
     """The records of a step of RL arrive within seconds, and policy and drafter wait until all are in the buffer."""
-    held, real = threading.Event(), buffer_module._write_record
-    monkeypatch.setattr(buffer_module, "_write_record", lambda *args: (held.wait(10), real(*args)))
+    held, real = threading.Event(), buffer_module.write_record
+    monkeypatch.setattr(buffer_module, "write_record", lambda *args: (held.wait(10), real(*args)))
     buffer = FeatureBuffer(4 * size(40), tmp_path)
     for _ in range(8):
         buffer.add(made(40), 0)

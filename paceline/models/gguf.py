@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,11 +18,22 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_metadata import check_gguf_metadata
 from paceline.models.huggingface import load_tokenizer, one_line, with_file_name
 from paceline.models.rope import inverse_frequencies
-from paceline.models.state_dict import CutTensor, Region, gguf_to_hf
+from paceline.models.state_dict import CutTensor, Region
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
     from transformers import PreTrainedTokenizerBase
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 
 
 class GgufCheckpoint:
@@ -66,6 +78,14 @@ class GgufCheckpoint:
             return tensor
         heads = self.config.num_heads if part == "attn_q" else self.config.num_kv_heads
         return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def gguf_to_hf(name: str) -> str:
+    """Hugging Face's name of a llama.cpp tensor. Unknown names are returned unchanged."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match and match[2] in _LAYER_NAMES:
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return _TOP_NAMES.get(name, name)
 
 
 class GgufMetadata:

@@ -51,11 +51,6 @@ class Partition:
                              "two, and there has to be at least one share for every rank")
 
     @property
-    def is_whole(self) -> bool:
-        """Whether there is nothing to split: one rank that sums in one pass."""
-        return self.shares == 1
-
-    @property
     def own_shares(self) -> int:
         """Number of shares of one rank."""
         return self.shares // self.size

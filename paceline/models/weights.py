@@ -23,14 +23,8 @@ from paceline.models.decoder import Decoder
 from paceline.models.gguf import GgufCheckpoint
 from paceline.models.huggingface import FolderCheckpoint, check_hub_model, download_from_hub
 from paceline.models.partition import Part
-from paceline.models.state_dict import (
-    CutTensor,
-    Region,
-    check_shapes,
-    load_state,
-    region_of,
-    state_layout,
-)
+from paceline.models.state_dict import CutTensor, Region, check_shapes, load_state, region_of
+from paceline.models.state_layout import state_layout
 from paceline.names import suggest
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from paceline.config import LearnerConfig
 from paceline.files import atomic_write, save_tensors
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.state_dict import hf_layout, load_state
+from paceline.models.state_dict import load_state
+from paceline.models.state_layout import hf_layout
 from paceline.models.weights import empty_model
 from paceline.rl.ranks import full, local, put_together
 

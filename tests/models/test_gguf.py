@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.state_dict import export_state, gguf_to_hf, hf_layout
+from paceline.models.gguf import gguf_to_hf
+from paceline.models.state_dict import export_state
+from paceline.models.state_layout import hf_layout
 from paceline.models.weights import load_model
 
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from paceline.models.config import ExpertsSpec, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
-from paceline.models.state_dict import export_state, hf_layout, load_state
+from paceline.models.state_dict import export_state, load_state
+from paceline.models.state_layout import hf_layout
 from paceline.models.weights import empty_model, load_model
 
 # --- names

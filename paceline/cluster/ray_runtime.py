@@ -39,7 +39,7 @@ _MAX_FAILED_STARTS = 3
 
 
 class RayRuntime:
-    """Implements `coordinator.Runtime` with one actor per worker."""
+    """Implements `learning.LearnerRuntime` with one actor per worker."""
 
     def __init__(self, num_workers: int, spec: WorkerSpec, address: str | None = None, num_cpus: float = 0.0,
                  num_gpus: float = 0.0) -> None:

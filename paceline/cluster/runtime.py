@@ -1,4 +1,4 @@
-"""What carries the coordinator's messages to its workers: `ray_runtime.py`, or `local_runtime.py` within one process."""
+"""What carries the coordinator's messages to its workers. `ray_runtime.py` implements it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.cluster.messages import Lost, Message, Report
 
 
 class Runtime(Protocol):
-    """Starts workers and carries messages: Ray's actors, or workers in this process."""
+    """Starts workers and carries messages."""
 
     num_workers: int
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cluster.local_runtime import LocalRuntime
 
 from benchmarks.cluster.calibrated import CalibratedSpec
 from benchmarks.cluster.reallocation import CASES, gain
@@ -17,7 +18,6 @@ from benchmarks.cluster.rollout import EMPTY_WEIGHTS, GOALS, Bench, make_work, p
 from benchmarks.lib.result_tables import make_table
 from paceline.bundled import simulation_file
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
 from paceline.cluster.types import PolicyConfig
 from paceline.engine.migration import RequestState

@@ -10,12 +10,12 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from cluster.local_runtime import LocalRuntime
 from safetensors.torch import save
 from tiny import eagle, model
 
 from paceline import Engine, Rollout, SamplingParams, Strategy
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import to_payload
 from paceline.cluster.policy import decide
 from paceline.cluster.types import Action, ClusterView, Migrate, PolicyConfig, WorkerState

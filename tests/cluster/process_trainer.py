@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.local_runtime import LocalRuntime
 from cluster.processes import ProcessRuntime
 
-from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.config import TrainConfig
 from paceline.trainer import RunStatus, Trainer

@@ -15,8 +15,9 @@ from trainer.test_asynchronous import Recorder, check_versions
 
 pytest.importorskip("ray")
 
+from cluster.local_runtime import LocalRuntime
+
 from paceline.cluster.backend import ClusterBackend
-from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.cluster.types import WorkerState
 from paceline.config import TrainConfig

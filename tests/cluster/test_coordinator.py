@@ -20,13 +20,13 @@ from cluster.local import (
     submit,
     weights,
 )
+from cluster.local_runtime import LocalRuntime
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.figures import FiguresCollector
-from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.policy import decide
 from paceline.cluster.types import Assign, Migrate, PolicyConfig
 from paceline.cluster.worker import Worker

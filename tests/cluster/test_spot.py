@@ -9,12 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 from cluster.local import PARAMS, PROMPTS, assert_same, make_engine, run, submit, weights
+from cluster.local_runtime import LocalRuntime
 from safetensors.torch import save
 from tiny import eagle
 
 from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.local_runtime import LocalRuntime
 from paceline.cluster.messages import Add, DrafterTrained, EndTraining, Finished, StartTraining, StepSums, TrainingPreempted
 from paceline.cluster.spot_group import Trainers, TrainingRound
 from paceline.cluster.training import DrafterTraining

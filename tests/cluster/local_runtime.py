@@ -1,4 +1,4 @@
-"""Workers in this process, stepped one after the other: a cluster without Ray, for tests and for studying the coordinator."""
+"""Workers in this process, stepped one after the other: a cluster without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.cluster.worker import Send, Worker
 
 
 class LocalRuntime:
-    """Implements `coordinator.Runtime`. `poll` lets every worker do some steps and returns all reports."""
+    """Implements `learning.LearnerRuntime`. `poll` lets every worker do some steps and returns all reports."""
 
     def __init__(self, num_workers: int, make_worker: Callable[[int, Send], Worker], steps_per_poll: int = 4) -> None:
         self.num_workers, self._make_worker, self._steps_per_poll = num_workers, make_worker, steps_per_poll

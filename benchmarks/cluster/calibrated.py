@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.cluster.messages import TrainedDrafter
+from paceline.cluster.reports import TrainedDrafter
 from paceline.cluster.spot_group import TrainingRound
 from paceline.cluster.worker import Send, Worker
 from paceline.engine.migration import KvPages, RequestState, Reservation

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.lengths import LengthModel
-from paceline.cluster.messages import NewTokens, Outputs, Progress
+from paceline.cluster.reports import NewTokens, Outputs, Progress
 from paceline.cluster.types import NOWHERE, RequestTable
 from paceline.engine.migration import RequestState
 from paceline.types import FinishReason

@@ -18,31 +18,33 @@ from paceline.cluster.drafter_state import DrafterState
 from paceline.cluster.figures import ClusterFigures
 from paceline.cluster.lengths import LengthModel
 from paceline.cluster.messages import (
-    Arrived,
-    DrafterMeasured,
     DrafterSettings,
-    DrafterTrained,
     EndTraining,
-    Finished,
     LearnText,
-    Lost,
     Message,
-    Paused,
-    Report,
     SetDrafter,
     SetPolicy,
     StartTraining,
-    Stayed,
-    StepSums,
-    TrainedDrafter,
-    TrainingFailed,
-    TrainingPreempted,
     UseDrafter,
     UseEngine,
 )
 from paceline.cluster.pace import CpuBudget, PaceModel, Slowdowns
 from paceline.cluster.placement import RequestPlacement
 from paceline.cluster.policy import decide
+from paceline.cluster.reports import (
+    Arrived,
+    DrafterMeasured,
+    DrafterTrained,
+    Finished,
+    Lost,
+    Paused,
+    Report,
+    Stayed,
+    StepSums,
+    TrainedDrafter,
+    TrainingFailed,
+    TrainingPreempted,
+)
 from paceline.cluster.room import RoomWatch
 from paceline.cluster.runtime import Runtime
 from paceline.cluster.spot_group import Trainers

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.cluster.messages import DrafterMeasured, DrafterSettings
+from paceline.cluster.messages import DrafterSettings
+from paceline.cluster.reports import DrafterMeasured
 from paceline.trainer.drafter import HELD_OUT_EVERY
 
 _MAX_FREQUENT = 1 << 16

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.figures import WorkerFigures
-from paceline.cluster.messages import DistrustDrafter, StepSums, to_payload
+from paceline.cluster.messages import DistrustDrafter, to_payload
+from paceline.cluster.reports import StepSums
 from paceline.engine.migration import RequestState
 from paceline.engine.outputs import stop_ids
 from paceline.engine.prompts import Prompt, check, check_reply, derive_seed, encode

@@ -11,23 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.cluster.messages import (
-    Add,
-    Arrive,
-    Arrived,
-    Cancel,
-    End,
-    Event,
-    FirstPages,
-    Message,
-    MoveOut,
-    NewTokens,
-    PagesReady,
-    Paused,
-    Progress,
-    Resume,
-    Stayed,
-)
+from paceline.cluster.messages import Add, Arrive, Cancel, End, FirstPages, Message, MoveOut, PagesReady, Resume
+from paceline.cluster.reports import Arrived, Event, NewTokens, Paused, Progress, Stayed
 from paceline.engine import Engine
 from paceline.engine.migration import Reservation
 from paceline.types import Rollout

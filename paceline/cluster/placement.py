@@ -6,7 +6,8 @@ import logging
 from collections.abc import Collection, Sequence
 
 from paceline.cluster.book import RequestBook
-from paceline.cluster.messages import Add, Arrived, Cancel, End, Finished, MoveOut, Paused, Progress, Resume, Stayed
+from paceline.cluster.messages import Add, Cancel, End, MoveOut, Resume
+from paceline.cluster.reports import Arrived, Finished, Paused, Progress, Stayed
 from paceline.cluster.runtime import Runtime
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import NOWHERE

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import ray
 
-from paceline.cluster.messages import Message, Report
+from paceline.cluster.messages import Message
+from paceline.cluster.reports import Report
 from paceline.cluster.worker import Send, Worker
 
 COORDINATOR = -1

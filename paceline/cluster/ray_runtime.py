@@ -18,10 +18,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.learning import Meeting, WorkerDied
-from paceline.cluster.messages import Lost, Message, Report
+from paceline.cluster.messages import Message
 from paceline.cluster.ray_actor import COORDINATOR, MAX_LINE, CannotStart, WorkerActor, WorkerSpec, plain
 from paceline.cluster.ray_session import RaySession
 from paceline.cluster.rendezvous import serve_store
+from paceline.cluster.reports import Lost, Report
 from paceline.types import WorkersLost
 
 logger = logging.getLogger(__name__)

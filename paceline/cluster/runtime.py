@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from paceline.cluster.messages import Lost, Message, Report
+from paceline.cluster.messages import Message
+from paceline.cluster.reports import Lost, Report
 
 
 class Runtime(Protocol):

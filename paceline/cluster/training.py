@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from paceline.cluster.messages import DrafterMeasured, TrainedDrafter
+from paceline.cluster.reports import DrafterMeasured, TrainedDrafter
 from paceline.cluster.spot_group import SpotGroup, TrainingRound, in_background
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine

@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from paceline.cluster.learning import Meeting
-from paceline.cluster.messages import Lost, Message, Report
+from paceline.cluster.messages import Message
+from paceline.cluster.reports import Lost, Report
 from paceline.cluster.worker import Send, Worker
 
 

@@ -11,8 +11,8 @@ import pytest
 from paceline import SamplingParams
 from paceline.cluster.book import RequestBook
 from paceline.cluster.lengths import LengthModel
-from paceline.cluster.messages import NewTokens, Progress
 from paceline.cluster.pace import CpuBudget, PaceModel, Slowdowns
+from paceline.cluster.reports import NewTokens, Progress
 from paceline.cluster.timeline import Timeline
 from paceline.cluster.types import NOWHERE, WorkerState
 from paceline.engine.migration import RequestState

@@ -15,10 +15,10 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
 from paceline.cluster.learning import WorkerDied
-from paceline.cluster.messages import Lost
 from paceline.cluster.ray_actor import CannotStart, WarningList
 from paceline.cluster.ray_runtime import RayRuntime, _Calls, _cannot_start, _reason
 from paceline.cluster.ray_session import RaySession
+from paceline.cluster.reports import Lost
 from paceline.trainer.device import cluster_address
 from paceline.types import WorkersLost
 

@@ -15,7 +15,8 @@ from tiny import eagle
 
 from paceline import SamplingParams
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.messages import Add, DrafterTrained, EndTraining, Finished, StartTraining, StepSums, TrainingPreempted
+from paceline.cluster.messages import Add, EndTraining, StartTraining
+from paceline.cluster.reports import DrafterTrained, Finished, StepSums, TrainingPreempted
 from paceline.cluster.spot_group import Trainers, TrainingRound
 from paceline.cluster.training import DrafterTraining
 from paceline.cluster.types import PolicyConfig, WorkerState

@@ -9,12 +9,12 @@ from pathlib import Path
 import paceline
 
 ROOT = Path(paceline.__file__).parent
-LEAVES = {"names", "extras", "types", "config", "config_base", "files", "manifest", "optim", "packing", "bundled", "jit_cache",
-          "garbage", "tool_calls", "structured_outputs", "chat_template"}
+LEAVES = {"names", "extras", "sampling", "types", "config", "config_base", "files", "manifest", "optim", "packing", "bundled",
+          "jit_cache", "garbage", "tool_calls", "structured_outputs", "chat_template"}
 BELOW_ENGINE = LEAVES | {"cache", "kernels", "models", "drafters", "strategy"}
 BELOW_TRAINER = BELOW_ENGINE | {"engine", "generation", "spot", "rl", "tasks", "report"}
 ALLOWED = {
-    "__main__": {"cli"}, "names": set(), "types": {"names", "structured_outputs"},
+    "__main__": {"cli"}, "names": set(), "types": {"sampling"}, "sampling": {"names", "structured_outputs"},
     "structured_outputs": set(), "config": {"names", "config_base"}, "config_base": {"names"}, "files": set(),
     "manifest": {"files"}, "extras": set(), "optim": {"config", "extras"}, "packing": set(), "bundled": set(), "jit_cache": set(),
     "garbage": set(), "tool_calls": set(), "chat_template": set(),
@@ -38,8 +38,8 @@ ONLY = {"cluster/policy.py": {"paceline.cluster.types"}, "cluster/types.py": set
         "sim/": {"paceline.types", "paceline.strategy", "paceline.cluster.policy", "paceline.cluster.types",
                  "paceline.cluster.lengths", "paceline.sim"}}
 """Files and folders that import nothing else of Paceline."""
-TORCH_FREE = ["names.py", "types.py", "config.py", "config_base.py", "files.py", "manifest.py", "bundled.py", "tool_calls.py",
-              "structured_outputs.py", "chat_template.py",
+TORCH_FREE = ["names.py", "sampling.py", "types.py", "config.py", "config_base.py", "files.py", "manifest.py", "bundled.py",
+              "tool_calls.py", "structured_outputs.py", "chat_template.py",
               "cache/pages.py",
               "engine/scheduler.py", "engine/request.py", "engine/prompts.py", "engine/stats.py", "engine/outputs.py",
               "engine/planner.py", "engine/command.py", "engine/grammar.py",

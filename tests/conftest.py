@@ -41,3 +41,20 @@ def smollm2_path() -> Path:
     if not path.is_file():
         pytest.skip(f"{path} is not there: run scripts/get_smollm2.py, or set PACELINE_SMOLLM2")
     return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with a few files that are not what they should be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text('{"promt": "27:"}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "27:", "answer": "x"}\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    (tmp_path / "typo.toml").write_text("[rollout]\npromts = 3\n")
+    (tmp_path / "broken.toml").write_text("steps = \n")
+    (tmp_path / "grader.py").write_text("import nowhere_to_be_found\n")
+    (tmp_path / "text.txt").write_text("hello")
+    return tmp_path

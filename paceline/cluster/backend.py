@@ -135,7 +135,7 @@ class ClusterBackend(Backend):
             drafter = drafter_of(unpack_drafter(trained), drafter_config(config, policy.config), policy.norm.dtype)
         save_eagle(drafter, drafter_folder(checkpoint), policy, is_descendant=trained is not None)  # the workers have trained it
 
-    def begin_step(self) -> None:
+    def begin_step(self, trace: RolloutTrace, requests: Collection[int]) -> None:
         if not self._is_asynchronous:
             self.coordinator.figures.take()  # those of answers that the policy is not trained on
         if self._background is not None:

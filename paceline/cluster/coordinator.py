@@ -419,5 +419,4 @@ def _down(worker: int) -> WorkerView:
 
 
 def _with_versions(view: WorkerView, policy: int, drafter: int) -> WorkerView:
-    return WorkerView(view.id, view.state, view.max_batch, view.kv_tokens, view.slowdown, max(view.policy_version, policy),
-                      max(view.drafter_version, drafter), view.can_train)
+    return replace(view, policy_version=max(view.policy_version, policy), drafter_version=max(view.drafter_version, drafter))

@@ -52,6 +52,7 @@ class Backend:
 
     def publish(self, version: int) -> None:
         """Brings the engines up to date with the learner, whose policy has this version."""
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Frees the engines' memory until the next `publish`."""
@@ -61,8 +62,8 @@ class Backend:
         of the learner's files."""
         raise NotImplementedError
 
-    def begin_step(self) -> None:
-        """Called when a training step begins."""
+    def begin_step(self, trace: RolloutTrace, requests: Collection[int]) -> None:
+        """Called when a training step begins, with what will record it and the ids of requests that go on from an earlier one."""
 
     def on_phase(self, phase: str) -> None:
         """Called when a phase of a step begins."""
@@ -75,10 +76,6 @@ class Backend:
 
     def metrics(self, stats: EngineStats, timed: dict[str, float]) -> dict[str, Any]:
         """Further metrics of a step. `stats`: of its generation; `timed`: seconds per phase."""
-        return {}
-
-    def tokens_under_way(self, requests: Collection[int]) -> dict[int, int]:
-        """Number of tokens of unfinished requests by id, as far as the `trace` of a step has to know them."""
         return {}
 
     def live_answers(self, trace: RolloutTrace, running: Collection[int]) -> list[AnswerProgress]:
@@ -170,8 +167,8 @@ class LocalBackend(Backend):
         save_selection(engine, checkpoint)
         return digests
 
-    def tokens_under_way(self, requests: Collection[int]) -> dict[int, int]:
-        return {request: self.engines[0].migration.num_outputs(request) or 0 for request in requests}
+    def begin_step(self, trace: RolloutTrace, requests: Collection[int]) -> None:
+        trace.reached |= {request: self.engines[0].migration.num_outputs(request) or 0 for request in requests}
 
     def live_answers(self, trace: RolloutTrace, running: Collection[int]) -> list[AnswerProgress]:
         return [AnswerProgress(request, num_tokens, num_accepted, request in running)

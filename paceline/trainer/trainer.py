@@ -221,11 +221,10 @@ class Trainer:
     # What the loop is handed
 
     def _on_step_begin(self, step: int) -> None:
-        self.backend.begin_step()
         self.collector.begin_step()
         drafter_version = None if self.monitor is None else self.engine.drafter_version
         self.trace = RolloutTrace(self.config.rollout.max_new_tokens, drafter_version)
-        self.trace.reached |= self.backend.tokens_under_way(self.collector.live_requests())
+        self.backend.begin_step(self.trace, self.collector.live_requests())
         if self.drafter_trainer is not None:
             self.drafter_trainer.begin_step(step)
         self.listeners.tell(lambda callback: callback.on_step_begin(step))

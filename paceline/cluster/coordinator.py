@@ -33,7 +33,6 @@ from paceline.cluster.placement import RequestPlacement
 from paceline.cluster.policy import decide
 from paceline.cluster.reports import (
     Arrived,
-    DrafterMeasured,
     DrafterTrained,
     Finished,
     Lost,
@@ -42,7 +41,6 @@ from paceline.cluster.reports import (
     Stayed,
     StepSums,
     TrainedDrafter,
-    TrainingFailed,
     TrainingPreempted,
 )
 from paceline.cluster.room import RoomWatch
@@ -66,8 +64,8 @@ from paceline.types import FinishReason, Rollout
 
 logger = logging.getLogger(__name__)
 
-
 Decide = Callable[[ClusterView, PolicyConfig], list[Action]]
+_DOWN = WorkerView(-1, WorkerState.DOWN, 0, 0, policy_version=-1, drafter_version=-1)
 _QUIET_S = 1.0
 """Longest time between two decisions while no worker has any news."""
 _MAX_SHARE, _BURST_S, _MAX_PAUSE_S, _MAX_PAUSE_SHARE = 0.01, 0.1, 2.0, 0.25
@@ -103,7 +101,7 @@ class Coordinator:
         self.drafter = DrafterState()
         self.figures = ClusterFigures()
         self._clock = clock
-        self._workers = {w: _down(w) for w in range(runtime.num_workers)}
+        self._workers = {w: replace(_DOWN, id=w) for w in range(runtime.num_workers)}
         self._room, self._needs_all = RoomWatch(runtime.has_room, clock), False
         self._trainers = Trainers()
         self._policy: Any = None
@@ -121,8 +119,7 @@ class Coordinator:
 
     def submit(self, states: Sequence[RequestState], key: str) -> list[int]:
         """Queue the answers of one prompt and return their ids. `key`: recognizes the prompt in later epochs."""
-        self._has_changed = True
-        ids = self.book.add(states, key, self._clock())
+        self._has_changed, ids = True, self.book.add(states, key, self._clock())
         if not self._is_baseline:
             self.drafter.submit(ids)
         return ids
@@ -153,9 +150,8 @@ class Coordinator:
     def policy_published(self, version: int, seconds: float) -> None:
         """The workers have put the new weights into their engines themselves."""
         self._policy, self.policy_version = None, version
-        for worker, view in self._workers.items():
-            if view.state is not WorkerState.DOWN:
-                self._sent[worker] = version, self._sent.get(worker, (-1, -1))[1]
+        for worker in self._alive():
+            self._sent[worker] = version, self._sent.get(worker, (-1, -1))[1]
         self.timeline.record("policy", version=version, seconds=round(seconds, 6))
 
     def publish_drafter(self, trained: TrainedDrafter, worker: int = -1, is_used: bool = False) -> None:
@@ -185,19 +181,17 @@ class Coordinator:
 
     def broadcast(self, message: Message) -> list[int]:
         """Send a message to all workers that are there, and return which ones."""
-        alive = [worker for worker, view in self._workers.items() if view.state is not WorkerState.DOWN]
+        alive, self._has_changed = self._alive(), True
         for worker in alive:
             self.runtime.post(worker, message)
-        self._has_changed = True
         return alive
 
     def worker_states(self) -> list[tuple[int, WorkerState]]:
         """What each worker does. May be called from another thread."""
         return [(view.id, view.state) for view in list(self._workers.values())]
 
-    @property
-    def _num_down(self) -> int:
-        return sum(view.state is WorkerState.DOWN for view in self._workers.values())
+    def _alive(self) -> list[int]:
+        return [worker for worker, view in self._workers.items() if view.state is not WorkerState.DOWN]
 
     @property
     def max_batch(self) -> int:
@@ -212,10 +206,8 @@ class Coordinator:
     @property
     def has_settled(self) -> bool:
         """Whether all have handled the newest settings, none trains the drafter, and all have reported what they trained."""
-        alive = [worker for worker, view in self._workers.items() if view.state is not WorkerState.DOWN]
-        return not self.drafter.owing and all(
-            self.drafter.handled.get(worker, -1) >= self.drafter.settings.number
-            and self._workers[worker].state is not WorkerState.TRAINING for worker in alive)
+        return self.drafter.has_settled(self._alive()) and not any(
+            view.state is WorkerState.TRAINING for view in self._workers.values())
 
     def use_baseline(self, baseline: bool) -> None:
         """Generate without speculation from now on, with every worker's second engine, or with speculation again. What is learned
@@ -224,8 +216,8 @@ class Coordinator:
         if baseline == self._is_baseline:
             return
         assert not len(self.book), "all requests are finished"
-        mine, (self.book.lengths, self.pace, self.sums) = (self.book.lengths, self.pace, self.sums), self._other
-        self._other = mine
+        mine = self.book.lengths, self.pace, self.sums
+        (self.book.lengths, self.pace, self.sums), self._other = self._other, mine
         if baseline:
             self.sums = StepSums()
         self._is_baseline, self._has_changed = baseline, True
@@ -242,7 +234,7 @@ class Coordinator:
     def wait_for_all(self) -> None:
         """Wait until all workers have started. WorkersLost if there has been no room for one of them for too long."""
         self._needs_all = True
-        while self._num_down:
+        while len(self._alive()) < self.num_workers:
             self.advance()
         self._needs_all = False
 
@@ -250,7 +242,7 @@ class Coordinator:
         """One round whose finished requests are left to the next `step`. Nothing is decided before there is news, but at least
         once a second. WorkersLost if there has been no room for any worker for too long."""
         began = time.thread_time()
-        down = self._num_down
+        down = self.num_workers - len(self._alive())
         self._room.check(down if self._needs_all or down == self.num_workers else 0, self.num_workers)
         self._round(timeout_s)
         self._budget.spend(time.thread_time() - began)
@@ -275,8 +267,7 @@ class Coordinator:
                 self._receive(news)
         if not (found or self._has_changed or self._clock() - self._decided_at > _QUIET_S):
             return
-        self._has_changed, self._decided_at = False, self._clock()
-        self._is_outdated = False
+        self._has_changed, self._is_outdated, self._decided_at = False, False, self._clock()
         view = self._view()
         running = view.requests.remaining[view.requests.worker >= 0]
         self._max_pause_s = _MAX_PAUSE_SHARE * float(running.mean() * view.token_s[1]) if len(running) else 0.0
@@ -325,7 +316,8 @@ class Coordinator:
         for event in report.events:
             match event:
                 case Finished():
-                    self._finish(event, w)
+                    if self.placement.finish(event):
+                        self._learn(event.request, event.rollout, w)
                 case Paused():
                     self.placement.pause(event, w)
                 case Arrived():
@@ -334,10 +326,6 @@ class Coordinator:
                     self.placement.stay(event)
                 case DrafterTrained():
                     self.publish_drafter(event.drafter, w)
-                case DrafterMeasured():
-                    self.drafter.measured[w] = event
-                case TrainingFailed():
-                    self.drafter.failure = event.reason
                 case TrainingPreempted():
                     self._trainers.remove(w, event.round)
                     self.timeline.record("training preempted", worker=w, wait_s=round(event.wait_s, 6))
@@ -346,12 +334,7 @@ class Coordinator:
             self.book.extend(report.tokens)
         for figures in report.figures:
             self.figures.add(figures)
-        self.drafter.handled[w] = report.settings
-        self.drafter.owing = self.drafter.owing | {w} if report.owes_drafter else self.drafter.owing - {w}
-
-    def _finish(self, event: Finished, worker: int) -> None:
-        if self.placement.finish(event):
-            self._learn(event.request, event.rollout, worker)
+        self.drafter.receive(report)
 
     def _learn(self, request: int, rollout: Rollout, worker: int) -> None:
         """Tell the drafters about an answer that a worker has finished. In the baseline nobody drafts."""
@@ -368,7 +351,7 @@ class Coordinator:
                        len(self.book.on_worker(lost.worker)))
         self.timeline.record("lost", worker=lost.worker, reason=lost.reason)
         self.timeline.set_state(lost.worker, WorkerState.DOWN)
-        self._workers[lost.worker] = _down(lost.worker)
+        self._workers[lost.worker] = replace(_DOWN, id=lost.worker)
         self._trainers.remove(lost.worker)
         self.drafter.owing -= {lost.worker}
         self.num_lost += 1
@@ -380,12 +363,14 @@ class Coordinator:
     # -- what the policy decides
 
     def _view(self) -> ClusterView:
-        # What is on its way counts as arrived: messages to one worker keep their order.
-        workers = tuple(view if w not in self._sent else _with_versions(view, *self._sent[w])
-                        for w, view in self._workers.items())
-        return ClusterView(workers, self.book.table(self._clock()), self.pace.token_s, self._pause_s,
-                           self.placement.move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version,
+        return ClusterView(tuple(map(self._expected, self._workers)), self.book.table(self._clock()), self.pace.token_s,
+                           self._pause_s, self.placement.move_pause_s, _MOVE_TOKEN_S, self.policy_version, self.drafter_version,
                            self.book.paused_remaining, self.drafter.is_awaited)
+
+    def _expected(self, worker: int) -> WorkerView:
+        """The worker, where what is on its way counts as arrived: messages to one worker keep their order."""
+        view, (policy, drafter) = self._workers[worker], self._sent.get(worker, (-1, -1))
+        return replace(view, policy_version=max(view.policy_version, policy), drafter_version=max(view.drafter_version, drafter))
 
     def _act(self, action: Action) -> None:
         match action:
@@ -402,21 +387,13 @@ class Coordinator:
                 self.runtime.post(worker, EndTraining())
 
     def _publish(self, worker: int) -> None:
-        view, sent = self._workers[worker], self._sent.get(worker, (-1, -1))
-        if max(view.policy_version, sent[0]) < self.policy_version:
+        expected = self._expected(worker)
+        if expected.policy_version < self.policy_version:
             if self._policy is None:
                 self._is_outdated = True  # it was started again: `republish` brings it up to date
                 return
             self.runtime.post(worker, SetPolicy(self.policy_version), self._policy)
-        if max(view.drafter_version, sent[1]) < self.drafter_version:
+        if expected.drafter_version < self.drafter_version:
             self.runtime.post(worker, SetDrafter(self.drafter_version, self.drafter.is_used), self._drafter)
         self._sent[worker] = self.policy_version, self.drafter_version
         self.timeline.record("published", worker=worker, policy=self.policy_version, drafter=self.drafter_version)
-
-
-def _down(worker: int) -> WorkerView:
-    return WorkerView(worker, WorkerState.DOWN, 0, 0, policy_version=-1, drafter_version=-1)
-
-
-def _with_versions(view: WorkerView, policy: int, drafter: int) -> WorkerView:
-    return replace(view, policy_version=max(view.policy_version, policy), drafter_version=max(view.drafter_version, drafter))

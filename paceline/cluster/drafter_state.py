@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster.messages import DrafterSettings
-from paceline.cluster.reports import DrafterMeasured
+from paceline.cluster.reports import DrafterMeasured, Report, TrainingFailed
 from paceline.trainer.drafter import HELD_OUT_EVERY
 
 _MAX_FREQUENT = 1 << 16
@@ -54,6 +54,21 @@ class DrafterState:
                 self.held_out.update(requests)
                 self.num_held_out += 1
             self._num_prompts += 1
+
+    def receive(self, report: Report) -> None:
+        """A worker has reported."""
+        worker = report.worker
+        for event in report.events:
+            if isinstance(event, DrafterMeasured):
+                self.measured[worker] = event
+            elif isinstance(event, TrainingFailed):
+                self.failure = event.reason
+        self.handled[worker] = report.settings
+        self.owing = self.owing | {worker} if report.owes_drafter else self.owing - {worker}
+
+    def has_settled(self, workers: Sequence[int]) -> bool:
+        """Whether these workers have handled the newest settings, and all have reported what they trained."""
+        return not self.owing and all(self.handled.get(worker, -1) >= self.settings.number for worker in workers)
 
     def frequent_tokens(self) -> tuple[int, ...]:
         """Tokens of the answers, most frequent first; none once the drafter has been trained."""

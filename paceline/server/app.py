@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -26,6 +27,7 @@ from paceline.server.errors import ANSWERED, GenerationFailed, error_response
 from paceline.server.generation import Generation
 from paceline.server.logprobs import TokenTexts
 from paceline.server.metrics import ServerMetrics
+from paceline.server.responses import ResponsesGeneration, ResponsesRequest, errors_of_chat
 from paceline.server.rl import Backend, RlApi
 from paceline.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from paceline.tool_calls import tool_call_format
@@ -68,7 +70,8 @@ class _Server:
                   Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
                   Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-                  Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
+                  Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+                  Route("/v1/responses", self._guarded(self.responses), methods=["POST"])]
         self._rl: RlApi | None = None
         if config.rl:
             self._rl = RlApi(Backend(engine, self.thread, config, self.control, self._texts, self._read, self._prepare,
@@ -146,6 +149,11 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         return await self._chat(request, ChatRequest.model_validate_json(await self._read(request)))
+
+    async def responses(self, request: Request) -> Response:
+        asked = ResponsesRequest.model_validate_json(await self._read(request))
+        with errors_of_chat():
+            return await self._chat(request, asked.chat(), partial(ResponsesGeneration, asked))
 
     async def _unknown_path(self, request: Request, error: Exception) -> Response:
         path = request.url.path if len(request.url.path) <= _MAX_PATH else request.url.path[:_MAX_PATH] + " …"

@@ -42,6 +42,7 @@ ALIASES = {
     "max_num_batched_tokens": "max_rows", "chunked_prefill_size": "max_rows", "gpu_memory_utilization": "kv_memory_gb",
     "mem_fraction_static": "kv_memory_gb", "swap_space": "kv_memory_gb", "block_size": "page_size",
     "max_model_len": "max_context", "context_length": "max_context", "max_seq_len": "max_context",
+    "tensor_parallel_size": "tensor_parallel", "tp_size": "tensor_parallel", "tensor_model_parallel_size": "tensor_parallel",
     "enforce_eager": "cuda_graphs", "disable_cuda_graph": "cuda_graphs", "enable_deterministic_inference": "deterministic",
     # speculation
     "num_speculative_tokens": "strategy", "speculative_num_steps": "strategy", "speculative_num_draft_tokens": "strategy",
@@ -67,7 +68,6 @@ _NOTES = {
 """What is different about our setting."""
 
 _MISSING = {
-    "tensor_parallel_size": "an engine runs on one device", "tp_size": "an engine runs on one device",
     "trust_remote_code": "code of model folders is never run", "use_vllm": "the engine is built in",
     "enable_prefix_caching": "it is always on", "enable_chunked_prefill": "it is always on",
     "quantization": "only GGUF files are read quantised", "load_in_4bit": "only GGUF files are read quantised",

@@ -34,7 +34,7 @@ TRAIN = {
     "beta=0.1": "it is called algorithm_options.kl here",
     "algorithm_options.beta=0.1": "it is called kl here",
     "output_dir=x": "it is called out here",
-    "tensor_parallel_size=2": "an engine runs on one device",
+    "tensor_parallel_size=2": "it is called engine.tensor_parallel here",
     # values
     "steps=many": "--set steps=many: must be an integer, not 'many'",
     "steps=2.5": "--set steps=2.5: must be an integer, not 2.5",

@@ -48,8 +48,6 @@ def serve(options: ServeOptions) -> int:
         raise ValueError(f"--rl: other machines reach {options.host}, so that --api-key is needed, too")
     if config.rl_weights_dir is not None and not (config.rl and config.rl_weights_dir.is_dir()):
         raise ValueError(f"--rl-weights-dir {config.rl_weights_dir}: " + ("no such folder" if config.rl else "needs --rl"))
-    if config.rl and options.engine.get("tensor_parallel", 1) > 1:
-        raise ValueError("--rl: trainers cannot replace the weights of a policy that is split over ranks yet (--tensor-parallel)")
     if options.host not in _LOOPBACK and config.api_key is None:
         say(f"{options.host}: anybody who reaches this address can use the server; --api-key restricts it")
     engine = Engine.load(options.model, options.device, options.dtype, options.drafter, options.strategy,

@@ -185,6 +185,40 @@ class ReadFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreTokens:
+    """Run the next piece of a text through the policy, beside the KV cache. Returns `TokenScores`; None if none are wanted."""
+
+    text: int
+    """Number of the text: different for each, until `EndScoring`."""
+    tokens: list[int]
+    """The piece, and the token behind it."""
+    begin: int
+    """Position of its first token. A text's pieces come in their order."""
+    num_rows: int
+    """Number of tokens of all pieces."""
+    first: int
+    """The tokens behind the piece's tokens from this one on are scored."""
+    num_top: int
+    """Number of alternatives to each token."""
+
+
+class TokenScores(NamedTuple):
+    """What the policy thinks of tokens in the plain softmax at temperature 1, in arrays with a line for each."""
+
+    logprobs: np.ndarray  # [S]
+    ranks: np.ndarray  # [S] 1 for the most likely token
+    top: np.ndarray  # [S, K] the most likely tokens, most likely first
+    top_logprobs: np.ndarray  # [S, K]
+
+
+@dataclass(frozen=True, slots=True)
+class EndScoring:
+    """Forget a text of `ScoreTokens`."""
+
+    text: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights:
     """Replace the policy's weights in place; see `Engine.update_weights`."""
 
@@ -265,8 +299,8 @@ class DummyCatchUp:
     missing: int
 
 
-Command = (StepCommand | ExportPages | ImportPages | ReadFeatures | LoadWeights | LoadDrafter | Sleep | Wake | DummyStep
-           | LendSlots | ReturnSlots | DummyDraft | DummyCatchUp)
+Command = (StepCommand | ExportPages | ImportPages | ReadFeatures | ScoreTokens | EndScoring | LoadWeights | LoadDrafter | Sleep
+           | Wake | DummyStep | LendSlots | ReturnSlots | DummyDraft | DummyCatchUp)
 
 
 @cache

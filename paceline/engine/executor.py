@@ -24,6 +24,7 @@ from paceline.engine.command import (
     DummyCatchUp,
     DummyDraft,
     DummyStep,
+    EndScoring,
     ExportPages,
     HostDrafts,
     ImportPages,
@@ -34,6 +35,7 @@ from paceline.engine.command import (
     ObservedTrees,
     ReadFeatures,
     ReturnSlots,
+    ScoreTokens,
     Sleep,
     StepCommand,
     StepOutputs,
@@ -51,6 +53,7 @@ from paceline.engine.rank_part import RankPart
 from paceline.engine.ranks import Ranks
 from paceline.engine.rows import RowBuilder, StepRows
 from paceline.engine.runner import Chunks, Runner
+from paceline.engine.scoring import Scorer
 from paceline.engine.state import SlotState
 from paceline.engine.token_masks import TokenMasker
 from paceline.engine.weights import PolicyWeights, copy_drafter, offload, prepare_linears, restore
@@ -105,11 +108,13 @@ class Executor:
         self._weights, self._masker = PolicyWeights(model), None if grammars is None else TokenMasker(grammars)
         self._split, self.ranks = split, ranks
         self.is_asleep = False
+        scorer = Scorer(model, runner)
         self._handlers: dict[type, Callable[[Any], Any]] = {
             StepCommand: self._step, ExportPages: self._export, ImportPages: self._import, ReadFeatures: self._read_features,
             LoadWeights: self._load_weights, LoadDrafter: self._load_drafter, Sleep: self._sleep, Wake: self._wake,
             DummyStep: self._dummy_step, DummyDraft: self._dummy_draft, DummyCatchUp: self._dummy_catch_up,
             LendSlots: self._lend_slots, ReturnSlots: self._return_slots,
+            ScoreTokens: scorer.score, EndScoring: scorer.end,
         }
         self._prepare_weights()
 

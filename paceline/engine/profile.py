@@ -39,8 +39,8 @@ _ROUNDS, _MIN_JOBS = 12, 8
 _IN_A_ROW = 3
 """Runs that are timed together on a GPU, where the host prepares a step while another one runs, as in generation."""
 _SHORT_S = 2e-3
-"""Shorter runs are repeated for so many seconds whenever it is their turn: the first one finds the processor's caches full of what
-ran before it, and what a level of the drafter costs is a difference of short runs."""
+"""Shorter runs are repeated for so many seconds whenever it is their turn: the first one finds the processor's caches full of
+what ran before it, and what a level of the drafter costs is a difference of short runs."""
 _FORMAT = 14
 
 
@@ -165,8 +165,8 @@ def _context_sizes(steps: DummySteps) -> tuple[int, int]:
 def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device,
              step: Callable[[], Any]) -> dict[_Job, float]:
     """Return the milliseconds of each job: the fastest of a few runs. All jobs take turns, so that other load on the machine
-    does not hit one job alone. A job's first run is not counted: it compiles, allocates and captures. `step`: a step of the policy,
-    which runs before every measurement of the drafter, so that the processor's caches hold what they hold in generation."""
+    does not hit one job alone. A job's first run is not counted: it compiles, allocates and captures. `step`: a step of the
+    policy, which runs before each measurement of the drafter, so that the processor's caches hold what they hold in use."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -108,13 +108,16 @@ class SplitExperts(nn.Module):
         super().__init__()
         partition = sums.partition
         self.spec, self.activation, self.router, self._sums = spec, experts.activation, experts.router, sums
+        self._index = experts.index
         self.thin = nn.ModuleList(
             ThinExperts(spec.count, b - a, hidden, spec.bias, spec.bias and partition.rank == 0 and share == 0)
             for share, (a, b) in enumerate(share_bounds(spec.size, partition.own_shares)))
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        ops = attend.ops
-        shares, chosen = ops.route(self.router(x, ops), self.spec.active, self.spec.normalised, None)
+        ops, logits = attend.ops, self.router(x, attend.ops)
+        shares, chosen = ops.route(logits, self.spec.active, self.spec.normalised, None)
+        if attend.routing is not None:
+            x = attend.routing.observe(self._index, x, logits, chosen)
         wide = torch.promote_types(x.dtype, torch.float32)
         parts = [ops.experts(x, ExpertWeights(one.gate_up, one.gate_up_bias, one.down, one.down_bias, self.activation),  # type: ignore[arg-type]
                              shares, chosen).to(wide) for one in self.thin]

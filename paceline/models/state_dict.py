@@ -285,6 +285,14 @@ def parameter_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
     return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
 
+def checkpoint_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole policy's weights under Hugging Face's names, without their prefixes."""
+    if model.parts is not None:
+        with torch.device("meta"):
+            model = Decoder(model.config)
+    return {bare_name(name): tuple(tensor.shape) for name, tensor in export_state(model).items()}
+
+
 def bare_name(name: str) -> str:
     """The name without the prefixes that wrappers add."""
     while name.startswith(_PREFIXES):

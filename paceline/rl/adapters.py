@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from paceline.config import LearnerConfig
 from paceline.files import atomic_write, save_tensors
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.parallel import split_decoder
+from paceline.models.partition import Partition
 from paceline.models.state_dict import load_state
 from paceline.models.state_layout import hf_layout
-from paceline.models.weights import empty_model
+from paceline.models.weights import MakeDecoder, empty_model
 from paceline.rl.ranks import full, local, put_together
 
 
@@ -85,10 +88,10 @@ def unadapted_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def decoder_of(shape: ModelConfig, tensors: dict[str, Tensor]) -> Decoder:
+def decoder_of(shape: ModelConfig, tensors: dict[str, Tensor], make: MakeDecoder = Decoder) -> Decoder:
     """A decoder whose parameters are these tensors. Nothing is copied: it shares memory with whoever else has them."""
     with torch.device("meta"):
-        model = Decoder(shape).requires_grad_(False)
+        model = make(shape).requires_grad_(False)
     tied = {"head.weight": tensors["embed.weight"]} if shape.tie_embeddings else {}
     model.load_state_dict({**tensors, **tied}, assign=True)
     if shape.tie_embeddings:
@@ -96,12 +99,14 @@ def decoder_of(shape: ModelConfig, tensors: dict[str, Tensor]) -> Decoder:
     return model
 
 
-def plain_copy(policy: Decoder, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shared: dict[str, Tensor]) -> Decoder:
+def plain_copy(policy: Decoder, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shared: dict[str, Tensor],
+               num_shares: int = 1) -> Decoder:
     """A decoder of the policy's shape, on its device, with a copy of these weights in a data type. The tensors in `shared`, by
-    name, are not copied."""
-    empty = empty_model(policy.config, dtype, "meta")
-    own = {name: torch.empty_like(p, device=policy.norm.device) for name, p in empty.named_parameters() if name not in shared}
-    model = decoder_of(policy.config, {**shared, **own})
+    name, are not copied. `num_shares`: see `EngineConfig.reduction_shares`."""
+    make = Decoder if num_shares == 1 else partial(split_decoder, partition=Partition(0, 1, num_shares), group=None)
+    empty = dict(empty_model(policy.config, dtype, "meta", make).named_parameters())
+    found = {name: shared[name] if name in shared else torch.empty_like(p, device=policy.norm.device) for name, p in empty.items()}
+    model = decoder_of(policy.config, found, make)
     load_state(model, weights)
     return model
 

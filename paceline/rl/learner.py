@@ -39,11 +39,11 @@ class Learner:
 
     def __init__(self, model: Decoder, algorithm: Algorithm, config: LearnerConfig, optimizer: OptimizerConfig, steps: int,
                  temperature: float, compute: torch.dtype, seed: int = 0, reward_model: RewardModel | None = None,
-                 reward_weight: float = 1.0, filters: SamplingFilters | None = None) -> None:
+                 reward_weight: float = 1.0, filters: SamplingFilters | None = None, num_shares: int = 1) -> None:
         """`model` has weights in float32 or better, or in `compute` if only adapters are trained; `compute` is the data type of
         matrix products; `steps` is the number of steps of the whole run, which the learning-rate schedule needs; `temperature`
-        and `filters` are those of the engine's sampling."""
-        self.filters = filters or SamplingFilters()
+        and `filters` are those of the engine's sampling; `num_shares` is the number of shares in which it sums products."""
+        self.filters, self._num_shares = filters or SamplingFilters(), num_shares
         self.ranks = Ranks()
         self.algorithm, self.config, self.temperature, self.reward_model = algorithm, config, temperature, reward_model
         self.optimizer_config, self.total_steps, self.reward_weight = optimizer, steps, reward_weight
@@ -70,6 +70,7 @@ class Learner:
         assert self.reference is not None, "the algorithm needs a reference, and it is a policy of its own"
         load_state(self.reference.model, state)
         if self.reference.exact is not None:
+            load_state(self.reference.exact.model, self.reference.model.named_parameters())
             self.reference.exact.weights_changed()
 
     def _refresh_exact(self) -> None:
@@ -83,9 +84,11 @@ class Learner:
             return
         model = self.policy.model
         shared = unadapted_parameters(model) if self.config.lora_rank and not self.policy.sharded else {}
-        self.policy.exact = ExactForward(plain_copy(model, self.weights(), self.policy.compute, shared))
+        self.policy.exact = ExactForward(plain_copy(model, self.weights(), self.policy.compute, shared, self._num_shares))
         if self.reference is not None:
-            self.reference.exact = ExactForward(self.reference.model)
+            own = dict(self.reference.model.named_parameters())
+            self.reference.exact = ExactForward(
+                plain_copy(self.reference.model, own.items(), self.policy.compute, own, self._num_shares))
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         config = self.optimizer_config

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,10 +23,11 @@ from paceline.server.auth import check_access
 from paceline.server.config import ServerConfig
 from paceline.server.control import Control
 from paceline.server.encoding import PromptEncoder
-from paceline.server.errors import ANSWERED, GenerationFailed, describe, error_json, error_response
+from paceline.server.errors import ANSWERED, GenerationFailed, error_response
 from paceline.server.generation import Generation
 from paceline.server.logprobs import TokenTexts
 from paceline.server.metrics import ServerMetrics
+from paceline.server.responses import ResponsesGeneration, ResponsesRequest, errors_of_chat
 from paceline.server.rl import Backend, RlApi
 from paceline.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from paceline.tool_calls import tool_call_format
@@ -68,7 +70,8 @@ class _Server:
                   Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
                   Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                   Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-                  Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"])]
+                  Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+                  Route("/v1/responses", self._guarded(self.responses), methods=["POST"])]
         self._rl: RlApi | None = None
         if config.rl:
             self._rl = RlApi(Backend(engine, self.thread, config, self.control, self._texts, self._read, self._prepare,
@@ -145,20 +148,27 @@ class _Server:
         return await self._generate(request, body, prompts, body.max_tokens)
 
     async def chat(self, request: Request) -> Response:
-        body = ChatRequest.model_validate_json(await self._read(request))
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        body.use_tools(self._tool_format)
-        self._check(body, 1, max_tokens or self.engine.scheduler.max_length)
-        prompt = await self._encoded(request, self.encoder.encode_chat(body.conversation(), body.add_special_tokens,
-                                                                             body.truncate_prompt_tokens))
-        room = max(1, self.engine.scheduler.max_length - len(prompt))
-        return await self._generate(request, body, [prompt], max_tokens or room)
+        return await self._chat(request, ChatRequest.model_validate_json(await self._read(request)))
+
+    async def responses(self, request: Request) -> Response:
+        asked = ResponsesRequest.model_validate_json(await self._read(request))
+        with errors_of_chat():
+            return await self._chat(request, asked.chat(), partial(ResponsesGeneration, asked))
 
     async def _unknown_path(self, request: Request, error: Exception) -> Response:
         path = request.url.path if len(request.url.path) <= _MAX_PATH else request.url.path[:_MAX_PATH] + " …"
         return error_response(HTTPException(404, f"there is no {path!r}; this server has {self._paths}"))
 
     # What they are made of
+
+    async def _chat(self, request: Request, body: ChatRequest, kind: Callable[..., Generation] = Generation) -> Response:
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        body.use_tools(self._tool_format)
+        self._check(body, 1, max_tokens or self.engine.scheduler.max_length)
+        prompt = await self._encoded(request, self.encoder.encode_chat(body.conversation(), body.add_special_tokens,
+                                                                             body.truncate_prompt_tokens))
+        room = max(1, self.engine.scheduler.max_length - len(prompt))
+        return await self._generate(request, body, [prompt], max_tokens or room, kind)
 
     def _guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """The handler with the check of the key, its time limit, errors as the OpenAI API reports them, and metrics."""
@@ -242,9 +252,10 @@ class _Server:
         self._check(body, len(prompts), max_tokens)
         return await self._encoded(request, self.encoder.encode_all(list(prompts)))
 
-    async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int) -> Response:
+    async def _generate(self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_tokens: int,
+                        kind: Callable[..., Generation] = Generation) -> Response:
         described = self.control.describe if self.config.rl else None
-        return await self._answer(request, Generation(
+        return await self._answer(request, kind(
             self.thread, self._texts, body, prompts, body.sampling_params(max_tokens), self.config.timeout_s, max_tokens,
             request.headers.get("x-request-id"), described, self._tool_format), body.stream)
 
@@ -275,7 +286,7 @@ class _Server:
             self._streams.discard(generation)
             self.metrics.duration.observe(time.perf_counter() - began)
 
-        return _EventStream(_with_error_line(generation.stream(on_first_token)), on_end)
+        return _EventStream(_with_error_line(generation, on_first_token), on_end)
 
 
 class _EventStream(StreamingResponse):
@@ -292,13 +303,13 @@ class _EventStream(StreamingResponse):
             self._on_end()
 
 
-async def _with_error_line(lines: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _with_error_line(generation: Generation, on_first_token: Callable[[], None]) -> AsyncIterator[str]:
     """The lines of an event stream, with an error as the last one if something fails after the stream has begun."""
     try:
-        async for line in lines:
+        async for line in generation.stream(on_first_token):
             yield line
     except (TimeoutError, GenerationFailed, Unavailable) as error:
-        yield f"data: {error_json(*describe(error)).decode()}\n\n"
+        yield generation.error_line(error)
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from paceline.engine.thread import EngineThread, Event, NewTokens, Submission
-from paceline.server.errors import GenerationFailed
+from paceline.server.errors import GenerationFailed, describe, error_json
 from paceline.server.logprobs import Entry, TextOffsets, TokenIds, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from paceline.server.schema import ChatRequest, GenerationRequest
 from paceline.server.scoring import TokenScore, score
@@ -18,6 +18,9 @@ from paceline.server.text import TextStream
 from paceline.server.tools import NamedTool, call_json
 from paceline.tool_calls import ToolCallFormat, ToolCallStream, parse_tool_calls
 from paceline.types import Rollout, SamplingParams
+
+STREAM_END = "data: [DONE]\n\n"
+"""The last line of an event stream of completions."""
 
 
 class Choice:
@@ -64,7 +67,7 @@ class Generation:
         if self._tool_format is not None:
             for choice in self._choices:
                 choice.calls = ToolCallStream(self._tool_format)
-        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._id = f"{self._id_prefix}{uuid.uuid4().hex}"
         self._name = request_id or self._id
         self._describe = describe or (lambda rollout: {})
         self._created = int(time.time())
@@ -132,7 +135,11 @@ class Generation:
                 yield self._line([chunk], **({"usage": self._usage()} if continuous else {}))
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._line([], usage=self._usage())
-        yield "data: [DONE]\n\n"
+        yield STREAM_END
+
+    def error_line(self, error: Exception) -> str:
+        """The last line of a stream in which something failed after it had begun."""
+        return f"data: {error_json(*describe(error)).decode()}\n\n"
 
     async def _all_events(self) -> AsyncIterator[tuple[int, Event]]:
         left = len(self._choices)
@@ -162,6 +169,10 @@ class Generation:
             choice.scores = await score(self._thread, tokens, start, num_top)
 
     # Layout of answers
+
+    @property
+    def _id_prefix(self) -> str:
+        return "chatcmpl-" if self._is_chat else "cmpl-"
 
     def _head(self, streamed: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if streamed else "chat.completion") if self._is_chat else "text_completion"

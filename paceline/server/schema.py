@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -31,7 +32,9 @@ _MAX_ITEMS = 300
 """Largest number of entries of a list or mapping of sampling parameters. The engine handles them in every step, and pydantic
 reports errors of all entries."""
 _MAX_STOPS, _MAX_STOP_CHARS = 32, 256
-_MAX_MESSAGES, _MAX_TOOLS = 4096, 128
+_MAX_TOOLS = 128
+MAX_MESSAGES = 4096
+"""Largest number of messages of a conversation."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
@@ -41,6 +44,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},), "include_reasoning": (True,), "guided_decoding_backend": (), "user": (), "metadata": (),
     "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (), "prompt_cache_retention": ()}
 """Fields that are accepted with these values, which change nothing. An empty tuple: with any value."""
+
+
+def without_neutral(raw: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The fields of a request that are not null, without those whose value changes nothing. ValueError if one of these has
+    another value."""
+    kept = {key: value for key, value in raw.items() if value is not None}
+    for key in kept.keys() & neutral.keys():
+        if neutral[key] and kept[key] not in neutral[key]:
+            raise ValueError(f"{key}: not supported")
+        del kept[key]
+    return kept
 
 
 def _check_stop(value: Any) -> Any:
@@ -122,12 +136,7 @@ class GenerationRequest(BaseModel):
         """Drop fields that are null, and known ones whose value changes nothing."""
         if not isinstance(check_fields(raw), dict):
             return raw
-        kept = {key: value for key, value in raw.items() if value is not None}
-        for key in (kept.keys() & _NEUTRAL.keys()) - cls.model_fields.keys():
-            allowed = _NEUTRAL[key]
-            if allowed and kept[key] not in allowed:
-                raise ValueError(f"{key}: not supported")
-            del kept[key]
+        kept = without_neutral(raw, {name: _NEUTRAL[name] for name in _NEUTRAL.keys() - cls.model_fields.keys()})
         for key in kept.keys() & _GUIDED.keys():
             if "structured_outputs" in kept:
                 raise ValueError(f"{key}: not together with another form of answers")
@@ -232,7 +241,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast(), at_most(_MAX_MESSAGES)] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -325,7 +334,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast(), at_most(_MAX_MESSAGES)] = Field(default_factory=list)
+    messages: Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

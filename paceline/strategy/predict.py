@@ -113,7 +113,8 @@ class Predictor:
                 return table
         depth, width, least, most = _LIMITS[drafter]
         nodes, accepted = known.unit()
-        possible = (least <= _BUDGETS) & (most >= _BUDGETS) & (requests + np.array(counts)[:, None, None] * _BUDGETS <= self._max_rows(requests))
+        fits = requests + np.array(counts)[:, None, None] * _BUDGETS <= self._max_rows(requests)
+        possible = (least <= _BUDGETS) & (most >= _BUDGETS) & fits
         part, shape, place = possible.nonzero()
         budget, drafted = _BUDGETS[place], np.array(counts)[part]
         rows = requests + drafted * (budget if drafter == "eagle" else nodes[shape, budget - 1])

@@ -71,7 +71,8 @@ def learner_for(config: TrainConfig, model: Decoder, tokenizer: Any) -> Learner:
                                         compute)
     rollout = config.rollout
     return Learner(model, algorithm, config.learner, config.optimizer, config.steps, rollout.temperature, compute, config.seed,
-                   reward_model, config.reward_model_weight, SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p))
+                   reward_model, config.reward_model_weight, SamplingFilters(rollout.top_k, rollout.top_p, rollout.min_p),
+                   config.engine.num_shares)
 
 
 def make_engine(config: TrainConfig, learner: Learner, tokenizer: Any, speculate: bool) -> Engine:

@@ -98,8 +98,6 @@ def _checks(config: TrainConfig) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "device", lambda: check_run_device(config)
     yield "strategy", lambda: make_selector(config.strategy)
     yield "drafter", lambda: _check_drafter(config)
-    if config.engine.num_shares > 1:
-        yield "engine.tensor_parallel", lambda: _check_tensor_parallel(config)
     if config.optimizer.kind == "adamw_8bit":
         yield "optimizer.kind", lambda: _check_package("torchao", "lowmem")
     if config.learner.exact_logprobs:
@@ -218,12 +216,6 @@ def _check_exact(config: TrainConfig) -> None:
 def _check_split(shapes: list[ModelConfig], config: TrainConfig) -> None:
     for shape in shapes:
         check_split(shape, config.engine)
-
-
-def _check_tensor_parallel(config: TrainConfig) -> None:
-    """What a run cannot do with a split policy."""
-    if config.learner.exact_logprobs:
-        raise ValueError("the trainer's sums (learner.exact_logprobs) do not follow those of a policy that is split over ranks")
 
 
 def _check_lengths(config: TrainConfig, shape: ModelConfig) -> None:

@@ -30,6 +30,8 @@ import pytest
 
 pytest.importorskip("ray")
 
+from paceline.cluster.ray_actor import WorkerActor
+
 pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("PACELINE_SOAK_SECONDS", "3600"))
 PATIENCE_S = 600.0
@@ -202,7 +204,10 @@ def wait_for_step(soak: Soak, out: Path, process: subprocess.Popen[bytes]) -> su
     gives up its own start after half a minute, and then the run is started again."""
     before = num_steps(out)
     for _ in range(5):
-        wait_until(lambda: num_steps(out) > before or process.poll() is not None or soak.is_over, "a step")  # noqa: B023
+        try:
+            wait_until(lambda: num_steps(out) > before or process.poll() is not None or soak.is_over, "a step")  # noqa: B023
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {dict(soak.counts)}; {soak.log('killed')[-4000:]}") from None
         if process.poll() is None:
             return process
         assert "timed out during startup" in soak.log("killed")[-4000:], soak.log("killed")[-2000:]
@@ -217,7 +222,7 @@ def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(driver.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if child.name().startswith("ray::_Worker"):  # not its agents
+                if "".join(child.cmdline()).startswith(f"ray::{WorkerActor.__name__}"):  # not its agents
                     found.append(child)
     return found
 
@@ -365,7 +370,7 @@ def test_mixed_load_leaves_everything_where_it_should_be(tmp_path):
 
     ours, theirs = tokens(tmp_path / "killed"), tokens(tmp_path / "undisturbed")
     common = ours.keys() & theirs.keys()
-    assert len(common) == min(steps.values()) >= 2 and soak.counts["killed workers"] + soak.counts["killed drivers"] >= 1
+    assert len(common) == min(steps.values()) >= 2 and soak.counts["killed workers"] >= 1, soak.counts
     assert {step: ours[step] for step in common} == {step: theirs[step] for step in common}, "tokens depend on who was killed"
     for what, values in soak.memory.items():
         early, late = (sorted(part)[len(part) // 2] for part in (

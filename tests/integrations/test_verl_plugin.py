@@ -61,16 +61,18 @@ def expected(folder, prompts, steps, temperature=1.0):
     return rollouts
 
 
-@pytest.fixture(scope="module")
-def agent_loop(folders):
+@pytest.fixture
+def agent_loop(folders, request):
+    """The agent loop's manager, replicas and configuration, with ranks as `request.param` says."""
     import ray
     from verl.experimental.agent_loop.agent_loop import AgentLoopManager
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    config = make_config(folders[0], f"{ROLLOUT}n_gpus_per_node=2")  # without GPUs: the number of replicas
+    config = make_config(folders[0], f"{ROLLOUT}n_gpus_per_node=2",  # without GPUs: the number of replicas times ranks
+                         f"{ROLLOUT}tensor_model_parallel_size={request.param}")
     ray.init(address="local", num_cpus=2, include_dashboard=False)  # never joins another cluster
     servers = LLMServerManager.create(config=config)
-    yield AgentLoopManager.create(config=config, llm_client=servers.get_client()), servers.get_replicas()
+    yield AgentLoopManager.create(config=config, llm_client=servers.get_client()), servers.get_replicas(), config
     ray.shutdown()
 
 
@@ -110,17 +112,18 @@ def num_tokens(replica):
     return ray.get(replica.servers[0].__ray_call__.remote(lambda server: server._thread.stats.generated_tokens))
 
 
+@pytest.mark.parametrize("agent_loop", [1], indirect=True)
 def test_the_agent_loop_generates_and_follows_the_weights(agent_loop, folders, monkeypatch):
     from transformers import AutoModelForCausalLM
     from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
     from verl.workers.rollout.base import get_rollout_class
 
     """Two replicas: which one answers a request changes no token, and each gets the weights."""
-    manager, replicas = agent_loop
+    manager, replicas, config = agent_loop
     before = check_answers(manager, folders[0], None)
     assert len(replicas) == 2 and all(num_tokens(replica) > 0 for replica in replicas), "both have generated"
     monkeypatch.setenv("RANK", "0")
-    config = make_config(folders[0]).actor_rollout_ref
+    config = config.actor_rollout_ref
     adapter = get_rollout_class("paceline")(config.rollout, config.model, None)
     assert adapter.replica_rank == 0 and adapter.is_leader_rank
     adapters = [adapter, get_rollout_class("paceline")(config.rollout, config.model, None, replica_rank=1)]
@@ -149,6 +152,27 @@ def test_the_agent_loop_generates_and_follows_the_weights(agent_loop, folders, m
         asyncio.run(adapter.update_weights(iter(()), wire_format="delta_flush"))
 
 
+@pytest.mark.parametrize("agent_loop", [2], indirect=True)
+def test_a_replica_of_two_ranks(agent_loop, folders, monkeypatch):
+    """The policy is split over two processes. Of the trainer's processes whose GPUs they have, the first sends the weights."""
+    from transformers import AutoModelForCausalLM
+    from verl.workers.rollout.base import get_rollout_class
+
+    manager, replicas, config = agent_loop
+    assert len(replicas) == 1
+    before = check_answers(manager, folders[0], None)
+    weights = dict(AutoModelForCausalLM.from_pretrained(folders[1]).named_parameters())
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        adapter = get_rollout_class("paceline")(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, None)
+        assert adapter.replica_rank == 0 and adapter.is_leader_rank == (rank == 0)
+        left = iter(weights.items())
+        asyncio.run(adapter.update_weights(left, global_steps=5))
+        assert next(left, None) is None, "it has taken part in gathering the weights"
+        asyncio.run(adapter.release())
+    assert check_answers(manager, folders[1], 5) != before
+
+
 def test_the_example(folders):
     """In a process of its own, because it starts Ray by itself."""
     found = subprocess.run([sys.executable, str(EXAMPLE), str(folders[0]), ROLLOUT + "dtype=float32"], capture_output=True,
@@ -166,9 +190,10 @@ def make_server(folder, mode="HYBRID", *overrides):
     return PacelineServer(rollout_config(folder, *overrides), OmegaConf.create({"path": str(folder)}), RolloutMode[mode])
 
 
-def test_requests_wait_while_the_server_sleeps(folders):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_wait_while_the_server_sleeps(folders, ranks):
     async def run():
-        server = make_server(folders[0])
+        server = make_server(folders[0], "HYBRID", f"{ROLLOUT}tensor_model_parallel_size={ranks}")
         await server.ready()
         await server.sleep()
         task = asyncio.create_task(server.generate(PROMPT, {"logprobs": False}, "det-0"))
@@ -179,15 +204,17 @@ def test_requests_wait_while_the_server_sleeps(folders):
         await asyncio.sleep(0.1)
         assert not task.done()
         await server.wake_up(tags=["kv_cache"])
-        return await task
+        output = await task
+        await server.close()
+        return output
 
     output = asyncio.run(run())
     assert output.token_ids == expected(folders[1], [PROMPT], None)[0].token_ids and output.log_probs is None
     assert output.stop_reason == "completed" and output.extra_fields["max_global_steps"] == 3
 
 
-@pytest.mark.parametrize("draft_vocab", [0, 8])
-def test_the_drafter_is_trained_between_steps(folders, tmp_path, draft_vocab):
+@pytest.mark.parametrize(("draft_vocab", "ranks"), [(0, 1), (8, 1), (0, 2)])
+def test_the_drafter_is_trained_between_steps(folders, tmp_path, draft_vocab, ranks):
     """Answers are the engine's whatever the drafter has learned. A new server continues its checkpoint."""
     from paceline.spot import load_snapshot
 
@@ -195,6 +222,8 @@ def test_the_drafter_is_trained_between_steps(folders, tmp_path, draft_vocab):
     own = {"drafter": "learned", "strategy": "eagle:d3w2v6", "drafter_folder": tmp_path, "spot": f"{{draft_vocab:{draft_vocab}}}",
            "drafter_budget": "{shortest_s:1.0,warm_up_s:0,trial_share:100.0,longest_s:1.0}"}
     overrides = [f"{'' if key == 'strategy' else '+'}{ROLLOUT}engine_kwargs.paceline.{key}={value}" for key, value in own.items()]
+
+    overrides.append(f"{ROLLOUT}tensor_model_parallel_size={ranks}")
 
     async def step(server):
         outputs = await asyncio.gather(*(server.generate(prompt, {}, f"det-{number}") for number, prompt in enumerate(prompts)))
@@ -260,8 +289,8 @@ def test_sampling_parameters(folders):
 def test_what_is_not_supported_is_refused(folders):
     from verl.workers.rollout.replica import get_rollout_replica_class
 
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size: 2"):
-        get_rollout_replica_class("paceline")(0, rollout_config(folders[0], ROLLOUT + "tensor_model_parallel_size=2"), None, 2)
+    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size: 2"):
+        get_rollout_replica_class("paceline")(0, rollout_config(folders[0], ROLLOUT + "pipeline_model_parallel_size=2"), None, 2)
     with pytest.raises(ValueError, match="draftr"):
         make_server(folders[0], "HYBRID", f"+{ROLLOUT}engine_kwargs.paceline.draftr=suffix")
     with pytest.raises(ValueError, match="images"):

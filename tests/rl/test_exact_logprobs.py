@@ -21,8 +21,8 @@ FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.02}
 PROMPTS = [[1, 2, 3], [1, 2, 3, *range(30)], list(range(50)) * 2, [7]]
 
 
-def engine_for(model: Decoder, strategy: str = "suffix:d4w2v8") -> Engine:
-    config = EngineConfig(deterministic=True, kv_tokens=4096, page_size=4, max_rows=64, profile=False)
+def engine_for(model: Decoder, strategy: str = "suffix:d4w2v8", **options: int) -> Engine:
+    config = EngineConfig(deterministic=True, kv_tokens=4096, page_size=4, max_rows=64, profile=False, **options)
     return Engine(deepcopy(model), None, "suffix", strategy, config)
 
 
@@ -36,12 +36,12 @@ def answers(engine: Engine, dtype: torch.dtype, temperature: float, **filters: f
 
 
 def make_learner(model: Decoder, compute: torch.dtype, temperature: float = 0.8, filters: SamplingFilters | None = None,
-                 name: str = "grpo", options: dict | None = None, **config) -> Learner:
+                 name: str = "grpo", options: dict | None = None, num_shares: int = 1, **config) -> Learner:
     weights = deepcopy(model)
     if compute == torch.bfloat16 and not config.get("lora_rank"):
         weights = weights.float()
     learner = Learner(weights, make_algorithm(name, 16, **(options or {})), LearnerConfig(**{"exact_logprobs": True} | config),
-                      OptimizerConfig(lr=1e-2), 10, temperature, compute, filters=filters)
+                      OptimizerConfig(lr=1e-2), 10, temperature, compute, filters=filters, num_shares=num_shares)
     learner.warm_up()
     return learner
 
@@ -64,6 +64,22 @@ def test_logprobs_have_the_engines_bits(kind, dtype):
         assert difference(learner, samples, 200) == 0.0
     ordinary = make_learner(model, dtype, exact_logprobs=False)
     assert 0.0 < difference(ordinary, samples, 10_000) < (0.5 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("config", [{}, {"lora_rank": 2}], ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16), ("qwen3_moe", torch.float32)],
+                         ids=str)
+def test_logprobs_have_the_bits_of_an_engine_that_is_split_over_ranks(kind, dtype, config):
+    model = tiny.model(kind, dtype=dtype)
+    engine = engine_for(model, reduction_shares=4)  # has the bits of one that is split
+    learner = make_learner(model, dtype, num_shares=4, options={"kl": 0.1}, **config)
+    for step in range(2):
+        samples = answers(engine, dtype, 0.8)
+        learner.infer(samples)
+        assert all(torch.equal(sample.reference, sample.sampled) == (step == 0) for sample in samples)
+        learner.algorithm.compute_advantages(samples)
+        assert learner.update(samples, step)["logprob_difference/max"] == 0
+        engine.update_weights(learner.weights())
 
 
 def test_filters_and_temperature_are_the_engines():

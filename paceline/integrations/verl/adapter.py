@@ -22,8 +22,10 @@ class ServerAdapter(BaseRollout):
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
         check_parallel(self.config)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
-        self.is_leader_rank = True  # a replica is one process
+        rank, size = int(os.environ.get("RANK", "0")), self.config.tensor_model_parallel_size
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % size == 0
+        """Whether this rank talks to the server: one of those whose GPUs it has."""
         self._handle: Any = None
 
     @property
@@ -34,12 +36,12 @@ class ServerAdapter(BaseRollout):
 
     async def resume(self, tags: list[str]) -> None:
         """Bring back what `release` freed: `weights`, `kv_cache`."""
-        if self.config.free_cache_engine:
+        if self.config.free_cache_engine and self.is_leader_rank:
             await self._server.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
         """Free the server's memory."""
-        if self.config.free_cache_engine:
+        if self.config.free_cache_engine and self.is_leader_rank:
             await self._server.sleep.remote()
 
     @torch.no_grad()
@@ -54,11 +56,15 @@ class ServerAdapter(BaseRollout):
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         part: dict[str, Tensor] = {}
         size = 0
-        async for name, tensor in ensure_async_iterator(weights):
+        async for name, tensor in ensure_async_iterator(weights):  # all ranks take part in gathering them
+            if not self.is_leader_rank:
+                continue
             if part and size + tensor.nbytes > limit:
                 await self._server.receive_weights.remote(save(part))
                 part, size = {}, 0
             part[name] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor)
             size += tensor.nbytes
+        if not self.is_leader_rank:
+            return
         await self._server.receive_weights.remote(save(part))
         await self._server.update_weights.remote(global_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -20,7 +21,7 @@ def server_name(replica_rank: int, suffix: str = "") -> str:
 
 
 class PacelineReplica(RolloutReplica):
-    """One engine: a replica is never more than one process."""
+    """One engine. With tensor parallelism its ranks are processes of the server, on the GPUs of all workers of the replica."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,18 +36,23 @@ class PacelineReplica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """Start the server, on the node and the GPU of its worker if it has one."""
+        """Start the server, on the node and the GPUs of its workers if it has some."""
         kind = "_reward" if self.is_reward_model else "_teacher" if self.is_teacher_model else ""
         name = server_name(self.replica_rank, f"{kind}{self.name_suffix}")
         options: dict[str, Any] = {"name": name, "max_concurrency": self.max_concurrency, "num_cpus": 0}
         device = "cpu"
         if self.workers:
-            node, gpus = await self.workers[0].__ray_call__.remote(_placement)
+            places = await asyncio.gather(*(worker.__ray_call__.remote(_placement) for worker in self.workers))
+            nodes, gpus = {node for node, _ in places}, [gpu for _, own in places for gpu in own]
+            if len(nodes) > 1:
+                raise ValueError(f"rollout.tensor_model_parallel_size: {self.world_size} workers are on {len(nodes)} nodes; the ranks "
+                                 "of rollout.name=paceline are on one")
+            (node,) = nodes
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             if gpus:
                 device = "cuda"
                 options["runtime_env"] = {"env_vars": {**dict.fromkeys(get_platform().ray_noset_envvars(), "1"),
-                                                       get_platform().visible_devices_envvar(): gpus[0]}}
+                                                       get_platform().visible_devices_envvar(): ",".join(gpus)}}
         actor: Any = ray.remote(PacelineServer).options(**options)
         server = actor.remote(self.config, self.model_config, self.rollout_mode, device, name)
         await server.ready.remote()

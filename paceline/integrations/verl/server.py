@@ -16,10 +16,12 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from paceline.drafters.eagle import Eagle
 from paceline.engine import Engine
+from paceline.engine.build import has_learned_drafter
+from paceline.engine.split import decoder_maker, start_ranks
 from paceline.engine.thread import Answer, EngineThread
 from paceline.integrations.verl.drafter import DrafterTraining
 from paceline.integrations.verl.settings import ServerSettings, check_parallel, drafter_config, engine_config, sampling_params
-from paceline.models.weights import load_model
+from paceline.models.weights import check_model, load_model, resolve_device
 from paceline.spot import capture_layers
 from paceline.trainer.parts import make_drafter
 
@@ -37,13 +39,15 @@ class PacelineServer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._config, self._mode = config, mode
-        model, tokenizer = load_model(copy_to_local(model_config.path), settings.device or device, config.dtype)
-        training = drafter_config(settings, config)
+        source, device = copy_to_local(model_config.path), resolve_device(settings.device or device)
+        own, training = engine_config(settings, config, check_model(source).max_context), drafter_config(settings, config)
+        ranks = start_ranks(own, torch.device(device))
+        make = decoder_maker(own, ranks, has_learned_drafter(settings.drafter))
+        model, tokenizer = load_model(source, device, config.dtype, make=make)
         drafter = make_drafter(training, model)
-        own = engine_config(settings, config, model.config.max_context)
         if isinstance(drafter, Eagle) and settings.train_drafter:
             own = own.model_copy(update={"capture": tuple(dict.fromkeys((*own.capture, *capture_layers(drafter.config))))})
-        engine = Engine(model, tokenizer, drafter, settings.strategy, own)
+        self._engine = engine = Engine(model, tokenizer, drafter, settings.strategy, own, ranks, source)
         self._drafter: DrafterTraining | None = None
         if isinstance(drafter, Eagle) and settings.train_drafter:
             folder = Path(settings.drafter_folder or self._temporary_folder()) / name
@@ -80,6 +84,7 @@ class PacelineServer:
         if self._drafter is not None:
             await self._thread.call(self._drafter.close)
         self._thread.close()
+        self._engine.close()
 
     # -- generation
 

@@ -11,7 +11,7 @@ from paceline.engine.prompts import derive_seed
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.types import SamplingParams
 
-_PARALLEL = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+_PARALLEL = ("data_parallel_size", "pipeline_model_parallel_size")
 _SAME = ("temperature", "top_p", "min_p", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
          "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 """Sampling parameters that vLLM and Paceline name alike."""
@@ -58,7 +58,7 @@ def drafter_config(settings: ServerSettings, config: Any) -> TrainConfig:
 
 
 def check_parallel(config: Any) -> None:
-    """ValueError if a rollout replica would be more than one process."""
+    """ValueError if a rollout replica would be more than one engine."""
     for name in _PARALLEL:
         if getattr(config, name) != 1:
             raise ValueError(f"rollout.{name}: {getattr(config, name)} is not supported by rollout.name=paceline, set it to 1")
@@ -67,10 +67,10 @@ def check_parallel(config: Any) -> None:
 def engine_config(settings: ServerSettings, config: Any, model_context: int) -> EngineConfig:
     """The engine's configuration. `config`: verl's rollout configuration; `model_context`: the model's own limit."""
     length = config.max_model_len or config.prompt_length + config.response_length
-    made = EngineConfig(**{"max_context": min(length, model_context), "max_batch": _max_batch(config), **settings.engine})
-    if made.num_shares > 1:
-        raise ValueError("engine_kwargs.paceline.engine.tensor_parallel: a replica of rollout.name=paceline is one process")
-    return made
+    if "tensor_parallel" in settings.engine:
+        raise ValueError("engine_kwargs.paceline.engine.tensor_parallel: it is called rollout.tensor_model_parallel_size in verl")
+    return EngineConfig(**{"max_context": min(length, model_context), "max_batch": _max_batch(config),
+                           "tensor_parallel": config.tensor_model_parallel_size, **settings.engine})
 
 
 def _max_batch(config: Any) -> int | None:

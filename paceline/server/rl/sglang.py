@@ -281,7 +281,8 @@ class SglangApi:
     async def server_info(self, request: Request) -> Response:
         scheduler = self._backend.engine.scheduler
         return JSONResponse({
-            "model_path": self._backend.config.model_name, "served_model_name": self._backend.config.model_name, "tp_size": 1,
+            "model_path": self._backend.config.model_name, "served_model_name": self._backend.config.model_name,
+            "tp_size": self._backend.engine.config.tensor_parallel,
             "dp_size": 1, "pp_size": 1, "context_length": scheduler.max_length, "max_running_requests": scheduler.max_batch,
             "weight_version": self._control.weight_version, "internal_states": [{}]})
 

@@ -225,7 +225,7 @@ class VllmApi:
         return JSONResponse({"weight_version": self._control.weight_version})
 
     async def world_size(self, request: Request) -> Response:
-        return JSONResponse({"world_size": 1})  # one engine on one device
+        return JSONResponse({"world_size": 1})  # whatever the number of ranks: only rank 0 joins a trainer's group
 
     async def load_adapter(self, request: Request) -> Response:
         body = await self._backend.parse(request, AdapterRequest)

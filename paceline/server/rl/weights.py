@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.engine import Engine
 from paceline.engine.thread import EngineThread
 from paceline.models.huggingface import read_folder
-from paceline.models.state_dict import bare_name, export_state
+from paceline.models.state_dict import bare_name, checkpoint_shapes, export_state
 from paceline.server.control import Control
 from paceline.server.rl.group import GroupRequest, WeightGroup, in_background
 from paceline.server.rl.lora import Adapter
@@ -33,7 +33,7 @@ class Weights:
         """`folder`: weights are read from folders below it only. None: from no folder."""
         self._engine, self._thread, self._control = engine, thread, control
         self._folder = None if folder is None else folder.resolve()
-        self._shapes = {bare_name(name): tuple(tensor.shape) for name, tensor in export_state(engine.model).items()}
+        self._shapes = checkpoint_shapes(engine.model)
         self._received: dict[str, Tensor] = {}
         self._groups: dict[str, WeightGroup] = {}
         self._base: dict[str, Tensor] | None = None  # on the host, while an adapter is merged into the weights
@@ -66,6 +66,8 @@ class Weights:
     async def load_adapter(self, path: str, name: str) -> None:
         """Merge a LoRA adapter in a folder into the weights, instead of the one that may be merged now. The model is then served
         under the adapter's name."""
+        if self._engine.executor.ranks is not None:
+            raise ValueError("tensor_parallel: no process has the whole policy, so that adapters are not merged; send weights")
         async with self._one_at_a_time:
             self.forget_parts()
             adapter = await asyncio.to_thread(Adapter, self._allowed(path))

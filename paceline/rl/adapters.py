@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -99,13 +99,14 @@ def decoder_of(shape: ModelConfig, tensors: dict[str, Tensor], make: MakeDecoder
     return model
 
 
-def plain_copy(policy: Decoder, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shared: dict[str, Tensor],
+def plain_copy(policy: Decoder, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shared: Mapping[str, Tensor],
                num_shares: int = 1) -> Decoder:
     """A decoder of the policy's shape, on its device, with a copy of these weights in a data type. The tensors in `shared`, by
     name, are not copied. `num_shares`: see `EngineConfig.reduction_shares`."""
     make = Decoder if num_shares == 1 else partial(split_decoder, partition=Partition(0, 1, num_shares), group=None)
     empty = dict(empty_model(policy.config, dtype, "meta", make).named_parameters())
-    found = {name: shared[name] if name in shared else torch.empty_like(p, device=policy.norm.device) for name, p in empty.items()}
+    found = {name: shared[name] if name in shared else torch.empty_like(parameter, device=policy.norm.device)
+             for name, parameter in empty.items()}
     model = decoder_of(policy.config, found, make)
     load_state(model, weights)
     return model

@@ -139,6 +139,16 @@ def test_a_resumed_run_loses_no_prompt_and_trains_on_none_twice(tmp_path, worker
     assert sorted(trained) == sorted(problem.id for number, problem in enumerate(prompts) if number not in left)
 
 
+def test_a_run_of_one_process_goes_on_with_workers(tmp_path):
+    """What its strategy selection has learned is in the checkpoint, and is not for the workers."""
+    fields = {"strategy": "auto", "dtype": "float32"}
+    assert Trainer(config(tmp_path / "run", steps=1, **fields)).run().status is RunStatus.COMPLETED
+    assert (tmp_path / "run" / "checkpoints" / "step-000001" / "selection.json").is_file()
+    workers = {"workers": 2, "shard_training": False}
+    more = LocalTrainer(config(tmp_path / "run", steps=2, cluster=workers, **fields), resume=True)
+    assert more.run().num_steps == 2
+
+
 @pytest.mark.parametrize("gigabytes", [1.0, 0.25])
 def test_a_worker_keeps_as_many_captured_answers_as_the_run_says(tmp_path, gigabytes):
     settings = config(tmp_path, drafter="learned", drafter_buffer_gb=gigabytes, cluster={"workers": 2, "shard_training": False})

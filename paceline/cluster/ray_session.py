@@ -146,7 +146,9 @@ class RaySession:
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # how to protect a Ray that others can reach
         before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
         try:
-            _init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, _temp_dir=self.folder)
+            # Ray's own niceness of workers, 15, would stop them where anything else runs on the machine.
+            _init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, _temp_dir=self.folder,
+                  _system_config={"worker_niceness": 0})
         finally:
             ray_constants.ENABLE_RAY_CLUSTER = before
             del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
@@ -202,14 +204,14 @@ class _TooSlow(WorkersLost):
     """Ray's processes took longer to start than Ray allows."""
 
 
-def _init(**options: str | bool) -> None:
+def _init(**options: Any) -> None:
     """Start or join Ray. Neither what workers print nor what Ray itself has to say about a process that died is printed: what
     matters comes with the workers' reports, and from `RaySession.check`."""
     log = logging.getLogger("ray")
     level = log.level
     log.setLevel(logging.CRITICAL)  # a dashboard that is late prints its log files; the exception says enough
     try:
-        ray.init(configure_logging=False, log_to_driver=False, **options)  # type: ignore[arg-type]
+        ray.init(configure_logging=False, log_to_driver=False, **options)
     except Exception as error:  # Ray raises bare ones, for example if its processes take too long to start
         kind = _TooSlow if "timed out during startup" in str(error) else WorkersLost
         raise kind(f"Ray cannot be started or joined: {' '.join(str(error).split())[:300]}") from None

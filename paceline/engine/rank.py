@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -32,8 +33,9 @@ _ANSWERED = (ExportPages, ImportPages, LoadWeights, Sleep, Wake)
 def serve(connection: Connection, check: Callable[[], None], owns_process: bool = True) -> None:
     """Be a rank until rank 0 closes the connection. `check`: see `SharedMemoryGroup`. `owns_process`: the process is this rank's,
     so that the number of its threads can be set."""
+    join: Join | None = None
     try:
-        join: Join = pickle.loads(connection.recv_bytes())
+        join = pickle.loads(connection.recv_bytes())
         connection.send_bytes(pickle.dumps("here"))
         if owns_process:
             torch.set_num_threads(join.num_threads)
@@ -45,13 +47,20 @@ def serve(connection: Connection, check: Callable[[], None], owns_process: bool 
         while True:
             _execute(executor, pickle.loads(connection.recv_bytes()), connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # rank 0 has ended
+        _clean_up(join)  # rank 0 has ended
     except BaseException as error:
         try:
             connection.send_bytes(pickle.dumps(Failed(describe_error(error))))
         except OSError:
+            _clean_up(join)
             return
         raise
+
+
+def _clean_up(join: Join | None) -> None:
+    """Remove what all ranks share, which rank 0 could not do if it was killed."""
+    if join is not None:
+        shutil.rmtree(join.place, ignore_errors=True)
 
 
 def _build(connection: Connection, join: Join, device: torch.device, group: RankGroup) -> Executor:

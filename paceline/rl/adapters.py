@@ -104,9 +104,8 @@ def plain_copy(policy: Decoder, weights: Iterable[tuple[str, Tensor]], dtype: to
     """A decoder of the policy's shape, on its device, with a copy of these weights in a data type. The tensors in `shared`, by
     name, are not copied. `num_shares`: see `EngineConfig.reduction_shares`."""
     make = Decoder if num_shares == 1 else partial(split_decoder, partition=Partition(0, 1, num_shares), group=None)
-    empty = dict(empty_model(policy.config, dtype, "meta", make).named_parameters())
-    found = {name: shared[name] if name in shared else torch.empty_like(parameter, device=policy.norm.device)
-             for name, parameter in empty.items()}
+    empty, device = dict(empty_model(policy.config, dtype, "meta", make).named_parameters()), policy.norm.device
+    found = {name: shared[name] if name in shared else torch.empty_like(p, device=device) for name, p in empty.items()}
     model = decoder_of(policy.config, found, make)
     load_state(model, weights)
     return model

@@ -36,6 +36,8 @@ def test_two_workers_on_ray_with_one_killed(monkeypatch):
     try:
         coordinator.publish_policy(weights(), 0)
         assert_listens_on_loopback()
+        niceness = {psutil.Process(pid).nice() for pid in coordinator.runtime.pids().values()}
+        assert niceness == {psutil.Process().nice()}, "workers get as much of a busy machine as any other process"
         assert_same(run(coordinator, submit(coordinator), rounds=20_000))
         ids, found = submit(coordinator, PARAMS), {}
         while coordinator.book.num_generated == 0 and not found:

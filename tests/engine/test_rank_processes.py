@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from tiny import model
 
@@ -65,3 +69,24 @@ def test_a_rank_that_hangs_is_noticed_and_an_engine_that_is_closed_leaves_nothin
     assert any("rank 0 has waited 1 s for rank 1" in record.message for record in caplog.records)
     assert process.poll() is not None
     assert not place.exists()
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_nothing_stays_of_an_engine_that_is_killed(folder, generates):
+    """Neither its ranks nor the folder in shared memory in which they meet."""
+    code = (f"import time; from paceline import Engine, SamplingParams\n"
+            f"engine = Engine.load({str(folder)!r}, 'cpu', 'float64', strategy='off', tensor_parallel=2, kv_tokens=4096)\n"
+            f"print(engine.executor.ranks._processes[0].pid, engine.executor.ranks._place, flush=True)\n"
+            + ("while True: engine.generate([[1]], SamplingParams(max_new_tokens=200, ignore_eos=True))" if generates
+               else "time.sleep(600)"))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    rank, place = process.stdout.readline().split()
+    assert Path(place).is_dir() and psutil.pid_exists(int(rank))
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    ends = time.monotonic() + 30
+    while Path(place).exists() or psutil.pid_exists(int(rank)):
+        assert time.monotonic() < ends
+        time.sleep(0.05)

@@ -45,8 +45,8 @@ class PacelineReplica(RolloutReplica):
             places = await asyncio.gather(*(worker.__ray_call__.remote(_placement) for worker in self.workers))
             nodes, gpus = {node for node, _ in places}, [gpu for _, own in places for gpu in own]
             if len(nodes) > 1:
-                raise ValueError(f"rollout.tensor_model_parallel_size: {self.world_size} workers are on {len(nodes)} nodes; the "
-                                 "ranks of rollout.name=paceline are on one")
+                raise ValueError(f"rollout.tensor_model_parallel_size: {self.world_size} workers are on {len(nodes)} nodes; "
+                                 "the ranks of rollout.name=paceline are on one")
             (node,) = nodes
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             if gpus:

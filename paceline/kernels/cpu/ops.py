@@ -28,10 +28,10 @@ from paceline.kernels.base import (
 from paceline.kernels.cpu.call import address, run
 from paceline.kernels.cpu.decoder import DecoderProgram, active_size, program_key
 from paceline.kernels.cpu.drafting import DraftOps
-from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear, panel_product, threads_for
+from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear, threads_for
 from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
 from paceline.kernels.cpu.step import MAX_ROWS, PARALLEL_STEP, StepProgram
-from paceline.kernels.reference.ops import add_in_tree, segment_cache_index, visibility
+from paceline.kernels.reference.ops import segment_cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14
 """Elementwise kernels touch fewer elements than this on one thread: waking the others costs more."""
@@ -80,11 +80,7 @@ class CpuOps(DraftOps):
     def linear_shares(self, x: Tensor, weight: Tensor, shares: int) -> Tensor:
         if x.dtype not in WIDE or weight.dtype != x.dtype or _needs_grad(x, weight) or not x.shape[0]:
             return super().linear_shares(x, weight, shares)
-        parts = x.new_zeros(shares, x.shape[0], weight.shape[0])
-        for out, (columns, panels) in zip(parts, self._weights.shares(weight, shares), strict=True):
-            if columns.start < columns.stop:
-                panel_product(x[:, columns].contiguous(), panels, None, out)
-        return add_in_tree(list(parts.to(WIDE[x.dtype]).unbind()))
+        return self._weights.shares(weight, shares).product(x)
 
     def decode(self, weights: DecoderWeights, tokens: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, write: Tensor,
                segments: Segments, caches: list[PagedCache], capture: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:

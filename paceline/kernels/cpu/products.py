@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.cpu.call import address, run
+from paceline.kernels.cpu.call import Program, address, run
 from paceline.kernels.cpu.jit.matmul import panels
+from paceline.kernels.reference.ops import add_in_tree, at_least_float32
 
 LIBRARY_ROWS = 6
 """From so many rows on, a library's product is faster than ours: below, reading the weights is what takes the time."""
@@ -59,7 +60,7 @@ class Weights:
     def __init__(self, library: Library | None) -> None:
         self.library = library
         self._copies: dict[int, _Copy] = {}
-        self._shares: dict[tuple[int, int], _Shares] = {}
+        self._shares: dict[tuple[int, int], Shares] = {}
 
     def prepare(self, weights: list[Tensor]) -> None:
         """Copy these weights [N, K], or [E, N, K] of experts; copies of others are dropped."""
@@ -78,12 +79,12 @@ class Weights:
             copy = self._copies[id(weight)] = _Copy(weight, self.library)
         return copy
 
-    def shares(self, weight: Tensor, count: int) -> list[tuple[slice, Tensor]]:
-        """The columns of each of so many shares of a weight's depth, and their panels."""
+    def shares(self, weight: Tensor, count: int) -> Shares:
+        """The product with this weight in so many shares of its depth."""
         found = self._shares.get((id(weight), count))
         if found is None or found.is_stale():
-            found = self._shares[id(weight), count] = _Shares(weight, count)
-        return found.parts
+            found = self._shares[id(weight), count] = Shares(weight, count)
+        return found
 
     def panels(self, weight: Tensor) -> Tensor | None:
         copy = self.find(weight)
@@ -103,15 +104,47 @@ class _Copy:
         return self._version is not None and self._version != self.weight._version
 
 
-class _Shares:
+class Shares:
+    """A product whose depth is cut into shares, each of which is one sum; shares are added as a binary tree."""
+
     def __init__(self, weight: Tensor, count: int) -> None:
         self.weight = weight  # held, so that its id stays its own
         self._version = None if weight.is_inference() else weight._version
         columns = [slice(weight.shape[1] * i // count, weight.shape[1] * (i + 1) // count) for i in range(count)]
-        self.parts = [(part, panels(weight.detach()[:, part]) if part.start < part.stop else weight) for part in columns]
+        self._parts = [(part, panels(weight.detach()[:, part]) if part.start < part.stop else weight) for part in columns]
+        is_even, adds = weight.shape[1] % count == 0, weight.dtype in (torch.float32, torch.float64)
+        self._program = self._one_call() if is_even and adds else None
 
     def is_stale(self) -> bool:
         return self._version is not None and self._version != self.weight._version
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [R, K] times the weight [N, K], in float32 or better."""
+        num_rows, count = x.shape[0], len(self._parts)
+        parts = x.new_zeros(count, num_rows, self.weight.shape[0])
+        if self._program is None:
+            for out, (columns, own) in zip(parts, self._parts, strict=True):
+                if columns.start < columns.stop:
+                    panel_product(x[:, columns].contiguous(), own, None, out)
+            return add_in_tree(list(at_least_float32(parts).unbind()))
+        cut = x.contiguous() if num_rows == 1 else x.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
+        places = {f"{name}{i}": tensor.data_ptr() + tensor.nbytes // count * i
+                  for name, tensor in (("x", cut), ("out", parts)) for i in range(count)}
+        self._program.run(threads_for(num_rows * self.weight.numel()), num_rows=num_rows, **places)
+        return parts[0]
+
+    def _one_call(self) -> Program:
+        """All products and sums, which end in the first share's place."""
+        program, (width, depth), count, dtype = Program(), self.weight.shape, len(self._parts), self.weight.dtype
+        for i, (_, own) in enumerate(self._parts):
+            program.add("linear", dtype, x=f"x{i}", weight=own.data_ptr(), bias=0, out=f"out{i}", num_rows="num_rows",
+                        depth=depth // count, width=width)
+        distance = 1
+        while distance < count:
+            for i in range(0, count, 2 * distance):
+                program.add("add", dtype, x=f"out{i}", y=f"out{i + distance}", out=f"out{i}", num_rows="num_rows", width=width)
+            distance *= 2
+        return program
 
 
 def _usable(weight: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ def test_the_bits_of_one_product_after_another(dtype, width, depth, shares, num_
     ops, before = CpuOps(deterministic=True), torch.get_num_threads()
     ends = [depth * i // shares for i in range(shares + 1)]
     parts = [ops.linear(x[:, a:b].contiguous(), weight[:, a:b].contiguous()) if a < b else x.new_zeros(num_rows, width)
-             for a, b in zip(ends, ends[1:], strict=False)]
+             for a, b in pairwise(ends)]
     torch.set_num_threads(threads)
     try:
         found = ops.linear_shares(x, weight, shares)

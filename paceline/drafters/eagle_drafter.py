@@ -25,7 +25,7 @@ from paceline.kernels import (
     Segments,
     SlotTensors,
 )
-from paceline.kernels.base import RankedTokens
+from paceline.kernels.records import RankedTokens
 from paceline.kernels.reference.drafting import newest_places
 from paceline.kernels.upload import upload
 from paceline.models.attend import PagedAttend

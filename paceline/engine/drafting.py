@@ -14,7 +14,7 @@ import numpy as np
 from paceline.drafters.suffix import SuffixDrafter, SuffixDrafts
 from paceline.engine.command import HostDrafts, LearnedDrafts
 from paceline.engine.request import Request
-from paceline.engine.scheduler import StepPlan
+from paceline.engine.step_plan import StepPlan
 from paceline.types import DrafterName, Strategy
 
 _USUAL_NODES = 48

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.engine.command import LogitEdits, Penalties
 from paceline.kernels import DecodeRows, DraftTree, SlotTensors
-from paceline.kernels.base import cache_index
+from paceline.kernels.records import cache_index
 from paceline.kernels.upload import upload
 
 _CHUNK_ROWS = 256

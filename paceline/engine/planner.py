@@ -34,7 +34,8 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.outputs import Appended, Tokenizer, append_outputs, stop_ids
 from paceline.engine.prompts import answer_seeds, bad_word_ids, check
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Admitted, Scheduler, StepPlan
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.step_plan import Admitted, StepPlan
 from paceline.engine.strategy_control import StrategyControl
 from paceline.types import Decision, DraftOutcomes, FinishReason, Rollout, SamplingParams, StepResult, Turn
 

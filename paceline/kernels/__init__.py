@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.kernels.base import (
+from paceline.kernels.base import Ops
+from paceline.kernels.records import (
     INPUT_LINES,
     PLAIN_ATTENTION,
     AttentionForm,
@@ -23,7 +24,6 @@ from paceline.kernels.base import (
     ExpertWeights,
     LayerWeights,
     Normed,
-    Ops,
     PagedCache,
     RouterWeights,
     SampledTokens,

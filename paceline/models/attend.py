@@ -53,7 +53,7 @@ class Attend(Protocol):
 
 @dataclass(slots=True)
 class PagedAttend:
-    """Attention of a step's rows over the paged KV cache; see `kernels.base`."""
+    """Attention of a step's rows over the paged KV cache; see `kernels.records`."""
 
     ops: Ops
     layers: list[PagedCache]  # the KV cache of every layer

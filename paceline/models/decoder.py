@@ -21,7 +21,7 @@ from paceline.kernels import (
     Ops,
     RouterWeights,
 )
-from paceline.kernels.base import Activation
+from paceline.kernels.records import Activation
 from paceline.models.attend import Angles, Attend, PagedAttend
 from paceline.models.config import ExpertsSpec, LayerSpec, ModelConfig
 from paceline.models.partition import Part

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.kernels.base import Activation
+from paceline.kernels.records import Activation
 
 MAX_LAYERS, MAX_SIZE = 2**16, 2**31 - 1
 """Larger numbers are mistakes, and what has so many parts is never built."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels.base import AttentionForm, PagedCache, Segments
 from paceline.kernels.cpu import ops as cpu_ops
 from paceline.kernels.cpu.ops import CpuOps
+from paceline.kernels.records import AttentionForm, PagedCache, Segments
 from paceline.kernels.reference.ops import TorchOps, apply_rope
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2}

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from paceline.kernels.base import SamplingTensors
 from paceline.kernels.cpu.ops import CpuOps
+from paceline.kernels.records import SamplingTensors
 from paceline.kernels.reference.ops import TorchOps, thresholds
 
 FAMILIES = [TorchOps(), CpuOps()]

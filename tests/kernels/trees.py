@@ -14,7 +14,7 @@ from paceline.engine.command import HostDrafts, StepCommand, no_copies, no_pages
 from paceline.engine.graphs import CudaGraphs
 from paceline.engine.rows import INPUTS_PER_ROW, RowBuilder
 from paceline.kernels import Candidates, DraftRequests, DraftRows, DraftTree, PagedCache, Segments, SlotTensors, TorchOps
-from paceline.kernels.base import RankedTokens
+from paceline.kernels.records import RankedTokens
 
 _SLOTS = 9
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DecoderWeights, LayerWeights, PagedCache, RouterWeights, Segments
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
 from paceline.kernels.cpu.rows import HALF, INT, SEGMENT_WORDS, WIDE, segment_addresses
+from paceline.kernels.records import DecoderWeights, LayerWeights, PagedCache, RouterWeights, Segments
 
 _GRANULE = 32
 """Rows that room is made for are multiples of this, so that a program serves many steps."""

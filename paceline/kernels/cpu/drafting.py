@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DraftLayer, DraftRows, DraftTensors, PagedCache
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.jit.matmul import can_gate
 from paceline.kernels.cpu.products import Weights
 from paceline.kernels.cpu.rows import HALF, INT, REAL, SEGMENT_WORDS, WIDE, RowOps, segment_addresses
+from paceline.kernels.records import DraftLayer, DraftRows, DraftTensors, PagedCache
 from paceline.kernels.reference import drafting
 
 PARALLEL_PRODUCTS = 1 << 20

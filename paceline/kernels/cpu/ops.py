@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import (
+from paceline.kernels.cpu.call import address, run
+from paceline.kernels.cpu.decoder import DecoderProgram, active_size, program_key
+from paceline.kernels.cpu.drafting import DraftOps
+from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear, threads_for
+from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
+from paceline.kernels.cpu.step import MAX_ROWS, PARALLEL_STEP, StepProgram
+from paceline.kernels.records import (
     PLAIN_ATTENTION,
     AttentionForm,
     DecoderWeights,
@@ -25,12 +31,6 @@ from paceline.kernels.base import (
     StepTensors,
     TreeTensors,
 )
-from paceline.kernels.cpu.call import address, run
-from paceline.kernels.cpu.decoder import DecoderProgram, active_size, program_key
-from paceline.kernels.cpu.drafting import DraftOps
-from paceline.kernels.cpu.products import LIBRARY_ROWS, Library, Weights, linear, threads_for
-from paceline.kernels.cpu.rows import HALF, INT, REAL, WIDE, segment_addresses
-from paceline.kernels.cpu.step import MAX_ROWS, PARALLEL_STEP, StepProgram
 from paceline.kernels.reference.ops import segment_cache_index, visibility
 
 PARALLEL_ELEMENTS = 1 << 14

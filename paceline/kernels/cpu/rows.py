@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import (
+from paceline.kernels.cpu.call import address, run
+from paceline.kernels.records import (
     Beam,
     Candidates,
     DecodeRows,
@@ -25,7 +26,6 @@ from paceline.kernels.base import (
     Segments,
     SlotTensors,
 )
-from paceline.kernels.cpu.call import address, run
 from paceline.kernels.reference import drafting
 from paceline.kernels.reference.ops import TorchOps
 

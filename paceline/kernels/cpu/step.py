@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import INPUT_LINES, SampledTokens, StepInputs, StepTensors, TreeTensors
 from paceline.kernels.cpu.call import Program, address
 from paceline.kernels.cpu.decoder import DecoderCalls, DecoderProgram, DecoderRowNames, active_size, room_for
 from paceline.kernels.cpu.products import Weights
 from paceline.kernels.cpu.rows import HALF, INT, REAL, SEGMENT_WORDS, WIDE, Movable
+from paceline.kernels.records import INPUT_LINES, SampledTokens, StepInputs, StepTensors, TreeTensors
 
 PARALLEL_STEP = 1 << 20
 """A step runs on one thread if it has fewer multiplications."""

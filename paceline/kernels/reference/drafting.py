@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import Beam, Candidates, DraftRequests, DraftRows, PagedCache, RankedTokens, Segments, cache_index
 from paceline.kernels.noise import gumbel, gumbel_all
+from paceline.kernels.records import Beam, Candidates, DraftRequests, DraftRows, PagedCache, RankedTokens, Segments, cache_index
 from paceline.kernels.reference.tree import bit_mask
 
 SHRINK = 1e-3

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import Activation, ExpertWeights
+from paceline.kernels.records import Activation, ExpertWeights
 
 if TYPE_CHECKING:
     from paceline.kernels.reference.ops import TorchOps

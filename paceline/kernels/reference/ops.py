@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import (
+from paceline.kernels.noise import gumbel, gumbel_all
+from paceline.kernels.records import (
     PLAIN_ATTENTION,
     Activation,
     AttentionForm,
@@ -35,7 +36,6 @@ from paceline.kernels.base import (
     TreeTensors,
     cache_index,
 )
-from paceline.kernels.noise import gumbel, gumbel_all
 from paceline.kernels.reference import drafting
 from paceline.kernels.reference import experts as expert_ops
 from paceline.kernels.reference import tree as tree_ops

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import PLAIN_ATTENTION, AttentionForm
+from paceline.kernels.records import PLAIN_ATTENTION, AttentionForm
 from paceline.kernels.reference.ops import at_least_float32, softmax_with_sinks
 
 _SPARE_ROWS = 64

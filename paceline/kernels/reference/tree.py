@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.base import DecodeRows, DraftTree, SampledTokens, SamplingTensors, Segments, SlotTensors, cache_index
+from paceline.kernels.records import DecodeRows, DraftTree, SampledTokens, SamplingTensors, Segments, SlotTensors, cache_index
 
 
 def flatten_drafts(tokens: Tensor, parents: Tensor, depths: Tensor, draft: Tensor, tree: DraftTree, max_depth: int) -> None:

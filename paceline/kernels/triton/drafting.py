@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import Beam, Candidates, DraftLayer, DraftRequests, DraftRows, PagedCache, RankedTokens, Segments
+from paceline.kernels.records import Beam, Candidates, DraftLayer, DraftRequests, DraftRows, PagedCache, RankedTokens, Segments
 from paceline.kernels.reference import drafting
 from paceline.kernels.triton.noise import gumbel_at, gumbel_range
 from paceline.kernels.triton.tree import cache_index

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import Normed, PagedCache
+from paceline.kernels.records import Normed, PagedCache
 from paceline.kernels.triton.exact import exact_options, norm_factor, squares_of
 from paceline.kernels.triton.pdl import let_next_begin, wait_for_previous
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import Activation
+from paceline.kernels.records import Activation
 from paceline.kernels.triton.exact import exact_options, precision_of
 
 FEW, MANY = 16, 64

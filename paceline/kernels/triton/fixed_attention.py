@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import PagedCache, Segments
+from paceline.kernels.records import PagedCache, Segments
 from paceline.kernels.triton.exact import exact_options, precision_of
 from paceline.kernels.triton.fixed_plan import BLOCKS, COLUMNS, MASK_BITS, WHOLE, FixedPlan, Limits, make_plan
 from paceline.kernels.triton.pdl import fetch_ahead, let_next_begin, wait_for_previous

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import Segments
+from paceline.kernels.records import Segments
 
 MASK_BITS = 128
 """Bits of an attention mask, and so the most positions a step can add to a request."""

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.kernels.base import Normed, PagedCache
+from paceline.kernels.records import Normed, PagedCache
 from paceline.kernels.triton.exact import exact_options, norm_factor, precision_of, squares_of
 from paceline.kernels.triton.linear import TileConfig, add_parts, is_last, leave_part, share_of_sum, weight_ahead
 from paceline.kernels.triton.pdl import fetch_weights_ahead, let_next_begin, wait_for_previous

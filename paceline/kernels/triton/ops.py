@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.base import (
+from paceline.kernels.records import (
     PLAIN_ATTENTION,
     AttentionForm,
     Beam,

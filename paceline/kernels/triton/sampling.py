@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import SamplingTensors
+from paceline.kernels.records import SamplingTensors
 from paceline.kernels.triton.noise import gumbel_range
 
 BLOCK = 2048

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.base import DecodeRows, DraftTree, SampledTokens, SamplingTensors, Segments, SlotTensors
+from paceline.kernels.records import DecodeRows, DraftTree, SampledTokens, SamplingTensors, Segments, SlotTensors
 from paceline.types import MAX_TREE_ROWS
 
 BLOCK = 128

@@ -33,15 +33,11 @@ _TREE_ROWS = (8, 32, 128, 512)
 _REQUESTS = (1, 4, 16, 64, 256)
 _WIDE = 4
 _SHORT, _DEEP, _BROAD = "eagle:d2w1v2", "eagle:d6w1v6", f"eagle:d6w{_WIDE}v48"
-_DRAFTED = (_SHORT, _DEEP, _BROAD)
 _CONTEXT_REQUESTS, _CONTEXT, _NODES = {"cpu": 8, "cuda": 32}, 512, 3  # a GPU hides the latency of few requests badly
 _ROUNDS, _MIN_JOBS = 12, 8
 _IN_A_ROW = 3
 """Runs that are timed together on a GPU, where the host prepares a step while another one runs, as in generation."""
-_SHORT_S = 2e-3
-"""Shorter runs are repeated for so many seconds whenever it is their turn: the first one finds the processor's caches full of
-what ran before it, and what a level of the drafter costs is a difference of short runs."""
-_FORMAT = 14
+_FORMAT = 15
 
 
 def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
@@ -96,7 +92,7 @@ def profile(steps: DummySteps, seconds: float) -> CostCurve:
     """Measure steps in growing order of size until half of the time has passed, then repeat these. Larger sizes are
     extrapolated, and corrected by the selector when they occur."""
     with steps.lent_slots(*_context_sizes(steps)) as slots:
-        ms = _measure(_jobs(steps, slots), seconds, steps.device, partial(steps.run_step, 1, Strategy.OFF))
+        ms = _measure(_jobs(steps, slots), seconds, steps.device)
     start, level = {1.0: 0.0}, {1.0: 0.0}
     drafted = [n for n in _REQUESTS if (_BROAD, n) in ms]
     if drafted:
@@ -120,7 +116,7 @@ def _jobs(steps: DummySteps, slots: list[int]) -> list[tuple[_Job, Callable[[], 
     if steps.has_learned_drafter:
         for requests in (n for n in _REQUESTS if n <= steps.max_batch):
             jobs += [((shape, requests), partial(steps.run_drafter, requests, Strategy.parse(shape)))
-                     for shape in _DRAFTED]
+                     for shape in (_SHORT, _DEEP, _BROAD)]
     jobs.sort(key=lambda job: job[0][1])
     return jobs
 
@@ -162,11 +158,9 @@ def _context_sizes(steps: DummySteps) -> tuple[int, int]:
     return min(_CONTEXT_REQUESTS.get(steps.device.type, 8), steps.max_batch), length - length % steps.page_size
 
 
-def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device,
-             step: Callable[[], Any]) -> dict[_Job, float]:
+def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device: torch.device) -> dict[_Job, float]:
     """Return the milliseconds of each job: the fastest of a few runs. All jobs take turns, so that other load on the machine
-    does not hit one job alone. A job's first run is not counted: it compiles, allocates and captures. `step`: a step of the
-    policy, which runs before each measurement of the drafter, so that the processor's caches hold what they hold in use."""
+    does not hit one job alone. A job's first run is not counted: it compiles, allocates and captures."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -174,9 +168,7 @@ def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device:
 
     in_a_row = _IN_A_ROW if device.type == "cuda" else 1
 
-    def time_of(job: _Job, run: Callable[[], Any]) -> float:
-        if job[0] in _DRAFTED:
-            step()
+    def time_of(run: Callable[[], Any]) -> float:
         wait()
         began = time.perf_counter()
         for _ in range(in_a_row):
@@ -192,11 +184,8 @@ def _measure(jobs: list[tuple[_Job, Callable[[], Any]]], seconds: float, device:
                 break
             if done == 0:
                 run()
-            times = [time_of(name, run)]
-            while sum(times) < _SHORT_S:
-                times.append(time_of(name, run))
-            best[name] = min([*times, best.get(name, times[0])])
-            spent += in_a_row * sum(times) + (done == 0) * times[0]
+            found = time_of(run)
+            best[name], spent = min(found, best.get(name, found)), spent + (in_a_row + (done == 0)) * found
         jobs = [job for job in jobs if job[0] in best]
     return {name: 1e3 * found for name, found in best.items()}
 

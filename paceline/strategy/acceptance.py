@@ -31,14 +31,9 @@ class Shape(NamedTuple):
 
 
 SHAPES: dict[DrafterName, tuple[Shape, ...]] = {
-    "eagle": tuple(Shape(*shape) for shape in ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (3, 2), (4, 2), (6, 2), (6, 4), (8, 4))),
+    "eagle": tuple(Shape(*shape) for shape in ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (3, 2), (4, 2), (6, 4), (8, 4))),
     "suffix": tuple(Shape(8, 2, threshold) for threshold in (0.2, 0.4, 0.6, 0.8)),
 }
-
-
-def least_nodes(shape: Shape) -> int:
-    """Number of draft tokens below which a narrower tree of that depth has the same ones, and costs the drafter less."""
-    return shape.depth * shape.width // 2 if shape.width > 1 else 1
 
 
 def max_nodes(depth: int, width: int) -> int:

@@ -32,7 +32,7 @@ OFF_EVERY = 64
 against the time that these steps take."""
 HOLD = 64
 """Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
-_FIRST, _GROUP = 4, 8  # steps that a new decision holds; most steps of one kind that are learned from together, to save time
+_GROUP = 4  # steps of one kind that are learned from together: one at a time would take the host longer
 _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
 _OFF = Decision(Strategy.OFF)
 
@@ -63,7 +63,7 @@ class AutoSelector:
         self.machine = 0.0
         """Logarithm of how many times as slow the machine is now as its profile says."""
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
-        self._step = self._due = self._interval = self._batch = self._num_old = self._observe_at = self._replaced_at = 0
+        self._step = self._due = self._interval = self._batch = self._num_old = self._observe_at = 0
         self._tokens = self._new_tokens = 0.0  # tokens that each request got so far, and when most requests were new
         self._off_left = self._checked_at = 0  # steps that are still to be measured without speculation, and when it was decided
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
@@ -121,7 +121,7 @@ class AutoSelector:
         if chosen.is_trial:
             self._due = self._step + 2
         else:
-            self._interval = min(2 * self._interval, HOLD) if drafter == self._home else _FIRST
+            self._interval = min(2 * self._interval, HOLD) if drafter == self._home else _GROUP
             self._due, self._home = self._step + self._interval, drafter
         return self._hold(chosen, view, second / (chosen.speed * (1 + SPREAD)))
 
@@ -203,8 +203,7 @@ class AutoSelector:
     def _requests_replaced(self, requests: int) -> None:
         """Most requests are new, and so is their text: what was seen of earlier text is a first guess."""
         self._learn()
-        is_usual = self._step - self._replaced_at < HOLD  # short answers come all the time, and mostly resemble those before
-        self._num_old, self._new_tokens, self._replaced_at = requests, self._tokens, self._step
+        self._num_old, self._new_tokens = requests, self._tokens
         for name, acceptance in self.predictor.acceptance.items():
             if self._home == "none" or (self._home == name and abs(log(acceptance.level)) > 2 * SPREAD):
                 self._due = self._step
@@ -212,8 +211,7 @@ class AutoSelector:
             acceptance.level = 1.0
             history = self._history[name]
             if name != self._home:
-                soon = history.used_at + (history.interval if is_usual else HOLD) // 2
-                history.look_at = min(history.look_at, max(self._step, soon))
+                history.look_at = min(history.look_at, max(self._step, history.used_at + HOLD // 2))
 
     # -- after a step
 
@@ -226,7 +224,8 @@ class AutoSelector:
         self._steps.append(outcome)
         if outcome.decision.strategy.drafter != "none":
             self._at_risk += outcome.ms / self._off_ms - outcome.progress
-        if len(self._steps) >= min(max(self._interval, _FIRST), _GROUP) or outcome.drafts is not None or self._at_risk > 0.5:
+        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP)
+        if is_enough or outcome.drafts is not None or self._at_risk > 0.5:
             self._learn()
 
     def _learn(self) -> None:
@@ -314,7 +313,7 @@ class AutoSelector:
         gain = min(max(self._measured_gain, 1.0), 2.0)
         is_sure = off.weight > 0 and log(gain) > 2 * sqrt(off.variance(self._step))
         is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 1 / 4)
-        if is_old and self._home == drafter and self._step > self._checked_at + 2 * _FIRST:
+        if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
             self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
 
     def _refer_to_off(self, error: float) -> None:

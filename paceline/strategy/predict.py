@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.strategy.acceptance import MAX_NODES, MAX_OBSERVED, SHAPES, Acceptance, least_nodes, max_nodes
+from paceline.strategy.acceptance import MAX_NODES, MAX_OBSERVED, SHAPES, Acceptance, max_nodes
 from paceline.strategy.cost import CostCurve
 from paceline.types import Decision, DrafterName, StepView, Strategy
 
@@ -111,10 +111,9 @@ class Predictor:
                 accepted = known.unit()[1][table.shape, table.budget - 1]
                 self._tables[key] = table = table._replace(accepted=accepted, version=known.version)
                 return table
-        depth, width, least, most = _LIMITS[drafter]
+        depth, width, most = _LIMITS[drafter]
         nodes, accepted = known.unit()
-        fits = requests + np.array(counts)[:, None, None] * _BUDGETS <= self._max_rows(requests)
-        possible = (least <= _BUDGETS) & (most >= _BUDGETS) & fits
+        possible = (most >= _BUDGETS) & (requests + np.array(counts)[:, None, None] * _BUDGETS <= self._max_rows(requests))
         part, shape, place = possible.nonzero()
         budget, drafted = _BUDGETS[place], np.array(counts)[part]
         rows = requests + drafted * (budget if drafter == "eagle" else nodes[shape, budget - 1])
@@ -145,10 +144,9 @@ class Predictor:
 
 
 _LIMITS: dict[DrafterName, NDArray[np.float64]] = {
-    drafter: np.array([(shape.depth, shape.width, least_nodes(shape) if drafter == "eagle" else 1,
-                        max_nodes(shape.depth, shape.width)) for shape in shapes]).T[..., None]
+    drafter: np.array([(shape.depth, shape.width, max_nodes(shape.depth, shape.width)) for shape in shapes]).T[..., None]
     for drafter, shapes in SHAPES.items()}
-"""[4, S, 1] depth, width, and smallest and largest number of draft tokens of each shape."""
+"""[3, S, 1] depth, width and largest number of draft tokens of each shape."""
 
 
 def drafted_counts(view: StepView) -> list[int]:

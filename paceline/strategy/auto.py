@@ -90,8 +90,10 @@ class AutoSelector:
         requests, drafter = view.num_running, self.decision.strategy.drafter
         if requests < self._num_old:
             self._num_old = requests
-        if requests == 0 or not view.available:
+        if not view.available:
             return _OFF
+        if requests == 0:  # what is admitted in this step begins with the decision that holds
+            return self.decision if self.credit >= 0 and drafter in view.available else _OFF
         self._step += 1
         if requests >= 2 * self._num_old:
             self._requests_replaced(requests)

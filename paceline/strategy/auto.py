@@ -30,7 +30,7 @@ ENOUGH = 10.0
 OFF_EVERY = 64
 """Steps of speculation, times its gain to the fourth, after which steps without it are measured: how old the comparison may be,
 against the time that these steps take."""
-HOLD = 64
+HOLD = 128
 """Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
 _GROUP = 4  # steps of one kind that are learned from together: one at a time would take the host longer
 _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
@@ -100,7 +100,7 @@ class AutoSelector:
         if self._off_left and view.num_prefill_rows == 0:
             self._off_left -= 1
             return _OFF
-        is_due = self._step >= self._due or 4 * abs(requests - self._batch) > self._batch
+        is_due = self._step >= self._due or 4 * requests > 5 * self._batch or 2 * requests < self._batch
         if is_due or (drafter != "none" and (self.credit < 0 or drafter not in view.available)):
             return self._decide(view)
         return self.decision
@@ -136,10 +136,10 @@ class AutoSelector:
         switch = 0.0 if is_kept else self._switch(drafter, requests)
         speed, error = self._compare(found, drafter, view, switch)
         is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
-        bound = speed * exp(CONFIDENCE * error * (self._home == "none"))  # what is used is not left for what only may be faster
+        bound = speed * exp(CONFIDENCE * error * (1 if self._home == "none" else 0 if is_kept else -1))  # what pays is not left soon
         if bound <= 1 or not self._can_lose(max(found.progress / speed - 1, 0.0) + switch, is_sure):
             return None
-        return _Option(bound * (1 + SPREAD * is_kept), speed, found, not is_sure)
+        return _Option(bound, speed, found, not is_sure)
 
     def _hold(self, option: _Option, view: StepView, worst: float) -> Decision:
         """Hold a decision. `worst`: share of the expected progress below which something else would be chosen."""
@@ -213,7 +213,7 @@ class AutoSelector:
             acceptance.level = 1.0
             history = self._history[name]
             if name != self._home:
-                history.look_at = min(history.look_at, max(self._step, history.used_at + HOLD // 2))
+                history.look_at = min(history.look_at, max(self._step, history.used_at + HOLD))
 
     # -- after a step
 
@@ -226,7 +226,7 @@ class AutoSelector:
         self._steps.append(outcome)
         if outcome.decision.strategy.drafter != "none":
             self._at_risk += outcome.ms / self._off_ms - outcome.progress
-        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP)
+        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 4 * _GROUP)
         if is_enough or outcome.drafts is not None or self._at_risk > 0.5:
             self._learn()
 

@@ -17,7 +17,7 @@ MAX_ROWS = 512
 _BUDGETS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, MAX_NODES])
 _PROBE_SHAPES = ((32, (8, 4)), (12, (6, 4)), (6, (6, 2)), (4, (4, 1)))
 """Smallest number of draft tokens → shape of the learned drafter's trees that are tried."""
-_LEAST_PROBED, _SUFFIX_NODES = 4, 16
+_LEAST_PROBED, _SUFFIX_NODES = 6, 16
 _ALIKE = 8.0
 """Tokens by which requests that finish at about the same time differ."""
 
@@ -131,7 +131,7 @@ class Predictor:
         drafted = max(1, min(requests, MAX_OBSERVED, room // _LEAST_PROBED))
         nodes = min(room, self._max_rows(requests) - requests) // drafted
         if drafter == "eagle":
-            depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (min(nodes, _LEAST_PROBED), 1))
+            depth, width = next((shape for least, shape in _PROBE_SHAPES if nodes >= least), (nodes, 1))
             return Decision(Strategy(drafter, depth, width, min(nodes, max_nodes(depth, width))), drafted, observe=True)
         most = max(1, min(_SUFFIX_NODES, (self._max_rows(requests) - requests) // drafted))
         nodes, least = min(nodes, most), self.acceptance[drafter].shapes[0].min_survival
@@ -179,7 +179,6 @@ def last_progress(remaining: Sequence[int], tokens: Sequence[int]) -> float:
 def drafts_at(requests: int) -> list[Strategy]:
     """All trees of the learned drafter that may be used or probed with so many requests: what to capture."""
     most = max(1, MAX_ROWS // requests - 1)
-    shapes = dict.fromkeys((*((s.depth, s.width) for s in SHAPES["eagle"]), *(shape for _, shape in _PROBE_SHAPES),
-                            (min(most, _LEAST_PROBED), 1)))
+    shapes = dict.fromkeys((*((s.depth, s.width) for s in SHAPES["eagle"]), *(shape for _, shape in _PROBE_SHAPES)))
     return [Strategy("eagle", depth, width, min(most, max_nodes(depth, width))) for depth, width in shapes
             if depth <= most or (depth, width) == (1, 1)]

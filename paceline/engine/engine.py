@@ -372,6 +372,8 @@ class Engine:
         costs.waits_for_host = not self.planner.pipelined
         self._control.set_costs(costs)
         self.dummy_steps.load_kernels()
+        if self.drafting.suffix is not None:  # its first step, which loads compiled code, would be taken for an expensive one
+            self.drafting.suffix.warm_up()
         learned = None if self._control.has_learned else read_learned(self._identity, folder)
         if learned is not None:
             self.restore_selection(learned)

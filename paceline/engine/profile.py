@@ -37,22 +37,34 @@ _CONTEXT_REQUESTS, _CONTEXT, _NODES = {"cpu": 8, "cuda": 32}, 512, 3  # a GPU hi
 _ROUNDS, _MIN_JOBS = 12, 8
 _IN_A_ROW = 3
 """Runs that are timed together on a GPU, where the host prepares a step while another one runs, as in generation."""
-_FORMAT = 15
+_STARTS = {"cpu": 3}
+"""Number of starts that measure, by device; otherwise 1."""
+_FORMAT = 16
 
 
 def load_or_profile(steps: DummySteps, identity: Sequence[Any], seconds: float, folder: Path | None = None) -> CostCurve:
     """Return the cost curve from the cache folder if this engine has been profiled on this device before; otherwise measure it
-    in about so many seconds and cache it. `identity`: everything about the engine that its step times depend on (see
-    `engine_identity`). `folder`: None for the user's cache folder."""
+    in about so many seconds and cache it. On a CPU, which others may use at the time, the first starts all measure, and the
+    shortest times count. `identity`: everything about the engine that its step times depend on (see `engine_identity`). `folder`:
+    None for the user's cache folder."""
     file = (folder or cache_folder()) / f"{_cache_key(identity)}.json"
     try:
-        return CostCurve.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is measured anew
+        found = json.loads(file.read_text(encoding="utf-8"))
+        starts, known = int(found["starts"]), {(str(name), int(size)): float(ms) for name, size, ms in found["measured"]}
+        costs = _curve(steps, known)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # missing or damaged: it is measured anew
+        starts, known, costs = 0, {}, None
+    if costs is not None and starts >= _STARTS.get(steps.device.type, 1):
+        return costs
+    if starts == 0:
         steps.compile_ahead()
-        logger.info("measuring step times for strategy selection, about %.0f s, once per model and machine", seconds,
-                    extra={"is_progress": True})
-        costs = profile(steps, seconds)
-    _write(file, costs.dumps())
+    logger.info("measuring step times for strategy selection, about %.0f s, in the first starts of a model on a machine", seconds,
+                extra={"is_progress": True})
+    measured = _measured(steps, seconds)
+    known |= {job: min(ms, known.get(job, ms)) for job, ms in measured.items()}
+    costs = _curve(steps, known)
+    kept = {"starts": starts + 1, "measured": [[*job, ms] for job, ms in known.items()]}
+    _write(file, json.dumps(json.loads(costs.dumps()) | kept))
     return costs
 
 
@@ -87,12 +99,19 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "paceline" / "costs"
 
 
-@torch.inference_mode()
 def profile(steps: DummySteps, seconds: float) -> CostCurve:
     """Measure steps in growing order of size until half of the time has passed, then repeat these. Larger sizes are
     extrapolated, and corrected by the selector when they occur."""
+    return _curve(steps, _measured(steps, seconds))
+
+
+@torch.inference_mode()
+def _measured(steps: DummySteps, seconds: float) -> dict[_Job, float]:
     with steps.lent_slots(*_context_sizes(steps)) as slots:
-        ms = _measure(_jobs(steps, slots), seconds, steps.device)
+        return _measure(_jobs(steps, slots), seconds, steps.device)
+
+
+def _curve(steps: DummySteps, ms: dict[_Job, float]) -> CostCurve:
     start, level = {1.0: 0.0}, {1.0: 0.0}
     drafted = [n for n in _REQUESTS if (_BROAD, n) in ms]
     if drafted:

@@ -17,8 +17,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.strategy import AnyStrategy, AutoSelector, CostCurve, FixedSelector, Selector, last_progress, make_selector
 from paceline.types import Decision, DrafterName, DraftOutcomes, Rollout, StepOutcome, StepView, Strategy
 
-_OBSERVE_EVERY = 32
-"""Every so many speculative steps the draft tokens are observed without a request for it, for the drafter's monitor."""
+_OBSERVE_EVERY = 128
+"""Number of speculative steps after which draft tokens are observed although nobody asked for it, for the drafter's monitor."""
 _LEAST_SHARE = 0.8
 """Share of the time below which the rest of a step with forced rows does not count as a measured step of a strategy."""
 _CUT_MEMORY, _MOSTLY_CUT = 0.05, 0.9
@@ -38,7 +38,7 @@ class StrategyControl:
         self.distrusted: DrafterName | None = None
         """A drafter that is hidden from the selectors."""
         self._share_cut = 0.0  # recent share of answers that ended at their limit
-        self._num_speculated = 0
+        self._num_unobserved = 0  # speculative steps since draft tokens were observed
 
     def selector_of(self, strategy: AnyStrategy) -> Selector:
         """Return the selector for a strategy. A name always gives the same selector, with all that it has learned on this
@@ -71,8 +71,12 @@ class StrategyControl:
 
     def observes(self, decision: Decision) -> bool:
         """Whether the draft tokens of the step that is being launched are observed: on request, and regularly."""
-        self._num_speculated += decision.strategy.drafter != "none"
-        return decision.strategy.drafter != "none" and (decision.observe or self._num_speculated % _OBSERVE_EVERY == 0)
+        if decision.strategy.drafter == "none":
+            return False
+        self._num_unobserved += 1
+        observed = decision.observe or self._num_unobserved == _OBSERVE_EVERY
+        self._num_unobserved *= not observed
+        return observed
 
     def outcomes(self, strategy: Strategy, command: StepCommand, outputs: StepOutputs) -> DraftOutcomes | None:
         """Return what became of a step's draft tokens; None if they were not observed."""

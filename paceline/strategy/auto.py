@@ -30,7 +30,7 @@ ENOUGH = 10.0
 OFF_EVERY = 64
 """Steps of speculation, times its gain to the fourth, after which steps without it are measured: how old the comparison may be,
 against the time that these steps take."""
-HOLD = 128
+HOLD = 64
 """Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
 _GROUP = 4  # steps of one kind that are learned from together: one at a time would take the host longer
 _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
@@ -63,9 +63,11 @@ class AutoSelector:
         self.machine = 0.0
         """Logarithm of how many times as slow the machine is now as its profile says."""
         self._latest: dict[DrafterName, float] = {}  # latest ratio of each drafter, in any bucket
-        self._step = self._due = self._interval = self._batch = self._num_old = self._observe_at = 0
+        self._step = self._due = self._batch = self._num_old = self._observe_at = 0
+        self._interval = _GROUP
         self._tokens = self._new_tokens = 0.0  # tokens that each request got so far, and when most requests were new
-        self._off_left = self._checked_at = 0  # steps that are still to be measured without speculation, and when it was decided
+        self._off_left, self._checked_at = 2, 0  # steps that are to be measured without speculation, and when it was decided
+        self._is_calibrated = False  # whether it is known how fast the machine is now
         self._home: DrafterName = "none"  # drafter that was last chosen because it was sure to pay
         self._unit, self._level, self._floor, self._since = 0.0, 1.0, 0.0, 0.0
         self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
@@ -136,7 +138,8 @@ class AutoSelector:
         switch = 0.0 if is_kept else self._switch(drafter, requests)
         speed, error = self._compare(found, drafter, view, switch)
         is_sure = speed * exp(-CONFIDENCE * error * (not is_kept)) > 1
-        bound = speed * exp(CONFIDENCE * error * (1 if self._home == "none" else 0 if is_kept else -1))  # what pays is not left soon
+        side = 1 if self._home == "none" else 0 if is_kept else -1  # what pays is only left for what is surely better
+        bound = speed * exp(CONFIDENCE * error * side)
         if bound <= 1 or not self._can_lose(max(found.progress / speed - 1, 0.0) + switch, is_sure):
             return None
         return _Option(bound, speed, found, not is_sure)
@@ -226,8 +229,8 @@ class AutoSelector:
         self._steps.append(outcome)
         if outcome.decision.strategy.drafter != "none":
             self._at_risk += outcome.ms / self._off_ms - outcome.progress
-        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 4 * _GROUP)
-        if is_enough or outcome.drafts is not None or self._at_risk > 0.5:
+        is_enough = len(self._steps) >= (_GROUP if self._interval < HOLD else 2 * _GROUP)
+        if is_enough or outcome.drafts is not None or self._at_risk > max(0.5, self.credit / 16):
             self._learn()
 
     def _learn(self) -> None:
@@ -289,9 +292,8 @@ class AutoSelector:
         """Count so many steps that took longer than expected by so much."""
         most = max(3 * SPREAD, 1.5 / (1 + own.weight))  # what is believed of times that are far off: the less, the more is known
         error = min(max(error, -most), most)
-        if drafter == "none" and "none" not in self._latest:
-            self._refer_to_off(error)
-            error = 0.0
+        if not self._is_calibrated and (drafter == "none" or own.weight > 0):  # its ratio is 1, or known from an earlier run
+            self._is_calibrated, self.machine, error = True, error, 0.0
         is_check = drafter == "none" != self.decision.strategy.drafter  # the steps around it tell how fast the machine is
         known = 0.0 if is_check else own.weight / (own.weight + MEMORY / 4)  # what is new of a drafter is not the machine's
         weight = known * count / (MEMORY / 4 + count)
@@ -318,13 +320,6 @@ class AutoSelector:
         if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
             self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
 
-    def _refer_to_off(self, error: float) -> None:
-        """Off is measured for the first time: what it deviates from its prediction is that of the machine."""
-        self.machine += error
-        for (drafter, _), each in self.times.items():
-            each.log -= error * (drafter != "none")
-        self._latest = {drafter: each - error for drafter, each in self._latest.items()}
-
     def _missed(self, drafter: DrafterName) -> float:
         """Number of tokens of each request that the drafter has not read."""
         return max(0.0, self._tokens - max(self._history[drafter].tokens_at, self._new_tokens))
@@ -344,8 +339,9 @@ class AutoSelector:
                               len(unseen))
         if last.drafts is not None:
             acceptance.observe(self._step, last.drafts, None if last.last_progress is None else last.last_progress - 1)
-            self._due = min(self._due, self._step + 1)
-            self._observe_at = self._step + int(HOLD * min(acceptance.num_observed / ENOUGH, 1))
+            if acceptance.num_observed < 4 * ENOUGH:
+                self._due = min(self._due, self._step + 1)
+            self._observe_at = self._step + int(min(acceptance.num_observed, HOLD))
         if decision.strategy is self.decision.strategy and (abs(log(acceptance.level / self._level)) > 5 * SPREAD
                                                            or 1 + self._unit * acceptance.level < self._floor):
             self._due, self._interval, self._level = self._step + 1, 2, acceptance.level  # the text has changed
@@ -371,3 +367,4 @@ class AutoSelector:
         for history in self._history.values():
             history.look_at = self._step + history.interval
         self.times, self._latest = times, {drafter: each.log for (drafter, _), each in times.items()}
+        self._off_left *= not times

@@ -8,7 +8,6 @@ import random
 import time
 import weakref
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +20,8 @@ from paceline.engine.prompts import derive_seed
 from paceline.kernels import TorchOps
 from paceline.models.attend import PackedAttend
 from paceline.models.decoder import Decoder, Rope
-from paceline.types import Decision, StepOutcome
+from paceline.strategy.predict import Prediction
+from paceline.types import Decision, StepOutcome, StepView
 
 
 def small(**options) -> EngineConfig:
@@ -336,23 +336,27 @@ def test_what_the_caller_does_is_not_blamed_on_a_strategy(monkeypatch, pipelined
 def test_trees_are_for_as_many_requests_as_they_were_chosen_for():
     """A strategy that was chosen for a few decoding requests must not be applied to the many that are admitted in the same step
     because their prompts are in the prefix cache: the step would have thousands of rows."""
-    engine = Engine(model(), None, eagle(), "auto", EngineConfig(max_batch=32, max_context=128, page_size=4, profile=False))
-    selector, chosen = engine.selector, []
-    decide, observe = selector._decide, selector.observe
-    selector._decide = lambda view: (chosen.append(view.num_running), decide(view))[1]
-    selector.observe = lambda outcome: observe(replace(outcome, ms=float(outcome.ms > 0), host_ms=0.0))  # drafts are free
-    engine.generate([list(range(1, 30))], SamplingParams(max_new_tokens=30, ignore_eos=True), 1)
+    views: list[StepView] = []
+
+    class Predicted:
+        def select(self, view):
+            views.append(view)
+            return Prediction(Strategy("eagle", 4, 2, 8), view.num_running, 2.0, 1.0).decision(view)
+
+        def observe(self, outcome):
+            pass
+
+    engine = Engine(model(), None, eagle(), Predicted(), EngineConfig(max_batch=32, max_context=128, page_size=4))
     params, drafted = SamplingParams(max_new_tokens=40, ignore_eos=True), []
     engine.add(list(range(1, 30)), params, 2)
-    for _ in range(12):
+    for _ in range(4):
         engine.step()
     engine.add(list(range(1, 30)), params, 30)  # all of it is in the cache
-    for _ in range(40):
-        before = chosen[-1]
+    while engine.has_work:
         result = engine.step()
-        if result.strategy.drafter != "none":
-            drafted.append((len(result.drafted_by_request), max(before, chosen[-1])))
-    assert drafted and all(count <= most + most // 8 for count, most in drafted), drafted
+        drafted.append((len(result.drafted_by_request), views[-1].num_running, result.num_requests))
+    assert any(running == 2 < requests for _, running, requests in drafted), "they were admitted in a step chosen for two"
+    assert all(count <= running + running // 8 for count, running, _ in drafted) and max(drafted)[0] == 32
 
 
 def test_warming_up_leaves_running_requests_alone():

@@ -12,7 +12,8 @@ from tiny import eagle, model
 
 from paceline import Engine, SamplingParams
 from paceline.config import EngineConfig
-from paceline.engine.profile import profile
+from paceline.engine.profile import load_or_profile, profile
+from paceline.strategy import CostCurve
 from paceline.types import Strategy
 
 
@@ -46,6 +47,27 @@ def test_without_padding_a_few_sizes_are_enough(made):
     costs = profile(made(()), 5.0)
     assert 192 not in costs.policy.x.tolist()
     assert costs.policy.at(192) == pytest.approx((costs.policy.at(128) + costs.policy.at(256)) / 2)
+
+
+def test_the_shortest_times_of_three_starts_count_on_a_cpu(made, tmp_path):
+    """One start may fall into a time in which others use the machine, and its profile was kept for ever."""
+    steps, busy = made(()), iter((2.0, 1.0, 3.0))
+    real, run = steps.run_step, []
+
+    def run_step(num_requests, strategy):
+        for _ in range(int(factor)):
+            real(num_requests, strategy)
+
+    steps.run_step, steps.compile_ahead = run_step, lambda: None
+    for _ in range(5):
+        factor = next(busy, 0.0)
+        run.append(load_or_profile(steps, ["this engine"], 5.0, tmp_path).policy.at(256))
+    assert run == pytest.approx([2.0, 1.0, 1.0, 1.0, 1.0])
+    file, = tmp_path.iterdir()
+    assert CostCurve.loads(file.read_text()).policy.at(256) == pytest.approx(1.0), "`paceline simulate --curve` reads it"
+    file.write_text(file.read_text()[:-20])
+    factor = 1.0
+    assert load_or_profile(steps, ["this engine"], 5.0, tmp_path).policy.at(256) == pytest.approx(1.0), "damaged: measured anew"
 
 
 def test_context_costs_what_reading_it_takes(made):

@@ -73,6 +73,8 @@ class AutoSelector:
         self._measured_gain = 1.0  # recent mean of how many times as fast as off steps with speculation were
         self._history = {name: DrafterHistory() for name in SHAPES}
         self._steps: list[StepOutcome] = []  # completed steps of one kind that were not learned from yet
+        self._suspended: tuple[list[StepOutcome], DrafterName | None, StepOutcome | None, list[StepOutcome]] | None = None
+        """Steps that took so long that off is measured before they are learned from: the machine may be slower."""
         self._at_risk = 0.0  # how many steps without speculation those seem to have lost
         self._off_ms = 1e9  # latest estimate of what such a step takes
         self._last: DrafterName | None = None  # drafter of the last step; None if that was not timed
@@ -238,12 +240,17 @@ class AutoSelector:
         steps, self._steps, self._at_risk = self._steps, [], 0.0
         if not steps or not steps[0].num_requests:
             return
+        if steps[0].decision.strategy.drafter != "none":
+            self._follow(steps)
+        before = self._last
+        self._count(steps, before, *self._timed(steps, steps[0].decision.strategy.drafter))
+
+    def _count(self, steps: list[StepOutcome], before: DrafterName | None, changed: StepOutcome | None,
+               usual: list[StepOutcome]) -> None:
+        """Learn from the times of completed steps, and enter them into the ledger. `before`: drafter of the step before them."""
         drafter, requests, count = steps[0].decision.strategy.drafter, steps[0].num_requests, len(steps)
         progress = sum([each.progress for each in steps])
-        if drafter != "none":
-            self._follow(steps)
         own, off = self._time(drafter, requests), self._time("none", requests)
-        before, (changed, usual) = self._last, self._timed(steps, drafter)
         predicted = max(self.costs.step_ms(usual[0] if usual else steps[-1]), 1e-6)
         expected = predicted * exp(own.log + self.machine)
         if changed is not None and (changed.ms < expected and drafter != "none"):
@@ -254,10 +261,20 @@ class AutoSelector:
         ms, most = expected, exp(_STOPPED) * expected
         if usual:
             ms = median([each.ms for each in usual if each.ms <= most] or [each.ms for each in usual])
-            self._measured(drafter, log(ms / expected), len(usual), own)
+            error = log(ms / expected)
+            if drafter == "none" and self._suspended is not None:  # it is the machine
+                self.machine, error = self.machine + error, 0.0
+            elif drafter != "none" and self._suspended is None and error > 3 * SPREAD and _GROUP < own.weight < off.num_since:
+                self._suspended = steps, before, changed, usual
+                self._off_left, self._checked_at = 3, self._step  # before the drafter is blamed
+                return
+            self._measured(drafter, error, len(usual), own)
         if drafter == "none":
             self._tokens += progress
             self.credit = max(self.credit, min(self.credit + SHARE * count, CREDIT))
+            if self._suspended is not None and not self._off_left:
+                self._count(*self._suspended)
+                self._suspended = None
             return
         history = self._history[drafter]
         spent = count * min(ms, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.lib.selection.liars import LIARS
@@ -198,3 +199,22 @@ def test_outcomes_of_unknown_strategies_are_taken():
     selector.observe(outcome(EAGLE, 1.5, 0.0))
     selector.observe(replace(outcome(EAGLE, 1.5, 5.0), num_prefill_rows=3))
     assert CREDIT - 1 < selector.credit < CREDIT + 1
+
+
+def test_a_machine_that_others_use_now_and_then_does_not_end_speculation():
+    """Steps with a drafter became slower because all steps did, and were compared with those of off as they had been before: for
+    hundreds of steps nothing was drafted. Off is measured again before a drafter is blamed."""
+    class Shared(World):
+        factor, left = 1.0, 0
+
+        def measured(self, ms):
+            self.left -= 1
+            if self.left <= 0:
+                self.left, self.factor = int(load.integers(5, 60)), float(load.choice([1, 1, 1.5, 2.5, 4]))
+            return ms * self.factor * float(load.lognormal(0, 0.15))
+
+    for seed in range(4):
+        load = np.random.default_rng(seed)
+        world = Shared(gpu_costs(), 32, {"eagle": 0.7}, noise=0.1, seed=seed)
+        world.run(AutoSelector(gpu_costs()), 800)
+        assert sum(strategy.drafter == "eagle" for strategy in world.strategies) > 640

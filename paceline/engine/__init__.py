@@ -1,4 +1,4 @@
-"""The rollout engine. Start reading at `Engine.step` in `engine.py`.
+"""The rollout engine. Start reading at `EngineCore.step` in `core.py`; `Engine` in `engine.py` is what programs use.
 
 An engine has two halves. The planner (`planner`, no torch) owns requests, pages and strategies; it emits one `StepCommand` of
 plain arrays per step, and appends what comes back to its requests. The executor (`executor`) owns model, caches, drafter, graphs

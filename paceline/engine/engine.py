@@ -1,14 +1,11 @@
-"""The engine: requests in, rollouts out. A thin class over its two halves: the planner, which decides about every step, and the
-executor, which runs it on the device. Start reading at `Engine.step`."""
+"""The engine as programs use it: requests in, rollouts out. Start reading at `EngineCore.step`."""
 
 from __future__ import annotations
 
 import logging
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,26 +15,19 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.engine.build import build, check_speculation, has_learned_drafter
-from paceline.engine.command import LoadDrafter, LoadWeights, ReadFeatures, Sleep, Wake
-from paceline.engine.drafting import Drafting
+from paceline.engine.command import LoadDrafter, LoadWeights, Sleep, Wake
+from paceline.engine.core import EngineCore
 from paceline.engine.dummy import DummySteps
 from paceline.engine.generate import generate_groups
 from paceline.engine.graphs import GraphReport
-from paceline.engine.migration import Migration
-from paceline.engine.outputs import feature_record, make_rollout
 from paceline.engine.profile import engine_identity, load_or_profile, read_learned, write_learned
 from paceline.engine.prompts import Prompt, check_reply, encode
 from paceline.engine.ranks import Ranks
 from paceline.engine.replies import encode_reply
 from paceline.engine.request import Request, Status
-from paceline.engine.scheduler import Scheduler
 from paceline.engine.split import check_split, decoder_maker, split_policy, start_ranks
 from paceline.engine.stats import Counters
-from paceline.engine.step_timer import InFlight, StepTimer
-from paceline.engine.strategy_control import StrategyControl
-from paceline.engine.watchdog import Watchdog
 from paceline.engine.weights import drafter_mismatch
 from paceline.models.decoder import Decoder
 from paceline.models.weights import check_model, load_model, resolve_device
@@ -50,7 +40,6 @@ from paceline.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
-    StepOutcome,
     StepResult,
     StepView,
     Strategy,
@@ -62,7 +51,7 @@ _WARM_UP_PROMPTS = 128
 """Largest number of prompts in the steps of `Engine.warm_up`: more than 64 use other kernels than fewer."""
 
 
-class Engine:
+class Engine(EngineCore):
     """Generates rollouts with continuous batching and speculative decoding. Tokens depend only on weights, prompt, seed and
     sampling parameters, never on the drafter, the strategy or the batch."""
 
@@ -71,26 +60,17 @@ class Engine:
                  source: str | None = None) -> None:
         """`ranks`, `source`: see `load`, which reads a split policy part by part. A whole policy is split here if the
         configuration says so."""
-        self.config, whole = config or EngineConfig(), model
-        if self.config.num_shares > 1 and whole.parts is None:
-            check_split(whole.config, self.config)
-            ranks = ranks or start_ranks(self.config, whole.norm.device)
-            model = split_policy(whole, self.config, ranks, has_learned_drafter(drafter))
-        self.model, self.tokenizer = model, tokenizer
-        self.version = self.drafter_version = 0
-        self.reports_features = True
-        """Whether rollouts come with the features of `EngineConfig.capture`, if there are any: reading them takes time."""
-        self._counters = Counters()
-        self._in_flight: InFlight | None = None
-        self._results: deque[StepResult] = deque()
-        """Results that `step` has not returned yet."""
-        self._may_profile = self.config.profile
-        self.planner, self.executor = build(model, tokenizer, drafter, strategy, self.config, ranks, source)
+        config, whole = config or EngineConfig(), model
+        if config.num_shares > 1 and whole.parts is None:
+            check_split(whole.config, config)
+            ranks = ranks or start_ranks(config, whole.norm.device)
+            model = split_policy(whole, config, ranks, has_learned_drafter(drafter))
+        super().__init__(*build(model, tokenizer, drafter, strategy, config, ranks, source), tokenizer, config)
+        self.model, self.drafter_version = model, 0
+        self._may_profile = config.profile
         if ranks is not None and whole.parts is None:
             self.executor.execute(LoadWeights(dict(whole.named_parameters())))
-        self._watchdog, self._timer = Watchdog(self.scheduler), StepTimer(self.executor.graphs)
         self.dummy_steps = DummySteps(self.executor, self.scheduler, bool(self.drafting.available))
-        self.migration = Migration(self.planner, self.executor, self._drain)
         self.drafter_mismatch: str | None = None
         if self.eagle is not None:
             self._check_drafter_origin(self.eagle.module)
@@ -121,147 +101,6 @@ class Engine:
         """End the other ranks of a tensor parallel engine, which cannot be used afterwards. They end with this process, too."""
         if self.executor.ranks is not None:
             self.executor.ranks.close()
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The planner's scheduler: waiting and running requests, and pages."""
-        return self.planner.scheduler
-
-    @property
-    def drafting(self) -> Drafting:
-        """The planner's part of drafting: the suffix drafter."""
-        return self.planner.drafting
-
-    @property
-    def eagle(self) -> EagleDrafter | None:
-        """The learned drafter, if there is one."""
-        return self.executor.eagle
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the engine runs on."""
-        return self.executor.device
-
-    @property
-    def _control(self) -> StrategyControl:
-        return self.planner.control
-
-    # -- the step
-
-    def step(self, strategy: Strategy | None = None) -> StepResult:
-        """Run one forward pass of the policy over all requests that are ready, and return the outputs of a completed step. On
-        a GPU that is the step before the one just launched, unless the suffix drafter needs the outputs before the launch.
-        `strategy` overrides the engine's selector for this step."""
-        if self._results:
-            return self._results.popleft()
-        self.executor.require_weights()
-        self._timer.resume()
-        decision = self._select() if strategy is None else Decision(strategy)
-        self.drafting.check(decision.strategy)
-        self._guarded(partial(self._advance, decision))
-        self._watchdog.observe(progress=any(result.tokens for result in self._results) or not self.scheduler.has_work)
-        return self._results.popleft() if self._results else StepResult.nothing(self._counters.steps, decision.strategy)
-
-    def _advance(self, decision: Decision) -> None:
-        """Plan and launch a step, and process the outputs of a completed one."""
-        launched = None
-        if decision.strategy.drafter == "suffix" or self.planner.needs_outputs:  # both go on from the generated text
-            self._process()
-        began = self.executor.graphs.now()
-        step = self.planner.plan(decision, self.version)
-        self._timer.planned(began)
-        if step is not None:
-            launched = InFlight(step, self.executor.execute(step.command), began, self._timer.launched(began))
-        if not self._results:
-            self._process()
-        self._in_flight = launched
-        if not self._results and not self.planner.pipelined:
-            self._process()
-        if launched is None and not self._results and self.scheduler.waiting and self.scheduler.pages.num_held == 0:
-            self._refuse(self.scheduler.waiting[0])
-
-    def _select(self) -> Decision:
-        """Ask the selector about the next step."""
-        if self._control.needs_profile:
-            self._profile_if_possible()
-        return self.planner.select()
-
-    def _process(self) -> None:
-        """Read the outputs of the step in flight, if there is one, append its tokens to their requests, and queue its result."""
-        launched, self._in_flight = self._in_flight, None
-        if launched is None:
-            return
-        step, pending = launched.step, launched.pending
-        self._timer.wait_for(launched, self.planner.pipelined)
-        (tokens, ended, accepted), drafts = self.planner.complete(step, pending.read(), self._timer.came_late)
-        timed = self._timer.processed(launched)
-        paused = [self.planner.pause(*pair) for pair in ended if self.planner.may_pause(*pair)]
-        ended = [pair for pair in ended if pair[0].status is not Status.PAUSED]
-        finished = [self._rollout(request, reason) for request, reason in ended]
-        num_forced_rows = step.command.num_forced_rows
-        result = StepResult(
-            step=self._counters.steps, strategy=step.plan.strategy, num_requests=len(tokens), num_rows=pending.num_rows,
-            num_prefill_rows=num_forced_rows, drafted=sum(step.num_nodes), accepted=accepted, tokens=tokens, finished=finished,
-            ms=timed.ms, drafts=drafts, paused=paused,
-            drafted_by_request={request.id: nodes for request, nodes in zip(step.plan.decode, step.num_nodes, strict=True)
-                                if nodes})
-        self._results.append(result)  # before any of them is forgotten: what raises now loses no rollout
-        for request, _ in ended:
-            self.planner.finish(request)
-        num_tokens = sum(map(len, tokens.values()))
-        self._counters.record(result, num_tokens)
-        num_rows = step.num_decode_rows if num_forced_rows else pending.num_rows
-        self._control.record(StepOutcome(
-            step.plan.decision, result.num_requests, num_forced_rows, num_tokens, timed.ms if timed.is_usual else 0.0,
-            num_rows, step.context, timed.host_ms, drafts,
-            self._control.last_progress(self.scheduler, step.plan.decode, tokens)), finished)
-
-    def _rollout(self, request: Request, reason: FinishReason) -> Rollout:
-        """Return the rollout of a request that ends."""
-        request.finish_reason, features = reason, None
-        if self.config.capture and self.reports_features and request.pages:
-            stored = self.executor.execute(ReadFeatures(request.pages, request.num_computed))
-            features = None if stored is None else feature_record(request, stored, self.config.capture)
-        return make_rollout(request, reason, self.tokenizer, features)
-
-    def _abort(self, request: Request, reason: FinishReason = "abort") -> Rollout:
-        """End a request where it is: return its rollout and free its slot and pages."""
-        rollout = self._rollout(request, reason)
-        self.planner.finish(request)
-        self._watchdog.observe(progress=True)
-        return rollout
-
-    def _drain(self) -> None:
-        """Wait for the step in flight; its result is returned by the next call of `step`."""
-        self._watchdog.observe(progress=True)  # what the caller interrupts does not stall by itself
-        self._timer.resume()
-        self._guarded(self._process)
-
-    # -- requests that cannot go on
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Call `work`. Whatever it raises, KeyboardInterrupt included, ends all running requests with an error, which the next
-        call of `step` returns. Requests that wait are not touched, and the engine can be used further."""
-        try:
-            work()
-        except BaseException as error:
-            self._in_flight = None
-            self._queue_finished(self.planner.end_broken(self._results, error, self.migration.reserved_pages))
-            raise
-
-    def _refuse(self, request: Request) -> None:
-        """End a request that was not admitted although it could have had all pages."""
-        pages, length = self.scheduler.pages, len(request.tokens)
-        request.error = (f"request {request.id}: its {length} tokens need {pages.pages_for(length)} pages of the KV cache, which "
-                         f"has {pages.num_pages}")
-        self._queue_finished([self._rollout(request, "error")])
-        self.planner.finish(request)
-        self._watchdog.observe(progress=True)
-
-    def _queue_finished(self, rollouts: list[Rollout]) -> None:
-        """Queue rollouts of requests that did not end by a token, for the next call of `step`."""
-        if rollouts:
-            self._results.append(replace(StepResult.nothing(self._counters.steps, Strategy.OFF), finished=rollouts))
 
     # -- requests
 
@@ -333,12 +172,12 @@ class Engine:
             return []
         return (request.raw_logprobs if request.params.raw_logprobs else request.logprobs)[start:]
 
-    @property
-    def has_work(self) -> bool:
-        """Whether there is a request that is not paused, a step in flight or a result that `step` has not returned yet."""
-        return self.scheduler.has_work or self._in_flight is not None or bool(self._results)
-
     # -- strategy selection, profiling, warm-up
+
+    def _select(self) -> Decision:
+        if self._control.needs_profile:
+            self._profile_if_possible()
+        return super()._select()
 
     @property
     def selector(self) -> Selector:
@@ -437,22 +276,11 @@ class Engine:
             yield done, len(parts)
 
     def _run_prompts(self, num_requests: int) -> None:
-        """Generate a few tokens for so many short prompts, unless there are requests. Selectors and statistics do not learn of
-        it."""
-        if self.has_work:
-            return
-        own, scheduler = (self.planner.control, self._counters), self.scheduler
-        counts = scheduler.num_preemptions, scheduler.num_cached_tokens
-        strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
-        usual = strategy if self.drafting.available else Strategy.OFF
-        self.planner.control, self._counters = StrategyControl(usual), Counters()
-        try:
-            self.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)
-            self._drain()
-            self._results.clear()
-        finally:
-            self.planner.control, self._counters = own
-            scheduler.num_preemptions, scheduler.num_cached_tokens = counts
+        """Generate a few tokens for so many short prompts, unless there are requests."""
+        if not self.has_work:
+            strategy = Strategy("eagle" if self.dummy_steps.has_learned_drafter else "suffix", 1, 1, 1)
+            with self._unrecorded(strategy if self.drafting.available else Strategy.OFF):
+                self.generate([[0] * 4], SamplingParams(max_new_tokens=8), num_requests)
 
     def graph_report(self) -> GraphReport:
         """Return the number, memory and capture time of CUDA graphs; all zero where none are captured."""

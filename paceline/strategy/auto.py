@@ -161,8 +161,8 @@ class AutoSelector:
         return self.credit - worst > (0.0 if is_sure else CREDIT / 2)
 
     def _switch(self, drafter: DrafterName, requests: int) -> float:
-        """Steps without speculation that it is expected to take until the drafter has caught up with the tokens it has missed. One
-        return that something else had stopped must not keep it away for ever."""
+        """Steps without speculation that it is expected to take until the drafter has caught up with the tokens it has missed.
+        One return that something else had stopped must not keep it away for ever."""
         caught_up_ms = self._history[drafter].catch_up_ms * self._missed(drafter) * requests
         return min(caught_up_ms / float(self.costs.off_ms(requests)), CREDIT / 2)
 

@@ -204,6 +204,30 @@ def test_requests_that_come_after_all_others_have_ended_get_a_trial():
     assert sum(strategy.drafter == "eagle" for strategy in world.strategies[-80:]) > 45
 
 
+def test_requests_that_are_admitted_while_none_is_decoding_begin_with_the_decision_that_holds():
+    """One request after the other, each of a few steps: the first step of each was one without speculation."""
+    world, selector = World(cpu_costs(), 1, {"eagle": 0.8}), AutoSelector(cpu_costs())
+    empty = StepView(num_running=0, num_prefill_rows=4, available=("eagle",))
+    assert selector.select(empty).strategy == Strategy.OFF, "nothing is known yet"
+    world.run(selector, 60)
+    assert selector.select(empty).strategy == world.strategies[-1] != Strategy.OFF
+    for others in ((), ("suffix",)):
+        assert selector.select(replace(empty, available=others)).strategy == Strategy.OFF
+    selector.credit = -1.0
+    assert selector.select(empty).strategy == Strategy.OFF
+
+
+def test_a_short_dip_of_the_batch_changes_no_decision():
+    """Requests that end are replaced by ones whose prompts come first: for a step fewer requests are decoding."""
+    world, selector = World(cpu_costs(), 4, {"eagle": 0.8}), AutoSelector(cpu_costs())
+    world.run(selector, 100)
+    selector._due = selector._step + 50
+    held = selector.decision
+    for requests in (3, 5, 3, 4):
+        assert selector.select(replace(world.view(), num_running=requests)) is held
+    assert selector.select(replace(world.view(), num_running=8)) is not held
+
+
 def test_elastic_in_both_directions():
     """A shrinking batch turns speculation on, a growing one off again."""
     world, selector = World(cpu_costs(), 200, {"eagle": 0.75}), AutoSelector(cpu_costs())

@@ -34,6 +34,7 @@ HOLD = 64
 """Most steps that a decision holds: host time against the delay after which gradual changes are followed."""
 _GROUP = 4  # steps of one kind that are learned from together: one at a time would take the host longer
 _STOPPED = 1.2  # logarithm: what a step takes beyond so many times the expected time was caused by something else
+_FAR = 1.5  # logarithm of the largest ratio of times that is believed at once
 _OFF = Decision(Strategy.OFF)
 
 
@@ -308,10 +309,11 @@ class AutoSelector:
 
     def _measured(self, drafter: DrafterName, error: float, count: int, own: TimeRatio) -> None:
         """Count so many steps that took longer than expected by so much."""
-        most = max(3 * SPREAD, 1.5 / (1 + own.weight))  # what is believed of times that are far off: the less, the more is known
-        error = min(max(error, -most), most)
         if not self._is_calibrated and (drafter == "none" or own.weight > 0):  # its ratio is 1, or known from an earlier run
-            self._is_calibrated, self.machine, error = True, error, 0.0
+            self._calibrate(min(max(error, -_FAR), _FAR))
+            error = 0.0
+        most = max(3 * SPREAD, _FAR / (1 + own.weight))  # what is believed of times that are far off: the less, the more is known
+        error = min(max(error, -most), most)
         is_check = drafter == "none" != self.decision.strategy.drafter  # the steps around it tell how fast the machine is
         known = 0.0 if is_check else own.weight / (own.weight + MEMORY / 4)  # what is new of a drafter is not the machine's
         weight = known * count / (MEMORY / 4 + count)
@@ -337,6 +339,14 @@ class AutoSelector:
         is_old = off.num_since > OFF_EVERY * (gain**4 if is_sure else 1 / 4)
         if is_old and self._home == drafter and self._step > self._checked_at + 2 * _GROUP:
             self._off_left, self._checked_at = 3, self._step  # the first overlaps with other work
+
+    def _calibrate(self, error: float) -> None:
+        """Note how fast the machine is now. What was measured of drafters before off ever was contains it."""
+        self._is_calibrated, self.machine = True, error
+        if "none" not in self._latest:
+            for (drafter, _), each in self.times.items():
+                each.log -= error * (drafter != "none")
+            self._latest = {drafter: each - error for drafter, each in self._latest.items()}
 
     def _missed(self, drafter: DrafterName) -> float:
         """Number of tokens of each request that the drafter has not read."""

@@ -146,6 +146,31 @@ def test_a_machine_that_is_slower_than_its_profile_changes_no_comparison():
     assert same.machine + same.times["none", 4].log == pytest.approx(math.log(3), abs=0.15)
 
 
+def test_a_drafter_that_is_timed_before_off_is_compared_with_an_off_as_slow():
+    """The first steps capture graphs, so that they are not timed: the first times are a drafter's, on a slow machine."""
+    class Capturing(World):
+        num_captures = 8
+
+        def measured(self, ms):
+            self.num_captures -= 1
+            return 0.0 if self.num_captures >= 0 else ms
+
+    world, selector = Capturing(replace_costs(3.0), 8, {"eagle": 0.75}), AutoSelector(gpu_costs())
+    world.run(selector, 100)
+    assert sum(strategy.drafter == "eagle" for strategy in world.strategies[20:]) > 65
+    assert abs(selector.times["eagle", 4].log) < 0.3 and selector.machine == pytest.approx(math.log(3), abs=0.2)
+
+
+def test_a_selector_that_was_told_what_another_one_learned_finds_out_how_fast_the_machine_is():
+    world, selector = World(gpu_costs(), 8, {"eagle": 0.75}), AutoSelector(gpu_costs())
+    world.run(selector, 200)
+    informed, slow = AutoSelector(gpu_costs()), World(replace_costs(3.0), 8, {"eagle": 0.75})
+    informed.restore(selector.state())
+    slow.run(informed, 20)
+    assert informed.machine == pytest.approx(math.log(3), abs=0.2)
+    assert all(strategy.drafter == "eagle" for strategy in slow.strategies)
+
+
 def replace_costs(factor: float):
     costs = gpu_costs()
     for name in ("policy", "start", "level"):

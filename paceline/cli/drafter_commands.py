@@ -54,7 +54,8 @@ def drafter_train(
     threads: Threads = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE overrides a setting of training, like lr=1e-3; "
                                                                     "may be given several times.")] = None,
-    report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations.")] = 15.0,
+    report_every: Annotated[float, typer.Option(min=0.1, help="Seconds of training between evaluations; more "
+                                                                  "where these take more than a fifth of the time.")] = 15.0,
     patience: Annotated[int, typer.Option(
         min=0, help="Training ends when so many evaluations in a row were no better than an earlier one; 0: never.")] = 4,
     checkpoint_every: Annotated[float | None, typer.Option(

@@ -96,7 +96,8 @@ class ProgressView:
         done = self._done - self._done_before
         if self._total is None or done <= 0 or self._done >= self._total:
             return ""
-        return f", {format_duration((self._total - self._done) * self.seconds / done)} left"
+        rate = 1.0 if self._unit == "s" else done / self.seconds  # of training time: what comes between does not count
+        return f", {format_duration((self._total - self._done) / rate)} left"
 
     def _is_due(self) -> bool:
         return time.perf_counter() - self._shown >= (_BAR_EVERY_S if self._live else _LINE_EVERY_S)

@@ -337,9 +337,9 @@ class Decoder(nn.Module):
     def _plain(self) -> bool:
         return all(layer.plain for layer in self.layers)
 
-    def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
-        """The logits [R, V] of hidden states [R, H]."""
-        return self._capped(self.head(hidden, ops))
+    def logits(self, hidden: Tensor, ops: Ops, rows: Tensor | None = None) -> Tensor:
+        """The logits [R, V] of hidden states [R, H]. `rows`: of these rows of the head only."""
+        return self._capped(self.head(hidden, ops) if rows is None else ops.linear(hidden, rows))
 
     def step_logits(self, hidden: Tensor, ops: Ops) -> Tensor | None:
         """The logits [R, V] of a step, which all ranks compute together if the policy is split; None on other ranks than 0."""

@@ -97,6 +97,7 @@ def coverage(drafter: Eagle, policy: Decoder, records: Sequence[FeatureRecord], 
         packed = pack([part.record for part in chosen], drafter.config.feature_layers, policy.config.hidden_size, device)
         attend = UnrolledAttend(ranks.ops, rope, packed)
         state = drafter.encode(packed.features, ranks.ops)
+        ranks.begin(packed)
         outputs = unroll(drafter, policy.embed(packed.next_tokens), state, attend, packed.answers, depth)
         counts.add(packed, chosen, [ranks(out, packed, k) for k, out in enumerate(outputs)])
     return counts.result(tau, [min(k, most) for k in widths])
@@ -117,43 +118,56 @@ class _Ranks:
                  generator: torch.Generator) -> None:
         self.ops = TorchOps()
         self._drafter, self._policy, self._tau, self._temperature, self._most = drafter, policy, tau, temperature, most
-        self._generator = generator
+        self._generator, self._size = generator, max(1, _MAX_LOGITS // policy.config.vocab_size)
+        ids = drafter.draft_ids
+        self._ids = torch.arange(policy.config.vocab_size, device=generator.device) if ids is None else ids
+        self._head = None if ids is None or tau == 0 else policy.head.weight[ids]
+        self._norm = self._chance = torch.empty(0)  # [rows] the policy's normaliser, and log p of the token that it sampled
+
+    def begin(self, packed: PackedRecords) -> None:
+        """Computes once what all unroll steps need of the policy's distributions."""
+        answers = packed.answers
+        self._norm, self._chance = torch.zeros(2, len(packed.targets), device=answers.device)
+        if self._tau == 0:
+            return
+        for rows in answers.split(self._size):
+            logits = self._policy.logits(packed.targets[rows], self.ops).float() / self._temperature
+            self._norm[rows] = norm = logits.logsumexp(-1)
+            self._chance[rows] = logits.gather(1, packed.sampled_tokens[rows][:, None])[:, 0] - norm
 
     def __call__(self, out: Tensor, packed: PackedRecords, step: int) -> Tensor:
         """Returns the ranks [T] int64 of the paths at an unroll step."""
         found = []
-        targets, sampled = (x.roll(-step, 0)[packed.answers] for x in (packed.targets, packed.sampled_tokens))
-        size = max(1, _MAX_LOGITS // self._policy.config.vocab_size)
-        for o, t, token in zip(out.split(size), targets.split(size), sampled.split(size), strict=True):
-            logits = self._drafter.logits(o, self._policy, self.ops)
+        places = ((torch.arange(len(packed.targets), device=out.device) + step) % len(packed.targets))[packed.answers]
+        for o, at in zip(out.split(self._size), places.split(self._size), strict=True):
+            logits, is_sampled = self._drafter.logits(o, self._policy, self.ops), self._ids == packed.sampled_tokens[at][:, None]
             temperature = torch.full((len(o),), self._temperature, device=o.device)
-            candidates = rank_tokens(logits, self._noise(t, token, logits), temperature, self._tau, self._most).columns
-            ids = self._drafter.draft_ids
-            hit = (candidates if ids is None else ids[candidates]) == token[:, None]
+            noise = self._noise(packed.targets[at], at, is_sampled, logits)
+            hit = is_sampled.gather(1, rank_tokens(logits, noise, temperature, self._tau, self._most).columns)
             found.append(torch.where(hit.any(1), hit.int().argmax(1), self._most))
         return torch.cat(found)
 
-    def _noise(self, targets: Tensor, sampled: Tensor, like: Tensor) -> Tensor:
+    def _noise(self, targets: Tensor, places: Tensor, is_sampled: Tensor, like: Tensor) -> Tensor:
         if self._tau == 0:
             return like.new_zeros(())
-        log_p = (self._policy.logits(targets, self.ops).float() / self._temperature).log_softmax(-1)
-        noise = posterior_noise(log_p, sampled, self._generator)
-        return noise if self._drafter.draft_ids is None else noise[:, self._drafter.draft_ids]
+        log_p = self._policy.logits(targets, self.ops, self._head).float() / self._temperature - self._norm[places][:, None]
+        return posterior_noise(log_p, self._chance[places], is_sampled, self._generator)
 
 
-def posterior_noise(log_p: Tensor, sampled: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws Gumbel noise G [R, V] conditional on argmax(log p + G) being `sampled` [R].
+def posterior_noise(log_p: Tensor, chance: Tensor, is_sampled: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws Gumbel noise G [R, C] of tokens with these log p, conditional on the sampled token being the argmax of log p + G over
+    all tokens. `chance` [R]: log p of the sampled token. `is_sampled` [R, C]: whether a column is this token.
 
     The maximum of log p + G is itself Gumbel distributed, whichever token attains it; the other values are Gumbels truncated at
     it: -log(exp(-max) + exp(-x)) for an unconditional x ~ log p + Gumbel. This is a draw from a distribution, not the noise of a
     seed that `paceline.kernels.noise` defines.
     """
-    uniform = torch.rand(log_p.shape, generator=generator, device=log_p.device, dtype=log_p.dtype)
+    rows, columns = log_p.shape
+    uniform = torch.rand(rows, 1 + columns, generator=generator, device=log_p.device, dtype=log_p.dtype)
     gumbel = -(-uniform.clamp_min(torch.finfo(log_p.dtype).tiny).log()).log()
-    winner = sampled[:, None]
-    top = gumbel.gather(1, winner)  # independent of the other values
-    truncated = -torch.logaddexp(-top, -(log_p + gumbel)) - log_p
-    return truncated.scatter(1, winner, top - log_p.gather(1, winner))
+    top, others = gumbel[:, :1], gumbel[:, 1:]
+    truncated = -torch.logaddexp(-top, -(log_p + others)) - log_p
+    return torch.where(is_sampled, top - chance[:, None], truncated)
 
 
 class _Counts:

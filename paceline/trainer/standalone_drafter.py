@@ -54,6 +54,8 @@ DEFAULT_ANSWERS = {"cpu": 512, "cuda": 10240}
 """Number of answers that a drafter is trained on unless said otherwise, by type of device."""
 DEFAULT_SECONDS = 120.0
 """Seconds of training unless said otherwise."""
+_LEAST_TRAINED = 4.0
+"""Seconds of training for every second of evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class StandaloneDrafterOptions:
     threads: int | None = None
     """Number of CPU threads. None: PyTorch's default."""
     report_every: float = 15.0
-    """Seconds of training between evaluations."""
+    """Seconds of training between evaluations; more where these take more than a fifth of the time."""
     patience: int = 4
     """Training ends when so many evaluations in a row were no better than an earlier one. 0: it never ends early."""
     checkpoint_every: float | None = None
@@ -133,6 +135,8 @@ class StandaloneDrafterTrainer:
             raise ValueError("temperature: must be > 0, not 0; a drafter learns the policy's distribution, and greedy answers do "
                              "not follow it")
         self.options, self.callback = options, callback or DrafterTrainingCallback()
+        self._evaluation_seconds = 0.0
+        """Duration of the last evaluation."""
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Returns True when the drafter is finished. `stopped` is asked between engine steps and micro-batches; once it is true,
@@ -232,15 +236,17 @@ class StandaloneDrafterTrainer:
             reported = now
             self.callback.on_micro_batch(trainer.progress.step, training.seconds)
 
-        report = training.run(min(options.report_every, remaining), lambda: stopped() or self._is_done(training), on_micro_batch)
+        seconds = min(max(options.report_every, _LEAST_TRAINED * self._evaluation_seconds), remaining)
+        report = training.run(seconds, lambda: stopped() or self._is_done(training), on_micro_batch)
         if report.micro_batches:
             self._evaluate(training, held_out, report)
 
     def _evaluate(self, training: CheckpointedTraining, held_out: list[FeatureRecord], report: SpotReport | None) -> None:
         """Writes the drafter as trained so far, and measures and reports its coverage of the held-out answers."""
-        drafter = training.trainer.drafter()
+        drafter, began = training.trainer.drafter(), time.perf_counter()
         save_eagle(drafter, self._folder.path, self._model)
         found = held_out_coverage(drafter, self._model, held_out, EngineConfig().tau, self.options.params.temperature)
+        self._evaluation_seconds = time.perf_counter() - began
         progress = training.trainer.progress
         line: dict[str, Any] = {"step": progress.step, "seconds": training.seconds}
         if report is not None:

@@ -23,7 +23,8 @@ def test_noise_given_what_was_drawn():
     generator = torch.Generator().manual_seed(0)
     log_p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().expand(60_000, 3)
     drawn = log_p.exp().multinomial(1, generator=generator)[:, 0]
-    noise = posterior_noise(log_p, drawn, generator)
+    chance = log_p.gather(1, drawn[:, None])[:, 0]
+    noise = posterior_noise(log_p, chance, torch.arange(3) == drawn[:, None], generator)
     assert torch.equal((log_p + noise).argmax(-1), drawn)
     mean, variance = noise.mean(0), noise.var(0)
     assert torch.allclose(mean, torch.full((3,), 0.5772, dtype=torch.float64), atol=0.03)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.suffix_automaton import HEAD, LEN, LINK, ROOT, SuffixAutomaton
+from paceline.drafters.suffix_automaton import ROOT, SuffixAutomaton
 from paceline.drafters.suffix_trees import (
     DEPTHS,
     FIRST_PREDICTED,
@@ -44,11 +44,22 @@ class SuffixDrafts(NamedTuple):
     """Draft trees of a batch. The first `num_nodes` columns of a row are its nodes, most likely first, parents before their
     children."""
 
-    tokens: NDArray[np.int64]  # [B, N]
-    parents: NDArray[np.int64]  # [B, N] column of the parent in the same row, -1 for children of the root
-    depths: NDArray[np.int64]  # [B, N] 1 for children of the root
+    nodes: NDArray[np.int64]
+    """[3, B, N] token, column of the parent in the same row (-1 for children of the root), and depth (1 for these)."""
     survival: NDArray[np.float32]  # [B, N] estimated probability that the node is accepted
     num_nodes: NDArray[np.int64]  # [B]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        return self.nodes[TOKENS]
+
+    @property
+    def parents(self) -> NDArray[np.int64]:
+        return self.nodes[PARENTS]
+
+    @property
+    def depths(self) -> NDArray[np.int64]:
+        return self.nodes[DEPTHS]
 
 
 class _Text:
@@ -212,24 +223,17 @@ class SuffixDrafter:
         """
         num_rows, num_nodes = len(request_ids), max(budgets, default=0)
         found = [self._by_request[request_id] for request_id in request_ids]
-        slots = [text.slot for _, text in found]
-        lasts = self._last[slots].tolist()
         # One conversion of lists: numpy takes longer for each array than for what is in it.
-        queries = np.array((range(num_rows), lasts, slots, budgets, [as_int64(seed) for seed in seeds], positions,
+        queries = np.array(([text.slot for _, text in found], budgets, [as_int64(seed) for seed in seeds], positions,
                             [temperature > 0 for temperature in temperatures]), np.int64)
         nodes, survival = np.zeros((3, num_rows, num_nodes), np.int64), np.zeros((num_rows, num_nodes), np.float32)
         nodes[PARENTS], count, end = -1, np.zeros(num_rows, np.int64), 0
         for entry, own in groupby(found, itemgetter(0)):
             first, end = end, end + len(list(own))
-            if any(self._has_context(entry.automaton.states, last) for last in lasts[first:end]):
-                grow_trees(entry.automaton.states, entry.automaton.edges, queries, first, end, depth, width, float(tau),
-                           self.min_match, max(min_survival, self.min_survival), self._reliability, self._tracked, nodes,
-                           survival, count)
-        return SuffixDrafts(nodes[TOKENS], nodes[PARENTS], nodes[DEPTHS], survival, count)
-
-    def _has_context(self, states: NDArray[np.int32], last: int) -> bool:
-        """Returns whether a suffix of the text occurred before. This cheap test avoids most calls for text that never repeats."""
-        return states.item(last, HEAD) >= 0 or states.item(states.item(last, LINK), LEN) >= self.min_match
+            grow_trees(entry.automaton.states, entry.automaton.edges, self._last, queries, first, end, depth, width, float(tau),
+                       self.min_match, max(min_survival, self.min_survival), self._reliability, self._tracked, nodes, survival,
+                       count)
+        return SuffixDrafts(nodes, survival, count)
 
     def reset(self) -> None:
         """Drops the finished texts and the learned reliability. Texts of active requests stay."""

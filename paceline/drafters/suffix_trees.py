@@ -25,7 +25,7 @@ NUM_TRACKED = 8  # depth-1 predictions remembered per request, to be compared wi
 _SHARE_UNIT = 2.0**-30
 
 # The compiled functions take few arrays, because each argument adds about 0.2 us to a call.
-ROW, LAST, SLOT, BUDGET, SEED, POSITION, SAMPLED = 0, 1, 2, 3, 4, 5, 6  # lines of `queries` [7, B] int64
+SLOT, BUDGET, SEED, POSITION, SAMPLED = 0, 1, 2, 3, 4  # lines of `queries` [5, B] int64
 TOKENS, PARENTS, DEPTHS = 0, 1, 2  # `nodes` [3, B, N] int64
 _HITS, _EXPECTED = 0, 1  # `reliability` [lengths, occurrences, 2]: hits, and the summed shares of the predictions
 _MATCH, _TOTAL, NUM_PREDICTED, _SHARE, FIRST_PREDICTED = 0, 1, 2, 3, 4  # `tracked` [slots, 4 + NUM_TRACKED] int32, of depth 1
@@ -66,7 +66,7 @@ def _gumbel(seed, position, token):
 
 
 @cached_njit()
-def grow_trees(states, edges, queries, first, end, depth, width, tau, min_match, min_survival, reliability, tracked, nodes,
+def grow_trees(states, edges, lasts, queries, first, end, depth, width, tau, min_match, min_survival, reliability, tracked, nodes,
                survival, count):
     """Grows the trees of the requests first..end, which share a prompt: repeatedly takes the most likely candidate and adds its
     children as candidates."""
@@ -74,9 +74,9 @@ def grow_trees(states, edges, queries, first, end, depth, width, tau, min_match,
     width = min(width, MAX_EDGES)
     candidate_survival = np.empty(width * (nodes.shape[2] + 1), np.float64)
     candidate_edge, candidate_parent, candidate_match = np.empty((3, len(candidate_survival)), np.int64)
-    for number in range(first, end):
-        query = queries[:, number]
-        row, state, noise_scale = query[ROW], query[LAST], tau * query[SAMPLED]
+    for row in range(first, end):
+        query = queries[:, row]
+        state, noise_scale = lasts[query[SLOT]], tau * query[SAMPLED]
         node, level, match, reached, num_candidates = -1, 0, np.int64(states[state, LEN]), 1.0, 0
         tracked[query[SLOT], NUM_PREDICTED] = 0
         while True:

@@ -54,9 +54,7 @@ class HostDrafts(NamedTuple):
     """Draft trees that were made on the host: one line for each request that has one."""
 
     requests: np.ndarray  # [n] int64 indices among the step's requests
-    tokens: np.ndarray  # [n, N] int64
-    parents: np.ndarray  # [n, N] int64 column of the parent, -1 for children of the root
-    depths: np.ndarray  # [n, N] int64
+    nodes: np.ndarray  # [3, n, N] int64 tokens, columns of the parents (-1 for children of the root), and depths
     survival: np.ndarray  # [n, N] float32
 
 

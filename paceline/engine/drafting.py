@@ -84,7 +84,7 @@ class Drafting:
             self._drafted_last = {request.id for request in requests}
         else:
             drafts = self.draft_suffix(requests, wanted, plan.strategy)
-            found = HostDrafts(np.array(chosen), *drafts[:4])
+            found = HostDrafts(np.array(chosen), drafts.nodes, drafts.survival)
             counts = drafts.num_nodes.tolist()
         num_nodes = [0] * len(plan.decode)
         for i, count in zip(chosen, counts, strict=True):

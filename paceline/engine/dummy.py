@@ -97,8 +97,8 @@ class DummySteps:
         if strategy.budget:
             node = np.tile(np.arange(strategy.budget), (count, 1))
             on_path, empty = node < strategy.depth, np.zeros_like(node)
-            draft = HostDrafts(np.arange(count), empty, np.where(on_path, node - 1, -1), np.where(on_path, node + 1, 1),
-                               empty.astype(np.float32))
+            nodes = np.stack([empty, np.where(on_path, node - 1, -1), np.where(on_path, node + 1, 1)])
+            draft = HostDrafts(np.arange(count), nodes, empty.astype(np.float32))
         return StepCommand(np.array(slots, np.int64), zeros + strategy.budget, zeros, np.ones(count, bool), none, zeros - 1,
                            zeros, no_slots(), no_pages(), no_copies(), draft, min(strategy.depth, strategy.budget))
 

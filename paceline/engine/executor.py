@@ -207,7 +207,7 @@ class Executor:
             return None
         masker = self._masker
         if isinstance(command.draft, HostDrafts) or drafts is None:
-            trees = None if command.draft is None else (command.draft.tokens, command.draft.parents)  # type: ignore[union-attr]
+            trees = None if command.draft is None else tuple(command.draft.nodes[:2])  # type: ignore[union-attr]
             return lambda: masker.masks(masks, trees)
         download = Download.start(drafts.tokens, drafts.parents)
         return lambda: masker.masks(masks, (download.arrays()[0], download.arrays()[1]))
@@ -222,7 +222,7 @@ class Executor:
             return drafts if self._split is None else self._split.share_drafts(found, drafts)
         if not command.max_depth:
             return None
-        tokens, parents, depths = (upload(array, self.device) for array in found[1:4])
+        tokens, parents, depths = upload(found.nodes, self.device).unbind()
         return Drafts(tokens, parents, depths, torch.from_numpy(found.survival))
 
     @torch.inference_mode()
@@ -333,6 +333,8 @@ class Executor:
 
 def _chunks(command: StepCommand) -> Chunks:
     """Return the forced rows of a step for the kernels of long prompts."""
+    if not command.num_forced_rows:
+        return []
     chosen = command.forced > 0
     fields = (command.slots, command.starts, command.forced)
     return list(zip(*(field[chosen].tolist() for field in fields), strict=True))

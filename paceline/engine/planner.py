@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ _FORCED_ROWS = {False: 64, True: 512}
 """Most rows of prefill beside decoding requests where step times have not been measured: on a CPU, and on a GPU."""
 _LEAST_FORCED_ROWS = 16
 """Rows of prefill that every step may have."""
+_ForcedRows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class PlannedStep(NamedTuple):
@@ -176,8 +178,12 @@ class Planner:
         draft, num_nodes = self.drafting.draft(plan)
         depth = min(plan.strategy.depth, max(num_nodes, default=0))
         most_accepted = [nodes if nodes < depth else depth for nodes in num_nodes] if depth else num_nodes
-        command = self._forced(plan)._replace(
-            num_nodes=np.array(num_nodes + [0] * len(plan.forced), np.int64), draft=draft, max_depth=depth,
+        slots = np.array([request.slot for request in plan.requests], np.int64)
+        command = StepCommand(
+            slots, np.array(num_nodes + [0] * len(plan.forced), np.int64),
+            *(_forced_rows(plan) if plan.forced else _no_forced_rows(len(slots))),
+            _slot_updates(plan.admitted) if plan.admitted else no_slots(), self._page_edits(plan),
+            np.array(plan.copies, np.int64) if plan.copies else no_copies(), draft, depth,
             raw_logprobs=self._has_raw and any(request.params.raw_logprobs for request in plan.requests),
             edits=self._logit_edits(plan, num_nodes, draft) if self._has_edits else None,
             observe=self.control.observes(decision))
@@ -207,22 +213,6 @@ class Planner:
             return int(_FORCED_ROWS[self.pipelined] * weight)
         rows = costs.policy.inverse(float(costs.policy.at(num_decoding)) * (1 + weight)) - num_decoding
         return max(_LEAST_FORCED_ROWS, int(rows))
-
-    def _forced(self, plan: StepPlan) -> StepCommand:
-        """Return the command of a plan's slots, pages and forced rows, without draft tokens."""
-        slots = np.array([request.slot for request in plan.requests], np.int64)
-        (forced, starts, next_token), samples = np.zeros((3, len(slots)), np.int64), np.ones(len(slots), bool)
-        next_token[:] = -1
-        tokens: list[int] = []
-        for i, (request, start, num_rows, is_sampled) in enumerate(plan.forced, len(plan.decode)):
-            forced[i], starts[i], samples[i] = num_rows, start, is_sampled
-            tokens += request.tokens[start : start + num_rows]
-            if not is_sampled:
-                next_token[i] = request.tokens[start + num_rows]
-        updates = _slot_updates(plan.admitted) if plan.admitted else no_slots()
-        copies = np.array(plan.copies, np.int64) if plan.copies else no_copies()
-        return StepCommand(slots, no_copies()[:, 0], forced, samples, np.array(tokens, np.int64), next_token, starts, updates,
-                           self._page_edits(plan), copies)
 
     def _page_edits(self, plan: StepPlan) -> PageEdits:
         """Return the page-table entries of all running requests that got pages since the last step."""
@@ -281,6 +271,27 @@ class Planner:
     def _constraint(self, params: SamplingParams) -> Constraint:
         form = params.structured_outputs
         return Constraint(None if form is None else form.as_grammar(), bad_word_ids(params.bad_words, self.tokenizer))
+
+
+def _forced_rows(plan: StepPlan) -> _ForcedRows:
+    """Return `StepCommand.forced`, `samples`, `tokens`, `next_token` and `starts`."""
+    count = len(plan.decode) + len(plan.forced)
+    (forced, starts, next_token), samples = np.zeros((3, count), np.int64), np.ones(count, bool)
+    next_token[:] = -1
+    tokens: list[int] = []
+    for i, (request, start, num_rows, is_sampled) in enumerate(plan.forced, len(plan.decode)):
+        forced[i], starts[i], samples[i] = num_rows, start, is_sampled
+        tokens += request.tokens[start : start + num_rows]
+        if not is_sampled:
+            next_token[i] = request.tokens[start + num_rows]
+    return forced, samples, np.array(tokens, np.int64), next_token, starts
+
+
+@lru_cache(maxsize=512)
+def _no_forced_rows(num_requests: int) -> _ForcedRows:
+    """`_forced_rows` where there are none. Commands are only read."""
+    none = np.zeros(num_requests, np.int64)
+    return none, np.ones(num_requests, bool), np.zeros(0, np.int64), none - 1, none
 
 
 def _slot_updates(admitted: list[Admitted]) -> SlotUpdates:

@@ -73,7 +73,6 @@ class Runner:
             return False
         return self.ops.serves_whole_steps(self._whole, command.num_rows)
 
-    @torch.inference_mode()
     def run(self, step: StepRows, chunks: Chunks, want_raw: bool = False, capture_now: bool = False,
             adjustments: LogitAdjustments | None = None) -> SampledTokens:
         """Queue one step on the device and return its sampled tokens. The results of padding requests follow those of the step's
@@ -89,7 +88,6 @@ class Runner:
         run = partial(self.run_uncaptured, step, [], want_raw)
         return self.graphs.run((*step.shape, want_raw), run, step.slots, capture_now, is_rare=step.has_forced)
 
-    @torch.inference_mode()
     def run_uncaptured(self, step: StepRows, chunks: Chunks, want_raw: bool = False,
                        adjustments: LogitAdjustments | None = None) -> SampledTokens:
         """Queue one step on the device, kernel by kernel. See `run`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -171,9 +173,9 @@ def makespan_progress(remaining: tuple[int, ...], counts: list[int], part: NDArr
 def last_progress(remaining: Sequence[int], tokens: Sequence[int]) -> float:
     """Mean number of tokens that a step gave to the requests that finish last, by how many each had left before it. Requests that
     are a few tokens ahead by chance count as well: of many alike, one is always behind."""
-    left = np.array(remaining, float)
-    weights = np.exp((left - left.max()) / _ALIKE)
-    return float(weights @ np.array(tokens, float) / weights.sum())
+    most = max(remaining)
+    weights = [exp((left - most) / _ALIKE) for left in remaining]
+    return sum(map(mul, weights, tokens)) / sum(weights)
 
 
 def drafts_at(requests: int) -> list[Strategy]:

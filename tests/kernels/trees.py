@@ -88,7 +88,7 @@ def step_command(slots: list[int], num_nodes: list[int], depth: int, forced: For
     counts = np.array([0] * trees + [count for count, _ in forced], np.int64)
     samples = np.array([True] * trees + [sampled for _, sampled in forced])
     tokens = np.arange(counts.sum()) % 50
-    lines = HostDrafts(np.arange(trees)[::-1].copy(), *[np.zeros(0)] * 4) if depth else None
+    lines = HostDrafts(np.arange(trees)[::-1].copy(), *[np.zeros(0)] * 2) if depth else None
     return StepCommand(np.array(slots[:total], np.int64), np.array(num_nodes + [0] * len(forced), np.int64), counts, samples,
                        tokens, np.where(samples, -1, 7), np.zeros(total, np.int64), no_slots(), no_pages(), no_copies(), lines,
                        depth)

@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--drafter", required=True, help="folder of a learned drafter")
+    parser.add_argument("--prompts", help="file of prompts, or task:NAME (default: those of `paceline bench selection`)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 16], help="batch sizes; 0: only the price of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -58,7 +59,7 @@ def main() -> None:
     batches = tuple(size for size in args.batch if size)
     if batches:
         params = SamplingParams(temperature=1.0, max_new_tokens=args.new_tokens, seed=1)
-        options = SelectionOptions(args.model, args.drafter, None, batches, params, args.rounds, "cpu", "float32", args.threads)
+        options = SelectionOptions(args.model, args.drafter, args.prompts, batches, params, args.rounds, "cpu", "float32", args.threads)
         measure_speedups(SelectionBenchmark(options), batches, report)
 
 

@@ -59,7 +59,8 @@ def main() -> None:
     batches = tuple(size for size in args.batch if size)
     if batches:
         params = SamplingParams(temperature=1.0, max_new_tokens=args.new_tokens, seed=1)
-        options = SelectionOptions(args.model, args.drafter, args.prompts, batches, params, args.rounds, "cpu", "float32", args.threads)
+        options = SelectionOptions(args.model, args.drafter, args.prompts, batches, params, args.rounds, "cpu", "float32",
+                                   args.threads)
         measure_speedups(SelectionBenchmark(options), batches, report)
 
 

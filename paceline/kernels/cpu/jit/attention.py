@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 from numba import carray, types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from paceline.kernels.cpu.arguments import ATTENTION
+from paceline.kernels.cpu.jit.attention_masks import (
+    count_ones,
+    hide_unseen,
+    is_chain,
+    low_bits,
+    newest_bits,
+    row_position,
+    span_bits,
+    visible_bits,
+)
 from paceline.kernels.cpu.jit.attention_vectors import (
     MOST_QUERIES,
     dots1,
@@ -190,23 +200,6 @@ def attend_tile(a, store, acc, scale, row, num_rows, first, context, slot, causa
 
 
 @inlined
-def row_position(mask, r, context, first, causal):  # type: ignore[no-untyped-def]
-    """Position of a row's token: of a tree row, the last one of its path."""
-    return context + (first + r if causal else count_ones(mask[r, 0]) + count_ones(mask[r, 1]) - 1)
-
-
-@inlined
-def newest_bits(low, high, count):  # type: ignore[no-untyped-def]
-    """The `count` highest bits that are set in a row's mask: its nearest ancestors and itself."""
-    for _ in range(count_ones(low) + count_ones(high) - count):
-        if low:
-            low &= low - np.uint64(1)
-        else:
-            high &= high - np.uint64(1)
-    return low, high
-
-
-@inlined
 def cap_scores(s, i, n, used, cap, acc):  # type: ignore[no-untyped-def]
     """Bound the first `used` scores of query vectors i..n."""
     for m in range(i, n):
@@ -274,25 +267,6 @@ def mix_block(o, s, factors, where, i, n, size, lines, store, acc):  # type: ign
               store, acc)
 
 
-@intrinsic
-def count_ones(typingctx, bits):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), codegen
-
-
-@inlined
-def is_chain(mask):  # type: ignore[no-untyped-def]
-    """Whether each of these rows sees all positions behind the context up to a last one."""
-    one = np.uint64(1)
-    for r in range(mask.shape[0]):
-        low, high = mask[r, 0], mask[r, 1]
-        if low & (low + one) or high & (high + one) or (high and low + one):
-            return False
-    return True
-
-
 @inlined
 def close_gaps(s, where, zeros, i, group, rest, span, seen):  # type: ignore[no-untyped-def]
     """A block has `rest` keys of the context, and then those of a tree, of which a row sees some. Bring the scores of these
@@ -307,41 +281,6 @@ def close_gaps(s, where, zeros, i, group, rest, span, seen):  # type: ignore[no-
     for j in range(size, padded_size(size, 1)):
         where[1, j] = zeros.ctypes.data
     return size
-
-
-@inlined
-def span_bits(mask):  # type: ignore[no-untyped-def]
-    """How far behind the context these rows look: their highest bit + 1."""
-    low, high = np.uint64(0), np.uint64(0)
-    for r in range(mask.shape[0]):
-        low |= mask[r, 0]
-        high |= mask[r, 1]
-    word, length = (high, 64) if high else (low, 0)
-    while word:
-        word >>= np.uint64(1)
-        length += 1
-    return length
-
-
-@inlined
-def low_bits(count):  # type: ignore[no-untyped-def]
-    """The lowest `count` bits, none to all."""
-    if count <= 0:
-        return np.uint64(0)
-    return np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(max(0, 64 - count))
-
-
-@inlined
-def visible_bits(low, high, context):  # type: ignore[no-untyped-def]
-    """Bit j: the row sees the block's key j. `context` keys (all the more if beyond 64; none, and some of the segment's keys lie
-    before the block, if negative) come before the one that bit 0 of the mask is about."""
-    if context >= 64:
-        return low_bits(64)
-    if context >= 0:
-        return low_bits(context) | (low << np.uint64(context))
-    if context > -64:
-        return (low >> np.uint64(-context)) | (high << np.uint64(64 + context))
-    return high >> np.uint64(-context - 64) if context > -128 else np.uint64(0)
 
 
 @inlined
@@ -415,18 +354,6 @@ def find_path(a, store, slot, head, start, size, context, low, high, k, v, where
             continue
         find_block(a, store, slot, head, context + bit, 1, k[j:], v[j:], where[:, j:])
         j += 1
-
-
-@inlined
-def hide_unseen(s, total, seen):  # type: ignore[no-untyped-def]
-    """Scores whose bit is not set become -inf."""
-    if seen & (seen + np.uint64(1)) == 0:  # the lowest bits, as for every row that sees a plain context
-        for j in range(count_ones(seen), total):
-            s[j] = -np.inf
-        return
-    for j in range(total):
-        if (seen >> np.uint64(j)) & np.uint64(1) == 0:
-            s[j] = -np.inf
 
 
 def block_largest(s: Any, used: int) -> Any:

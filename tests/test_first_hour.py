@@ -232,6 +232,11 @@ def test_commands_with_known_work_show_the_time_left(capsys, monkeypatch):
         progress.add_done(25)
         progress.show("80 tokens/s")
     assert "generate: 25/100 rollouts, 80 tokens/s, 30 s left" in capsys.readouterr().err
+    with ProgressView("training", 60, unit="s") as progress:
+        monkeypatch.setattr(time, "perf_counter", lambda: now + 40)  # most of it went to something else
+        progress.add_done(5)
+        progress.show("step 1")
+    assert "training: 5/60 s, step 1, 55 s left" in capsys.readouterr().err
 
 
 def test_exit_codes_are_documented():

@@ -24,6 +24,7 @@ from paceline.bundled import resolve_model
 from paceline.generation import NamedPrompt, read_prompts
 from paceline.spot import SpotTrainer, load_snapshot
 from paceline.spot.records import read_record
+from paceline.trainer import standalone_drafter
 from paceline.trainer.answer_capture import AnswerCapture, CaptureOptions, answers_of, read_index
 
 
@@ -114,6 +115,21 @@ def test_generate_takes_the_folder(folder):
     on, off = ({r["id"]: r["token_ids"] for r in map(json.loads, (folder / name).read_text().splitlines())}
                for name in ("on.jsonl", "off.jsonl"))
     assert on == off
+
+
+def test_evaluations_take_a_fifth_of_the_time_at_most(folder, monkeypatch):
+    measured = standalone_drafter.held_out_coverage
+
+    def slowly(*arguments):
+        time.sleep(0.2)
+        return measured(*arguments)
+
+    monkeypatch.setattr(standalone_drafter, "held_out_coverage", slowly)
+    settings = drafter_settings(folder, "slowly", steps=2, report_every=0.1)
+    settings[settings.index("--steps")] = "--seconds"
+    assert run(*settings) == 0
+    trained = [each["seconds"] for each in json.loads((folder / "slowly" / "report.json").read_text())["slices"]]
+    assert trained[-1] >= 2 and len(trained) <= 6, "every 0.8 s, not every 0.1 s"
 
 
 SLOW = """

@@ -3,7 +3,8 @@ rises from 0.6 to 0.8 in a minute on two CPU cores.
 
     python examples/custom_reward.py
 
-The command line does the same with `task = "python"` and `task_options.function = "examples/custom_reward.py:score"`.
+On the command line: `--set task=python --set task_options.function=examples/custom_reward.py:score --set
+task_options.data=FILE`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ cores.
 
     python examples/jsonl_task.py
 
-The command line does the same with `--set task=jsonl --set task_options.data=examples/collatz_paths.jsonl`,
-`--set task_options.check=regex-contains --set rollout.max_new_tokens=32`.
+From the command line: `paceline train --set task=jsonl --set task_options.data=examples/collatz_paths.jsonl --set
+task_options.check=regex-contains --set rollout.max_new_tokens=32`, with what `paceline init` prints for the rest.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ The task is that of jsonl_task.py; the mean reward rises from 0.6 to 0.95 in a m
 
     python examples/lora.py
 
-The command line does the same with `--set learner.lora_rank=16`.
+On the command line: `--set learner.lora_rank=16`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from paceline.config import Config, ConfigError, ConfigProblem, TrainConfig
 from paceline.files import MAX_LEVELS, TOO_DEEP, DamagedFile, parse_toml, read_json, require_shallow
 from paceline.trainer.run_folder import CONFIG_FILE, is_unused
 
+_SETTINGS_OF = {"task": ("task_options", "evaluation", "rollout.shuffle", "engine.suffix_scope"),
+                "model": ("optimizer.lr", "engine.kv_tokens")}
+"""Settings of the bundled file that are about its task, or about its model."""
 _SHOWN = 60
 """Number of characters of an override that an error message shows."""
 
@@ -36,9 +39,22 @@ def load_config(file: Path | str | None = None, overrides: Sequence[str] = ()) -
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
     require_shallow(raw, str(path))
-    if file is None and any(override.partition("=")[0].strip() == "task" for override in overrides):
-        raw.pop("task_options", None)  # they are options of the task that is replaced
+    if file is None:
+        _leave_out_of_default(raw, overrides)
     return _validated(raw, overrides, "" if file is None else str(path))
+
+
+def _leave_out_of_default(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Remove what the bundled file says about its own task or model where another one is named: options, held-out problems and
+    the order of problems are the task's, the learning rate and the size of the KV cache are the small policy's."""
+    named: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(named, override)
+    for name, keys in _SETTINGS_OF.items():
+        if named.get(name, raw[name]) != raw[name]:
+            for key in keys:
+                table, _, inner = key.partition(".")
+                (raw[table] if inner else raw).pop(inner or table)
 
 
 def load_run_config(folder: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:

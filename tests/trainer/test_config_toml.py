@@ -83,3 +83,19 @@ def test_a_file_without_a_folder_takes_one_that_is_free(tmp_path, monkeypatch, c
         assert tomllib.loads(capsys.readouterr().out)["out"] == "runs/default-2"
     assert toy.run(["train", "mine.toml", "--set", "out=runs/default", "--dry-run"]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_another_task_leaves_the_default_tasks_settings_out():
+    """Otherwise a run on GSM8K would be evaluated on Collatz paths, and the report would call that its held-out reward."""
+    own = load_config(overrides=["task=gsm8k", "task_options.data=train.jsonl"])
+    assert own.task_options == {"data": "train.jsonl"} and own.evaluation == TrainConfig().evaluation
+    assert own.rollout.shuffle and own.engine.suffix_scope == "prompt" and own.optimizer.lr == load_config().optimizer.lr
+    assert load_config(overrides=["task=gsm8k", "evaluation.every=5"]).evaluation.every == 5
+    assert load_config(overrides=["task=collatz"]) == load_config()
+
+
+def test_another_model_leaves_the_default_policys_settings_out():
+    own = load_config(overrides=["model=elsewhere"])
+    assert own.optimizer.lr == TrainConfig().optimizer.lr and own.optimizer.warmup_steps == 2
+    assert own.engine.kv_tokens is None and own.drafter == "suffix" and own.evaluation.task == "collatz"
+    assert load_config(overrides=["model=default", "optimizer.lr=1e-3"]).optimizer.lr == 1e-3

@@ -8,6 +8,11 @@ from typing import Any
 _MAX_LINE = 300
 
 
+def is_message(value: object) -> bool:
+    """Whether the value is a chat message: a dictionary with the texts `role` and `content`."""
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
 def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], what: str, **options: Any) -> Any:
     """Return what the tokenizer's method of this name returns. A template raises whatever it likes: that becomes a ValueError of
     one line. `what`: the messages, as the line names them."""

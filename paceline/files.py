@@ -9,8 +9,9 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_LEVELS = 64
 """Settings are nested less deeply."""
@@ -128,3 +129,15 @@ def damaged(path: Path | str, why: object) -> str:
     """One line about a damaged file."""
     said = "it is missing" if isinstance(why, FileNotFoundError) else " ".join(str(why).split())[:200]
     return f"{path}: damaged ({said})"
+
+
+def write_all(file: FileIO | BinaryIO, data: bytes) -> None:
+    """Write all of the data: an unbuffered file may take less at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """The message of an error on one line of at most so many characters."""
+    return " ".join(str(error).split())[:most]

@@ -14,13 +14,13 @@ from benchmarks.lib.interruptions import Interruptions
 from benchmarks.lib.setup import Budget, Setting, free_memory, freeze_memory
 from paceline import Engine, SamplingParams
 from paceline.models.decoder import Decoder
-from paceline.strategy.beg import arms_of, bucket_of
+from paceline.strategy.beg import arms_of
 from paceline.types import StepResult
 
 
 def fixed_strategies(batch: int) -> list[str]:
     """Fixed strategies of the learned drafter that suit a batch size: those of the bandit."""
-    return [str(arm) for arm in arms_of(bucket_of(batch), ("eagle",)) if arm.drafter == "eagle"]
+    return [str(arm) for arm in arms_of(batch, ("eagle",)) if arm.drafter == "eagle"]
 
 
 def num_parts(batch: int) -> int:

@@ -12,7 +12,7 @@ from paceline.engine import Engine
 from paceline.engine.command import StepCommand, StepOutputs
 from paceline.engine.strategy_control import StrategyControl
 from paceline.strategy import AnyStrategy
-from paceline.strategy.beg import SUFFIX, arms_of, bucket_of
+from paceline.strategy.beg import SUFFIX, arms_of
 from paceline.types import Decision, DrafterName, DraftOutcomes, Rollout, StepOutcome, StepResult, Strategy
 
 
@@ -120,7 +120,7 @@ class StepTally:
 def fixed_strategies(batch: int, available: Sequence[DrafterName]) -> list[Strategy]:
     """A few strategies that suit the batch size, without off: those that the bandit would try, and a narrow one of the suffix
     drafter."""
-    arms = [arm for arm in arms_of(bucket_of(batch), tuple(available)) if arm.drafter != "none"]
+    arms = [arm for arm in arms_of(batch, tuple(available)) if arm.drafter != "none"]
     if "suffix" in available:
         arms.insert(0, Strategy("suffix", 4, 1, 4, min_survival=SUFFIX.min_survival))
     return arms

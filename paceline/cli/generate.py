@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import torch
 
-from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import clear_progress, say
 from paceline.cli.progress import ProgressView, figures_line
 from paceline.engine import Engine
+from paceline.garbage import freeze_until_exit
 from paceline.generation import FileGenerator, GenerationCallback, GenerationOptions
 from paceline.generation.generator import load_engine
 from paceline.types import EngineStats, StepResult

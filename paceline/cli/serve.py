@@ -6,10 +6,10 @@ import socket
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from paceline.cli.collector import freeze_until_exit
 from paceline.cli.log import say
 from paceline.engine import Engine
 from paceline.extras import install_command
+from paceline.garbage import freeze_until_exit
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

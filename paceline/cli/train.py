@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.cli.collector import freeze_until_exit
 from paceline.cli.live_page import RunPage
 from paceline.cli.log import progress_goes_to, say
 from paceline.config import ConfigError, TrainConfig
+from paceline.garbage import freeze_until_exit
 from paceline.report import Run, TrainView
 from paceline.report.formatting import format_value
 from paceline.spot.alarms import Alarm

@@ -5,8 +5,8 @@ keeps generating; then it pauses, and only the last pages and its tokens follow:
 
     pages = source.migration.export_pages(request_id)          # it keeps generating
     reservation = target.migration.reserve(pages)              # None: no room
-    state = source.migration.export_request(request_id, pages.num_tokens)
-    request_id = target.migration.import_request(state, reservation)
+    state = source.migration.export_request(request_id, version, pages.num_tokens)
+    request_id = target.migration.import_request(state, version, reservation)
 
 A state without pages is prefilled by the engine that imports it: a new request, one whose worker died, or one that finds no room
 for its pages. Tokens are the same in every case, because they depend only on weights, prompt, seed and sampling parameters.

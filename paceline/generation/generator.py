@@ -16,6 +16,7 @@ from paceline.engine import Engine
 from paceline.engine.build import check_speculation
 from paceline.engine.pool import RequestPool
 from paceline.engine.prompts import derive_seed
+from paceline.files import one_line
 from paceline.generation.jobs import Job, JobReader, open_prompts
 from paceline.generation.output import RolloutFile, to_record
 from paceline.models.weights import check_model, parse_dtype, resolve_device
@@ -184,7 +185,7 @@ class FileGenerator:
             try:
                 self._add(job)
             except ValueError as error:
-                self._refuse(f"{job.place}: {_one_line(error)}")
+                self._refuse(f"{job.place}: {one_line(error)}")
 
     def _add(self, job: Job) -> None:
         missing = self._missing(job)
@@ -213,7 +214,7 @@ class FileGenerator:
             self._num_generated += 1
         else:
             self._num_problems += 1
-            self.callback.on_rollout_failed(f"{job.place}: sample {sample}: {_one_line(rollout.error)}")
+            self.callback.on_rollout_failed(f"{job.place}: sample {sample}: {one_line(rollout.error)}")
 
     def _refuse(self, message: str) -> None:
         self._num_problems += 1
@@ -264,10 +265,6 @@ def _encode(engine: Engine, prompt: Any) -> list[int]:
     if is_chat and engine.tokenizer is not None and not engine.tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template; pass a prompt or token_ids")
     return engine.encode(prompt)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
 
 
 def _model_name(model: str) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.chat_template import is_message
+
 _PLAIN = ".txt"
 """How the name of a file ends whose lines are prompts as plain text."""
 _KINDS = ("prompt", "messages", "token_ids")
@@ -143,14 +145,10 @@ def _prompt(raw: dict[str, Any]) -> tuple[str, Any]:
             raise ValueError("prompt: not a string")
     elif not isinstance(value, list):
         raise ValueError(f"{kind}: not a list")
-    elif kind == "messages" and not all(map(_is_message, value)):
+    elif kind == "messages" and not all(map(is_message, value)):
         raise ValueError('messages: not all are objects with strings "role" and "content"')
     elif kind == "token_ids" and not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
         raise ValueError("token_ids: not all are integers")
     if not value:
         raise ValueError(f"{kind}: it is empty")
     return kind, value
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)

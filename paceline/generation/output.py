@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from paceline.files import atomic_write
+from paceline.files import atomic_write, write_all
 from paceline.generation.jobs import Job
 from paceline.types import Rollout
 
@@ -116,7 +116,7 @@ class RolloutFile:
             with self.path.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if number not in numbers:
-                        _write_all(fresh, line)
+                        write_all(fresh, line)
             os.replace(scratch, self.path)
         except BaseException as error:
             fresh.close()
@@ -189,9 +189,3 @@ def _require_same(path: Path, meta: Path, settings: Mapping[str, Any]) -> None:
         was = ", ".join(f"{name} {before.get(name) if isinstance(before, dict) else None!r}, now {now[name]!r}"
                         for name in changed)
         raise ValueError(f"{path}: was made with other settings ({was}); choose another output file or the same settings")
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.files import one_line
 from paceline.models.architectures import GGUF_KINDS
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_metadata import check_gguf_metadata
-from paceline.models.huggingface import load_tokenizer, one_line, with_file_name
+from paceline.models.huggingface import load_tokenizer, with_file_name
 from paceline.models.rope import inverse_frequencies
 from paceline.models.state_dict import CutTensor, Region
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.files import require_shallow
+from paceline.files import one_line, require_shallow
 from paceline.models.config import ModelConfig
 from paceline.models.state_dict import CutTensor, Region
 from paceline.names import suggest
@@ -226,8 +226,3 @@ def with_file_name(file: Path, make: Any, *args: Any) -> Any:
         return make(*args)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{file}: {one_line(error).removeprefix(f'{file.name}: ')}") from None
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error on one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]

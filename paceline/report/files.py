@@ -8,6 +8,8 @@ import os
 from io import FileIO
 from pathlib import Path
 
+from paceline.files import write_all
+
 
 class AppendOnlyFile:
     """A file opened for appending and locked against a second writer.
@@ -24,7 +26,7 @@ class AppendOnlyFile:
         """Appends all of the data, or raises an OSError and leaves the file as it was."""
         end = self._file.seek(0, os.SEEK_END)
         try:
-            _write_all(self._file, data)
+            write_all(self._file, data)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(end)
@@ -38,7 +40,7 @@ class AppendOnlyFile:
         scratch.unlink(missing_ok=True)
         fresh = _open_locked(scratch)  # locked before it becomes visible under its final name
         try:
-            _write_all(fresh, data)
+            write_all(fresh, data)
             os.fsync(fresh.fileno())
             os.replace(scratch, self.path)
         except BaseException as error:
@@ -68,12 +70,6 @@ def _open_locked(path: Path) -> FileIO:
     except OSError:
         pass  # some file systems do not support locks
     return file
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _with_path(path: Path, error: OSError, consequence: str = "") -> OSError:

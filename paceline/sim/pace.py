@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.strategy import CostCurve
-from paceline.strategy.beg import arms_of, bucket_of
+from paceline.strategy.beg import arms_of
 from paceline.types import Strategy
 
 Floats = NDArray[np.float64]
 
-STRATEGIES = tuple(dict.fromkeys(arm for power in range(9) for arm in arms_of(bucket_of(2**power), ("eagle",))))
+STRATEGIES = tuple(dict.fromkeys(arm for power in range(9) for arm in arms_of(2**power, ("eagle",))))
 """Strategies that a simulated worker chooses from, off first: those of the bandit at any batch size."""
 
 

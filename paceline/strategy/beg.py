@@ -34,7 +34,7 @@ class BegSelector:
         """Add what a completed step earned."""
         if not outcome.is_timed:
             return
-        key = (bucket_of(outcome.num_requests), outcome.decision.strategy)
+        key = (_bucket(outcome.num_requests), outcome.decision.strategy)
         self._earned.setdefault(key, deque(maxlen=self.window)).append(outcome.num_tokens / outcome.ms)
         self._medians.pop(key, None)
 
@@ -42,8 +42,7 @@ class BegSelector:
         """Decide about the next step."""
         if view.num_running == 0 or not view.available:
             return Decision(Strategy.OFF)
-        bucket = bucket_of(view.num_running)
-        arms = arms_of(bucket, view.available)
+        bucket, arms = _bucket(view.num_running), arms_of(view.num_running, view.available)
         unseen = next((arm for arm in arms if (bucket, arm) not in self._earned), None)
         if unseen is not None:
             return Decision(unseen)
@@ -62,15 +61,15 @@ class BegSelector:
         return self._medians[bucket, arm]
 
 
-def bucket_of(batch: int) -> int:
-    return max(size for size in _SHAPES if size <= batch)
-
-
-def arms_of(bucket: int, available: tuple[str, ...]) -> list[Strategy]:
+def arms_of(batch: int, available: tuple[str, ...]) -> list[Strategy]:
     """Off first; at least two, where there is a drafter."""
     arms = [Strategy.OFF]
     if "suffix" in available:
         arms.append(SUFFIX)
     if "eagle" in available:
-        arms += [Strategy.parse(f"eagle:{shape}") for shape in _SHAPES[bucket]]
+        arms += [Strategy.parse(f"eagle:{shape}") for shape in _SHAPES[_bucket(batch)]]
     return arms
+
+
+def _bucket(batch: int) -> int:
+    return max(size for size in _SHAPES if size <= batch)

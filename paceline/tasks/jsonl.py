@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from paceline.chat_template import is_message
 from paceline.tasks.answers import Extract, same_math, same_number, same_text, start_math_sandbox
 from paceline.tasks.base import Problem, UsesSandbox
 from paceline.tasks.data import ProblemList, Row, load_rows, take
@@ -78,7 +79,7 @@ def _problem(task: str, config: RowsConfig, number: int, row: Row, whole_row: bo
     prompt: Any
     if config.messages in row:
         prompt = row[config.messages]
-        if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+        if not (isinstance(prompt, list) and prompt and all(map(is_message, prompt))):
             raise ValueError(f"{place}: {config.messages}: not a list of objects with strings role and content")
     else:
         text = take(row, config.prompt, place)
@@ -87,10 +88,6 @@ def _problem(task: str, config: RowsConfig, number: int, row: Row, whole_row: bo
         prompt = make_prompt(text, config, "")
     truth = row if whole_row else take(row, config.answer, place)
     return Problem(str(row.get(config.id, f"{task}/{number}")), prompt, truth)
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _compile(problem: Problem) -> re.Pattern[str]:

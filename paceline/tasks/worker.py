@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from paceline.chat_template import is_message
 from paceline.tasks.base import Problem, Task, UsesSandbox
 from paceline.tasks.environment import Environment, Message, Transcript
 
@@ -119,13 +120,9 @@ def act_here(load: Callable[[], Environment], action: Action, transcript: Transc
 
     value, error, seconds, trace = _attempt(act)
     if error is None and not (value is None and action == "reply"):
-        wrong = not isinstance(value, list) or not value or not all(map(_is_message, value))
+        wrong = not isinstance(value, list) or not value or not all(map(is_message, value))
         error = f"{action} returned {_shown(value)}, not a list of messages with role and content" if wrong else None
     return Acted(value if error is None else None, error, seconds, trace)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None, float, str]:

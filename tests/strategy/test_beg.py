@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.lib.selection.world import World, cpu_costs, gpu_costs, rate_of
 from paceline.strategy import BegSelector, make_selector
-from paceline.strategy.beg import arms_of, bucket_of
+from paceline.strategy.beg import arms_of
 from paceline.types import StepView, Strategy
 
 ALL = ("suffix", "eagle")
@@ -16,7 +16,7 @@ ALL = ("suffix", "eagle")
 
 def test_finds_an_arm_as_good_as_the_best():
     world = World(gpu_costs(), 8, {"eagle": 0.7})
-    best = max(rate_of(world, arm) for arm in arms_of(bucket_of(8), ("eagle",)))
+    best = max(rate_of(world, arm) for arm in arms_of(8, ("eagle",)))
     selector = BegSelector()
     world.run(selector, 300)
     assert world.run(selector, 500) > 0.93 * best
@@ -24,7 +24,7 @@ def test_finds_an_arm_as_good_as_the_best():
 
 def test_unseen_arms_come_first_and_a_tenth_of_the_steps_explores():
     world = World(cpu_costs(), 4, {"eagle": 0.6, "suffix": 0.3})
-    arms = arms_of(bucket_of(4), world.available)
+    arms = arms_of(4, world.available)
     world.run(BegSelector(), 1000)
     assert world.strategies[: len(arms)] == arms
     most = Counter(world.strategies[200:]).most_common(1)[0][1]
@@ -41,13 +41,13 @@ def test_recovers_from_an_abrupt_change_within_its_window():
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 20, 64, 100, 500])
 def test_every_bucket_has_arms(batch):
-    arms = arms_of(bucket_of(batch), ALL)
+    arms = arms_of(batch, ALL)
     assert arms[0] == Strategy.OFF and len(arms) >= 3 and len(set(arms)) == len(arms)
-    assert arms_of(bucket_of(batch), ("suffix",)) == arms[:2]
+    assert arms_of(batch, ("suffix",)) == arms[:2]
 
 
 def test_the_largest_trees_are_for_the_smallest_batches():
-    largest = [max(arm.budget for arm in arms_of(bucket_of(batch), ("eagle",))) for batch in (1, 2, 5, 21, 64, 128)]
+    largest = [max(arm.budget for arm in arms_of(batch, ("eagle",))) for batch in (1, 2, 5, 21, 64, 128)]
     assert largest == sorted(largest, reverse=True)
 
 

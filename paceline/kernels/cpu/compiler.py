@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache as memoise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,8 +147,3 @@ def compile_all(dtype: torch.dtype, progress: Callable[[int, int], None] | None 
         compiled(name, kind)
         if progress is not None:
             progress(number, len(names))
-
-
-def kernel_names() -> Iterable[tuple[str, torch.dtype]]:
-    """All kernels and the element types they exist for."""
-    return _ENTRIES.keys()

@@ -19,8 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from paceline.kernels.triton.exact import precision_of
 from paceline.kernels.triton.pdl import columns_ahead, fetch_weights_ahead, launch_options, let_next_begin, wait_for_previous
 
-PROCESSORS = 132
-"""Multiprocessors of an H200."""
 MAX_TILES = 1 << 14
 """Size of the counter tensor: the most tiles of one product with split-K."""
 

@@ -195,7 +195,6 @@ def has_feature(name: str) -> bool:
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 VECTOR_BITS = 128 if IS_ARM else 512 if has_feature("avx512f") else 256
 """Size of the vectors that attention computes with: a register of the processor."""
-LINE_BYTES = VECTOR_BITS // 8
 
 
 def vector_type(scalar: Any, bits: int = VECTOR_BITS) -> Any:

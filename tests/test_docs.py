@@ -67,10 +67,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_pages_are_short():
-    assert len(README.read_text(encoding="utf-8").split()) <= 800
     for page in [*PAGES, ROOT / "CHANGELOG.md"]:
         words = sum(any(map(str.isalpha, word)) for word in page.read_text(encoding="utf-8").split())
-        assert words <= 1500, f"{name(page)}: {words} words"
+        assert words <= (800 if page == README else 1500), f"{name(page)}: {words} words"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -132,7 +132,7 @@ PHASES: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "schedule: pages": lambda engine: (engine.scheduler.pages, "allocate"),
     "schedule: draft tokens": lambda engine: (engine.scheduler, "_plan_nodes"),
     "plan": lambda engine: (engine.planner, "plan"),
-    "plan: command": lambda engine: (engine.planner, "_forced"),
+    "plan: command": lambda engine: (engine.planner.control, "observes"),
     "plan: pages": lambda engine: (engine.planner, "_page_edits"),
     "execute": lambda engine: (engine.executor, "execute"),
     "prepare: slots": lambda engine: (engine.executor.state, "update"),

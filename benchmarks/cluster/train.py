@@ -45,6 +45,7 @@ from paceline.cluster.runtime import Runtime
 from paceline.cluster.trainer import ClusterTrainer, TrainWorkerSpec
 from paceline.cluster.worker import Send, Worker
 from paceline.config import TrainConfig
+from paceline.report import RunFigures, read_traces
 from paceline.trainer import RunStatus, Trainer, validation
 from paceline.types import StepResult
 
@@ -185,7 +186,6 @@ def figures(folder: Path) -> dict[str, Any]:
     _, *steps = read_lines(folder / "metrics.jsonl")
     timeline = folder / "timeline.jsonl"
     pauses = [event["pause_s"] for event in read_lines(timeline) if event["event"] == "migrated"] if timeline.is_file() else []
-    trained = [step["drafter/expected_after"] for step in steps if "drafter/expected_after" in step]
 
     def mean(name: str) -> float:
         return fmean(step.get(name, 0.0) for step in steps)
@@ -196,7 +196,7 @@ def figures(folder: Path) -> dict[str, Any]:
             "training": mean("cluster/training"), "idle_training_s": mean("drafter/beside_seconds"), "moves": len(pauses),
             "pause_ms": 1e3 * float(np.median(pauses)) if pauses else None,
             "pause_p90_ms": 1e3 * float(np.quantile(pauses, 0.9)) if pauses else None,
-            "drafter_accept_length": trained[-1] if trained else None}
+            "drafter_accept_length": RunFigures.of(steps, read_traces(folder, steps)).drafter_accept_length}
 
 
 def num_identical(folder: Path, reference: Path) -> tuple[int | None, int]:

@@ -15,7 +15,7 @@ def report(folders: list[Path], out: Path | None) -> int:
     path = write_report(folders[0], out) if len(folders) == 1 else write_comparison(folders[0], folders[1], out)
     for folder in folders:
         run = Run.read(folder)
-        print(f"{folder} ({run.status}): {run.figures.headline()} {run.figures.speed_reason}".rstrip())
+        print(f"{folder} ({run.status}): {run.figures.headline()} {run.figures.reasons}".rstrip())
     print(f"Report: {path}")
     return 0
 

@@ -133,5 +133,5 @@ def show(result: TrainResult, config: TrainConfig) -> None:
     for name, value in result.summary.items():
         print(f"{name:>20}  {format_value(value)}")
     figures = Run.read(result.folder).figures
-    print(f"{figures.headline()} {figures.speed_reason}".rstrip())
+    print(f"{figures.headline()} {figures.reasons}".rstrip())
     print(f"Policy: {result.policy}. Report: {result.folder / 'report.html'}.")

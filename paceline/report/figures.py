@@ -16,7 +16,7 @@ import numpy as np
 from paceline.report.formatting import format_value
 from paceline.report.metrics import Record, finite_value
 from paceline.report.noise import BEYOND_NOISE, Mean, joined, paired_standard_errors, standard_errors_between
-from paceline.report.speculation import Speedup, why_small
+from paceline.report.speculation import Speedup, learned_drafting, why_no_learned_drafts, why_small
 
 
 class Change(NamedTuple):
@@ -100,6 +100,8 @@ class RunFigures:
     length_p99: float | None
     """99th percentile of those lengths."""
     drafter_accept_length: float | None = None
+    """Tokens per verification in the engine steps for which the learned drafter drafted. None: for none."""
+    drafter_held_out_length: float | None = None
     """Tokens per verification that the learned drafter had on held-out answers after its last training that was measured."""
     held_out: HeldOut | None = None
     """Evaluations on held-out problems. None: the run was not evaluated."""
@@ -107,6 +109,8 @@ class RunFigures:
     """`rollout_speedup` with its noise."""
     speed_reason: str = ""
     """One sentence that says why the rollout speedup is small, from measured times; empty if it is not."""
+    drafter_reason: str = ""
+    """One sentence that says why the learned drafter did not draft; empty if it did, or if there is none."""
 
     @classmethod
     def of(cls, records: Sequence[Record], traces: Sequence[Mapping[str, Any]] = (),
@@ -121,6 +125,7 @@ class RunFigures:
         steps = _total(records, "time/step")
         verifications = _total(records, "verifications")
         lengths = [length for trace in traces for length in trace.get("lengths", ())]
+        learned = learned_drafting(traces)
         drafter = [value for record in records if (value := finite_value(record, "drafter/expected_after")) is not None]
         p50, p99 = map(float, np.percentile(lengths, [50, 99])) if lengths else (None, None)
         return cls(records[-1]["step"] if records else 0, window, change,
@@ -128,8 +133,9 @@ class RunFigures:
                    steps + off + _total(records, "time/evaluate"), off,
                    int(_total(records, "compare/rollouts")), int(_total(records, "compare/differing")),
                    None if speedup is None else speedup.ratio,
-                   (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99, drafter[-1] if drafter else None,
-                   HeldOut.of(evaluations), speedup, why_small(speedup, traces))
+                   (steps - on + off) / steps if on > 0 and steps > 0 else None, p50, p99,
+                   learned.accept_length if learned.drafted else None, drafter[-1] if drafter else None,
+                   HeldOut.of(evaluations), speedup, why_small(speedup, traces), why_no_learned_drafts(records, traces))
 
     def summary(self) -> dict[str, Any]:
         """The figures as they are written to `summary.json`."""
@@ -140,6 +146,8 @@ class RunFigures:
             "length_p99": _rounded(self.length_p99, 1), "seconds": round(self.seconds, 1)}
         if self.drafter_accept_length is not None:
             summary["drafter_accept_length"] = round(self.drafter_accept_length, 3)
+        if self.drafter_held_out_length is not None:
+            summary["drafter_held_out_length"] = round(self.drafter_held_out_length, 3)
         if self.held_out is not None:
             found = self.held_out
             summary |= {"eval_first": round(found.reward.first, 4), "eval_last": round(found.reward.last, 4),
@@ -161,6 +169,11 @@ class RunFigures:
         same = "all" if not self.differing else f"{self.compared - self.differing:,} of"
         return (f"{learned}, and rollouts were {self.speedup}: {same} {self.compared:,} rollouts are identical, token for "
                 "token.")
+
+    @property
+    def reasons(self) -> str:
+        """Why speculation gained no more and why the learned drafter did not draft, as far as that is so."""
+        return " ".join(filter(None, (self.speed_reason, self.drafter_reason)))
 
     def _learned(self, reward: Change) -> str:
         """How the reward has changed: on held-out problems, if it was measured there after a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from paceline.report.noise import BEYOND_NOISE
 from paceline.report.trace import Sums, sums_by_batch
 
 _OFF = "none"
+_LEARNED = "eagle"
 _SMALL_GAIN = 1.2
 """A speedup below this is explained."""
 
@@ -90,6 +92,29 @@ def why_small(speedup: Speedup | None, traces: Sequence[Mapping[str, Any]]) -> s
         return ""
     cost = VerificationCost.of(traces)
     return "" if cost is None else str(cost)
+
+
+def learned_drafting(traces: Sequence[Mapping[str, Any]]) -> Sums:
+    """Sums over the engine steps in which the learned drafter drafted."""
+    return _sum([drafters[_LEARNED] for drafters in sums_by_batch(traces).values() if _LEARNED in drafters])
+
+
+def why_no_learned_drafts(records: Sequence[Record], traces: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence that says why the learned drafter of a run has drafted nothing; empty if it has, or if the run has none."""
+    seconds: Counter[str] = Counter()
+    for drafters in sums_by_batch(traces).values():
+        seconds.update({name: sums.seconds for name, sums in drafters.items()})  # type: ignore[dict-item]
+    total = sum(seconds.values())
+    if not total or learned_drafting(traces).drafted or not any("drafter/age" in record for record in records):
+        return ""
+    steps = [found for record in records if (found := finite_value(record, "drafter/steps")) is not None]
+    if any(finite_value(record, "drafter/failed") for record in records):
+        training = "its training failed"
+    else:
+        training = f"it was trained for {steps[-1]:,.0f} optimizer steps" if steps else "it was not trained in this run"
+    shares = " and ".join(f"{name} for {100 * seconds[drafter] / total:.0f} %" for drafter, name in (
+        (_OFF, "speculation was off"), ("suffix", "the suffix drafter drafted")) if seconds[drafter])
+    return f"The learned drafter did not draft: {training}, and {shares} of the generation time."
 
 
 def _sum(found: Sequence[Sums]) -> Sums:

@@ -231,6 +231,7 @@ def plain_line(progress: RunProgress) -> str:
     parts += _labelled("{} tokens/s", metrics, "tokens_per_second")
     parts += [str(metrics["strategy"])] if metrics.get("strategy") is not None else []
     parts += _labelled("accept length {}", metrics, "accept_length")
+    parts += _labelled("learned drafter's {}", metrics, "drafter/accept_length")
     parts += _labelled("drafter trained {} s during generation", metrics, "drafter/beside_seconds")
     seconds = phase_seconds(metrics)
     if seconds:

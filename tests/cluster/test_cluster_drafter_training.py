@@ -94,7 +94,7 @@ def test_a_drafter_is_trained_from_the_first_step_on(one, two):
     assert first["drafter/expected_before"] >= 1 <= first["drafter/expected_after"]
     assert "eagle" not in first["strategy"], "an untrained drafter is not used"
     assert any("tokens per verification on held-out answers" in note for note in notes)
-    assert json.loads((out / "summary.json").read_text())["drafter_accept_length"] == round(
+    assert json.loads((out / "summary.json").read_text())["drafter_held_out_length"] == round(
         [line["drafter/expected_after"] for line in lines if "drafter/expected_after" in line][-1], 3)
     (*_, last) = sorted((out / "checkpoints").iterdir())
     policy, _ = load_model(last / "policy")
@@ -115,6 +115,23 @@ def test_metrics_alarms_and_charts_of_one_worker_exist_for_several(one, two):
         at_positions = [sum(cell[0] for cell in trace["position"]["all"]) for trace in (alone, several)]
         in_batches = [sum(cell[2] for batch in trace["batch"].values() for cell in batch.values()) for trace in (alone, several)]
         assert len({*at_positions, *in_batches}) == 1, "all tokens of all workers"
+
+
+@pytest.mark.parametrize("is_spot", [True, False])
+def test_seconds_of_training_during_generation_are_a_metric(tmp_path, is_spot):
+    """One of two workers has one prompt and the other two. It trains when it is done, unless idle workers may not."""
+
+    class EvenBriefly(TrainerCallback):
+        def on_run_begin(self, trainer: LocalTrainer) -> None:
+            coordinator = trainer.engine.coordinator
+            coordinator.config = replace(coordinator.config, min_train_s=0.0)
+
+    workers = {**TWO, "spot_training": is_spot, "scheduling": False, "reallocation": False}
+    run(tmp_path / "run", callbacks=[EvenBriefly()], cluster=workers, strategy="off", engine={"max_batch": 1},
+        rollout={"prompts": 3, "group_size": 2, "max_new_tokens": 24})
+    seconds = [line.get("drafter/beside_seconds") for line in metrics(tmp_path / "run")]
+    assert any(seconds) == is_spot, seconds
+    assert all(found is None or found > 0 for found in seconds), "left out where there was no such time"
 
 
 class Watched(LocalTrainer):

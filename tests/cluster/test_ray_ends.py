@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -49,6 +50,23 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
+def shared_memory() -> set[str]:
+    return {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def abandoned(before: set[str]) -> set[str]:
+    """Files of shared memory that have appeared since and that no process holds: those of other runs are in use."""
+    new, held = shared_memory() - before, set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            mapped = (process / "maps").read_text()
+            held |= {path for path in new if path in mapped}
+        for link in process.glob("fd/*"):
+            with contextlib.suppress(OSError):
+                held.add(os.readlink(link))
+    return new - held
+
+
 def tokens(out: Path) -> list[tuple]:
     lines = [json.loads(line) for file in sorted(out.glob("rollouts-*.jsonl")) for line in file.read_text().splitlines()]
     return [(line["step"], line["id"], line["sample"], tuple(line["token_ids"])) for line in lines]
@@ -56,7 +74,9 @@ def tokens(out: Path) -> list[tuple]:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda ending: ending.name)
 def test_nothing_stays_behind(folder, tmp_path, ending):
-    """Also if the run is killed: then a second process cleans up, within seconds."""
+    """Also if the run is killed: then a second process cleans up, within seconds. Nothing is processes, Ray's folder and shared
+    memory, in which Ray keeps its objects."""
+    before = shared_memory()
     process = start(folder, tmp_path / "run")
     try:
         assert wait_for(lambda: len(list((tmp_path / "run").glob("rollouts-*"))) > 1 or process.poll() is not None, PATIENCE_S)
@@ -70,6 +90,7 @@ def test_nothing_stays_behind(folder, tmp_path, ending):
         assert code == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(ending, code) and code != 0
         psutil.wait_procs(family, timeout=120)
         assert wait_for(lambda: not any(child.is_running() for child in family) and not list(folder.iterdir()), 120)
+        assert wait_for(lambda: not abandoned(before), 60), abandoned(before)
     finally:
         process.kill()
 

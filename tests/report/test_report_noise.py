@@ -109,6 +109,29 @@ def test_a_small_gain_is_explained_by_what_was_measured():
     assert RunFigures.of(small, [trace]).speed_reason == "No engine step used speculation."
 
 
+def test_the_accept_length_of_the_learned_drafter_is_measured_in_generation():
+    """Over the engine steps in which it drafted, whatever was compared; without such steps a sentence says why."""
+    steps = records([[0.5] * 4] * 2)
+    trace = {"step": 1, "batch": {"2": {"none": [10, 3.0, 40, 40, 0, 0], "eagle": [10, 3.0, 90, 40, 120, 50]},
+                                  "0": {"eagle": [5, 1.0, 14, 5, 20, 9], "suffix": [5, 1.0, 9, 5, 20, 4]}}}
+    figures = RunFigures.of(steps, [trace])
+    assert figures.summary()["drafter_accept_length"] == round(104 / 45, 3) and figures.drafter_reason == ""
+    for drafters in trace["batch"].values():
+        del drafters["eagle"]
+    assert RunFigures.of(steps, [trace]).drafter_reason == "", "there is no learned drafter"
+    steps = [{**step, "drafter/age": 1.0} for step in steps]
+    figures = RunFigures.of(steps, [trace])
+    assert "drafter_accept_length" not in figures.summary() and figures.reasons == figures.drafter_reason == (
+        "The learned drafter did not draft: it was not trained in this run, and speculation was off for 75 % and the suffix "
+        "drafter drafted for 25 % of the generation time.")
+    trained = [{**steps[0], "drafter/steps": 40.0, "drafter/expected_after": 2.5}, *steps[1:]]
+    figures = RunFigures.of(trained, [trace])
+    assert "it was trained for 40 optimizer steps" in figures.drafter_reason
+    assert figures.summary()["drafter_held_out_length"] == 2.5
+    assert "its training failed" in RunFigures.of([{**steps[0], "drafter/failed": 1.0}], [trace]).drafter_reason
+    assert RunFigures.of(steps).drafter_reason == "", "nothing was measured"
+
+
 def test_evaluations_of_steps_that_are_done_again_do_not_count(tmp_path):
     with EventLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"reward/mean": 0.5})

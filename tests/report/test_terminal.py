@@ -45,6 +45,17 @@ def test_without_a_terminal_one_line_per_step():
     assert lines[3].startswith("warning: first second")
 
 
+def test_a_line_says_what_the_learned_drafter_did():
+    """Its accept length in generation, and the seconds that idle workers have trained it."""
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with TrainView("run", 2, console) as view:
+        view.step(1, {"accept_length": 1.5, "drafter/accept_length": 2.25, "drafter/beside_seconds": 1.5})
+        view.step(2, {"accept_length": 1.0})
+    first, second = text_of(console).splitlines()
+    assert "accept length 1.5, learned drafter's 2.25, drafter trained 1.5 s during generation" in first
+    assert "drafter" not in second
+
+
 @pytest.mark.parametrize("metrics", [{}, {"reward/mean": math.nan, "time/step": math.inf, "length/p99": math.nan},
                                      {"time/generate": 0.0, "time/step": 0.0}, {"length/max": 7}])
 @pytest.mark.parametrize("console", [terminal(), Console(file=io.StringIO(), force_terminal=False)])

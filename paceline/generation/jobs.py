@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.files import require_shallow
+
 _PLAIN = ".txt"
 """How the name of a file ends whose lines are prompts as plain text."""
 _KINDS = ("prompt", "messages", "token_ids")
@@ -123,6 +125,7 @@ def _object(line: bytes) -> dict[str, Any]:
         raise ValueError(f"not JSON ({error}); plain text, one prompt per line, has to be in a file {_PLAIN}") from None
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
+    require_shallow(raw, "JSON")
     return raw
 
 

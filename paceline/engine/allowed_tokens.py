@@ -1,5 +1,5 @@
-"""Whether the limits of a request leave any token to sample: its allowed ids, bad words, minimum length and grammar. Together they
-can forbid every token; that is the request's fault, and not the policy's."""
+"""Whether the limits of a request leave any token to sample: its allowed ids, bad words, minimum length and grammar. Together
+they can forbid every token; that is the request's fault, and not the policy's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check_first_token(params: SamplingParams, ends: frozenset[int], bad_words: B
     if not left:
         raise ValueError("bad_words: every token that is allowed is a bad word, so that none may be sampled")
     if params.min_tokens and ends.issuperset(left):
-        raise ValueError("bad_words: every token that is allowed is a bad word or would end the answer before min_tokens, so that "
-                         "none may be sampled")
+        raise ValueError("bad_words: every token that is allowed is a bad word or would end the answer before min_tokens, so "
+                         "that none may be sampled")
 
 
 def why_none_is_allowed(request: Request, constraint: Constraint, grammars: Grammars) -> str | None:

@@ -15,7 +15,8 @@ from paceline.engine.request import Request, Status
 from paceline.types import FeatureRecord, FinishReason, Rollout, SamplingParams
 
 NOT_A_NUMBER = -1
-"""Token id that is sampled where the policy's logits are not numbers, or all of them are forbidden. It is one of every request's `stop_ids`."""
+"""Token id that is sampled where the policy's logits are not numbers, or no token is allowed. It is one of every request's
+`stop_ids`."""
 _FEW = 256
 """Outputs of steps with no more places for tokens than this are converted to Python numbers as a whole, which takes less time
 than finding out which of them were sampled."""

@@ -97,6 +97,9 @@ class Rollout:
     loss_mask: list[int] | None = None
     """1 for each token that the policy sampled, 0 for each token of a reply (`Engine.resume`). None: all were sampled."""
     error: str | None = None
+    no_token_allowed: bool = False
+    """Whether it ended with an error because its sampling parameters (bad words, a grammar) forbid every token that could
+    follow."""
     features: FeatureRecord | None = None
     num_preemptions: int = 0
     reward: float | None = None

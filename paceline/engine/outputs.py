@@ -15,7 +15,8 @@ from paceline.engine.request import Request, Status
 from paceline.types import FeatureRecord, FinishReason, Rollout, SamplingParams
 
 NOT_A_NUMBER = -1
-"""Token id that is sampled where the policy's logits are not numbers. It is one of every request's `stop_ids`."""
+"""Token id that is sampled where the policy's logits are not numbers, or no token is allowed. It is one of every request's
+`stop_ids`."""
 _FEW = 256
 """Outputs of steps with no more places for tokens than this are converted to Python numbers as a whole, which takes less time
 than finding out which of them were sampled."""
@@ -105,8 +106,7 @@ def append_tokens(request: Request, tokens: list[int], max_length: int,
     own = request.tokens
     for taken, token in enumerate(tokens, start=1):
         if token == NOT_A_NUMBER:
-            limited = ", or no token is allowed there" if request.params.limits_tokens else ""
-            request.error = f"request {request.id}: the policy's logits at position {len(own)} are not numbers{limited}"
+            request.error = f"request {request.id}: the policy's logits at position {len(own)} are not numbers"
             return taken - 1, "error"
         own.append(token)
         if token in request.stop_ids or (request.params.stop and _ends_with_stop_string(request, tokenizer)):
@@ -121,8 +121,9 @@ def make_rollout(request: Request, reason: FinishReason, tokenizer: Tokenizer | 
     return Rollout(
         request_id=request.id, sample=request.sample, prompt_ids=request.prompt_ids, token_ids=request.output_ids,
         logprobs=request.logprobs, text=_final_text(request, tokenizer), finish_reason=reason, versions=request.versions,
-        seed=request.params.seed, error=request.error, features=features, loss_mask=request.loss_mask,
-        raw_logprobs=request.raw_logprobs if request.params.raw_logprobs else None, num_preemptions=request.num_preemptions)
+        seed=request.params.seed, error=request.error, no_token_allowed=request.no_token_allowed, features=features,
+        loss_mask=request.loss_mask, raw_logprobs=request.raw_logprobs if request.params.raw_logprobs else None,
+        num_preemptions=request.num_preemptions)
 
 
 def failed_rollout(sample: int, error: str) -> Rollout:

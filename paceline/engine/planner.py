@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.engine.allowed_tokens import check_first_token, why_none_is_allowed
 from paceline.engine.command import (
     Constraint,
     HostDrafts,
@@ -94,8 +95,7 @@ class Planner:
             self.grammars.check(params.structured_outputs.as_grammar())
         own_seeds = answer_seeds(params, prompt_ids, n, key, seeds)
         ends, group = self.stop_ids(params), next(self._groups)
-        if params.min_tokens and ends.issuperset(params.allowed_token_ids or range(self._vocabulary)):
-            raise ValueError("min_tokens: every token that is allowed would end the answer, so that none may be sampled")
+        check_first_token(params, ends, bad_word_ids(params.bad_words, self.tokenizer), self._vocabulary)
         ids = []
         for sample, seed in enumerate(own_seeds):
             request = Request(self.new_id(), group, sample, prompt_ids, replace(params, seed=seed), ends)
@@ -196,6 +196,10 @@ class Planner:
         """Append the outputs of a step to its requests. Return the new tokens, and the outcomes of the draft tokens if they were
         observed. Requests that ended stay until `finish` is called. `device_waits`: the device waits for the host."""
         appended = append_outputs(step.plan.requests, outputs, step.version, self.scheduler.max_length, self.tokenizer)
+        for request, reason in appended.ended:
+            if reason == "error" and request.params.limits_tokens:
+                why = why_none_is_allowed(request, self._constraint(request.params), self.grammars)
+                request.no_token_allowed, request.error = why is not None, why or request.error
         self.scheduler.on_complete(step.plan, step.most_accepted)
         self.drafting.on_complete(step.plan.decode, step.most_accepted, appended.tokens, device_waits)
         return appended, self.control.outcomes(step.plan.strategy, step.command, outputs)

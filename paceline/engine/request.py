@@ -65,6 +65,8 @@ class Request:
     finish_reason: FinishReason | None = None
     """Why it ended; of a paused request, why its last turn ended."""
     error: str | None = None
+    no_token_allowed: bool = False
+    """Whether it ended with an error because its own limits forbid every token."""
     adjusts_logits: bool = field(init=False)
     """Whether its sampling parameters change logits before sampling."""
 

@@ -16,6 +16,8 @@ from paceline.engine.grammar import Grammars
 
 Trees = tuple[np.ndarray, np.ndarray]
 """Tokens and parents [lines, N] of a step's draft trees, as in `HostDrafts`."""
+_MAX_PROBLEM = 150
+"""Number of characters of an error of the grammar's library that a message repeats."""
 
 
 class TokenMasker:
@@ -47,6 +49,15 @@ class TokenMasker:
         return np.concatenate(rows), np.concatenate(masks)
 
 
+def why_forbidden(grammars: Grammars, constraint: Constraint, tokens: list[int]) -> tuple[np.ndarray, str]:
+    """Return the mask [ceil(V / 8)] uint8 of the token behind these tokens of an answer, and what the grammar's library says if
+    it has met one of its limits."""
+    answer, masks = _Answer(grammars, constraint), np.full((1, -(-grammars.vocabulary // 8)), 255, np.uint8)
+    answer.extend(tokens)
+    answer.fill(0, [[]], masks)
+    return masks[0], answer.problem
+
+
 class _Answer:
     """One answer: its tokens so far, and its place in its grammar."""
 
@@ -60,6 +71,11 @@ class _Answer:
         self._tokens += tokens
         if self._matcher is not None and tokens:
             self._matcher.consume_tokens(tokens)
+
+    @property
+    def problem(self) -> str:
+        """What the grammar's library has failed with; empty if it has not."""
+        return "" if self._matcher is None else " ".join(self._matcher.get_error().split())[:_MAX_PROBLEM]
 
     def fill(self, row: int, children: list[list[tuple[int, int]]], masks: np.ndarray) -> None:
         """Fill in the masks of a row and of those below it. Rows behind a draft token that may not follow keep all tokens: they

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.chat_template import is_message
+from paceline.files import require_shallow
 
 _PLAIN = ".txt"
 """How the name of a file ends whose lines are prompts as plain text."""
@@ -125,6 +126,7 @@ def _object(line: bytes) -> dict[str, Any]:
         raise ValueError(f"not JSON ({error}); plain text, one prompt per line, has to be in a file {_PLAIN}") from None
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
+    require_shallow(raw, "JSON")
     return raw
 
 

@@ -29,6 +29,10 @@ class GenerationFailed(Exception):
     """The engine ended an answer with an error."""
 
 
+class NoTokenAllowed(GenerationFailed):
+    """The parameters of a request forbid every token that could follow. That shows only while its answer is generated."""
+
+
 ANSWERED = (ValueError, HTTPException, Overloaded, Unavailable, TimeoutError, GenerationFailed, ClientDisconnect)
 """Errors that a client is told about. Any other one is a defect of the server."""
 
@@ -61,7 +65,7 @@ def describe(error: Exception) -> tuple[int, str]:
         return _CLIENT_GONE, "the client is gone"
     if isinstance(error, TimeoutError):
         return 504, "the answer took longer than the server's time limit"
-    status = {Overloaded: 429, Unavailable: 503, GenerationFailed: 500}.get(type(error), 400)
+    status = {Overloaded: 429, Unavailable: 503, GenerationFailed: 500, NoTokenAllowed: 400}.get(type(error), 400)
     return status, _one_line(_first_of(error) if isinstance(error, ValidationError) else str(error))
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from paceline.engine.thread import EngineThread, Event, NewTokens, Submission
-from paceline.server.errors import GenerationFailed, describe, error_json
+from paceline.server.errors import GenerationFailed, NoTokenAllowed, describe, error_json
 from paceline.server.logprobs import Entry, TextOffsets, TokenIds, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from paceline.server.schema import ChatRequest, GenerationRequest
 from paceline.server.scoring import TokenScore, score
@@ -151,7 +151,8 @@ class Generation:
             if isinstance(event, Rollout):
                 left -= 1
                 if event.finish_reason == "error":
-                    raise GenerationFailed(event.error or "the engine ended the answer with an error")
+                    failed = NoTokenAllowed if event.no_token_allowed else GenerationFailed
+                    raise failed(event.error or "the engine ended the answer with an error")
             yield index, event
 
     @property

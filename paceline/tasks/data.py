@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from paceline.files import require_shallow
 from paceline.tasks.base import Problem
 
 ENV = "PACELINE_DATA"
@@ -89,9 +90,11 @@ def take(row: Row, field: str, place: str) -> Any:
 
 def _parse(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from None
+    require_shallow(found, place)
+    return found
 
 
 def _from_hub(task: str, data: str, subset: str | None, split: str) -> list[Row]:

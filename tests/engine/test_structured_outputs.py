@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sys
+from copy import deepcopy
 from functools import cache
 
 import numpy as np
@@ -157,6 +158,22 @@ def test_bad_words_are_not_sampled():
         pieces = [PIECES[i] if i < len(PIECES) else "" for i in rollout.token_ids]
         assert "a" not in pieces
         assert not any(pair in (("b", "c"), ("1", "2")) for pair in itertools.pairwise(pieces))
+
+
+@pytest.mark.parametrize("strategy", ["off", "suffix:d4w2v8"])
+def test_bad_words_that_leave_no_token(strategy):
+    """The request is told, and others go on; it is not blamed for logits that are not numbers."""
+    first, second = PIECES.index("a"), PIECES.index("b")
+    stuck = SamplingParams(bad_words=("aa", "ab", "ba", "bb"), allowed_token_ids=(first, second), max_new_tokens=30)
+    engine = make("suffix", strategy)
+    (impossible,), (other,) = (group.rollouts for group in engine.generate([PROMPT, PROMPT[:3]], [stuck, params("regex")]))
+    assert impossible.finish_reason == "error" and impossible.no_token_allowed and len(impossible.token_ids) == 1
+    assert impossible.error == "bad_words: no token is allowed behind the 1 tokens of the answer"
+    assert other.finish_reason != "error" and not engine.has_work
+    broken = Engine(deepcopy(policy("llama")), tokenizer(), "suffix", strategy, EngineConfig(profile=False))
+    broken.model.embed.weight.data[first] = float("nan")
+    (rollout,) = broken.generate([PROMPT], SamplingParams(bad_words=("ab",), allowed_token_ids=(first,)))[0].rollouts
+    assert rollout.finish_reason == "error" and not rollout.no_token_allowed and "are not numbers" in rollout.error
 
 
 def test_masks_of_a_tree():

@@ -13,6 +13,7 @@ from trainer.test_collecting import chat_tokenizer
 
 from paceline import Engine
 from paceline.cli import main
+from paceline.generation.jobs import parse_job
 from paceline.models.decoder import Decoder
 from paceline.models.save import save_model
 from paceline.models.weights import load_model
@@ -75,12 +76,20 @@ def test_deeply_nested_json_of_a_model(tmp_path, name, depth):
     says(name, load_model, folder)
 
 
-@pytest.mark.parametrize("depth", [700, DEEP])
-def test_deeply_nested_json_lines(tmp_path, capsys, depth):
-    """Deeply nested JSON lines are refused, in prompt files and in a task's rows."""
+@pytest.mark.parametrize(("depth", "message"), [(100, "nested more than"), (700, "nested more than"), (DEEP, "not JSON")])
+def test_deeply_nested_json_lines(tmp_path, depth, message):
+    """Deeply nested JSON lines are refused, in prompt files and in a task's rows, also in fields that nothing reads."""
     lines = tmp_path / "lines.jsonl"
-    lines.write_text(f'{{"question": {nested(DEEP)}, "answer": ""}}\n')
-    says("not JSON", make_task, "jsonl", data=str(lines), check="exact")
+    for field in ("prompt", "more"):
+        lines.write_text(f'{{"prompt": "a", "answer": "", "{field}": {nested(depth)}}}\n')
+        says(f"{lines}:1: {message}", make_task, "jsonl", data=str(lines), check="exact")
+        says(message, parse_job, f"{lines}:1", lines.read_bytes())
+
+
+def test_json_lines_that_are_not_nested_deeply_are_read(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(f'{{"prompt": "a", "answer": "", "more": {nested(60)}}}\n')
+    assert make_task("jsonl", data=str(lines), check="exact") and parse_job(f"{lines}:1", lines.read_bytes()).prompt == "a"
 
 
 def gguf_string(text: str) -> bytes:

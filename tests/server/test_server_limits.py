@@ -8,6 +8,7 @@ import threading
 import httpx
 import openai
 import pytest
+from e2e import toy
 from running import TEMPLATE, RunningServer, make_engine, wait_until
 
 from paceline.server.encoding import PromptEncoder
@@ -216,3 +217,44 @@ def test_the_extremes_that_are_accepted_give_answers(server):
         assert server.client.completions.create(model="tiny", prompt="abc", **changes).usage.completion_tokens > 2
 
 
+# -- parameters that together leave no token
+
+LETTERS = toy.LETTERS
+"""Every token of the vocabulary is one letter."""
+TOGETHER = [
+    ({"bad_words": ["a", "b"], "allowed_token_ids": [0, 1]}, "bad_words"),
+    ({"bad_words": ["a"], "allowed_token_ids": [0, 1], "stop_token_ids": [1], "min_tokens": 2}, "bad_words"),
+    ({"bad_words": [*LETTERS[:31]], "allowed_token_ids": list(range(31))}, "bad_words"),
+    ({"stop_token_ids": [0, 1], "allowed_token_ids": [0, 1], "min_tokens": 1}, "min_tokens")]
+
+
+@pytest.mark.parametrize(("changes", "field"), TOGETHER)
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_leave_no_token_are_refused_before_anything_is_generated(server, changes, field, stream):
+    with pytest.raises(openai.BadRequestError) as error:
+        server.client.completions.create(model="tiny", prompt="abc", stream=stream, extra_body=changes)
+    assert error.value.param == field and "none may be sampled" in error.value.body["message"]
+
+
+PAIRS = {"bad_words": ["aa", "ab", "ba", "bb"], "allowed_token_ids": [0, 1]}
+"""The first token may be sampled, and nothing may follow it."""
+
+
+def test_an_answer_that_no_token_may_follow_is_an_error_of_the_client(server):
+    for more in ({}, {"n": 3}, {"logprobs": 1}):
+        with pytest.raises(openai.BadRequestError) as error:
+            server.client.completions.create(model="tiny", prompt="abc", extra_body=PAIRS, **more)
+        message = "bad_words: no token is allowed behind the 1 tokens of the answer"
+        assert error.value.body["message"] == message and error.value.param == "bad_words"
+    stream = server.client.completions.create(model="tiny", prompt="abc", extra_body=PAIRS, stream=True)
+    with pytest.raises(openai.APIError, match="no token is allowed") as failed:
+        list(stream)
+    assert failed.value.type == "invalid_request_error"
+    wait_until(lambda: server.is_idle)
+
+
+def test_parameters_that_leave_a_token_give_answers(server):
+    for changes in ({**PAIRS, "max_tokens": 1}, {**PAIRS, "bad_words": ["aa", "bb"]},
+                    {"bad_words": ["a"], "allowed_token_ids": [0, 1]},
+                    {"bad_words": ["a"], "allowed_token_ids": [0, 1], "stop_token_ids": [1]}):
+        assert server.client.completions.create(model="tiny", prompt="abc", extra_body=changes).choices[0].text

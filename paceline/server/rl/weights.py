@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from paceline.engine import Engine
 from paceline.engine.thread import EngineThread
+from paceline.manifest import check_part
 from paceline.models.huggingface import read_folder
 from paceline.models.state_dict import bare_name, checkpoint_shapes, export_state
 from paceline.server.control import Control
@@ -24,6 +26,8 @@ from paceline.server.rl.group import GroupRequest, WeightGroup, in_background
 from paceline.server.rl.lora import Adapter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Weights:
@@ -58,10 +62,11 @@ class Weights:
     # Whole models
 
     async def load_folder(self, path: str, label: str | None = None) -> None:
-        """Replace the weights by those in a folder. ValueError if it is not below the folder that was allowed."""
+        """Replace the weights by those in a folder. ValueError if it is not below the folder that was allowed, or is a damaged
+        part of a checkpoint; then the old weights stay."""
         async with self._one_at_a_time:
             self.forget_parts()
-            await self._replace(await asyncio.to_thread(read_folder, self._allowed(path)), label)
+            await self._replace(await asyncio.to_thread(_checked, read_folder, self._allowed(path)), label)
 
     async def load_adapter(self, path: str, name: str) -> None:
         """Merge a LoRA adapter in a folder into the weights, instead of the one that may be merged now. The model is then served
@@ -70,7 +75,7 @@ class Weights:
             raise ValueError("tensor_parallel: no process has the whole policy, so that adapters are not merged; send weights")
         async with self._one_at_a_time:
             self.forget_parts()
-            adapter = await asyncio.to_thread(Adapter, self._allowed(path))
+            adapter = await asyncio.to_thread(_checked, Adapter, self._allowed(path))
             base = self._base
             if base is None:
                 base = await self._thread.call(_copy_of_weights)
@@ -175,6 +180,12 @@ class Weights:
         if outside:
             raise ValueError(f"{path}: {outside[0]} is a link to outside of {self._folder} (--rl-weights-dir)")
         return found
+
+
+def _checked(read: Callable[[Path], T], folder: Path) -> T:
+    """What `read` finds in a folder. DamagedFile if the folder is part of a run's checkpoint, and not as it was written."""
+    check_part(folder)
+    return read(folder)
 
 
 def _copy_of_weights(engine: Engine) -> dict[str, Tensor]:

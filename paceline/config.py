@@ -233,8 +233,11 @@ class RewardConfig(Config):
 
     workers: int = Field(1, ge=0)
     """Number of worker processes. 0: answers are graded in the training process."""
+    concurrency: int | None = Field(None, ge=1)
+    """Number of calls that one worker process runs at the same time, in threads. For environments that wait for something else,
+    and whose calls are thread-safe. None: what the environment says; 1 for tasks."""
     timeout_s: float = Field(10.0, gt=0)
-    """Maximum number of seconds for grading one answer."""
+    """Maximum number of seconds for grading one answer, or for one call of an environment."""
     retries: int = Field(1, ge=0)
     """How often an answer is graded again after its grader raised, ran out of time or crashed. If it still fails, the answer is
     left out of the update and counted (`reward/ungraded`)."""

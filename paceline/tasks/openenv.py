@@ -13,7 +13,7 @@ from pydantic import Field
 from paceline.config import Config
 from paceline.extras import install_command
 from paceline.tasks.base import Problem
-from paceline.tasks.environment import Message
+from paceline.tasks.environment import Concurrent, Message
 from paceline.tasks.sessions import Session, SessionEnvironment
 
 
@@ -36,8 +36,9 @@ class OpenEnvConfig(Config):
     """Further arguments for starting a named environment, such as `use_docker = true`."""
 
 
-class OpenEnv(SessionEnvironment):
-    """An environment of OpenEnv. Each turn is an action, and its reward is that of the step."""
+class OpenEnv(SessionEnvironment, Concurrent):
+    """An environment of OpenEnv. Each turn is an action, and its reward is that of the step. Many episodes wait for a server at
+    the same time; a class runs one call after another."""
 
     def __init__(self, config: OpenEnvConfig) -> None:
         super().__init__()
@@ -46,6 +47,8 @@ class OpenEnv(SessionEnvironment):
         if importlib.util.find_spec("openenv") is None:
             raise ValueError(f"task: openenv is not installed: {install_command('openenv')}")
         self.config, self.name = config, f"openenv:{config.environment}"
+        if "://" not in config.environment and ":" in config.environment:
+            self.concurrency = 1
 
     def __len__(self) -> int:
         return len(self.config.resets) or self.config.size

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.tasks import Problem, Transcript
+from paceline.tasks import Concurrent, Problem, Transcript
 from paceline.tasks.sessions import SessionEnvironment
 
 
@@ -62,6 +62,19 @@ class Talker:
 
     def reward(self, transcript: Transcript) -> float:
         return float(len(transcript.turns))
+
+
+class ManyTalkers(Talker, Concurrent):
+    """Talks with many at the same time."""
+
+    concurrency = 32
+
+    def reply(self, transcript: Transcript) -> Any:
+        if transcript.answer == "pid":
+            return [{"role": "user", "content": str(os.getpid())}]
+        if transcript.answer.startswith("wait "):
+            time.sleep(float(transcript.answer[5:]))
+        return super().reply(transcript)
 
 
 class Echo:
@@ -137,6 +150,16 @@ class Counting(SessionEnvironment):
 
     def open(self, problem: Problem) -> CountingSession:
         return CountingSession(problem.truth)
+
+
+class CountingTogether(Counting, Concurrent):
+    """Takes its time, and others' turns meanwhile."""
+
+    concurrency = 16
+
+    def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
+        time.sleep(0.02)
+        return super().reply(transcript)
 
 
 class Forgetful(Counting):

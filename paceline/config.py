@@ -134,8 +134,8 @@ class RolloutConfig(Config):
     """Maximum number of tokens of one turn. None: only `max_new_tokens` limits it, which all turns and replies of an episode
     share."""
     episode_timeout_s: float | None = Field(None, gt=0)
-    """Maximum number of seconds of an episode, looked at when a turn or a reply ends. None: no limit. With a limit, rollouts
-    depend on the machine's speed."""
+    """Maximum number of seconds of an episode, after which its present turn ends, or the reply that it waits for. None: no limit.
+    With a limit, rollouts depend on the machine's speed."""
     max_staleness: int = Field(0, ge=0)
     """Asynchronous training: largest number of updates by which a token may be older than the policy that is trained on it. The
     answers of so many further steps are under way while a step waits for its own, and go on during the update and after it

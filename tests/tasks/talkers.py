@@ -114,6 +114,18 @@ class Late(Echo):
         return super().reply(transcript)
 
 
+class Held(Echo, Concurrent):
+    """Does not answer one problem's turns before there is a file."""
+
+    def __init__(self, problem: str, file: str) -> None:
+        self.problem, self.file = problem, file
+
+    def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
+        while transcript.problem.id == self.problem and not Path(self.file).exists():
+            time.sleep(0.01)
+        return super().reply(transcript)
+
+
 class CountingSession:
     """Adds up the numbers that it is told, until it is told something else."""
 

@@ -194,12 +194,9 @@ def test_the_gradient_is_that_of_truncated_importance_weights(correction):
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"compare_off": True}, "answers are under way during updates, which compare_off cannot have"),
-    ({"sleep_during_update": True}, "answers are under way during updates, which sleep_during_update cannot have"),
-    ({"task": "calculation", "evaluation": {"every": 1}}, "calculation that are under way allow neither evaluation.every")])
+    ({"sleep_during_update": True}, "answers are under way during updates, which sleep_during_update cannot have")])
 def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path, change, said):
-    config = make_config(tmp_path, rollout={"max_staleness": 1}, engine=EngineConfig(), **({"task_options": {}} | change))
-    if "task" not in change:
-        config = config.model_copy(update={"task_options": make_config(tmp_path).task_options})
+    config = make_config(tmp_path, rollout={"max_staleness": 1}, engine=EngineConfig(), **change)
     with pytest.raises(ValueError, match=said) as refused:
         Trainer(config, progress=False).run()
     assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@ workers; the engine never waits for one of them while another request can run.""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from paceline.tasks.pool import Graded, Pending
 from paceline.tool_calls import parse_tool_calls, tool_call_format
 from paceline.trainer.rollouts import OpenGroup, PromptStream, RolloutCollector, opens_thinking
 from paceline.types import EpisodeRecord, FinishReason, Rollout, RolloutGroup, SamplingParams, StepResult, Strategy, Turn
+
+logger = logging.getLogger(__name__)
 
 _LIMITS: dict[EpisodeEnd, FinishReason] = {"turns": "length", "tokens": "length", "time": "length"}
 
@@ -272,4 +275,7 @@ def run_episodes(engine: Engine, environment: AnyTask, problems: int, params: Sa
         collector = make_collector(engine, None, PromptStream(environment, params.seed, 1), pool, rollout, params.seed,
                                    lambda *_: None)
         collector.params = replace(params, pauses=collector.params.pauses)
-        return collector(0, problems, PhaseTimer())
+        groups = collector(0, problems, PhaseTimer())
+    for line in collector.refused:
+        logger.warning("left out: %s", line)
+    return groups

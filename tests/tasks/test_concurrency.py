@@ -4,6 +4,7 @@ hangs, dies or raises costs itself only."""
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 
@@ -105,6 +106,19 @@ def test_sessions_of_many_episodes_at_the_same_time():
         assert sums == [transcript.problem.truth + 3 for transcript in open_.values()]
         rewards = pool.collect([pool.submit_episode(transcript) for transcript in open_.values()])
     assert all(one.turns == [0.0, 1.0, 2.0] for one in rewards)
+
+
+@pytest.mark.parametrize(("name", "loaded"), [
+    ("a.module:Class", "a.module:Class"), ("http://127.0.0.1:1", "openenv:GenericEnvClient")])
+def test_workers_load_openenv_when_they_start(monkeypatch, name, loaded):
+    """Reading the package takes longer than a call may, on a busy machine."""
+    found: list[str] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("paceline.tasks.openenv._class_of", found.append)
+    task = make_task(f"openenv:{name}")
+    assert not found, "the run's own process does not need it"
+    pickle.loads(pickle.dumps(task))
+    assert found == [loaded]
 
 
 def test_who_says_how_many_calls_run_at_the_same_time(monkeypatch):

@@ -134,8 +134,8 @@ class RolloutConfig(Config):
     """Maximum number of tokens of one turn. None: only `max_new_tokens` limits it, which all turns and replies of an episode
     share."""
     episode_timeout_s: float | None = Field(None, gt=0)
-    """Maximum number of seconds of an episode, looked at when a turn or a reply ends. None: no limit. With a limit, rollouts
-    depend on the machine's speed."""
+    """Maximum number of seconds of an episode, after which its present turn ends, or the reply that it waits for. None: no limit.
+    With a limit, rollouts depend on the machine's speed."""
     max_staleness: int = Field(0, ge=0)
     """Asynchronous training: largest number of updates by which a token may be older than the policy that is trained on it. The
     answers of so many further steps are under way while a step waits for its own, and go on during the update and after it
@@ -233,8 +233,11 @@ class RewardConfig(Config):
 
     workers: int = Field(1, ge=0)
     """Number of worker processes. 0: answers are graded in the training process."""
+    concurrency: int | None = Field(None, ge=1)
+    """Number of calls that one worker process runs at the same time, in threads. For environments that wait for something else,
+    and whose calls are thread-safe. None: what the environment says; 1 for tasks."""
     timeout_s: float = Field(10.0, gt=0)
-    """Maximum number of seconds for grading one answer."""
+    """Maximum number of seconds for grading one answer, or for one call of an environment."""
     retries: int = Field(1, ge=0)
     """How often an answer is graded again after its grader raised, ran out of time or crashed. If it still fails, the answer is
     left out of the update and counted (`reward/ungraded`)."""

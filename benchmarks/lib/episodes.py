@@ -95,8 +95,7 @@ def run_episodes(engine: Engine, episodes: Sequence[Drawn], params: SamplingPara
             if not engine.has_work:
                 time.sleep(max(0.0, min(entry[0] for entry in due) - time.perf_counter()))
                 continue
-            result = requests.step().result
-            for live, turn in requests.turns(result):
+            for live, turn in requests.step().turns:
                 drawn = episodes[live.number].turns[live.turn]
                 sampled, live.turn = sampled + len(turn.token_ids), live.turn + 1
                 if drawn.reply:

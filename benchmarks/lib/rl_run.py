@@ -88,14 +88,14 @@ class GivenLengths(RolloutCollector):
         return ids
 
     def _step(self, requests: RequestPool[OpenGroup]) -> PoolStep[OpenGroup]:
-        result, finished = requests.step()
+        result, finished, _ = requests.step()
         for request, tokens in result.tokens.items():
             self._drawn[request] += len(tokens)
         finished += requests.abort([i for i in result.tokens if i in requests.owners and self._drawn[i] >= self._lengths[i]])
         for _, rollout in finished:
             if rollout.finish_reason != "error":
                 self._cut(rollout, self._lengths[rollout.request_id])
-        return PoolStep(result, finished)
+        return PoolStep(result, finished, [])
 
     def _cut(self, rollout: Rollout, length: int) -> None:
         """Remove the tokens that a draft added beyond a rollout's length."""

@@ -223,7 +223,7 @@ def _run(contender: Contender, jobs: Jobs, batch: int, first_job: int, tokens: i
         for number in islice(numbers, batch):
             jobs.add(requests, number)
         while drawn < tokens:
-            result, finished = requests.step()
+            result, finished, _ = requests.step()
             if not began:
                 began = time.perf_counter() if _is_full(result, batch) else 0.0
             else:

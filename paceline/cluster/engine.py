@@ -110,6 +110,10 @@ class ClusterEngine:
         rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
         return rollout
 
+    def cut(self, request_id: int, reason: FinishReason) -> Rollout | None:
+        """End a request in the middle of a turn. Tokens that its worker has not reported yet are dropped."""
+        return self.end(request_id, reason) if self.coordinator.placement.can_cut(request_id) else None
+
     @property
     def has_work(self) -> bool:
         return len(self.coordinator.book) > 0

@@ -60,10 +60,15 @@ class RequestPlacement:
         if self._book.worker(request) != NOWHERE:
             self._post_reply(request, self._book.worker(request), num_tokens)
 
+    def can_cut(self, request: int) -> bool:
+        """Whether a request is in the middle of a turn that has a token which is known here."""
+        return self._book.is_open(request) and not self._book.is_paused(request) and self._book.state(request).has_begun_turn
+
     def end(self, request: int, reason: FinishReason | None) -> Rollout:
-        """End a paused request and return its rollout, without its text. `reason`: None is why its last turn ended."""
+        """End a request and return its rollout without its text. If it is not paused, only with the tokens that are known here.
+        `reason`: None is why its last turn ended."""
         state = self._book.state(request)
-        if self._book.target(request) >= 0:
+        if self._book.target(request) >= 0 or not self._book.is_paused(request):
             self._cancel_everywhere(request)
         elif self._book.worker(request) != NOWHERE:
             self._runtime.post(self._book.worker(request), End(request))

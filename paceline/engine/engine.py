@@ -157,6 +157,14 @@ class Engine(EngineCore):
         request = self._paused(request_id)
         return self._abort(request, reason or request.finish_reason or "stop")
 
+    def cut(self, request_id: int, reason: FinishReason) -> Rollout | None:
+        """End a request in the middle of a turn and return its rollout. None, without a change, if it is not in a turn that has a
+        token."""
+        request = self.planner.requests.get(request_id)
+        if request is None or request.status is Status.PAUSED or not request.has_begun_turn:
+            return None
+        return self._abort(request, reason)
+
     def _paused(self, request_id: int) -> Request:
         request = self.planner.requests.get(request_id)
         if request is None or request.status is not Status.PAUSED:

@@ -33,7 +33,7 @@ def generate_groups(engine: Engine, prompts: list[Prompt], params: SamplingParam
             except ValueError as error:
                 group = RolloutGroup([], [failed_rollout(sample, str(error)) for sample in range(n)])
             groups.append(group)
-        for result, finished in requests.steps():
+        for result, finished, _ in requests.steps():
             for group, rollout in finished:
                 group.rollouts.append(rollout)
             if on_step is not None:

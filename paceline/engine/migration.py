@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from paceline.engine.command import ExportPages, ImportPages
 from paceline.engine.executor import Executor
 from paceline.engine.planner import Planner
-from paceline.engine.request import Request, Status, loss_mask
+from paceline.engine.request import Request, Status, has_begun_turn, loss_mask
 from paceline.types import FinishReason, Rollout, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,11 @@ class RequestState:
             values += [0.0] * count
         self.versions += [version] * count
         self.paused = None
+
+    @property
+    def has_begun_turn(self) -> bool:
+        """Whether the present turn has a token that is known."""
+        return has_begun_turn(len(self.prompt_ids), len(self.prompt_ids) + len(self.output_ids), self.replies)
 
     def rollout(self, request_id: int, reason: FinishReason, text: str = "", error: str | None = None) -> Rollout:
         """The rollout of the request if it ends here."""

@@ -20,7 +20,9 @@ class PoolStep(NamedTuple, Generic[Owner]):
 
     result: StepResult
     finished: list[tuple[Owner, Rollout]]
-    """Rollouts of the pool's requests that ended with this step, each with its owner."""
+    """Rollouts of the pool's requests that have ended since the pool's last step, each with its owner."""
+    turns: list[tuple[Owner, Turn]]
+    """Turns of the pool's requests that have ended since then. These requests are paused until `resume` or `end`."""
 
 
 class RequestPool(Generic[Owner]):
@@ -29,8 +31,8 @@ class RequestPool(Generic[Owner]):
 
         with RequestPool[str](engine) as requests:
             requests.add([1, 2, 3], params, ["first", "second"])
-            for result, finished in requests.steps():
-                for owner, rollout in finished:
+            for step in requests.steps():
+                for owner, rollout in step.finished:
                     ...                     # may add further requests
 
     Leaving the `with` block aborts what is not finished, whether by an exception or not. A step that raises leaves the pool as it
@@ -40,11 +42,12 @@ class RequestPool(Generic[Owner]):
 
     def __init__(self, engine: Engine, beside: RequestPool[Any] | None = None) -> None:
         """`beside`: another pool of the same engine whose requests go on while this one runs steps. What finishes in a step of
-        one of the two is returned by the other's next step."""
+        one of the two, and turns that end in it, are returned by the other's next step."""
         self.engine = engine
         self.owners: dict[int, Owner] = {}
         """Owners of the unfinished requests by request id, in the order in which they were added."""
         self._finished: list[tuple[Owner, Rollout]] = []  # in steps of other pools
+        self._turns: list[Turn] = []  # that have ended in steps of other pools
         self._pools: WeakSet[RequestPool[Any]] = WeakSet() if beside is None else beside._pools
         self._pools.add(self)
 
@@ -68,20 +71,27 @@ class RequestPool(Generic[Owner]):
     def step(self) -> PoolStep[Owner]:
         """Run one engine step."""
         result = self.engine.step()
-        if result.finished:
+        if result.finished or result.paused:
             for pool in self._pools:
+                pool._turns += [turn for turn in result.paused if turn.request_id in pool.owners]
                 pool._finished += pool._pop(result.finished)
+        return self.catch_up(result)
+
+    def catch_up(self, result: StepResult) -> PoolStep[Owner]:
+        """What has ended since the pool's last step, also in steps of other pools. `result`: the engine's newest."""
         finished, self._finished = self._finished, []
-        return PoolStep(result, finished)
+        turns, self._turns = [(self.owners[turn.request_id], turn) for turn in self._turns if turn.request_id in self.owners], []
+        return PoolStep(result, finished, turns)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a step of another pool has ended requests or turns of this one."""
+        return bool(self._finished or self._turns)
 
     def steps(self) -> Iterator[PoolStep[Owner]]:
         """Run engine steps until no request is unfinished. Requests may be added between two steps."""
         while self.owners or self._finished:
             yield self.step()
-
-    def turns(self, result: StepResult) -> list[tuple[Owner, Turn]]:
-        """Turns of the pool's requests that ended with a step. These requests are paused until `resume` or `end`."""
-        return [(self.owners[turn.request_id], turn) for turn in result.paused if turn.request_id in self.owners]
 
     def resume(self, request_id: int, token_ids: Sequence[int]) -> bool:
         """Continue a paused request behind the tokens of a reply; see `Engine.resume`."""
@@ -93,6 +103,13 @@ class RequestPool(Generic[Owner]):
         del self.owners[request_id]
         return rollout
 
+    def cut(self, request_id: int, reason: FinishReason) -> Rollout | None:
+        """End a request in the middle of a turn and return its rollout; None if it is not in a turn. See `Engine.cut`."""
+        rollout = self.engine.cut(request_id, reason)
+        if rollout is not None:
+            del self.owners[request_id]
+        return rollout
+
     def abort(self, request_ids: Iterable[int] | None = None) -> list[tuple[Owner, Rollout]]:
         """End requests (None: all) where they are, and return what they have generated with their owners. Ids of finished
         requests are ignored."""
@@ -102,6 +119,7 @@ class RequestPool(Generic[Owner]):
             self.owners.pop(i, None)
         if request_ids is None:
             self._finished.clear()
+            self._turns.clear()
         return ended
 
     def num_to_add(self, max_live: int) -> int:

@@ -97,9 +97,19 @@ class Request:
         return self.tokens[len(self.prompt_ids) :]
 
     @property
+    def has_begun_turn(self) -> bool:
+        """Whether the present turn has a token."""
+        return has_begun_turn(len(self.prompt_ids), len(self.tokens), self.replies)
+
+    @property
     def loss_mask(self) -> list[int] | None:
         """1 for each token of the answer that was sampled, 0 for each token of a reply; None if there was no reply."""
         return loss_mask(len(self.prompt_ids), len(self.tokens), self.replies)
+
+
+def has_begun_turn(num_prompt: int, num_tokens: int, replies: Sequence[tuple[int, int]]) -> bool:
+    """Whether the last of so many tokens was sampled (`Request.has_begun_turn`)."""
+    return num_tokens > (replies[-1][1] if replies else num_prompt)
 
 
 def loss_mask(num_prompt: int, num_tokens: int, replies: Sequence[tuple[int, int]]) -> list[int] | None:

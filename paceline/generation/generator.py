@@ -170,7 +170,7 @@ class FileGenerator:
         jobs = iter(JobReader(name, lines, self._refuse))
         with RequestPool[_Owner](self.engine) as self._requests:
             self._refill(jobs)
-            for result, finished in self._requests.steps():
+            for result, finished, _ in self._requests.steps():
                 for owner, rollout in finished:
                     self._write(owner, rollout)
                 self.callback.on_engine_step(result, self.engine.stats())

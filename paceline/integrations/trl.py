@@ -301,7 +301,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
     with RequestPool[int](engine) as requests:
         for prompt, own in places.items():
             requests.add(list(prompt), params, own, seeds=[seeds[place] for place in own])
-        for result, finished in requests.steps():
+        for result, finished, _ in requests.steps():
             for place, rollout in finished:
                 if rollout.finish_reason == "error":
                     raise RolloutFailed(f"prompt {place}: its answer ended with an error: {rollout.error}")

@@ -15,7 +15,7 @@ from paceline.tasks.calculation import Calculation, CalculationConfig
 from paceline.tasks.collatz import Collatz, CollatzConfig
 from paceline.tasks.competition import Math, MathConfig
 from paceline.tasks.custom import Python, PythonConfig
-from paceline.tasks.environment import AnyTask, Environment, Tool, Transcript, UsesTools
+from paceline.tasks.environment import AnyTask, Concurrent, Environment, Tool, Transcript, UsesTools
 from paceline.tasks.gsm8k import Gsm8k, Gsm8kConfig
 from paceline.tasks.humaneval import HumanEval, HumanEvalConfig
 from paceline.tasks.jsonl import Jsonl, JsonlConfig
@@ -28,7 +28,7 @@ from paceline.tasks.verifiers import Verifiers, VerifiersConfig
 from paceline.tasks.weighted import WeightedRewards
 from paceline.tasks.words import Words, WordsConfig
 
-__all__ = ["TASKS", "Environment", "Graded", "Problem", "RewardPool", "Task", "Tool", "Transcript", "UsesTools",
+__all__ = ["TASKS", "Concurrent", "Environment", "Graded", "Problem", "RewardPool", "Task", "Tool", "Transcript", "UsesTools",
            "WeightedRewards", "make_task"]
 
 TASKS: dict[str, tuple[type[Config], Callable[[Any], AnyTask]]] = {

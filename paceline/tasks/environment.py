@@ -69,6 +69,13 @@ class Environment(Problems, Protocol):
         ...
 
 
+class Concurrent:
+    """An environment whose calls wait most of the time, for a server, a tool or another model. Each worker process runs up to
+    `concurrency` of its calls at the same time, in threads, so they have to be thread-safe."""
+
+    concurrency: int = 64
+
+
 AnyTask = Task | Environment
 """What a policy is trained on."""
 
@@ -173,3 +180,8 @@ class UsesTools:
 def tools_of(task: AnyTask) -> Sequence[Tool]:
     """The tools that a task's policy may call."""
     return task.tools if isinstance(task, UsesTools) else ()
+
+
+def concurrency_of(task: AnyTask) -> int:
+    """The number of a task's calls that one worker process runs at the same time."""
+    return task.concurrency if isinstance(task, Concurrent) else 1

@@ -13,7 +13,7 @@ from pydantic import Field
 from paceline.config import Config
 from paceline.extras import install_command
 from paceline.tasks.base import Problem
-from paceline.tasks.environment import Message
+from paceline.tasks.environment import Concurrent, Message
 from paceline.tasks.sessions import Session, SessionEnvironment
 
 
@@ -36,8 +36,9 @@ class OpenEnvConfig(Config):
     """Further arguments for starting a named environment, such as `use_docker = true`."""
 
 
-class OpenEnv(SessionEnvironment):
-    """An environment of OpenEnv. Each turn is an action, and its reward is that of the step."""
+class OpenEnv(SessionEnvironment, Concurrent):
+    """An environment of OpenEnv. Each turn is an action, and its reward is that of the step. Many episodes wait for a server at
+    the same time; a class runs one call after another."""
 
     def __init__(self, config: OpenEnvConfig) -> None:
         super().__init__()
@@ -46,6 +47,13 @@ class OpenEnv(SessionEnvironment):
         if importlib.util.find_spec("openenv") is None:
             raise ValueError(f"task: openenv is not installed: {install_command('openenv')}")
         self.config, self.name = config, f"openenv:{config.environment}"
+        if _is_class(config.environment):
+            self.concurrency = 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker: read the package, which takes seconds, when the worker starts, and not within the first call's time."""
+        super().__setstate__(state)
+        _class_of(self.config.environment if _is_class(self.config.environment) else "openenv:GenericEnvClient")
 
     def __len__(self) -> int:
         return len(self.config.resets) or self.config.size
@@ -86,7 +94,7 @@ class _Episode:
         name = config.environment
         if "://" in name:
             self._client, self._field = _connect(name), config.action
-        elif ":" in name:
+        elif _is_class(name):
             local = _Local(name)
             self._client, self._field = local, config.action or local.only_field
         else:
@@ -124,14 +132,22 @@ class _Episode:
         return str(seen[name]) if name is not None else json.dumps(dict(seen), ensure_ascii=False, default=str)
 
 
+def _is_class(name: str) -> bool:
+    return ":" in name and "://" not in name
+
+
+def _class_of(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 class _Local:
     """An environment's class in this process, with a client's methods."""
 
     def __init__(self, where: str) -> None:
         from openenv.core.env_server.types import Action
 
-        module, _, name = where.partition(":")
-        made = getattr(importlib.import_module(module), name)()
+        made = _class_of(where)()
         hints = [argument for base in type(made).__orig_bases__ for argument in getattr(base, "__args__", ())]
         kinds: list[Any] = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, Action)]
         self._environment, self._kind = made, kinds[0] if kinds else Action
@@ -156,12 +172,8 @@ class _Local:
 
 
 def _connect(address: str) -> _Client:
-    from openenv import GenericEnvClient
-
-    return GenericEnvClient(base_url=address).sync().connect()
+    return _class_of("openenv:GenericEnvClient")(base_url=address).sync().connect()
 
 
 def _start(name: str, arguments: dict[str, Any]) -> _Client:
-    from openenv import GenericEnvClient
-
-    return GenericEnvClient.from_env(name, **arguments).sync().connect()
+    return _class_of("openenv:GenericEnvClient").from_env(name, **arguments).sync().connect()

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from paceline.tasks.base import Problem
-from paceline.tasks.environment import AnyTask, Message, Transcript
+from paceline.tasks.environment import AnyTask, Message, Transcript, concurrency_of
+from paceline.tasks.threads import ThreadedWorkers
 from paceline.tasks.worker import (
     Acted,
     Action,
@@ -31,6 +32,8 @@ from paceline.tasks.worker import (
 
 _STALLED_S = 30.0
 """If no grade arrives for this long beyond the time limit, the workers are taken for lost and replaced."""
+_THREAD_GB = 0.125
+"""Address space that a thread may take beside what its calls need: its stack, and its part of malloc's."""
 _MAX_ATTEMPTS = 8
 """A sample during which the pool broke this often is taken for the cause."""
 
@@ -76,23 +79,29 @@ class Pending:
     attempts: int = 0
     num_failures: int = 0
     """How often the grader failed on the sample."""
+    is_suspect: bool = False
+    """Whether a worker was lost because of the sample."""
 
 
 class RewardPool:
     """Grades samples in worker processes. `submit` never waits, `collect` does. Workers start with the first `submit`, or
     earlier with `start`.
 
+    Workers run one call at a time, or several if the task is an environment that allows it (`Concurrent`).
     With workers=0, `submit` grades in this process at once: exceptions are caught, but there is no time limit, and a crash is a
     crash.
     """
 
-    def __init__(self, task: AnyTask, workers: int, timeout_s: float, *, memory_gb: float = 4.0, retries: int = 0) -> None:
-        """`retries`: how often a sample is graded again after its grader raised, ran out of time or crashed."""
+    def __init__(self, task: AnyTask, workers: int, timeout_s: float, *, memory_gb: float = 4.0, retries: int = 0,
+                 concurrency: int | None = None) -> None:
+        """`retries`: how often a sample is graded again after its grader raised, ran out of time or crashed. `concurrency`: the
+        number of calls that a worker runs at the same time; None: what the task says."""
         _require(workers >= 0, "workers", workers, ">= 0")
         _require(timeout_s > 0, "timeout_s", timeout_s, "> 0")
         _require(memory_gb > 0, "memory_gb", memory_gb, "> 0")
         _require(retries >= 0, "retries", retries, ">= 0")
-        self.retries = retries
+        _require(concurrency is None or concurrency >= 1, "concurrency", concurrency, ">= 1")
+        self.retries, self.concurrency = retries, concurrency_of(task) if concurrency is None else concurrency
         self.task, self.workers, self.timeout_s, self.memory_gb = task, workers, timeout_s, memory_gb
         self.num_errors = 0
         """Number of samples whose grader raised or returned no number."""
@@ -101,7 +110,7 @@ class RewardPool:
         self.num_crashes = 0
         """Number of samples whose worker process ended."""
         self._pickled = pickle.dumps(task) if workers else b""
-        self._pool: ProcessPool | None = None
+        self._pool: ProcessPool | ThreadedWorkers | None = None
         self._generation = 0
         self._closed = False
 
@@ -179,10 +188,10 @@ class RewardPool:
             self._crashed(handle, f"the grader's process was lost {handle.attempts} times")
             return
         try:
-            handle.future = self._schedule(handle.call.in_worker, *handle.call.arguments)
+            handle.future = self._schedule(handle.call.in_worker, *handle.call.arguments, is_alone=handle.is_suspect)
         except RuntimeError:  # pebble: the pool broke while nobody looked, say an idle worker was killed
             self._drop()
-            handle.future = self._schedule(handle.call.in_worker, *handle.call.arguments)
+            handle.future = self._schedule(handle.call.in_worker, *handle.call.arguments, is_alone=handle.is_suspect)
         handle.generation, handle.attempts = self._generation, handle.attempts + 1
 
     def _settle(self, handle: Pending) -> None:
@@ -190,6 +199,7 @@ class RewardPool:
         try:
             self._finish(handle, handle.future.result())
         except TimeoutError:
+            handle.is_suspect = True
             if not self._retried(handle):
                 self.num_timeouts += 1
                 handle.graded = Graded(0.0, f"no grade within {self.timeout_s} s", self.timeout_s)
@@ -200,6 +210,7 @@ class RewardPool:
                 self._drop()
 
     def _crashed(self, handle: Pending, error: str) -> None:
+        handle.is_suspect = True
         if not self._retried(handle):
             self.num_crashes += 1
             handle.graded = Graded(0.0, error, 0.0)
@@ -219,12 +230,21 @@ class RewardPool:
             self._send(handle)
         return True
 
-    def _schedule(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _schedule(self, function: Callable[..., Any], *args: Any, is_alone: bool = False) -> Future[Any]:
+        """Queue a call. `is_alone`: not beside others in one worker."""
         assert not self._closed, "the pool is closed"
         if self._pool is None:
-            self._pool = ProcessPool(max_workers=self.workers, initializer=start_worker, initargs=(self._pickled, self.memory_gb),
-                                     context=_context())
+            self._pool = self._make_pool()
+        if isinstance(self._pool, ThreadedWorkers):
+            return self._pool.schedule(function, args, is_alone)
         return self._pool.schedule(function, args=args, timeout=self.timeout_s)
+
+    def _make_pool(self) -> ProcessPool | ThreadedWorkers:
+        if self.concurrency == 1:
+            return ProcessPool(max_workers=self.workers, initializer=start_worker, initargs=(self._pickled, self.memory_gb),
+                               context=_context())
+        arguments = self._pickled, self.memory_gb + _THREAD_GB * self.concurrency
+        return ThreadedWorkers(self.workers, self.concurrency, self.timeout_s, start_worker, arguments, _context())
 
     def _drop(self) -> None:
         """Ends the workers; the next sample starts new ones."""

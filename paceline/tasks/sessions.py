@@ -8,6 +8,7 @@ the environment does the same when it is told the same.
 from __future__ import annotations
 
 import json
+import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -36,13 +37,19 @@ class Session(Protocol):
 
 
 class SessionEnvironment:
-    """Implements `Environment` with sessions. Live sessions stay in the process that has them."""
+    """Implements `Environment` with sessions. Live sessions stay in the process that has them. If the environment is
+    `Concurrent`, its sessions are used from several threads, each of them by one at a time."""
 
     def __init__(self) -> None:
         self._live: dict[str, Session] = {}
+        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": {}}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_live", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        SessionEnvironment.__init__(self)
+        self.__dict__.update(state)
 
     @abstractmethod
     def open(self, problem: Problem) -> Session:
@@ -63,7 +70,7 @@ class SessionEnvironment:
 
     def reward(self, transcript: Transcript) -> Reward | Sequence[float]:
         problem, messages = transcript.problem, transcript.messages
-        session = self._live.pop(_key(problem, messages), None)  # None: a limit has ended the episode
+        session = self._take(_key(problem, messages))  # None: a limit has ended the episode
         if session is None:
             session = self._session(problem, messages[:-1])
             session.advance(messages[-1])
@@ -73,16 +80,22 @@ class SessionEnvironment:
             session.close()
 
     def _keep(self, problem: Problem, messages: list[Message], session: Session) -> None:
-        replaced = self._live.pop(key := _key(problem, messages), None)
-        self._live[key] = session
-        if len(self._live) > _MOST_LIVE:
-            replaced = self._live.pop(next(iter(self._live)))
+        key = _key(problem, messages)
+        with self._lock:
+            replaced = self._live.pop(key, None)
+            self._live[key] = session
+            if len(self._live) > _MOST_LIVE:
+                replaced = self._live.pop(next(iter(self._live)))
         if replaced is not None:
             replaced.close()
 
+    def _take(self, key: str) -> Session | None:
+        with self._lock:
+            return self._live.pop(key, None)
+
     def _session(self, problem: Problem, messages: list[Message]) -> Session:
         """The session that waits for the turn after these messages."""
-        session = self._live.pop(_key(problem, messages), None)
+        session = self._take(_key(problem, messages))
         if session is not None:
             return session
         session = self.open(problem)

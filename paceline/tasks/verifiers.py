@@ -21,7 +21,7 @@ from pydantic import Field
 from paceline.config import Config
 from paceline.extras import install_command
 from paceline.tasks.base import Problem, Reward
-from paceline.tasks.environment import Message
+from paceline.tasks.environment import Concurrent, Message
 from paceline.tasks.sessions import Session, SessionEnvironment
 
 _CLOSE_S = 5.0
@@ -37,7 +37,7 @@ class VerifiersConfig(Config):
     """Number of tasks that are used; fewer if the taskset has fewer."""
 
 
-class Verifiers(SessionEnvironment):
+class Verifiers(SessionEnvironment, Concurrent):
     """An environment of verifiers with one agent, which is the policy."""
 
     def __init__(self, config: VerifiersConfig) -> None:

@@ -7,7 +7,16 @@ from typing import Any, cast
 
 from paceline.tasks.base import Problem, Reward, Task, UsesSandbox
 from paceline.tasks.custom import absolute_name, load_function
-from paceline.tasks.environment import AnyTask, Environment, Message, Transcript, UsesTools, tools_of
+from paceline.tasks.environment import (
+    AnyTask,
+    Concurrent,
+    Environment,
+    Message,
+    Transcript,
+    UsesTools,
+    concurrency_of,
+    tools_of,
+)
 from paceline.types import MODEL_PART, TASK_PART
 
 
@@ -62,14 +71,14 @@ class WeightedRewards(UsesSandbox):
         return parts
 
 
-class WeightedEnvironment(WeightedRewards, UsesTools):
+class WeightedEnvironment(WeightedRewards, UsesTools, Concurrent):
     """An environment whose rewards are weighted sums. Reward functions are told the policy's last turn."""
 
     task: Environment
 
     def __init__(self, task: Environment, functions: Mapping[str, float], task_weight: float) -> None:
         super().__init__(task, functions, task_weight)
-        self.tools = tools_of(task)
+        self.tools, self.concurrency = tools_of(task), concurrency_of(task)
 
     def reset(self, problem: Problem) -> list[Message]:
         return self.task.reset(problem)

@@ -3,6 +3,7 @@ workers; the engine never waits for one of them while another request can run.""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from paceline.tasks.pool import Graded, Pending
 from paceline.tool_calls import parse_tool_calls, tool_call_format
 from paceline.trainer.rollouts import OpenGroup, PromptStream, RolloutCollector, opens_thinking
 from paceline.types import EpisodeRecord, FinishReason, Rollout, RolloutGroup, SamplingParams, StepResult, Strategy, Turn
+
+logger = logging.getLogger(__name__)
 
 _LIMITS: dict[EpisodeEnd, FinishReason] = {"turns": "length", "tokens": "length", "time": "length"}
 
@@ -57,6 +60,12 @@ class _Episodes:
     def pending(self) -> list[Pending]:
         return [*self.resets, *self.replies]
 
+    def forget(self, groups: list[OpenGroup]) -> None:
+        """The episodes of these groups were given up. What their environments still say is ignored."""
+        self.by_request = {request: episode for request, episode in self.by_request.items() if episode.group not in groups}
+        self.replies = {handle: request for handle, request in self.replies.items() if request in self.by_request}
+        self.resets = {handle: group for handle, group in self.resets.items() if group not in groups}
+
 
 class EpisodeCollector(RolloutCollector):
     """A `RolloutCollector` for environments. Each answer is an episode."""
@@ -87,6 +96,13 @@ class EpisodeCollector(RolloutCollector):
             del self._episodes[requests]
         return groups
 
+    def _drop_stale(self, max_staleness: int) -> list[OpenGroup]:
+        dropped = super()._drop_stale(max_staleness)
+        episodes = self._episodes.get(self._requests)
+        if dropped and episodes is not None:
+            episodes.forget(dropped)
+        return dropped
+
     def _submit(self, requests: RequestPool[OpenGroup], problem: Problem, number: int) -> OpenGroup:
         """Ask for a problem's opening. Its requests are added when it is there."""
         group = OpenGroup(problem, number, RolloutGroup([], key=problem.id, prompt=problem.prompt), self.group_size)
@@ -99,13 +115,14 @@ class EpisodeCollector(RolloutCollector):
         episodes, engine = self._episodes[requests], requests.engine
         ended: list[tuple[OpenGroup, Rollout]] = []
         if episodes.resets or episodes.replies:
-            self._read_environments(requests, episodes, ended, waits=not engine.has_work)
-        result, finished = requests.step() if engine.has_work else (StepResult.nothing(0, Strategy.OFF), [])
-        for _, turn in requests.turns(result):
+            self._read_environments(requests, episodes, ended, waits=not (engine.has_work or requests.has_news))
+        self._end_overdue(requests, episodes, ended)
+        step = requests.step() if engine.has_work else requests.catch_up(StepResult.nothing(0, Strategy.OFF))
+        for _, turn in step.turns:
             self._end_turn(requests, episodes, turn, ended)
-        for group, rollout in finished:
-            ended.append((group, self._finished(episodes.by_request.pop(rollout.request_id), rollout)))
-        return PoolStep(result, ended)
+        for group, rollout in step.finished:
+            ended.append((group, self._finished(episodes.by_request.pop(rollout.request_id), rollout, "tokens")))
+        return PoolStep(step.result, ended, [])
 
     def _read_environments(self, requests: RequestPool[OpenGroup], episodes: _Episodes,
                            ended: list[tuple[OpenGroup, Rollout]], waits: bool) -> None:
@@ -144,7 +161,7 @@ class EpisodeCollector(RolloutCollector):
         """A turn has ended: ask the environment for its reply, unless a limit was reached."""
         episode = episodes.by_request[turn.request_id]
         self._add_turn(episode, turn.token_ids)
-        late = self._timeout_s is not None and time.monotonic() - episode.began > self._timeout_s
+        late = self._is_overdue(episode)
         if late or episode.record.num_turns == self._max_turns:
             self._end(requests, episodes, turn.request_id, "time" if late else "turns", ended)
         else:
@@ -186,8 +203,7 @@ class EpisodeCollector(RolloutCollector):
             return
         shown = [{name: value for name, value in message.items() if name != "error"} for message in found.messages]
         episode.record.num_tool_errors += sum(bool(message.get("error")) for message in found.messages)
-        late = self._timeout_s is not None and time.monotonic() - episode.began > self._timeout_s
-        if late:
+        if self._is_overdue(episode):
             self._end(requests, episodes, request, "time", ended)
             return
         try:
@@ -209,15 +225,28 @@ class EpisodeCollector(RolloutCollector):
         reason = None if why is None else _LIMITS.get(why)
         ended.append((episode.group, episode.end(requests.end(request, reason), why)))
 
-    def _finished(self, episode: _Episode, rollout: Rollout) -> Rollout:
-        """An episode that the engine ended, because there is no room for a further token."""
+    def _is_overdue(self, episode: _Episode) -> bool:
+        return self._timeout_s is not None and time.monotonic() - episode.began > self._timeout_s
+
+    def _end_overdue(self, requests: RequestPool[OpenGroup], episodes: _Episodes,
+                     ended: list[tuple[OpenGroup, Rollout]]) -> None:
+        """End the turns of episodes whose time is over. Those that wait for a reply end when it is there."""
+        overdue = [(request, episode) for request, episode in episodes.by_request.items() if self._is_overdue(episode)]
+        for request, episode in overdue:
+            rollout = requests.cut(request, "length")
+            if rollout is not None:
+                del episodes.by_request[request]
+                ended.append((episode.group, self._finished(episode, rollout, "time")))
+
+    def _finished(self, episode: _Episode, rollout: Rollout, why: EpisodeEnd) -> Rollout:
+        """An episode that has ended within a turn, because there is no room for a further token or its time is over."""
         if rollout.finish_reason == "length":
             start = len(rollout.token_ids)
             mask = rollout.loss_mask or [1] * start
             while start and mask[start - 1]:
                 start -= 1
             self._add_turn(episode, rollout.token_ids[start:])
-        return episode.end(rollout, "tokens")
+        return episode.end(rollout, why)
 
     def _grade(self, problem: Problem, rollout: Rollout) -> Any:
         """Ask the environment for an episode's reward."""
@@ -246,4 +275,7 @@ def run_episodes(engine: Engine, environment: AnyTask, problems: int, params: Sa
         collector = make_collector(engine, None, PromptStream(environment, params.seed, 1), pool, rollout, params.seed,
                                    lambda *_: None)
         collector.params = replace(params, pauses=collector.params.pauses)
-        return collector(0, problems, PhaseTimer())
+        groups = collector(0, problems, PhaseTimer())
+    for line in collector.refused:
+        logger.warning("left out: %s", line)
+    return groups

@@ -64,7 +64,8 @@ class Evaluator:
         self.config: EvaluationConfig = config.evaluation
         self._own = config.evaluation.task is not None or bool(config.evaluation.task_options)
         grading = config.reward
-        self._pool = RewardPool(task.task, grading.workers, grading.timeout_s, retries=grading.retries) if self._own else pool
+        self._pool = pool if not self._own else RewardPool(
+            task.task, grading.workers, grading.timeout_s, retries=grading.retries, concurrency=grading.concurrency)
         rollout = config.rollout.model_copy(update={
             "group_size": self.config.samples, "max_new_tokens": self.config.max_new_tokens or config.rollout.max_new_tokens})
         self._collector = make_collector(engine, None, PromptStream(task, config.seed, None), self._pool, rollout, config.seed,

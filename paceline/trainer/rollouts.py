@@ -221,7 +221,7 @@ class RolloutCollector:
                     groups[-1].version = requests.engine.version
                 count, total = min(count, len(groups)), sum(group.num_left + len(group.group.rollouts) for group in groups)
                 while not self._is_finished(groups, count):
-                    result, finished = self._step(requests)
+                    result, finished, _ = self._step(requests)
                     for group, rollout in finished:
                         self._take_rollout(group, rollout, graded)
                     self._on_engine_step(requests.engine, result, total - len(requests), total)

@@ -155,7 +155,8 @@ class Trainer:
         training_task, held_out = split_task(config, task)
         folder.remove_rollouts_after(self.state.step)
         self.engine, self.baseline = self.backend.make_engines(self.state.step, self.checkpoints.latest())
-        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries)
+        self.pool = RewardPool(task, config.reward.workers, config.reward.timeout_s, retries=config.reward.retries,
+                               concurrency=config.reward.concurrency)
         prompts = PromptStream(training_task, config.seed, config.epochs, self.state, config.rollout.shuffle)
         self.collector = make_collector(self.engine, self.baseline, prompts, self.pool, config.rollout, config.seed,
                                         self._on_engine_step)

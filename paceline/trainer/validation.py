@@ -24,7 +24,7 @@ from paceline.models.weights import check_model, parse_dtype
 from paceline.rl.algorithms import ALGORITHMS, make_algorithm
 from paceline.strategy import make_selector
 from paceline.tasks import make_task
-from paceline.tasks.environment import AnyTask, is_environment
+from paceline.tasks.environment import AnyTask
 from paceline.tasks.weighted import weighted
 from paceline.trainer.config_files import check_drafter_settings
 from paceline.trainer.device import check_run_device, check_worker_gpus, cluster_address, run_device
@@ -64,10 +64,6 @@ def setting_problems(config: TrainConfig) -> list[ConfigProblem]:
 def _task_problems(config: TrainConfig, task: AnyTask) -> list[ConfigProblem]:
     if not len(task):
         return [ConfigProblem("task", f"{task.name} has no problems")]
-    if is_environment(task) and config.rollout.max_staleness and (
-            config.evaluation.every or config.rollout.stale_groups == "drop"):
-        return [ConfigProblem("rollout.max_staleness", f"episodes of {task.name} that are under way allow neither "
-                              "evaluation.every nor rollout.stale_groups = drop yet")]
     rewards = config.reward
     return [*_problems("reward.functions", lambda: weighted(task, rewards.functions, rewards.task_weight)),
             *_problems("evaluation", lambda: split_task(config, task))]

@@ -7,8 +7,9 @@ import random
 import signal
 
 import pytest
-from cluster.local import EAGER, ChaoticRuntime, TinySpec, make_cluster, make_engine, restless, weights
-from cluster.turns import assert_same, run_episodes
+from cluster.local import EAGER, ChaoticRuntime, TinySpec, make_cluster, make_engine, restless, submit, weights
+from cluster.local_runtime import LocalRuntime
+from cluster.turns import PARAMS, assert_same, reference, run_episodes
 
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.worker import Worker
@@ -24,6 +25,28 @@ def test_any_number_of_workers_gives_the_same_episodes(workers, strategy):
     for worker in coordinator.runtime.workers.values():
         stats = worker.engine.stats()
         assert stats.free_pages == stats.total_pages and not worker.engine.planner.requests
+
+
+def test_turns_that_are_cut_end_where_the_coordinator_knows_them():
+    """As when an episode's time is over: what it has is the beginning of the whole episode, and its worker is free."""
+    runtime = LocalRuntime(2, lambda w, send: Worker(w, make_engine("off", seed=7, max_batch=5), send, tell_s=0.0), 2)
+    coordinator = Coordinator(runtime, EAGER, interval_s=0.0)
+    coordinator.publish_policy(weights(), 0)
+    ids = submit(coordinator, PARAMS)
+    assert not any(coordinator.placement.can_cut(request) for request in ids), "none has begun"
+    for _ in range(3):
+        coordinator.step()
+    cut = [coordinator.end(request, "length") for request in ids if coordinator.placement.can_cut(request)]
+    expected = reference()
+    assert cut and all(rollout.finish_reason == "length" for rollout in cut)
+    assert all(0 < len(rollout.token_ids) <= 9 and rollout.token_ids == expected[rollout.seed].token_ids[: len(rollout.token_ids)]
+               for rollout in cut)
+    for request in ids:
+        if coordinator.book.is_open(request):
+            coordinator.cancel([request])
+    for _ in range(8):
+        coordinator.step()
+    assert not len(coordinator.book) and not any(worker.engine.planner.requests for worker in runtime.workers.values())
 
 
 def survive(num_workers: int, strategy: str, deaths: int, seed: int) -> None:

@@ -43,11 +43,13 @@ def test_episodes_do_not_depend_on_the_number_of_workers(tmp_path):
 
 @pytest.mark.slow
 def test_unfinished_episodes_continue_in_the_next_step(tmp_path):
-    """Asynchronous training: an episode goes on with the next policy, and each prompt is trained on once."""
-    game = {**GAME, "evaluation": {}, "steps": 4, "rollout": {**GAME["rollout"], "max_staleness": 1}}
+    """Asynchronous training: an episode goes on with the next policy, and each prompt is trained on once. Evaluations
+    run meanwhile."""
+    game = {**GAME, "steps": 4, "rollout": {**GAME["rollout"], "max_staleness": 1}}
     trainer = LocalTrainer(config(tmp_path / "run", cluster={"workers": 2, "shard_training": False}, **game))
     trainer.run()
     groups = [(line["step"], line["id"]) for file in sorted((tmp_path / "run").glob("rollouts-*.jsonl"))
               for line in map(json.loads, file.read_text().splitlines())]
     names = [name for _, name in dict.fromkeys(groups)]
+    assert [record["step"] for record in records(tmp_path / "run", "evaluations.jsonl")] == [0, 2, 4]
     assert len(names) == len(set(names)) >= 8 and all(groups.count(group) == 3 for group in set(groups))

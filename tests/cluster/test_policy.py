@@ -181,6 +181,20 @@ def test_idle_workers_train_until_generation_ends_or_they_get_work():
     assert decide(short) == [], "not worth starting"
 
 
+def test_workers_whose_requests_all_wait_for_environments_train_until_one_goes_on():
+    """Requests that wait are not in the table; only how long the longest of them will still take is known."""
+    waiting = cluster(2, [], can_train=True, paused_remaining=5000.0)
+    assert decide(waiting) == [TrainDrafter(0)]
+    training = carry_out(waiting, [TrainDrafter(0)])
+    assert decide(training) == [], "it goes on"
+    one = replace(training, requests=cluster(2, [{"worker": 1, "remaining": 5000.0}]).requests, paused_remaining=100.0)
+    assert decide(one) == [], "another worker's reply is there"
+    own = replace(training, requests=cluster(2, [{"worker": 0, "remaining": 5000.0}]).requests)
+    assert decide(own)[0] == StopTraining(0)
+    assert decide(replace(training, paused_remaining=0.0)) == [StopTraining(0)], "all have ended"
+    assert decide(replace(waiting, paused_remaining=20.0)) == [], "not worth starting"
+
+
 def test_outdated_workers_are_brought_up_to_date_before_they_generate():
     view = cluster(2, [{}, {}], max_batch=1, policy_version=2)
     view = replace(view, workers=(replace(view.workers[0], policy_version=2), view.workers[1]))

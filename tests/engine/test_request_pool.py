@@ -22,7 +22,7 @@ def test_every_rollout_comes_with_its_owner_and_a_consumer_may_add_more_meanwhil
     waiting, found = [[3, 4], [5, 6], [7, 8]], {}
     with RequestPool[str](engine) as requests:
         requests.add([1, 2], SIX, ["first", "second"], seeds=[7, 8])
-        for _, finished in requests.steps():
+        for _, finished, _ in requests.steps():
             found |= dict(finished)
             if finished and waiting:
                 requests.add(waiting.pop(0), SIX, [f"later {len(waiting)}"])
@@ -55,7 +55,7 @@ def test_a_step_that_raises_ends_its_requests_in_the_next_one(engine, monkeypatc
             requests.step()
         monkeypatch.undo()
         assert len(requests) == 6
-        found = {owner: rollout for _, finished in requests.steps() for owner, rollout in finished}
+        found = {owner: rollout for _, finished, _ in requests.steps() for owner, rollout in finished}
     assert sorted(rollout.finish_reason for rollout in found.values()) == ["error"] * 4 + ["length"] * 2
     assert sorted(found) == list(range(6)), "two were waiting and are generated"
 
@@ -69,7 +69,7 @@ def test_aborted_requests_keep_what_they_have_and_those_of_others_are_not_touche
         ((owner, rollout),) = requests.abort([*ids[:1], 12345, other])
         assert owner == "a" and 0 < len(rollout.token_ids) < 6 and list(requests.owners.values()) == ["b"]
         assert requests.abort(ids[:1]) == []
-        assert [owner for _, finished in requests.steps() for owner, _ in finished] == ["b"], "the other's rollout is not ours"
+        assert [owner for _, finished, _ in requests.steps() for owner, _ in finished] == ["b"], "the other's rollout is not ours"
 
 
 def test_requests_are_added_in_blocks_and_the_batch_stays_almost_full(engine):

@@ -67,6 +67,43 @@ def test_training(folder, unbroken, seed, kills):
     assert not [path for path in broken.rglob(".*") if path.name != ".lock"], "nothing temporary stays"
 
 
+GAME = {"task": "words", "task_options.alphabet": "abc", "task_options.length": 2, "task_options.guesses": 3,
+        "task_options.instructions": False, "steps": 6, "rollout.max_turn_tokens": 2, "rollout.max_new_tokens": 40,
+        "checkpoint_every": 1, "reward.workers": 1}
+
+
+def game(folder: Path) -> list[str]:
+    """Arguments of a run with an environment of several turns."""
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}")
+    arguments = settings(folder, "game", **GAME)
+    left = [pair for pair in zip(arguments[2::2], arguments[3::2], strict=True) if "reward.py" not in pair[1]
+            and "prompts.jsonl" not in pair[1]]
+    return [*arguments[:2], *(part for pair in left for part in pair)]
+
+
+@pytest.mark.parametrize(("seed", "kills"), RUNS)
+def test_training_on_episodes(folder, tmp_path_factory, seed, kills):
+    """Kills fall between the turns of episodes, too: their environments run in processes of their own, which end as well."""
+    whole = tmp_path_factory.mktemp("whole")
+    toy.make_folder(whole)
+    assert run(game(whole)) == 0
+    broken, draw, num_killed = folder / "game", random.Random(seed), 0
+
+    def num_steps() -> int:
+        return len(read_metrics(broken)) if (broken / "metrics.jsonl").exists() else 0
+
+    for attempt in range(kills):
+        done = num_steps()
+        process = start(game(folder) if attempt == 0 else ["train", "--resume", str(broken)])
+        num_killed += kill_at_random(process, lambda: num_steps() > done, draw)  # noqa: B023
+    assert num_killed
+    assert run(["train", "--resume", str(broken)]) == 0
+    assert [record["step"] for record in read_metrics(broken)] == list(range(1, 7))
+    assert any(0 in (row.get("loss_mask") or []) for row in toy.rollouts(broken)), "some episodes have several turns"
+    assert_same_run(broken, whole / "game")
+
+
 def prompts(folder: Path) -> None:
     lines = [json.dumps({"id": f"q{i}", "prompt": toy.LETTERS[i % 40 : i % 40 + 4]}) for i in range(60)]
     (folder / "many.jsonl").write_text("\n".join(lines) + "\n")

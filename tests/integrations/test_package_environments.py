@@ -124,12 +124,14 @@ def test_an_openenv_server(folder):
                     break
             time.sleep(0.1)
         options = {"action": "text", "observation": "length", "resets": [{"seed": 7}, {"seed": 8}]}
-        engine = Engine.load(folder, dtype="float64", strategy="off")
-        served, local = ([
-            (r.token_ids, r.reward, r.episode.messages, r.episode.error)
-            for group in run_episodes(engine, make_task(name, **options), 2, PARAMS, n=2, workers=0) for r in group.rollouts]
-            for name in (f"openenv:http://127.0.0.1:{port}", "openenv:adding_machine:AddingMachine"))
-        assert [found[1:] for found in served] == [found[1:] for found in local] and all(error is None for *_, error in served)
+        engine, found = Engine.load(folder, dtype="float64", strategy="off"), []
+        for name in (f"openenv:http://127.0.0.1:{port}", "openenv:adding_machine:AddingMachine"):
+            task = make_task(name, **options)
+            task.name = "adding"  # part of the seeds
+            groups = run_episodes(engine, task, 2, PARAMS, n=4, workers=1, timeout_s=60.0)
+            found.append([(r.token_ids, r.reward, r.turn_rewards, r.episode.messages, r.episode.error)
+                          for group in groups for r in group.rollouts])
+        assert found[0] == found[1] and all(error is None for *_, error in found[0])
     finally:
         server.terminate()
         server.wait()

@@ -203,7 +203,7 @@ def test_rewards_of_turns(name):
 
 @pytest.mark.parametrize(("name", "loss_type", "clip_high"), [
     ("grpo", "grpo", 0.2), ("dapo", "dapo", 0.28), ("dr_grpo", "dr_grpo", 0.2), ("gspo", "grpo", 0.3), ("cispo", "cispo", 5.0)])
-def test_losses_equal_trl_with_its_tool_mask(name, loss_type, clip_high):
+def test_losses_and_gradients_equal_trl_with_its_tool_mask(name, loss_type, clip_high):
     pytest.importorskip("trl")
     from test_trl import LONGEST, stand_in
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -228,10 +228,15 @@ def test_losses_equal_trl_with_its_tool_mask(name, loss_type, clip_high):
     inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ones, "tool_mask": tool_mask,
               "advantages": torch.stack([s.advantages[0] for s in samples]), "num_items_in_batch": tool_mask.sum(),
               "old_per_token_logps": spread([s.old for s in samples])}
+    news = [new.requires_grad_() for new in news]
     trainer = stand_in(spread(news), loss_type, 0.0, clip_high)
     trainer.importance_sampling_level = "sequence" if name == "gspo" else "token"
     theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
-    ours = 0.0
+    ours = torch.zeros((), dtype=torch.float64)
     for batch in pack(samples, 30, algorithm.weights([s.num_answer for s in samples])):
-        ours += float(algorithm.loss(torch.cat([news[i] for i in batch.members]), batch).total)
-    assert ours == pytest.approx(float(theirs), abs=1e-6)
+        ours = ours + algorithm.loss(torch.cat([news[i] for i in batch.members]), batch).total
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=1e-6)
+    mine, wanted = torch.autograd.grad(ours, news), torch.autograd.grad(theirs, news)
+    assert any(gradient.abs().max() > 1e-3 for gradient in wanted)
+    for gradient, other in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-7)

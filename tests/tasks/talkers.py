@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.tasks import Problem, Transcript
+from paceline.tasks import Concurrent, Problem, Transcript
 from paceline.tasks.sessions import SessionEnvironment
 
 
@@ -64,6 +64,19 @@ class Talker:
         return float(len(transcript.turns))
 
 
+class ManyTalkers(Talker, Concurrent):
+    """Talks with many at the same time."""
+
+    concurrency = 32
+
+    def reply(self, transcript: Transcript) -> Any:
+        if transcript.answer == "pid":
+            return [{"role": "user", "content": str(os.getpid())}]
+        if transcript.answer.startswith("wait "):
+            time.sleep(float(transcript.answer[5:]))
+        return super().reply(transcript)
+
+
 class Echo:
     """Replies with the first letters of the turn, ends after a turn that begins with a vowel, and counts lower-case letters."""
 
@@ -98,6 +111,18 @@ class Late(Echo):
 
     def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
         time.sleep(0.05)
+        return super().reply(transcript)
+
+
+class Held(Echo, Concurrent):
+    """Does not answer one problem's turns before there is a file."""
+
+    def __init__(self, problem: str, file: str) -> None:
+        self.problem, self.file = problem, file
+
+    def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
+        while transcript.problem.id == self.problem and not Path(self.file).exists():
+            time.sleep(0.01)
         return super().reply(transcript)
 
 
@@ -137,6 +162,16 @@ class Counting(SessionEnvironment):
 
     def open(self, problem: Problem) -> CountingSession:
         return CountingSession(problem.truth)
+
+
+class CountingTogether(Counting, Concurrent):
+    """Takes its time, and others' turns meanwhile."""
+
+    concurrency = 16
+
+    def reply(self, transcript: Transcript) -> list[dict[str, Any]] | None:
+        time.sleep(0.02)
+        return super().reply(transcript)
 
 
 class Forgetful(Counting):

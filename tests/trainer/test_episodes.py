@@ -77,8 +77,22 @@ def test_limits_end_episodes(tokens):
     assert all(tokens.decode(sampled(rollout)) == "".join(turns(rollout)) for rollout in rollouts)
     rollouts, _ = collect(tokens, max_turns=1)
     assert {rollout.episode.num_turns for rollout in rollouts} == {1} and all(rollout.reward is not None for rollout in rollouts)
-    rollouts, _ = collect(tokens, episode_timeout_s=1e-9)
-    assert {rollout.episode.end for rollout in rollouts} == {"time"}
+
+
+def test_an_episode_whose_time_is_over_ends_in_the_middle_of_a_turn(tokens):
+    engine = Engine(tiny.model(), tokens, "none", "off", EngineConfig(max_batch=4))
+    rollouts, _ = collect(tokens, engine=engine, episode_timeout_s=1e-9, max_turn_tokens=80)
+    assert {rollout.episode.end for rollout in rollouts} == {"time"} and all(rollout.reward is not None for rollout in rollouts)
+    assert {rollout.finish_reason for rollout in rollouts} == {"length"}
+    assert all(0 < len(rollout.token_ids) < 8 and rollout.episode.num_turns == 1 for rollout in rollouts)
+    assert all(tokens.decode(rollout.token_ids) == turns(rollout)[0] for rollout in rollouts)
+    engine, clock = Engine(tiny.model(), tokens, "none", "off"), iter(range(10**6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.trainer.episodes.time.monotonic", lambda: next(clock))
+        rollouts, _ = collect(tokens, engine=engine, episode_timeout_s=300.0)
+    late = [rollout for rollout in rollouts if rollout.episode.end == "time"]
+    assert any(rollout.episode.num_turns > 1 and rollout.loss_mask[-1] for rollout in late), "also after a reply"
+    assert all(tokens.decode(sampled(rollout)) == "".join(turns(rollout)) for rollout in rollouts)
 
 
 def test_failures_of_the_environment_cost_their_episode_only(tokens):

@@ -12,7 +12,7 @@ from paceline.report import read_metrics
 from paceline.tasks import Problem
 from paceline.trainer import RunStatus, Trainer
 from paceline.trainer.summary import rollout_metrics
-from paceline.types import Rollout, RolloutGroup
+from paceline.types import EpisodeRecord, Rollout, RolloutGroup
 
 
 def group(*answers: tuple[float | None, int]) -> RolloutGroup:
@@ -32,6 +32,19 @@ def test_dropped_groups_and_ungraded_answers_count():
     alone = rollout_metrics([kept])
     assert alone["reward/mean"] == 0.25 and alone["length/max"] == 3.0
     assert "reward/mean" not in rollout_metrics([ungraded]), "without a grade there is no mean"
+
+
+def test_metrics_of_episodes_are_means_over_all_of_them():
+    found = [group((1.0, 1), (3.0, 1)), group((None, 1), (2.0, 1))]
+    records = [EpisodeRecord(num_turns=1, num_tool_calls=2, num_tool_errors=1, environment_s=0.5),
+               EpisodeRecord(num_turns=4, num_tool_calls=6, num_tool_errors=0, environment_s=1.5),
+               EpisodeRecord(num_turns=2, num_tool_calls=0, num_tool_errors=0, environment_s=4.0, error="no reply")]
+    for rollout, record in zip([rollout for each in found for rollout in each.rollouts], records, strict=False):
+        rollout.episode = record
+    assert {key: value for key, value in rollout_metrics(found).items() if key.startswith("episode/")} == pytest.approx({
+        "episode/turns": 7 / 3, "episode/tool_calls": 8 / 3, "episode/tool_errors": 1 / 3, "episode/environment_s": 2.0,
+        "episode/errors": 1})
+    assert not any(key.startswith("episode/") for key in rollout_metrics([group((1.0, 1))]))
 
 
 def test_parts_of_rewards_are_means_over_all_graded_answers():

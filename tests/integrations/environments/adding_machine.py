@@ -45,4 +45,4 @@ if __name__ == "__main__":
     import uvicorn
     from openenv.core.env_server import create_app
 
-    uvicorn.run(create_app(AddingMachine, Say, Heard), port=int(sys.argv[1]), log_level="warning")
+    uvicorn.run(create_app(AddingMachine, Say, Heard, max_concurrent_envs=16), port=int(sys.argv[1]), log_level="warning")

@@ -28,8 +28,7 @@ from paceline.spot.config import SpotConfig  # noqa: E402
 DOCS = ROOT / "docs"
 FREE_TABLES: dict[str, type[Config]] = {"spot": SpotConfig, "drafter_budget": TrainingBudgetConfig, "drafter_alarms": AlarmConfig}
 """Tables of `TrainConfig` that are dictionaries there, and the classes that check them."""
-_PAGES = {"engine": ("Settings of rollouts, engine, workers, rewards and evaluation",
-                     ("rollout", "engine", "cluster", "reward", "evaluation")),
+_PAGES = {"engine": ("Settings of rollouts, engine, workers and rewards", ("rollout", "engine", "cluster", "reward")),
           "drafter": ("Settings of drafter training", tuple(FREE_TABLES))}
 """Tables that are on pages of their own: end of the page's name → its title and its tables."""
 _HEAD = """# Settings
@@ -41,10 +40,11 @@ Python. Unknown keys are errors. `paceline train --dry-run` prints all of them w
 [Training](training.md) explains what belongs together; options of tasks are in [Tasks and rewards](tasks.md).
 
 The defaults below are the only ones: of the command line, of files and of `TrainConfig`. `paceline train` without a file runs a
-file, too, which sets what the small bundled policy needs, such as a higher learning rate. `paceline init` prints that file,
-`paceline init FILE` writes it, and in Python `load_config()` returns it.
+file, too, which sets what the small bundled policy and its task need, such as a higher learning rate; what it says of the task or
+the policy is left out where `--set task=…` or `--set model=…` names another. `paceline init` prints that file, `paceline init
+FILE` writes it, and in Python `load_config()` returns it.
 
-More settings: [rollouts, engine, workers, rewards and evaluation](settings-engine.md), [drafter training](settings-drafter.md),
+More settings: [rollouts, engine, workers and rewards](settings-engine.md), [drafter training](settings-drafter.md),
 [algorithms](settings-algorithms.md).
 """
 _LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -40,6 +40,17 @@ def digest_files(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
                 for name, size in sizes.items()}
 
 
+def hash_buffers(buffers: Mapping[str, memoryview]) -> str:
+    """One hash of buffers and their names, made from hashes of blocks as that of a file is."""
+    blocks = [buffer[start : start + _BLOCK_BYTES] for buffer in buffers.values()
+              for start in range(0, len(buffer), _BLOCK_BYTES)]
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        hashes = threads.map(_hash, blocks)
+        found = [[name, len(buffer), _hash(b"".join(next(hashes) for _ in range(0, len(buffer), _BLOCK_BYTES))).hex()]
+                 for name, buffer in buffers.items()]
+    return _hash(json.dumps(sorted(found)).encode()).hex()
+
+
 def write_manifest(checkpoint: Path, step: int, known: Mapping[str, FileDigest]) -> None:
     """Writes the manifest of a checkpoint whose other files are complete. `known`: digests that need not be computed again."""
     digests = {**known, **digest_files(checkpoint, [name for name in _files(checkpoint) if name not in known])}
@@ -118,7 +129,7 @@ def _changed(path: Path) -> str:
     return damaged(path, "it has changed since the checkpoint was written, or belongs to another checkpoint")
 
 
-def _hash(content: bytes) -> bytes:
+def _hash(content: bytes | memoryview) -> bytes:
     return blake2b(content, digest_size=32).digest()
 
 

@@ -77,16 +77,16 @@ class ClusterBackend(Backend):
         shape = open_checkpoint(resolve_model(self.config.model)).config
         self.engine = ClusterEngine(self.coordinator, self.tokenizer, shape)
         baseline = ClusterEngine(self.coordinator, self.tokenizer, shape, is_baseline=True) if self.config.compare_off else None
-        self._load_drafter(shape)
+        self._load_drafter(shape, version)
         self.publish(version)
         if baseline is not None:
             baseline.version = version
         return cast("tuple[Engine, Engine | None]", (self.engine, baseline))  # they have what a run uses of an engine
 
-    def _load_drafter(self, shape: ModelConfig) -> None:
+    def _load_drafter(self, shape: ModelConfig, step: int) -> None:
         """Continue with the drafter of the run's checkpoint, whatever the number of workers that trained it, if it is one
         that the settings ask for."""
-        found = load_snapshot(self._folder / "drafter")
+        found = load_snapshot(self._folder / "drafter", step)
         if found is None or not self.config.has_learned_drafter or not self.config.train_drafter:
             return
         why = why_unusable(found, self.config, shape)

@@ -78,10 +78,10 @@ class ClusterDrafterTrainer(DrafterTrainer):
         self.failure = self.coordinator.drafter.failure
         return {"drafter/failed": 1.0} if self.failure is not None else metrics
 
-    def save(self) -> None:
+    def save(self, step: int | None = None) -> None:
         """A resumed run may have another number of workers."""
         if self.coordinator.trained is not None:
-            self._checkpoints.save(unpack_drafter(self.coordinator.trained))
+            self._checkpoints.save(unpack_drafter(self.coordinator.trained), step)
 
     def close(self) -> None:
         self._checkpoints.close()

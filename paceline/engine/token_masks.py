@@ -7,6 +7,7 @@ drafts. Masks are computed on the host while the device is at the policy's forwa
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from paceline.engine.grammar import Grammars
 
 Trees = tuple[np.ndarray, np.ndarray]
 """Tokens and parents [lines, N] of a step's draft trees, as in `HostDrafts`."""
+_REPLAYED = 64
+"""Number of tokens that a grammar is led through at a time when an answer is looked at again."""
 _MAX_PROBLEM = 150
 """Number of characters of an error of the grammar's library that a message repeats."""
 
@@ -53,8 +56,10 @@ def why_forbidden(grammars: Grammars, constraint: Constraint, tokens: list[int])
     """Return the mask [ceil(V / 8)] uint8 of the token behind these tokens of an answer, and what the grammar's library says if
     it has met one of its limits."""
     answer, masks = _Answer(grammars, constraint), np.full((1, -(-grammars.vocabulary // 8)), 255, np.uint8)
-    answer.extend(tokens)
-    answer.fill(0, [[]], masks)
+    starts = [*range(0, len(tokens) - 1, _REPLAYED), len(tokens) - 1, len(tokens)] if tokens else [0]
+    for start, end in itertools.pairwise([0, *starts]):  # the library's limits hold from one mask to the next
+        answer.extend(tokens[start:end])
+        answer.fill(0, [[]], masks)
     return masks[0], answer.problem
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +37,8 @@ _MAX_BODIES = 64
 """Number of bodies of the largest size that may be in memory, because they are still received or encoded."""
 _MAX_PATH = 100
 """Number of characters of an unknown path that the answer repeats."""
+_COMPILING_THREADS = 2
+"""Number of grammars that are compiled at a time; each takes up to about a second of a core."""
 _CLOSE_S = 2.0
 """Seconds that the engine gets at shutdown to finish the step that it is at."""
 _SHUTTING_DOWN = "the server is shutting down"
@@ -58,6 +61,7 @@ class _Server:
         self.metrics = ServerMetrics(engine, self.thread)
         self.control = Control(self.thread, engine, config)
         self.encoder = PromptEncoder(engine.tokenizer, engine.scheduler.max_length, config.template_timeout_s)
+        self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "paceline-grammar")
         self._texts = TokenTexts(engine.tokenizer)
         has_template = bool(engine.tokenizer.chat_template)
         self._tool_format = tool_call_format(engine.tokenizer.get_chat_template(tools=[{}]) if has_template else None)
@@ -92,6 +96,7 @@ class _Server:
         if self._rl is not None:
             await self._rl.close()
         self.encoder.close()
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.thread.close, _CLOSE_S)
 
     def end_requests(self) -> None:
@@ -264,7 +269,8 @@ class _Server:
         try:
             form = generation.params.structured_outputs
             if form is not None:
-                await asyncio.to_thread(self.engine.planner.grammars.check, form.as_grammar())
+                check = self.engine.planner.grammars.check
+                await asyncio.get_running_loop().run_in_executor(self._compiling, check, form.as_grammar())
             await self.control.admit()
             await generation.start()
             if streamed:

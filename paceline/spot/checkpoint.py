@@ -2,12 +2,14 @@
 
 Saving copies the trainer's tensors into buffers that are reused, on the trainer's own device; the trainer waits for nothing else.
 A thread then writes one safetensors file under a temporary name and renames it, so the newest file is complete whenever the
-process is killed. The embedding and the head belong to the policy and are not stored.
+process is killed. The file has a hash of its content, which is compared when it is read: what has changed on disk is not trained
+on. The embedding and the head belong to the policy and are not stored.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -21,10 +23,17 @@ from torch import Tensor
 from paceline.drafters.eagle import Eagle, EagleConfig
 from paceline.drafters.fingerprint import PolicyFingerprint
 from paceline.files import DamagedFile, damaged, save_tensors
+from paceline.manifest import hash_buffers
 from paceline.spot.scaling import Scales, to_plain_scale
 from paceline.spot.trainer import BatchPlan, SpotTrainer, TrainingProgress
 
+logger = logging.getLogger(__name__)
+
 _FILE = "spot.safetensors"
+_METADATA, _HASH = "spot", "blake2b"
+"""Keys of the file's metadata."""
+_RUN_STEP = "run_step"
+"""Key of a snapshot's metadata with the training step of the run at which it was saved."""
 
 
 class Snapshot(NamedTuple):
@@ -52,18 +61,30 @@ def snapshot(trainer: SpotTrainer) -> Snapshot:
     return Snapshot(tensors, metadata)
 
 
-def load_snapshot(folder: Path | str) -> Snapshot | None:
-    """Reads the checkpoint in a folder; None if there is none. Raises DamagedFile if the file is damaged, which killing
-    the process that writes it does not cause."""
+def load_snapshot(folder: Path | str, step: int | None = None) -> Snapshot | None:
+    """Reads the checkpoint in a folder; None if there is none. Raises DamagedFile if the file is damaged or its content is not
+    what was written, which killing the process that writes it does not cause.
+
+    `step`: the training step that a run goes on from. A checkpoint of a later one is used, with a warning: tokens do not depend
+    on the drafter, and one that has seen later weights fits earlier ones almost as well."""
     path = Path(folder) / _FILE
     if not path.is_file():
         return None
     try:
         with safe_open(path, "pt") as file:
-            metadata = json.loads(file.metadata()["spot"])
-            return Snapshot({name: file.get_tensor(name) for name in file.keys()}, metadata)  # noqa: SIM118 (not a mapping)
+            text, expected = file.metadata()[_METADATA], file.metadata().get(_HASH)
+            found = Snapshot({name: file.get_tensor(name) for name in file.keys()}, json.loads(text))  # noqa: SIM118 (no mapping)
+        if expected is None:
+            logger.warning("%s is of an earlier version and has no hash: whether it is as it was written is not known", path)
+        elif expected != _hash_of(found.tensors, text):
+            raise ValueError("its content is not what was written")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(f"{damaged(path, error)}; remove it to train the drafter from the start") from None
+    saved = found.metadata.get(_RUN_STEP)
+    if step is not None and saved is not None and saved > step:
+        logger.warning("%s is of step %d, and the run goes on from step %d: the drafter has learned from later answers, which "
+                       "changes no token", path, saved, step)
+    return found
 
 
 def drafter_of(found: Snapshot, config: EagleConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Eagle:
@@ -153,9 +174,9 @@ class SpotCheckpoints:
         """Whether the last checkpoint is still being written, so that `save` would have to wait."""
         return self._writing is not None and not self._writing.done()
 
-    def save(self, found: Snapshot) -> float:
+    def save(self, found: Snapshot, step: int | None = None) -> float:
         """Saves a checkpoint in the background and returns the milliseconds that the caller waited. Raises the error of writing
-        the previous checkpoint, if there was one."""
+        the previous checkpoint, if there was one. `step`: the training step of the run whose checkpoint it belongs to."""
         began = time.perf_counter()
         self.wait()
         tensors = self._stage(found.tensors)
@@ -163,7 +184,8 @@ class SpotCheckpoints:
         if any(t.is_cuda for t in tensors.values()):
             ready = torch.cuda.Event()
             ready.record()
-        self._writing = self._writer.submit(self._write, tensors, found.metadata, ready)
+        metadata = found.metadata if step is None else {**found.metadata, _RUN_STEP: step}
+        self._writing = self._writer.submit(self._write, tensors, metadata, ready)
         return 1e3 * (time.perf_counter() - began)
 
     def wait(self) -> None:
@@ -200,4 +222,12 @@ def _copied(tensors: dict[str, Tensor], into: dict[str, Tensor], pin: bool) -> d
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    save_tensors(path, {name: t.contiguous() for name, t in tensors.items()}, {"spot": json.dumps(metadata)})
+    tensors, text = {name: t.contiguous() for name, t in tensors.items()}, json.dumps(metadata)
+    save_tensors(path, tensors, {_METADATA: text, _HASH: _hash_of(tensors, text)})
+
+
+def _hash_of(tensors: dict[str, Tensor], metadata: str) -> str:
+    """The hash of what a file holds: values, dtypes and shapes of its tensors, and its metadata."""
+    buffers = {f"{name} {t.dtype} {list(t.shape)}": memoryview(t.cpu().reshape(-1).view(torch.uint8).numpy())
+               for name, t in tensors.items()}
+    return hash_buffers({**buffers, _METADATA: memoryview(metadata.encode())})

@@ -29,6 +29,7 @@ from paceline.spot import (
 )
 from paceline.spot.budget import Comparison, TrainingBudget, TrainingBudgetConfig
 from paceline.spot.buffer import MAX_AGE, BufferLimits, open_buffer
+from paceline.spot.checkpoint import Snapshot
 from paceline.spot.coverage import coverage
 from paceline.spot.initialization import is_untrained
 from paceline.spot.packing import random_stretch
@@ -117,8 +118,9 @@ class DrafterTrainer:
         """Acceptance has fallen."""
         self.budget.on_alarm()
 
-    def save(self) -> None:
-        """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both."""
+    def save(self, step: int | None = None) -> None:
+        """Writes a checkpoint in the background, together with each checkpoint of the policy: a resumed run starts from both.
+        `step`: the training step of the policy's checkpoint, in a run."""
 
     def close(self) -> None:
         """Ends training and waits for what is being written."""
@@ -141,10 +143,11 @@ class OnlineDrafterTrainer(DrafterTrainer):
         self._prompts: dict[tuple[int, ...], int] = {}  # of this step, numbered in the order in which their answers finished
         self._profile, self._level = RolloutProfile(partial(predicted_costs, engine)), AcceptanceLevel()
         self._is_ahead = False  # whether the drafter in training differs from the one in use
-        self._is_new = is_untrained(self._start) and load_snapshot(folder) is None
+        found = load_snapshot(folder, engine.version)
+        self._is_new = is_untrained(self._start) and found is None
         self._texts: list[list[int]] | None = [] if self._is_new else None
         """Answers of a run whose drafter has not been trained yet: a reduced vocabulary is chosen by them."""
-        self._open(folder)
+        self._open(folder, found)
 
     def begin_step(self, step: int) -> None:
         """The features of answers are read only while there is time to train on them."""
@@ -190,9 +193,9 @@ class OnlineDrafterTrainer(DrafterTrainer):
         self._train_on_held_out(before=step - MAX_AGE)
         return {**metrics, "drafter/wait_seconds": self._waited_s} if metrics else {}
 
-    def save(self) -> None:
+    def save(self, step: int | None = None) -> None:
         if self._trainer is not None and self.failure is None:
-            self.checkpoints.save(snapshot(self._trainer))
+            self.checkpoints.save(snapshot(self._trainer), step)
 
     def close(self) -> None:
         self.engine.reports_features = True
@@ -202,11 +205,10 @@ class OnlineDrafterTrainer(DrafterTrainer):
             self.buffer.close()
             self.checkpoints.close()
 
-    def _open(self, folder: Path) -> None:
+    def _open(self, folder: Path, found: Snapshot | None) -> None:
         self.buffer = open_buffer(folder / _RECORDS, self.limits, self.engine.version)
         self.checkpoints = SpotCheckpoints(folder)
         self._trainer: SpotTrainer | None = None
-        found = load_snapshot(folder)
         if found is not None:
             trainer = self._spot_trainer()
             restore(trainer, found)

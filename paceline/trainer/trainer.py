@@ -327,7 +327,7 @@ class Trainer:
         path = self.checkpoints.save(state, self.backend.save)
         self.folder.record_checkpoint(self.state.step)
         if self.drafter_trainer is not None:
-            self.drafter_trainer.save()
+            self.drafter_trainer.save(self.state.step)
         logger.info("checkpoint of step %d: %s", self.state.step, path)
         self.listeners.tell(lambda callback: callback.on_checkpoint(path, self.state.step))
 

@@ -37,6 +37,13 @@ def garbage(path: Path) -> None:
     path.write_bytes(bytes(range(256)) * 8)
 
 
+def flip(path: Path) -> None:
+    """One bit of the last tensor: the file is a whole one."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def missing(path: Path) -> None:
     path.unlink()
 
@@ -137,8 +144,8 @@ def drafter_again(drafted, tmp_path):
 
 @pytest.mark.parametrize(("file", "damage"), [
     ("report.json", half), ("report.json", a_list), ("settings.json", half), ("checkpoint/spot.safetensors", half),
-    slow("report.json", empty), slow("settings.json", zeros), slow("checkpoint/spot.safetensors", zeros),
-    slow("checkpoint/spot.safetensors", empty)],
+    ("checkpoint/spot.safetensors", flip), slow("report.json", empty), slow("settings.json", zeros),
+    slow("checkpoint/spot.safetensors", zeros), slow("checkpoint/spot.safetensors", empty)],
     ids=lambda value: value if isinstance(value, str) else value.__name__)
 def test_damaged_files_of_drafter_training_are_named(drafted, drafter_again, capsys, file, damage):
     (drafter_again / "drafter" / "settings.json").write_text(_moved(drafted, drafter_again))
@@ -188,16 +195,23 @@ def test_a_damaged_drafter_is_named(drafted, drafter_again, one_line, file, dama
     assert f"drafter/{file}: damaged" in one_line()
 
 
-def test_a_damaged_checkpoint_of_the_drafter_that_a_run_trains(folder, capsys):
-    changes = {"drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 2, "drafter_budget.trial_share": 100.0,
-               "drafter_budget.longest_s": 0.1}
+def test_a_damaged_or_later_checkpoint_of_the_drafter_that_a_run_trains(folder, capsys, caplog):
+    changes = {"checkpoint_every": 1, "drafter": "learned", "strategy": "eagle:d3w1v3", "steps": 2,
+               "drafter_budget.trial_share": 100.0, "drafter_budget.longest_s": 0.1}
     assert run(settings(folder, "run", **changes)) == 0
-    half(folder / "run" / "drafter" / "spot.safetensors")
-    capsys.readouterr()
-    assert run(["train", "--resume", str(folder / "run"), "--set", "steps=3"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "run/drafter/spot.safetensors: damaged" in line and "remove it" in line
-    (folder / "run" / "drafter" / "spot.safetensors").unlink()
+    file = folder / "run" / "drafter" / "spot.safetensors"
+    whole = file.read_bytes()
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-000002")
+    assert run(["train", "--resume", str(folder / "run"), "--set", "steps=2"]) == 0
+    assert "spot.safetensors is of step 2, and the run goes on from step 1" in caplog.text
+    for damage in (half, flip):
+        file.write_bytes(whole)
+        damage(file)
+        capsys.readouterr()
+        assert run(["train", "--resume", str(folder / "run"), "--set", "steps=3"]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "run/drafter/spot.safetensors: damaged" in line and "remove it" in line
+    file.unlink()
     assert run(["train", "--resume", str(folder / "run"), "--set", "steps=3"]) == 0
 
 

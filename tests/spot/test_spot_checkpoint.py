@@ -10,9 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from spot.test_trainer import filled, made, micro_batches, same
 from tiny import eagle, model
 
+from paceline.files import DamagedFile
 from paceline.models.decoder import Decoder
 from paceline.spot import SpotConfig, SpotTrainer
 from paceline.spot.buffer import FeatureBuffer
@@ -130,6 +133,43 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     (tmp_path / "spot.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="damaged"):
         load_snapshot(tmp_path)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint that was saved at step 4 of a run."""
+    checkpoints = SpotCheckpoints(tmp_path)
+    checkpoints.save(snapshot(made(filled(LENGTHS))), step=4)
+    checkpoints.close()
+    return tmp_path / "spot.safetensors"
+
+
+@pytest.mark.parametrize("place", ["first value", "last value", "number", "hash", "name"])
+def test_a_flipped_bit_is_noticed(saved, place):
+    """Of any tensor, of the metadata and of the hash: the file stays a whole one."""
+    assert load_snapshot(saved.parent) is not None
+    data = bytearray(saved.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    at = {"first value": header, "last value": -1, "number": data.index(b"run_step") + 12, "name": data.index(b"average.") + 8,
+          "hash": data.index(b"blake2b") + 12}[place]
+    data[at] ^= 1
+    saved.write_bytes(data)
+    with pytest.raises(DamagedFile, match=r"spot\.safetensors: damaged .*remove it to train the drafter from the start"):
+        load_snapshot(saved.parent)
+
+
+@pytest.mark.parametrize(("step", "warned"), [(3, True), (4, False), (5, False), (None, False)])
+def test_a_checkpoint_of_a_later_step_is_used_and_said(saved, caplog, step, warned):
+    assert load_snapshot(saved.parent, step) is not None
+    assert ("is of step 4, and the run goes on from step 3" in caplog.text) == warned
+
+
+def test_a_checkpoint_without_a_hash_is_used_and_said(saved, caplog):
+    """Earlier versions wrote none."""
+    with safe_open(saved, "pt") as file:
+        text = file.metadata()["spot"]
+    save_file(load_file(saved), saved, {"spot": text})
+    assert load_snapshot(saved.parent) is not None and "has no hash" in caplog.text
 
 
 def test_a_plan_over_records_that_are_gone_is_drawn_anew(tmp_path):

@@ -84,8 +84,14 @@ def grade_in_worker(problem: Problem, answer: str) -> Outcome:
 
 
 def act_in_worker(action: Action, transcript: Transcript) -> Acted:
-    """`act_here` with the environment of this worker."""
-    return act_here(_load, action, transcript)
+    """`act_here` with the environment of this worker. Messages that do not pickle are an error of the environment."""
+    acted = act_here(_load, action, transcript)
+    try:
+        pickle.dumps(acted.messages)
+    except Exception as error:
+        said = f"{action} returned messages that cannot be sent to another process: {error}"
+        return Acted(None, said[:1000], acted.seconds, "")
+    return acted
 
 
 def reward_in_worker(transcript: Transcript) -> Outcome:

@@ -62,7 +62,8 @@ class SignalMonitor:
         if self._steps_without_signal == _STEPS_WITHOUT_SIGNAL and self._config.rollout.group_size > 1:
             found += self._once("signal", f"in {_STEPS_WITHOUT_SIGNAL} steps no group had answers with different rewards, so "
                                 "nothing can be learned. Is the task too hard or too easy for this policy, or the reward wrong?")
-        cut = sum(rollout.finish_reason == "length" for rollout in rollouts)
+        cut = sum(rollout.finish_reason == "length" if rollout.episode is None else rollout.episode.end == "tokens"
+                  for rollout in rollouts)
         if rollouts and cut > _MOST_CUT * len(rollouts):
             found += self._once("cut", f"{cut} of {len(rollouts)} answers were cut at rollout.max_new_tokens "
                                 f"({self._config.rollout.max_new_tokens}) before they ended; raise it")

@@ -48,6 +48,8 @@ class Talker:
                 return 7
             case "nothing":
                 return []
+            case "unpicklable":
+                return [{"role": "user", "content": "", "call": lambda: None}]
             case "slow":
                 time.sleep(0.3)
             case "wait once":

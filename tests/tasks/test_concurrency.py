@@ -57,6 +57,14 @@ def test_a_call_that_fails_costs_itself_only(retries):
         assert answers(pool.collect([pool.act("reply", said("hello"))])) == ["hello!"], "the pool goes on"
 
 
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_messages_that_do_not_pickle_cost_their_episode_only(concurrency):
+    with RewardPool(ManyTalkers(), 1, 20.0, concurrency=concurrency) as pool:
+        bad, good = pool.collect([pool.act("reply", said(text)) for text in ("unpicklable", "hello")])
+    assert "reply returned messages that cannot be sent to another process" in bad.error and "\n" not in bad.error
+    assert answers([good]) == ["hello!"] and pool.num_crashes == 0
+
+
 def test_two_calls_that_kill_their_worker_are_both_found():
     with RewardPool(ManyTalkers(), 2, 20.0) as pool:
         texts = ["die", *(f"turn {i}" for i in range(10)), "die"]

@@ -11,6 +11,7 @@ from trainer.test_trainer_library import make_config
 from paceline.report import read_metrics
 from paceline.tasks import Problem
 from paceline.trainer import RunStatus, Trainer
+from paceline.trainer.health import SignalMonitor
 from paceline.trainer.summary import rollout_metrics
 from paceline.types import EpisodeRecord, Rollout, RolloutGroup
 
@@ -45,6 +46,17 @@ def test_metrics_of_episodes_are_means_over_all_of_them():
         "episode/turns": 7 / 3, "episode/tool_calls": 8 / 3, "episode/tool_errors": 1 / 3, "episode/environment_s": 2.0,
         "episode/errors": 1})
     assert not any(key.startswith("episode/") for key in rollout_metrics([group((1.0, 1))]))
+
+
+@pytest.mark.parametrize(("end", "num_warnings"), [("turns", 0), ("environment", 0), ("tokens", 1)])
+def test_only_episodes_that_ran_out_of_tokens_are_said_to_be_cut(tmp_path, end, num_warnings):
+    """The last turn of an episode that ends after so many turns may end at the turn's limit, too."""
+    toy.make_folder(tmp_path)
+    found = group(*[(float(i), 8) for i in range(8)])
+    for rollout in found.rollouts:
+        rollout.episode = EpisodeRecord(end=end, num_turns=4)
+    warnings = SignalMonitor(make_config(tmp_path)).observe([found])
+    assert len(warnings) == num_warnings and all("rollout.max_new_tokens" in line for line in warnings)
 
 
 def test_parts_of_rewards_are_means_over_all_graded_answers():

@@ -18,7 +18,7 @@ _MOST_COMPILED, _MOST_CHARS = 32, 256 << 10
 """Number of compiled grammars that are kept, and of characters of their texts: a long one can take hundreds of megabytes."""
 _MAX_CHARS = 128 << 10
 """Longest text of a grammar. Compiling a list of choices takes time by the square of its length."""
-_LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 50_000, "verbose_errors": False}
+_LEXER_FUEL, _LEXER_STATES = 200_000, 50_000
 """What llguidance may spend on one grammar: a fifth of its defaults, with which a mask of `(a{1000}){1000}` takes seconds."""
 _MAX_DIVISOR, _MAX_DIVISORS = 100_000, 20_000
 """Largest least common multiple and largest sum of the numbers in `multipleOf`. The library makes an automaton with a state for
@@ -70,7 +70,8 @@ class Grammars:
             text = _choice(grammar.text) if grammar.kind == "choice" else grammar_from(grammar.kind, grammar.text)
         except ValueError as error:
             raise ValueError(f"structured_outputs: {_one_line(str(error))}") from None
-        matcher = LLMatcher(self._own_tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, max_lexer_states=_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._own_tokenizer, text, log_level=0, limits=limits)
         first = matcher.deep_copy()
         if not first.is_error():  # the first mask can take longer than compiling, and meet a limit
             begins = any(first.compute_bitmask()) or first.is_accepting()

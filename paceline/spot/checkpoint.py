@@ -228,6 +228,6 @@ def _write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]
 
 def _hash_of(tensors: dict[str, Tensor], metadata: str) -> str:
     """The hash of what a file holds: values, dtypes and shapes of its tensors, and its metadata."""
-    buffers = {f"{name} {t.dtype} {list(t.shape)}": memoryview(t.cpu().reshape(-1).view(torch.uint8).numpy())
+    buffers = {f"{name} {t.dtype} {list(t.shape)}": t.cpu().reshape(-1).view(torch.uint8).numpy().data
                for name, t in tensors.items()}
     return hash_buffers({**buffers, _METADATA: memoryview(metadata.encode())})

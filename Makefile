@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
-.PHONY: test test-slow test-integrations test-trl test-verl test-environments test-vllm test-server test-rl-clients train lint docs results settings gpu-check clean
+.PHONY: test test-slow test-integrations test-trl test-verl test-environments test-vllm test-server test-rl-clients test-lm-eval train lint docs results settings gpu-check clean
 
 train: $(READY)
 	$(BIN)/paceline train
@@ -20,10 +20,10 @@ test-slow: $(READY_DEV)
 	$(BIN)/python -m pytest -m slow
 
 # With the other library installed in an environment of its own.
-test-integrations: test-trl test-verl test-environments test-vllm test-server test-rl-clients
+test-integrations: test-trl test-verl test-environments test-vllm test-server test-rl-clients test-lm-eval
 
 test-trl: .venvs/trl/.ready
-	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py
+	.venvs/trl/bin/python -m pytest -m integration tests/integrations/test_trl_plugin.py tests/integrations/test_trl_processes.py
 
 test-verl: .venvs/verl/.ready
 	.venvs/verl/bin/python -m pytest -m integration tests/integrations/test_verl_plugin.py
@@ -52,15 +52,27 @@ test-rl-clients: $(READY_DEV) $(if $(filter .venvs/%,$(PACELINE_RL_PYTHON)),.ven
 	.venvs/rl-clients/bin/python -m pip install --quiet --no-deps -r tests/integrations/rl_clients/frameworks.txt
 	touch $@
 
+# lm-evaluation-harness, which runs in an environment of its own. PACELINE_LM_EVAL_PYTHON=… uses an environment that is there already.
+PACELINE_LM_EVAL_PYTHON ?= .venvs/lm-eval/bin/python
+test-lm-eval: $(READY_DEV) $(if $(filter .venvs/%,$(PACELINE_LM_EVAL_PYTHON)),.venvs/lm-eval/.ready)
+	PACELINE_LM_EVAL_PYTHON=$(PACELINE_LM_EVAL_PYTHON) $(BIN)/python -m pytest -m integration -s tests/integrations/test_lm_eval.py
+
+.venvs/lm-eval/.ready:
+	test -x .venvs/lm-eval/bin/python || $(PYTHON) -m venv .venvs/lm-eval
+	.venvs/lm-eval/bin/python -m pip install --quiet 'torch>=2.11,<2.14'  # first: so that nothing pulls a newer one
+	.venvs/lm-eval/bin/python -m pip install --quiet 'lm-eval[api]>=0.4.13,<0.5' 'transformers>=5.0'
+	touch $@
+
 .venvs/vllm/.ready: scripts/vllm_cpu_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venvs/vllm
 	touch $@
 
-# From the extra of that name in pyproject.toml.
+# From the extra of that name in pyproject.toml, and what the tests need beside it. DeepSpeed compiles nothing when it is installed.
+.venvs/trl/.ready: TESTED_WITH = 'deepspeed>=0.19,<0.20'
 .venvs/%/.ready: pyproject.toml
 	test -x .venvs/$*/bin/python || $(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip install --quiet 'torch>=2.11,<2.14'  # first: so that nothing pulls a newer one
-	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis
+	.venvs/$*/bin/python -m pip install --quiet --editable '.[$*]' pytest hypothesis $(TESTED_WITH)
 	touch $@
 
 results: $(READY_DEV)

@@ -12,7 +12,7 @@ def resolve_model(model: str | Path) -> Path | str:
 
 
 def resolve_drafter(drafter: str | Path) -> Path:
-    """The folder of a learned drafter that a user named: `default` is the drafter of the bundled policy."""
+    """The folder of a learned drafter that a user named: `default` is that of the bundled policy. Hub ids are unchanged."""
     found = files("paceline") / "assets" / "collatz-drafter" if str(drafter) == "default" else drafter
     return Path(str(found)).expanduser()
 

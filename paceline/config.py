@@ -340,8 +340,8 @@ class TrainConfig(Config):
     strategy: str = "auto"
     """Speculation strategy: off, auto, beg, or a fixed one such as suffix:d8w2v16 (docs/selection.md). It changes no token."""
     drafter: str = "suffix"
-    """Drafter: `suffix`, `none`, the folder of a learned drafter, `learned` for a new, untrained one, or `default` for that of
-    the bundled policy; with any other policy `default` is `suffix`."""
+    """Drafter: `suffix`, `none`, the folder or hub id of a learned drafter, `learned` for a new, untrained one, or `default` for
+    that of the bundled policy; with any other policy `default` is `suffix`."""
     train_drafter: bool = True
     """Train the learned drafter during the run, as long as that saves more time than it takes. False: it stays as loaded."""
     drafter_budget: dict[str, Any] = Field(default_factory=dict)

@@ -115,6 +115,10 @@ class SamplingParams:
     max_turn_tokens: int = 0
     """Largest number of tokens of one turn of a request that `pauses`; 0: only `max_new_tokens` limits it."""
 
+    cache_salt: str | None = None
+    """Requests share cached prefixes, and the history that the suffix drafter drafts from, only with requests of the same salt.
+    Their times then tell nobody else what was asked before. Tokens do not depend on it."""
+
     def __new__(cls, *values: object, **named: object) -> Self:
         for name in named.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"{name}: no such sampling parameter{suggest(name, cls.__dataclass_fields__)}")
@@ -146,6 +150,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         for name in ("ignore_eos", "raw_logprobs", "pauses"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        salt = self.cache_salt
+        require(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", salt, "a non-empty string, or None")
         require(self.min_tokens <= self.max_new_tokens, "min_tokens", self.min_tokens, "at most max_new_tokens")
         require(self.pauses or not self.max_turn_tokens, "max_turn_tokens", self.max_turn_tokens, "0 for one without turns")
         if self.structured_outputs is not None:

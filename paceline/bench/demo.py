@@ -62,7 +62,7 @@ class DemoOptions:
     threads: int | None = None
     """Number of CPU threads. None: PyTorch's default."""
     drafter: str = "suffix"
-    """`suffix`, or the folder of a learned drafter."""
+    """`suffix`, or the folder or hub id of a learned drafter."""
     against: str = "off"
     """The other side of the race: `off`, this engine without speculation, or `trl`, TRL's generation by transformers."""
     seconds: float = 50.0

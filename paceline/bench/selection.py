@@ -42,7 +42,7 @@ class SelectionOptions:
     model: str
     """Hugging Face folder, hub id, GGUF file, or `default` for the bundled policy."""
     drafter: str
-    """`suffix`, `none`, or the folder of a learned drafter."""
+    """`suffix`, `none`, or the folder or hub id of a learned drafter."""
     prompts: str | None
     """File of prompts as JSON lines, or `task:NAME`. None: `task:collatz` for the bundled policy, else the demo's prompts."""
     batches: tuple[int, ...]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 _ROOT = 0
-_Key = tuple[int, tuple[int, ...]]
+_Key = tuple[int | str, tuple[int, ...]]
 
 
 class PrefixMatch(NamedTuple):
@@ -36,7 +36,8 @@ class PageAllocator:
         self._refs = [0] * num_pages
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._num_held = self._most_held = 0
-        # A prefix is a chain of pages. Key: (node of the page before, tokens of this page); exact, not a hash.
+        # A prefix is a chain of pages. Key: (node of the page before, tokens of this page); exact, not a hash. A salt is the
+        # node before the first page of its prefixes.
         self._nodes: dict[_Key, tuple[int, int]] = {}  # key -> (node, page)
         self._keys: dict[int, _Key] = {}  # page -> key
         self._next_node = _ROOT + 1
@@ -88,9 +89,11 @@ class PageAllocator:
             self._forget(page)
             self._free.append(page)
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Find the longest known prefix of `tokens`. The caller gets a reference to every page of the result."""
-        size, node, pages = self.page_size, _ROOT, []
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> PrefixMatch:
+        """Find the longest known prefix of `tokens` among those that were published with the same salt. The caller gets a
+        reference to every page of the result."""
+        size, pages = self.page_size, []
+        node: int | str = _ROOT if salt is None else salt
         for start in range(0, len(tokens) - size + 1, size):
             found = self._nodes.get((node, tuple(tokens[start : start + size])))
             if found is None:
@@ -103,10 +106,11 @@ class PageAllocator:
             return PrefixMatch(pages, None, 0)
         return PrefixMatch(pages, self._hold(found[1]), len(rest))
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], salt: str | None = None) -> None:
         """Make a prefix known: `pages` contain the complete keys and values of `tokens` (the last page possibly in part), and
-        other requests may share them from now on."""
-        size, node = self.page_size, _ROOT
+        other requests with the same salt may share them from now on."""
+        size = self.page_size
+        node: int | str = _ROOT if salt is None else salt
         for index, page in enumerate(pages[: self.pages_for(len(tokens))]):
             key = (node, tuple(tokens[index * size : (index + 1) * size]))
             found = self._nodes.get(key)

@@ -252,8 +252,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for summary.json.")] = Path("runs/demo"),
     against: Annotated[str, typer.Option(help="off: the same engine without speculation; trl: TRL's generation by "
                                               "transformers.")] = "off",
-    drafter: Annotated[str | None, typer.Option(help="suffix, or the folder of a learned drafter (default: with the bundled "
-                                                     "policy its own learned drafter, otherwise suffix).")] = None,
+    drafter: Annotated[str | None, typer.Option(help="suffix, or the folder or hub id of a learned drafter (default: with the "
+                                                     "bundled policy its own learned drafter, otherwise suffix).")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of answers per prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of all rollouts.")] = 7,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.3,

@@ -91,7 +91,7 @@ def drafter_train(
 @drafter_app.command("eval")
 def drafter_eval(
     model: Annotated[str, typer.Option(help="The policy: " + MODEL)],
-    drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
+    drafter: Annotated[Path, typer.Option(help="Folder or hub id of the drafter.")],
     prompts: Annotated[str | None, typer.Option(help="Generate answers to these: JSON lines with prompt, messages, "
                                                      "token_ids or question; or task:NAME.")] = None,
     records: Annotated[Path | None, typer.Option(help="Use the held-out answers of this folder of drafter train instead "

@@ -15,7 +15,7 @@ DEFAULT_PARAMS = SamplingParams()
 MODEL = "Hugging Face folder, hub id, GGUF file, or default, the small policy bundled with the package."
 Model = Annotated[str, typer.Option(help=MODEL)]
 Drafter = Annotated[str, typer.Option(
-    help="suffix, none, the folder of a learned drafter, or default, the learned drafter of the bundled policy.")]
+    help="suffix, none, the folder or hub id of a learned drafter, or default, that of the bundled policy.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto, float64, float32, bfloat16 or float16.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Number of CPU threads (default: PyTorch's).")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.files import DamagedFile, atomic_write, damaged, load_tensors, rea
 from paceline.manifest import check_part
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.huggingface import download_from_hub, download_hub_config
 from paceline.models.save import hf_rope
 from paceline.names import suggest
 from paceline.optim import require_finite
@@ -42,17 +44,18 @@ _NAMES = {
     **{f"mlp.down.{kind}": [f"{_MLP}.down_proj.{kind}"] for kind in ("weight", "bias")}}
 """Names of the checkpoint's tensors that make up each parameter of the drafter, one above the other."""
 _FINGERPRINT_KEY, _SHARED_HEAD_KEY, _WINDOW_KEY = "paceline_policy", "paceline_shared_head", "paceline_window"
+_HUB_PATTERNS = ("config.json", "model.safetensors", "pytorch_model.bin")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 """Variants of EAGLE-3 that add or move norms."""
 
 
 def load_eagle(folder: str | Path, policy: Decoder) -> Eagle:
-    """Loads a drafter for this policy, in its dtype and on its device.
+    """Loads a drafter for this policy, in its dtype and on its device, from a folder or a repository of the hub.
 
     Raises ValueError if the checkpoint does not fit the policy's shape. A drafter that was trained for other weights of the same
     shape is accepted; its `policy_fingerprint` tells for which. Tensors that are not used are named in a warning of the log.
     """
-    folder = resolve_drafter(folder)
+    folder = _find(folder)
     raw, tensors = _read(folder)
     fingerprint, shape = PolicyFingerprint.from_json(raw.get(_FINGERPRINT_KEY)), shape_of(policy.config)
     if fingerprint is not None and fingerprint.shape != shape:
@@ -80,7 +83,7 @@ def read_fingerprint(folder: str | Path) -> PolicyFingerprint | None:
 
 def read_eagle_config(folder: str | Path, policy: ModelConfig) -> EagleConfig:
     """Returns the architecture of a drafter for a policy of this shape. ValueError if they do not fit."""
-    folder = resolve_drafter(folder)
+    folder = _find(folder)
     raw, tensors = _read(folder)
     try:
         return _parse_config(raw, tensors, policy)
@@ -151,7 +154,10 @@ def drafter_config(module: Eagle) -> dict[str, Any]:
 
 
 def check_drafter_folder(folder: str | Path, names: tuple[str, ...] = ("suffix", "none", "default")) -> None:
-    """Raises a ValueError unless the folder holds the files of a drafter. `names`: what a user may give instead of a folder."""
+    """Raises a ValueError unless the folder, or the repository of the hub, holds the files of a drafter. Of a repository only
+    `config.json` is downloaded. `names`: what a user may give instead of a folder."""
+    if _is_hub_id(folder):
+        return _check_hub_config(str(folder))
     folder = resolve_drafter(folder)
     if not folder.is_dir():
         near = suggest(str(folder), names)
@@ -162,16 +168,35 @@ def check_drafter_folder(folder: str | Path, names: tuple[str, ...] = ("suffix",
         raise ValueError(f"{folder}: not a drafter folder, model.safetensors is missing")
 
 
+def _is_hub_id(drafter: str | Path) -> bool:
+    """Whether this names a repository of the hub: no folder or file, but an owner and a name."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(drafter)) is not None and not Path(drafter).exists()
+
+
+def _find(drafter: str | Path) -> Path:
+    """The folder of a learned drafter that a user named. A repository of the hub is downloaded, or found in the cache."""
+    return download_from_hub(str(drafter), _HUB_PATTERNS) if _is_hub_id(drafter) else resolve_drafter(drafter)
+
+
+def _check_hub_config(name: str) -> None:
+    raw = _with_own_settings(read_json(download_hub_config(name)))
+    if raw.get("num_hidden_layers", 1) != 1:
+        raise ValueError(f"{name}: this hub repository has a model of {raw['num_hidden_layers']} layers, which is not a drafter")
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads a drafter folder. Tensors get the names that Paceline writes, and the settings that speculators keeps in a table of
-    their own are moved to the top."""
+    """Reads a drafter folder. Tensors get the names that Paceline writes."""
     check_drafter_folder(folder)
     check_part(folder)
     weights, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    raw = read_json(folder / "config.json")
-    raw = {**raw, **raw.get("transformer_layer_config", {})}
+    raw = _with_own_settings(read_json(folder / "config.json"))
     tensors = load_tensors(weights) if weights.is_file() else _load_pickled(pickled)
     return raw, {name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+
+
+def _with_own_settings(raw: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's configuration, with the settings that speculators keeps in a table of their own moved to the top."""
+    return {**raw, **raw.get("transformer_layer_config", {})}
 
 
 def _load_pickled(file: Path) -> dict[str, Tensor]:

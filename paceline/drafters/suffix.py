@@ -62,6 +62,10 @@ class SuffixDrafts(NamedTuple):
         return self.nodes[DEPTHS]
 
 
+_Key = tuple[str | None, bytes]
+"""The salt of requests, and the tokens of their prompt."""
+
+
 class _Text:
     """One answer. `slot` is the index of its state and its predictions while the request is active, -1 afterwards. `after_prompt`
     tells that it continues the prompt, as its beginning was not dropped."""
@@ -73,12 +77,13 @@ class _Text:
 
 
 class _Prompt:
-    """One distinct prompt: its tokens, its answers (finished ones oldest first) and the automaton over all of them."""
+    """One distinct prompt with its salt: its tokens, its answers (finished ones oldest first) and the automaton over them all."""
 
     __slots__ = ("active", "automaton", "end", "finished", "key", "nbytes", "num_tokens", "tokens")
 
-    def __init__(self, key: bytes) -> None:
-        self.key, self.tokens, self.end, self.automaton = key, array("i", key), ROOT, SuffixAutomaton(2 * len(key) // 4)
+    def __init__(self, key: _Key) -> None:
+        tokens = array("i", key[1])
+        self.key, self.tokens, self.end, self.automaton = key, tokens, ROOT, SuffixAutomaton(2 * len(tokens))
         self.active: dict[int, _Text] = {}
         self.finished: list[_Text] = []
         self.num_tokens = self.nbytes = 0  # `nbytes`: as last measured
@@ -86,7 +91,7 @@ class _Prompt:
     def measure(self) -> int:
         """Returns the size in bytes."""
         num_texts = len(self.active) + len(self.finished)
-        return self.automaton.nbytes + len(self.key) + 4 * self.num_tokens + _PROMPT_BYTES + _TEXT_BYTES * num_texts
+        return self.automaton.nbytes + len(self.key[1]) + 4 * self.num_tokens + _PROMPT_BYTES + _TEXT_BYTES * num_texts
 
 
 class SuffixDrafter:
@@ -117,8 +122,8 @@ class SuffixDrafter:
 
     def clear(self) -> None:
         """Forgets all texts, those of active requests included, and the learned reliability."""
-        self._prompts: dict[bytes, _Prompt] = {}
-        self._idle: OrderedDict[bytes, _Prompt] = OrderedDict()  # without active requests, least recently used first
+        self._prompts: dict[_Key, _Prompt] = {}
+        self._idle: OrderedDict[_Key, _Prompt] = OrderedDict()  # without active requests, least recently used first
         self._by_request: dict[int, tuple[_Prompt, _Text]] = {}  # active requests
         self._free_slots: list[int] = []
         self._num_tokens = self._nbytes = 0
@@ -140,13 +145,15 @@ class SuffixDrafter:
         """Size of the history in bytes."""
         return self._nbytes
 
-    def start(self, request_id: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
-        """Adds a request. generated: Tokens that it has already generated."""
+    def start(self, request_id: int, prompt: Sequence[int], generated: Sequence[int] = (),
+              salt: str | None = None) -> None:
+        """Adds a request. generated: Tokens that it has already generated. salt: It shares history only with requests of the
+        same salt."""
         if request_id in self._by_request:
             raise ValueError(f"request_id: {request_id} is already active")
         if self.shared:
             prompt, generated = (), [*prompt, *generated]
-        key = array("i", prompt).tobytes()
+        key = salt, array("i", prompt).tobytes()
         entry = self._prompts.get(key)
         if entry is None:
             entry = self._prompts[key] = _Prompt(key)

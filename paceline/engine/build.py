@@ -46,7 +46,7 @@ _LOADING_S = 3600.0
 
 
 def check_speculation(drafter: str | Path | Eagle | None, strategy: AnyStrategy) -> None:
-    """Raises a ValueError if the strategy is not one, the drafter is neither a name nor the folder of a learned drafter, or the
+    """Raises a ValueError if the strategy is not one, the drafter is neither a name nor a learned drafter that is there, or the
     strategy uses a drafter that this engine would not have. Nothing is loaded."""
     selector, has_learned = make_selector(strategy), has_learned_drafter(drafter)
     if has_learned and isinstance(drafter, str | Path):

@@ -200,7 +200,7 @@ class Drafting:
         if not has_own:
             self._max_missing[request.id] = 0
         if self.suffix is not None and request.id not in self.suffix:  # one that was pre-empted is known already
-            self.suffix.start(request.id, request.prompt_ids, request.output_ids)
+            self.suffix.start(request.id, request.prompt_ids, request.output_ids, request.params.cache_salt)
 
     def _requests_to_draft_for(self, plan: StepPlan) -> list[int]:
         """Return the indices of the decode requests that get draft tokens."""

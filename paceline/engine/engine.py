@@ -79,8 +79,8 @@ class Engine(EngineCore):
     def load(cls, source: str | Path, device: str = "auto", dtype: str = "auto", drafter: str | Path | Eagle | None = "suffix",
              strategy: AnyStrategy = "auto", **options: Any) -> Engine:
         """Load a policy and make an engine for it. `source`: a Hugging Face folder, a hub id, a GGUF file, or "default" for the
-        bundled policy. `device`: "auto" is a GPU if there is one. `drafter`: "suffix", "none", the folder of a learned
-        drafter (the suffix drafter is then available, too), or "default" for the learned drafter of the bundled policy.
+        bundled policy. `device`: "auto" is a GPU if there is one. `drafter`: "suffix", "none", the folder or hub id of
+        a learned drafter (the suffix drafter is then available, too), or "default" for the learned drafter of the bundled policy.
         `options`: fields of EngineConfig. What is wrong with any of them is a ValueError of one line, before the weights are
         loaded."""
         config = EngineConfig(**options)

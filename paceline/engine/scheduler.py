@@ -127,7 +127,7 @@ class Scheduler:
                 request.num_in_flight += 1
                 request.num_steps_in_flight += 1
                 if not request.stale:
-                    self.pages.publish(request.tokens[: request.num_computed], request.pages)
+                    self.pages.publish(request.tokens[: request.num_computed], request.pages, request.params.cache_salt)
 
     def on_complete(self, plan: StepPlan, most_accepted: list[int]) -> None:
         """The step's outputs have been read. `most_accepted`: the same bounds as in `on_launch`."""
@@ -318,7 +318,7 @@ class Scheduler:
         happens while nothing runs. One free page for each running request is left for it to grow into."""
         if request in self.holding and self._take_up(plan, request):
             return True
-        known = self.pages.match(request.tokens[:-1])
+        known = self.pages.match(request.tokens[:-1], request.params.cache_salt)
         wanted = self.pages.pages_for(len(request.tokens)) - len(known.pages) + len(self.running)
         if known.tail is not None and wanted > self.pages.num_available:
             # Unlike full pages, which are shared, a tail is needed beside its copy: without room for both it is computed again.

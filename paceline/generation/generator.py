@@ -40,7 +40,7 @@ class GenerationOptions:
     strategy: str
     """Speculation strategy, such as `auto` or `suffix:d8w2v16`."""
     drafter: str
-    """`suffix`, `none`, or the folder of a learned drafter."""
+    """`suffix`, `none`, or the folder or hub id of a learned drafter."""
     dtype: str
     """Data type of weights and computation, or `auto`."""
     device: str

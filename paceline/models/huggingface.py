@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-_HUB_PATTERNS = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
+_HUB_PATTERNS = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
 _CONNECT_S = 3.0
 """Seconds after which the hub counts as not reachable."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -129,23 +129,29 @@ def _with_generation_eos(config: ModelConfig, path: Path) -> ModelConfig:
     return with_file_name(file, lambda: replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more)))))
 
 
-def download_from_hub(name: str) -> Path:
-    """Download a repository of the Hugging Face hub, or find it in the cache, and return its folder."""
+def download_from_hub(name: str, patterns: Sequence[str] = _HUB_PATTERNS) -> Path:
+    """Download the files of a repository of the Hugging Face hub that match one of the patterns, or find them in the cache, and
+    return their folder."""
     from huggingface_hub import snapshot_download
 
     with _hub_errors(name):
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"],
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"],
                                       local_files_only=not _is_hub_reachable()))
 
 
 def check_hub_model(name: str) -> ModelConfig:
     """The shape of a model on the hub, of which only the configuration is downloaded. Raises a ValueError if there is no such
     repository on the hub or in its cache, or its model is not supported."""
+    file = download_hub_config(name)
+    return with_file_name(file, ModelConfig.from_hf, read_json(file))
+
+
+def download_hub_config(name: str) -> Path:
+    """Download `config.json` of a hub repository, or find it in the cache, and return the file."""
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(name):
-        file = Path(hf_hub_download(name, "config.json", local_files_only=not _is_hub_reachable()))
-    return with_file_name(file, ModelConfig.from_hf, read_json(file))
+        return Path(hf_hub_download(name, "config.json", local_files_only=not _is_hub_reachable()))
 
 
 def _is_hub_reachable() -> bool:
@@ -191,7 +197,7 @@ def _hub_errors(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: no such folder here, not in the hub's cache, and the hub is not reached "
                          f"(offline, or HF_HUB_OFFLINE is set){suggest(name, ('default',))}") from None
     except EntryNotFoundError:
-        raise ValueError(f"{name}: this hub repository has no config.json, so it is not a model") from None
+        raise ValueError(f"{name}: this hub repository has no config.json, so it is neither a model nor a drafter") from None
     except HfHubHTTPError as error:
         raise ValueError(f"{name}: the hub refuses it ({one_line(error)[:80]})") from None
 

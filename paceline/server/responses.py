@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _AS_IN_CHATS = {
     "model", "temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "stream", "stop", "presence_penalty",
     "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
-    "allowed_token_ids", "bad_words", "chat_template_kwargs"}
+    "allowed_token_ids", "bad_words", "chat_template_kwargs", "cache_salt"}
 """Fields that are those of a chat request."""
 _REPEATED = {"instructions", "max_output_tokens", "metadata", "text", "tools", "tool_choice"}
 _REPEATED_OF_CHAT = {"model", "temperature", "top_p", "top_logprobs", "parallel_tool_calls"}

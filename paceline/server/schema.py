@@ -129,6 +129,8 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool = False
     """Whether log-probabilities name tokens as `token_id:7` instead of by their text."""
     logprobs_mode: LogprobsMode | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    """Prefixes are shared only with requests of the same salt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +186,8 @@ class GenerationRequest(BaseModel):
             ignore_eos=self.ignore_eos, raw_logprobs=self.wants_raw_logprobs, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()), min_tokens=self.min_tokens,
-            allowed_token_ids=tuple(self.allowed_token_ids), bad_words=tuple(self.bad_words), structured_outputs=self.form)
+            allowed_token_ids=tuple(self.allowed_token_ids), bad_words=tuple(self.bad_words), structured_outputs=self.form,
+            cache_salt=self.cache_salt)
 
 
 class CompletionRequest(GenerationRequest):

@@ -14,12 +14,13 @@ from paceline.cache.pages import PageAllocator
 def test_random_operations_keep_integrity(seed, num_pages, page_size):
     rng = random.Random(seed)
     pages = PageAllocator(num_pages, page_size)
-    held: list[tuple[list[int], list[int]]] = []  # (tokens, pages)
+    held: list[tuple[list[int], list[int], str | None]] = []  # (tokens, pages, salt)
     for _ in range(300):
         match rng.randrange(5):
             case 0 | 1:
                 tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * page_size))]
-                known = pages.match(tokens)
+                salt = rng.choice([None, "a"])
+                known = pages.match(tokens, salt)
                 assert len(known.pages) * page_size + known.num_tail <= len(tokens)
                 fresh = pages.allocate(pages.pages_for(len(tokens)) - len(known.pages))
                 if known.tail is not None:
@@ -27,7 +28,7 @@ def test_random_operations_keep_integrity(seed, num_pages, page_size):
                 if fresh is None:
                     pages.release(known.pages)
                 else:
-                    held.append((tokens, known.pages + fresh))
+                    held.append((tokens, known.pages + fresh, salt))
             case 2:
                 if held:
                     pages.release(held.pop(rng.randrange(len(held)))[1])
@@ -38,10 +39,23 @@ def test_random_operations_keep_integrity(seed, num_pages, page_size):
                 if rng.random() < 0.1:
                     pages.drop_prefixes()
         pages.check_integrity()
-    for _, mine in held:
+    for _, mine, _ in held:
         pages.release(mine)
     pages.check_integrity()
     assert pages.num_available == num_pages
+
+
+def test_a_prefix_is_shared_by_requests_of_the_same_salt_only():
+    pages = PageAllocator(8, 2)
+    mine, theirs = pages.allocate(2), pages.allocate(2)
+    assert mine is not None and theirs is not None
+    pages.publish([1, 2, 3, 4], mine, "me")
+    assert pages.match([1, 2, 3, 4]).pages == pages.match([1, 2, 3, 4], "others").pages == []
+    pages.publish([1, 2, 3, 4], theirs)
+    assert pages.match([1, 2, 3, 4], "me").pages == mine and pages.match([1, 2, 3, 4]).pages == theirs
+    pages.check_integrity()
+    pages.drop_prefixes()
+    assert pages.match([1, 2, 3, 4], "me").pages == []
 
 
 def test_a_prefix_is_found_until_its_room_is_needed():

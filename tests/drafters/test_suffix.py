@@ -323,3 +323,14 @@ def test_shared_history_reaches_across_prompts():
         return sum(a == b for a, b in zip(found, answer[15:], strict=False))
 
     assert hits(shared=True) == 4 and hits(shared=False) == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_history_is_shared_by_requests_of_the_same_salt_only(shared):
+    drafter, answer = SuffixDrafter(shared=shared), random_text(2, 30)
+    drafter.start(0, [1, 2, 3], answer, "me")
+    drafter.finish(0)
+    for request, salt in enumerate((None, "others", "me"), start=1):
+        drafter.start(request, [1, 2, 3], answer[:5], salt)
+    assert main_path(draft(drafter, [1, 2, 3], width=1), 2) == answer[5:13]
+    assert draft(drafter, [1, 2, 3], width=1).num_nodes[:2].tolist() == [0, 0]

@@ -292,6 +292,29 @@ def test_errors_name_the_field(server):
         assert answer["param"] == param and answer["code"] and answer["type"] == "invalid_request_error", answer
 
 
+def test_prefixes_are_shared_by_requests_of_the_same_salt_only(server):
+    def found(path: str, salt: str | None) -> tuple[str, int]:
+        """An answer's text, and how many tokens of its prompt were in the cache."""
+        before = server.engine.stats().cached_prompt_tokens
+        text = "some words that nobody else has asked for yet, by " + path
+        asked = {"chat/completions": {"messages": [{"role": "user", "content": text}], "max_tokens": 3},
+                 "completions": {"prompt": text, "max_tokens": 3}, "responses": {"input": text, "max_output_tokens": 3}}[path]
+        answer = httpx.post(f"{server.address}/v1/{path}", timeout=300, json={
+            "model": "tiny", "seed": 3, **asked, **({} if salt is None else {"cache_salt": salt})})
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        said = body["output"] if path == "responses" else body["choices"]
+        shown = json.dumps([{key: value for key, value in each.items() if key != "id"} for each in said])
+        return shown, server.engine.stats().cached_prompt_tokens - before
+
+    for path in ("completions", "chat/completions", "responses"):
+        answers = [found(path, salt) for salt in (None, None, "me", "me", "you")]
+        assert len({text for text, _ in answers}) == 1, "tokens do not depend on it"
+        assert [cached > 20 for _, cached in answers] == [False, True, False, True, False]
+    refused = httpx.post(f"{server.address}/v1/completions", json={**ASK, "cache_salt": ""})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+
+
 def test_what_is_refused_is_in_the_documentation(server):
     found = re.findall(r"^\| `(\w+): (.*?)` \| .+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(found) >= 15

@@ -23,7 +23,7 @@ class ServerSettings(Config):
     """Settings of one rollout server: `actor_rollout_ref.rollout.engine_kwargs.paceline`."""
 
     drafter: str = "suffix"
-    """Drafter: `suffix`, `none`, the folder of a learned drafter, or `learned` for a new one."""
+    """Drafter: `suffix`, `none`, the folder or hub id of a learned drafter, or `learned` for a new one."""
     strategy: str = "auto"
     """Speculation strategy: off, auto, or a fixed one such as suffix:d8w2v16. It changes no token."""
     train_drafter: bool = True

@@ -52,7 +52,8 @@ class TokensRequest(Body):
     model: str | None = None
     request_id: str | None = Field(None, min_length=1)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Prefixes of older weights are dropped with every update, which is what trainers use it for."""
+    """Prefixes are shared only with requests of the same salt. Trainers use it to tell weights apart; those of older weights
+    are dropped with every update anyway."""
     priority: Literal[0] = 0
     output_mode: Literal["tokens"] = "tokens"
     return_token_ids: bool = False
@@ -66,7 +67,7 @@ class TokensRequest(Body):
             raise ValueError("prompt_logprobs: not supported in a stream")
         return self.sampling_params.model_copy(update={
             "model": self.model, "return_token_ids": self.return_token_ids, "stream": self.stream,
-            "stream_options": self.stream_options,
+            "stream_options": self.stream_options, "cache_salt": self.cache_salt or self.sampling_params.cache_salt,
             "logprobs_mode": self.sampling_params.logprobs_mode or self.logprobs_mode})
 
 

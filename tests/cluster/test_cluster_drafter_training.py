@@ -152,7 +152,7 @@ def test_evaluations_are_not_trained_on(tmp_path):
 
 def test_a_reduced_vocabulary_is_chosen_from_the_first_answers(tmp_path):
     """From those of all workers: whichever trains first has only its own."""
-    run(tmp_path / "run", spot={**SPOT, "draft_vocab": 8})
+    run(tmp_path / "run", spot={**SPOT, "draft_vocab": 8}, steps=4)  # on a busy machine it may not be trained in the first ones
     (*_, last) = sorted((tmp_path / "run" / "checkpoints").iterdir())
     policy, _ = load_model(last / "policy")
     drafter = load_eagle(last / "drafter", policy)

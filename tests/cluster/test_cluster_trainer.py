@@ -102,10 +102,10 @@ def test_generation_goes_on_while_the_policy_is_updated(tmp_path, monkeypatch, w
     monkeypatch.setattr("paceline.trainer.validation.cluster_address", lambda address: address)
     rollout = {"prompts": 2, "group_size": 2, "max_new_tokens": 48, "max_staleness": 1}
     recorder = Recorder()
-    settings = config(tmp_path / "run", cluster=workers, rollout=rollout, steps=4, evaluation={"every": 2, "problems": 2},
+    settings = config(tmp_path / "run", cluster=workers, rollout=rollout, steps=8, evaluation={"every": 4, "problems": 2},
                       engine={"max_batch": 2, "on_update": "recompute"}, device="cpu")
     trainer = LocalTrainer(settings, callbacks=[] if "address" in workers else [recorder])
-    assert trainer.run().num_steps == 4
+    assert trainer.run().num_steps == 8
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert trainer.mixed, "some answers were written by two versions of the policy"
@@ -116,7 +116,7 @@ def test_generation_goes_on_while_the_policy_is_updated(tmp_path, monkeypatch, w
     assert "address" in workers or any(line["async/update_overlap_s"] > 0 for line in metrics)
     assert len((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()) == 3
     groups = list(dict.fromkeys((step, name) for step, name, *_ in tokens(tmp_path / "run")))
-    assert len({name for _, name in groups}) == len(groups) == trainer.state.cursor == 8, "every prompt is used once"
+    assert len({name for _, name in groups}) == len(groups) == trainer.state.cursor == 16, "every prompt is used once"
 
 
 @pytest.mark.parametrize("workers", [1, 2])

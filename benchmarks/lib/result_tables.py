@@ -200,11 +200,12 @@ def frozen_vs_adaptive(content: Content, device: str) -> Table:
                                                             if name == "adaptive" else ("0", "0")))
             for name in ("frozen", "adaptive")]
     saved = sum(content["generate_s_frozen"]) - sum(content["generate_s_adaptive"]) - sum(waited)
+    paid = (f"With the seconds that the run waited for its training, it {'saves' if saved > 0 else 'costs'} {abs(saved):.1f} s."
+            if sum(content["trained_s"]) else "It was not trained: what trials may take did not suffice for one.")
     return Table(f"Frozen against adaptive drafter over an RL run on a {device}",
                  f"In the last quarter of {len(content['frozen'])} steps the adaptive drafter gives "
                  f"{content['adaptive_at_end']:.2f} tokens per verification and the frozen one {content['frozen_at_end']:.2f}, "
-                 f"on the same {content['rollouts']:,} rollouts. With the seconds that the run waited for its training, it "
-                 f"{'saves' if saved > 0 else 'costs'} {abs(saved):.1f} s.",
+                 f"on the same {content['rollouts']:,} rollouts. {paid}",
                  ("drafter", "tokens/verification, first quarter", "last quarter", "generation s", "waited for its training, s",
                   "of which training s"), rows)
 

@@ -60,7 +60,7 @@ class Soak:
         self._all_ready = threading.Barrier(NUM_PARTS, self._begin)
         self.failures: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.memory: dict[str, list[int]] = {name: [] for name in ALLOWED_GROWTH}
+        self.memory: dict[str, list[int]] = {name: [] for name in (*ALLOWED_GROWTH, "driver")}
 
     def wait_for_others(self) -> None:
         """The time begins when both runs have done a step and the server answers, however long that took."""

@@ -46,7 +46,7 @@ def test_without_a_terminal_one_line_per_step():
 
 
 def test_a_line_says_what_the_learned_drafter_did():
-    """Its accept length in generation, and the seconds that idle workers have trained it."""
+    """The line has the drafter's accept length in generation, and the seconds for which idle workers have trained it."""
     console = Console(file=io.StringIO(), force_terminal=False)
     with TrainView("run", 2, console) as view:
         view.step(1, {"accept_length": 1.5, "drafter/accept_length": 2.25, "drafter/beside_seconds": 1.5})

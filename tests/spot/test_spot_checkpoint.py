@@ -146,7 +146,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("place", ["first value", "last value", "number", "hash", "name"])
 def test_a_flipped_bit_is_noticed(saved, place):
-    """Of any tensor, of the metadata and of the hash: the file stays a whole one."""
+    """Bits of any tensor, of the metadata and of the hash are flipped; the file can still be parsed."""
     assert load_snapshot(saved.parent) is not None
     data = bytearray(saved.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")

@@ -1,8 +1,10 @@
 """Expected number of accepted draft tokens, counted from observed draft trees.
 
 A tree's draft tokens are in the drafter's order, and the first n of them that fit into a smaller shape are a tree of that shape.
-So one observed tree tells exactly how many tokens every smaller tree would have given. Between observed trees, the number of
-accepted draft tokens of each step, which is known anyway, raises or lowers the expectations of all shapes alike (`level`).
+So one observed tree tells how many tokens every smaller tree would have given. Only a chain may be longer than a wide tree of few
+draft tokens shows: each of its draft tokens counts where it is shown and the one before it was accepted. Between observed trees,
+the number of accepted draft tokens of each step, which is known anyway, raises or lowers the expectations of all shapes alike
+(`level`).
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ class Acceptance:
     def __init__(self, drafter: DrafterName) -> None:
         self.shapes = SHAPES[drafter]
         self._limits = np.array(self.shapes).T
+        self._is_chain = self._limits[1] == 1
         self._trees, self._nodes, self._accepted = np.zeros((3, len(self.shapes), MAX_NODES))
-        """[S, N] trees that may have an n-th draft token, that have one, and whose n-th draft token was accepted."""
+        """[S, N] trees that may have an n-th draft token, that have one, and whose n-th draft token was accepted. Of chains: trees
+        that show what follows after n - 1 accepted ones."""
         self.level = 1.0
         """Draft tokens accepted since the last observed trees, as a multiple of what those give."""
         self._evidence, self._seen_at = 0.0, 0
@@ -91,36 +95,39 @@ class Acceptance:
         if trees == 0 or not len(held):
             return
         end = int(np.searchsorted(drafts.request, trees))
-        request, accepted = drafts.request[:end], drafts.accepted[:end]
-        budget = min(strategy.budget, MAX_NODES)  # what lies behind it is not known
+        request = drafts.request[:end]
         inside = ((drafts.depth[:end] <= depth[held, None]) & (drafts.width[:end] <= width[held, None])
                   & (drafts.survival[:end] >= least[held, None]))  # [H, M]
         count = np.cumsum(inside, 1)
         before = np.concatenate([np.zeros((len(held), 1), int), count], 1)[:, request.searchsorted(np.arange(trees))]
-        place = count - 1 - before[:, request] + MAX_NODES * np.arange(len(held))[:, None]
-        nodes, hits = (np.bincount(place[chosen], minlength=MAX_NODES * len(held)).reshape(len(held), MAX_NODES)
-                       for chosen in (inside, inside & accepted))
+        shape, node = inside.nonzero()
+        place = shape, request[node], count[shape, node] - 1 - before[shape, request[node]]
+        shown, hits = np.zeros((2, len(held), trees, strategy.budget), bool)
+        shown[place], hits[place] = True, drafts.accepted[node]
+        chains, known = self._is_chain[held], np.ones_like(shown)
+        is_cut = np.bincount(request, minlength=trees) == strategy.budget  # it may have had no room for the rest of a chain
+        known[chains] = shown[chains] | ~is_cut[:, None]
+        known[chains, :, 1:] &= hits[chains, :, :-1]
+        budget = min(strategy.budget, MAX_NODES)
         keep, largest = max(0.5, 1 - trees / (4 * MEMORY)), -1 if strategy.drafter == "eagle" else 0
-        earlier = self._mean(held[largest], budget)
-        for sums, new in ((self._trees, np.full((len(held), budget), float(trees))), (self._nodes, nodes[:, :budget]),
-                          (self._accepted, hits[:, :budget])):
-            sums[held, :budget] = keep * sums[held, :budget] + new
+        earlier = float(self.unit()[1][held[largest], budget - 1])
+        for sums, new in ((self._trees, known), (self._nodes, shown), (self._accepted, hits)):
+            sums[held, :budget] = keep * sums[held, :budget] + new.sum(1)[:, :budget]
         self.version, self._unit = self.version + 1, None
-        after = self._mean(held[largest], budget)  # trees tell one shape from another: what the level says of all of them remains
+        after = float(self.unit()[1][held[largest], budget - 1])
+        # Trees tell one shape from another: what the level says of all of them remains.
         self.level = self.level * earlier / after if min(earlier, after) > 0.01 else 1.0
-        own = float(hits[largest, :budget].sum()) / trees
+        own = float(hits[largest, :, :budget].sum()) / trees
         self._follow(step, self.level * after, own if last is None else last, min(trees, MEMORY / 4) if last is None else 1.0,
                      max(trees, 4))
 
-    def _mean(self, shape: Any, budget: int) -> float:
-        return float((self._accepted[shape, :budget] / (self._trees[shape, :budget] + _UNSEEN)).sum())
-
     def unit(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[S, N] mean number of draft tokens of a tree that may have up to n, and mean number of them that are accepted at level
-        1. 0 where nothing is known."""
+        """[S, N] mean number of draft tokens of a tree that may have up to n (of chains it is n), and mean number of them that
+        are accepted at level 1. 0 where nothing is known."""
         if self._unit is None:
-            self._unit = (np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1),
-                          np.cumsum(self._accepted / (self._trees + _UNSEEN), 1))
+            accepted = self._accepted / (self._trees + _UNSEEN)
+            accepted[self._is_chain] = np.cumprod(accepted[self._is_chain], 1)
+            self._unit = np.cumsum(self._nodes / np.maximum(self._trees, 1e-9), 1), np.cumsum(accepted, 1)
         return self._unit
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -131,11 +138,11 @@ class Acceptance:
     def state(self) -> dict[str, Any]:
         """What was counted, as plain numbers."""
         return {"level": self.level, "evidence": self.evidence(self._seen_at),
-                "counts": np.stack([self._trees, self._nodes, self._accepted]).round(4).tolist()}
+                "trees": np.stack([self._trees, self._nodes, self._accepted]).round(4).tolist()}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Take up what `state` gave."""
-        counts = np.array(state["counts"], float)
+        counts = np.array(state["trees"], float)
         if counts.shape == (3, *self._trees.shape):
             self._trees, self._nodes, self._accepted = counts
             self.version, self._unit = self.version + 1, None
